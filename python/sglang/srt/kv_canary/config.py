@@ -1,0 +1,144 @@
+"""What the user asked for: the flags and environment variables, read once, checked, and frozen.
+
+Nothing else of the canary reads a flag or an environment variable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from sglang.srt.kv_canary.environ import default_of, read_settings
+from sglang.srt.kv_canary.errors import CanaryConfigError
+
+__all__ = [
+    "FLAG_MODE",
+    "FLAG_REAL_DATA",
+    "FLAG_SWEEP_INTERVAL",
+    "CanaryConfig",
+    "CanaryMode",
+    "ContentMode",
+    "TokenCheck",
+    "parse_choice",
+    "parse_interval",
+]
+
+FLAG_MODE = "--kv-canary"
+FLAG_REAL_DATA = "--kv-canary-real-data"
+FLAG_SWEEP_INTERVAL = "--kv-canary-sweep-interval"
+
+
+class _StrEnum(str, Enum):
+    """`enum.StrEnum` for Python 3.10: a member prints and compares as its value."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class CanaryMode(_StrEnum):
+    """What happens on a violation."""
+
+    NONE = "none"  # the canary is off
+    LOG = "log"  # report and go on serving
+    RAISE = "raise"  # report and end the server
+
+
+class ContentMode(_StrEnum):
+    """How much of the real K and V bytes the content fingerprint covers."""
+
+    NONE = "none"
+    PARTIAL = "partial"  # one 32-byte sector per layer
+    ALL = "all"  # every byte of every layer
+
+
+class TokenCheck(_StrEnum):
+    """Which verified tokens are compared with the host's own token list."""
+
+    NONE = "none"
+    TAIL = "tail"
+    ALL = "all"
+
+
+E = TypeVar("E", bound=_StrEnum)
+
+
+def parse_choice(choices: type[E], source: str, value: Any) -> E:
+    """`value` as a member of `choices`.
+
+    Raises `CanaryConfigError` with `source` (flag or variable), the value and the choices.
+    """
+    try:
+        return choices(value)
+    except ValueError:
+        allowed = ", ".join(choice.value for choice in choices)
+        raise CanaryConfigError(f"{source} {value!r} is refused: choose from {allowed}.") from None
+
+
+def parse_interval(source: str, value: Any) -> int:
+    """`value` as a number of scheduler steps, 0 for off; else raises `CanaryConfigError`."""
+    expected = "expected a whole number of steps >= 0 (0 is off)"
+    try:
+        steps = int(value)
+    except (TypeError, ValueError):
+        raise CanaryConfigError(f"{source} {value!r} is refused: {expected}.") from None
+    if steps < 0 or isinstance(value, (bool, float)):
+        raise CanaryConfigError(f"{source} {value!r} is refused: {expected}.")
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryConfig:
+    """Every setting of one canary. `environ.SETTINGS` describes the ones from the environment."""
+
+    mode: CanaryMode = CanaryMode.NONE
+    content_mode: ContentMode = ContentMode.NONE
+    sweep_interval: int = 0  # scheduler steps between two sweeps, 0 is off
+    verify_budget_slots: int = default_of("VERIFY_BUDGET_SLOTS")
+    content_budget_bytes: int = default_of("CONTENT_BUDGET_BYTES")
+    ring_capacity: int = default_of("RING_CAPACITY")
+    max_batch_size: int = default_of("MAX_BATCH_SIZE")
+    token_check: TokenCheck = TokenCheck(default_of("TOKEN_CHECK"))
+    event_file: str = default_of("EVENT_FILE")  # "" is off
+    log_every_s: float = default_of("LOG_EVERY_S")
+    stats_print_every_n_steps: int = default_of("STATS_PRINT_EVERY_N_STEPS")
+    swa_divergence_stats_interval: int = default_of("SWA_DIVERGENCE_STATS_INTERVAL")
+    health_check_interval: int = default_of("HEALTH_CHECK_INTERVAL")
+    sweep_budget_slots: int = default_of("SWEEP_BUDGET_SLOTS")
+    sweep_budget_us: int = default_of("SWEEP_BUDGET_US")
+    perturb_dir: str = default_of("PERTURB_DIR")  # "" is off
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode is not CanaryMode.NONE
+
+    @classmethod
+    def from_server_args(cls, server_args: Any) -> CanaryConfig:
+        """Read the three flags from `server_args` and the rest from the environment.
+
+        Raises `CanaryConfigError` for any value that is not allowed. With `--kv-canary none` the
+        environment is not looked at: a variable of a canary that is off must not stop a server.
+        """
+        mode = parse_choice(CanaryMode, FLAG_MODE, server_args.kv_canary)
+        content_mode = parse_choice(ContentMode, FLAG_REAL_DATA, server_args.kv_canary_real_data)
+        interval = parse_interval(FLAG_SWEEP_INTERVAL, server_args.kv_canary_sweep_interval)
+        if mode is CanaryMode.NONE:
+            _refuse_without_mode(content_mode, interval)
+            return cls()
+        settings = read_settings()
+        settings["token_check"] = TokenCheck(settings["token_check"])
+        return cls(mode=mode, content_mode=content_mode, sweep_interval=interval, **settings)
+
+
+def _refuse_without_mode(content_mode: ContentMode, interval: int) -> None:
+    """Asking how to check without asking to check means that the user believes the canary is on."""
+    asked = []
+    if content_mode is not ContentMode.NONE:
+        asked.append(f"{FLAG_REAL_DATA} {content_mode}")
+    if interval:
+        asked.append(f"{FLAG_SWEEP_INTERVAL} {interval}")
+    if asked:
+        raise CanaryConfigError(
+            f"{' and '.join(asked)} given without {FLAG_MODE}: nothing would be checked. "
+            f"Add {FLAG_MODE} log or {FLAG_MODE} raise, or remove {' and '.join(asked)}."
+        )

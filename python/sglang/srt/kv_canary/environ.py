@@ -1,0 +1,237 @@
+"""The one table of `SGLANG_KV_CANARY_*` environment variables: type, default, help, allowed values.
+
+SGLang's own `EnvField.get()` warns about a value that does not parse and goes on with the default.
+A checker that quietly runs with other settings than the operator wrote is what the canary must not
+be, so it reads its variables with `read_settings()`, which refuses such a value instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.environ import EnvField, EnvFloat, EnvInt, Envs, EnvStr
+from sglang.srt.kv_canary.errors import CanaryConfigError
+
+__all__ = [
+    "ENV_PREFIX",
+    "SETTINGS",
+    "EnvSetting",
+    "default_of",
+    "install_env_fields",
+    "read_settings",
+]
+
+ENV_PREFIX = "SGLANG_KV_CANARY_"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSetting:
+    """One environment variable; `key` is its name without the prefix."""
+
+    key: str
+    field_type: type[EnvField]
+    default: Any
+    help: str
+    minimum: float | None = None
+    choices: tuple[str, ...] = ()
+    path_kind: str = ""  # "folder": must exist; "file": its folder must exist; "": not a path
+
+    @property
+    def name(self) -> str:
+        return ENV_PREFIX + self.key
+
+    @property
+    def config_field(self) -> str:
+        """The field of `CanaryConfig` that holds the value."""
+        return self.key.lower()
+
+    def new_field(self) -> EnvField:
+        """SGLang's own kind of field for this variable, ready to be set on `Envs`."""
+        field = self.field_type(self.default)
+        # __set_name__ runs only for attributes written in a class body.
+        field.name = self.name
+        return field
+
+    def expected(self) -> str:
+        """What a value must be, for error messages and `--help`-like tables."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.path_kind == "folder":
+            return "an existing folder, or empty for off"
+        if self.path_kind == "file":
+            return "a file path in an existing folder, or empty for off"
+        kind = "a whole number" if self.field_type is EnvInt else "a number"
+        return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
+
+    def parse(self, text: str) -> Any:
+        """The typed value of `text`; else raises `CanaryConfigError` with what is allowed."""
+        try:
+            value = self.field_type(self.default).parse(text.strip())
+        except ValueError:
+            raise self._refusal(text) from None
+        if not self._allows(value):
+            raise self._refusal(text)
+        return value
+
+    def _allows(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.path_kind:
+            return not value or _path_usable(value, self.path_kind)
+        return math.isfinite(value) and (self.minimum is None or value >= self.minimum)
+
+    def _refusal(self, text: str) -> CanaryConfigError:
+        return CanaryConfigError(
+            f"{self.name}={text!r} is refused: expected {self.expected()} "
+            f"(default {self.default!r}). {self.help}"
+        )
+
+
+def _path_usable(path: str, kind: str) -> bool:
+    if kind == "folder":
+        return os.path.isdir(path)
+    folder = os.path.dirname(os.path.abspath(path))
+    return os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
+
+
+SETTINGS: tuple[EnvSetting, ...] = (
+    EnvSetting(
+        "VERIFY_BUDGET_SLOTS",
+        EnvInt,
+        262144,
+        "Most prefix slots that one forward verifies per group; above it, every k-th block in turn.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "CONTENT_BUDGET_BYTES",
+        EnvInt,
+        16777216,
+        "Most bytes of K and V that one forward re-reads for content checks, over all groups.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "RING_CAPACITY",
+        EnvInt,
+        1024,
+        "Rows of the violation ring; the newest are kept, the overwritten are counted.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "MAX_BATCH_SIZE",
+        EnvInt,
+        4096,
+        "Rows of workspace: the largest batch of one forward.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "TOKEN_CHECK",
+        EnvStr,
+        "tail",
+        "Which tokens are compared with the host's own token list: none, the batch's tail, or all.",
+        choices=("none", "tail", "all"),
+    ),
+    EnvSetting(
+        "EVENT_FILE",
+        EnvStr,
+        "",
+        "Structured events are appended here, one JSON object per line.",
+        path_kind="file",
+    ),
+    EnvSetting(
+        "LOG_EVERY_S",
+        EnvFloat,
+        1.0,
+        "Least seconds between two log lines about violations; events are never limited.",
+        minimum=0,
+    ),
+    EnvSetting(
+        "STATS_PRINT_EVERY_N_STEPS",
+        EnvInt,
+        0,
+        "Steps between two statistics lines, 0 for none.",
+        minimum=0,
+    ),
+    EnvSetting(
+        "SWA_DIVERGENCE_STATS_INTERVAL",
+        EnvInt,
+        0,
+        "Steps between two SWA divergence lines, 0 for none.",
+        minimum=0,
+    ),
+    EnvSetting(
+        "HEALTH_CHECK_INTERVAL",
+        EnvInt,
+        1000,
+        "Steps between two checks that every launch tag still runs, 0 for none.",
+        minimum=0,
+    ),
+    EnvSetting(
+        "SWEEP_BUDGET_SLOTS",
+        EnvInt,
+        65536,
+        "Most slots that the sweep visits in one step.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "SWEEP_BUDGET_US",
+        EnvInt,
+        500,
+        "Most host microseconds that the sweep spends in one step.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "PERTURB_DIR",
+        EnvStr,
+        "",
+        "Tests only: control folder of the fault injection.",
+        path_kind="folder",
+    ),
+)
+
+_BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+def default_of(key: str) -> Any:
+    """The default of the variable whose name without the prefix is `key`."""
+    return _BY_KEY[key].default
+
+
+def install_env_fields() -> None:
+    """Declare the table on SGLang's `Envs`, beside SGLang's own variables. Idempotent."""
+    for setting in SETTINGS:
+        if not hasattr(Envs, setting.name):
+            setattr(Envs, setting.name, setting.new_field())
+
+
+def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """`CanaryConfig` field name -> typed value, for the whole table.
+
+    Raises `CanaryConfigError` for a value that is not allowed, and for a variable with the canary's
+    prefix that does not exist (a misspelt one would otherwise be ignored).
+    """
+    environ = os.environ if environ is None else environ
+    _refuse_unknown_names(environ)
+    return {s.config_field: _read(s, environ) for s in SETTINGS}
+
+
+def _read(setting: EnvSetting, environ: Any) -> Any:
+    text = environ.get(setting.name)
+    return setting.default if text is None else setting.parse(text)
+
+
+def _refuse_unknown_names(environ: Any) -> None:
+    known = {setting.name for setting in SETTINGS}
+    unknown = sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in known)
+    if not unknown:
+        return
+    name = unknown[0]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise CanaryConfigError(
+        f"{name}={environ[name]!r} is refused: there is no such variable{hint} "
+        f"Known: {', '.join(sorted(known))}."
+    )
