@@ -1,0 +1,1 @@
+"""Fixtures and harness that the KV-canary tests share."""
