@@ -1,0 +1,76 @@
+# Two commands, each sufficient on a fresh CPU machine with Python 3.11, pip and make:
+#   make demo    serve requests with a real SGLang engine under the canary, then catch injected faults
+#   make test    run the tests; `make test ARGS="-k ring -x"` passes arguments to pytest
+# Both set up $(VENV) first, and again only when a pin, pyproject.toml or the stand-in changes.
+#
+# Variables
+#   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
+#   TORCH_INDEX_URL  set to https://download.pytorch.org/whl/cpu where plain PyPI's torch brings CUDA packages
+
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+ARGS ?=
+PYTHON = $(shell for python in python3.11 python3 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+PIP_FLAGS = --quiet --disable-pip-version-check
+PIP_INSTALL = $(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-warn-conflicts
+SHIM = tools/cpu_sgl_kernel
+SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
+DEPS_STAMP = $(VENV)/.stamp-deps
+READY_STAMP = $(VENV)/.stamp-ready
+# One OpenMP thread: more of them fight for the cores with the engine's own processes.
+RUN = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(VENV)/bin/python
+
+.PHONY: help demo test lint format wheel setup clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+	@echo 'also: make setup | lint | format | wheel | clean'
+
+demo: $(READY_STAMP)
+	@$(RUN) -m sglang.srt.kv_canary demo $(ARGS)
+
+test: $(READY_STAMP)
+	@$(RUN) -m pytest -q $(ARGS)
+
+lint: $(READY_STAMP)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+
+format: $(READY_STAMP)
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+# A stale build/ would put deleted modules into the wheel.
+wheel: $(READY_STAMP)
+	@rm -rf build
+	@$(VENV)/bin/python -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+setup: $(READY_STAMP)
+
+clean:
+	rm -rf build dist $(SHIM)/build
+
+# --without-pip and the outer pip: works without ensurepip too, which Debian packages apart.
+$(VENV)/bin/pip:
+	@test -n "$(PYTHON)" || { echo 'no Python 3.11 found; install it, or set PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@echo "[setup 1/4] creating $(VENV)"
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(VENV)/bin/python install $(PIP_FLAGS) pip -c requirements/dev.txt
+
+$(DEPS_STAMP): $(wildcard requirements/*.txt) | $(VENV)/bin/pip
+	@echo "[setup 2/4] installing torch (about 200 MB)"
+	@$(PIP_INSTALL) -r requirements/torch.txt -c requirements/cpu.txt -c requirements/dev.txt \
+		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+	@echo "[setup 3/4] installing SGLang and what its CPU engine needs"
+	@$(PIP_INSTALL) --no-deps -r requirements/sglang.txt -r requirements/cpu.txt -r requirements/dev.txt
+	@touch $@
+
+$(READY_STAMP): pyproject.toml $(SHIM_FILES) $(DEPS_STAMP)
+	@echo "[setup 4/4] installing sglang-kv-canary beside it"
+	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation ./$(SHIM) -e .
+	@touch $@
