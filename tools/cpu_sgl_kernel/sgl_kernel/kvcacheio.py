@@ -10,7 +10,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
     def unavailable(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            f"sgl_kernel.kvcacheio.{name} needs the real sgl_kernel; this machine has the CPU stand-in"
+            f"sgl_kernel.kvcacheio.{name} needs the real sgl_kernel; "
+            "here only the stand-in from tools/cpu_sgl_kernel is installed"
         )
 
     unavailable.__name__ = name
