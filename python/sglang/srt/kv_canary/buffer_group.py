@@ -1,0 +1,120 @@
+"""Canary buffers and content sources of one pool kind: what the kernels read and write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from sglang.srt.kv_canary.record import RECORD_WORDS
+
+
+class PoolKind(str, Enum):
+    """Slot spaces that SGLang's pools have; the declaration order fixes the launch tag ids."""
+
+    FULL = "FULL"
+    SWA = "SWA"
+    C4 = "C4"
+    C128 = "C128"
+    C4_INDEXER = "C4_INDEXER"
+    INDEXER = "INDEXER"
+
+    @property
+    def index(self) -> int:
+        return list(PoolKind).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentSource:
+    """Where the bytes of a slot lie in one buffer (one layer of one half, or one part of it).
+
+    Slot s starts at byte `offset + (s // page_size) * page_stride + (s % page_size) * token_stride`
+    of `data` and has `row_bytes` bytes. `data` is kept to keep the memory alive.
+    """
+
+    data: torch.Tensor
+    page_size: int  # slots per page
+    page_stride: int  # bytes
+    token_stride: int  # bytes
+    row_bytes: int
+    offset: int = 0  # bytes
+
+    @classmethod
+    def of_rows(cls, data: torch.Tensor) -> ContentSource:
+        """The source for a buffer `[num_slots, ...]` whose rows are contiguous."""
+        if data.ndim < 2 or not data[0].is_contiguous():
+            raise ValueError(
+                f"expected a buffer [num_slots, ...] with contiguous rows, got shape {tuple(data.shape)} "
+                f"strides {data.stride()}; describe its layout with ContentSource(...) instead"
+            )
+        stride = data.stride(0) * data.element_size()
+        return cls(data, 1, stride, 0, data[0].numel() * data.element_size())
+
+    @property
+    def address(self) -> int:
+        """Device address of slot 0's first byte."""
+        return self.data.data_ptr() + self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryBufferGroup:
+    """Records and content sources of one pool kind. Records are `int64[num_slots, 4]`."""
+
+    kind: PoolKind
+    k_head: torch.Tensor
+    k_tail: torch.Tensor
+    v_head: torch.Tensor | None = None
+    v_tail: torch.Tensor | None = None
+    swa_index_lut: torch.Tensor | None = None  # int64/int32 [num_full_slots (+1)], 0 = evicted
+    kv_token_id_vs_position_offset: int = (
+        0  # 1: slot p holds the K/V of the token at position p + 1
+    )
+    k_content: tuple[ContentSource, ...] = ()
+    v_content: tuple[ContentSource, ...] = ()
+    stride: int = 1  # tokens that one slot stands for
+    window: int | None = None  # prefix tokens that the next token still reads; None = all
+
+    def __post_init__(self) -> None:
+        for name in ("k_head", "k_tail", "v_head", "v_tail"):
+            self._check_records(name, getattr(self, name))
+        if (self.v_head is None) != (self.v_tail is None):
+            raise ValueError(f"{self.kind.value}: v_head and v_tail must be given together")
+
+    def _check_records(self, name: str, records: torch.Tensor | None) -> None:
+        if records is None:
+            return
+        expected = (self.num_slots, RECORD_WORDS)
+        if (
+            records.dtype != torch.int64
+            or tuple(records.shape) != expected
+            or not records.is_contiguous()
+        ):
+            raise ValueError(
+                f"{self.kind.value}.{name}: expected contiguous int64{list(expected)}, "
+                f"got {records.dtype} {list(records.shape)}"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        return self.k_head.shape[0]
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        return ("K",) if self.v_head is None else ("K", "V")
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of all record buffers of the group."""
+        buffers = (self.k_head, self.k_tail, self.v_head, self.v_tail)
+        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+
+    def records(self, half: str, side: str) -> torch.Tensor:
+        """Records `int64[num_slots, 4]` of a half ('K', 'V') and side ('HEAD', 'TAIL')."""
+        buffer = getattr(self, f"{half.lower()}_{side.lower()}")
+        if buffer is None:
+            raise ValueError(f"{self.kind.value} has no half {half}; it has {self.halves}")
+        return buffer
+
+    def content(self, half: str) -> tuple[ContentSource, ...]:
+        return self.k_content if half == "K" else self.v_content

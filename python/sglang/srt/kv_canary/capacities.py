@@ -1,0 +1,42 @@
+"""Upper bounds of what one launch may be asked for, known before any buffer is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryLaunchCapacities:
+    """Sizes from which the device state and the workspaces are allocated."""
+
+    max_batch_size: int  # requests in one forward
+    max_request_rows: int  # rows of req_to_token, the padding row 0 included
+    max_context_len: int  # columns of req_to_token
+    ring_capacity: int  # violation rows kept
+    verify_budget_slots: int  # slots verified per forward, group and half
+    content_budget_bytes: int  # K/V bytes re-read per forward
+
+    @classmethod
+    def from_args(
+        cls,
+        *,
+        max_running_requests: int,
+        request_rows: int,
+        context_len: int,
+        ring_capacity: int,
+        verify_budget_slots: int,
+        content_budget_bytes: int,
+    ) -> CanaryLaunchCapacities:
+        """Raises ValueError when a size is not positive."""
+        capacities = cls(
+            max_batch_size=max_running_requests,
+            max_request_rows=request_rows,
+            max_context_len=context_len,
+            ring_capacity=ring_capacity,
+            verify_budget_slots=verify_budget_slots,
+            content_budget_bytes=content_budget_bytes,
+        )
+        for name in cls.__slots__:
+            if getattr(capacities, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(capacities, name)}")
+        return capacities

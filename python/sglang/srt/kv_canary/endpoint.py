@@ -1,0 +1,80 @@
+"""Endpoints: one (pool kind, half, side), the unit that is verified, written and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+
+_TAGS_PER_KIND = 8
+
+
+class Side(str, Enum):
+    HEAD = "HEAD"
+    TAIL = "TAIL"
+    SWEEP = "SWEEP"
+
+    @property
+    def index(self) -> int:
+        return list(Side).index(self)
+
+
+HALVES = ("K", "V")
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryLaunchTag:
+    """The endpoint's name in counters and violations, e.g. TAIL_K_SWA; `id` is what the device stores."""
+
+    kind: PoolKind
+    half: str
+    side: Side
+
+    @property
+    def id(self) -> int:
+        return self.kind.index * _TAGS_PER_KIND + HALVES.index(self.half) * 4 + self.side.index
+
+    @property
+    def name(self) -> str:
+        return f"{self.side.value}_{self.half}_{self.kind.value}"
+
+    @classmethod
+    def from_id(cls, tag_id: int) -> CanaryLaunchTag:
+        """Raises ValueError for an id that no tag has."""
+        kind, rest = divmod(tag_id, _TAGS_PER_KIND)
+        half, side = divmod(rest, 4)
+        if not 0 <= kind < len(PoolKind) or side >= len(Side):
+            raise ValueError(f"{tag_id} is no launch tag id")
+        return cls(list(PoolKind)[kind], HALVES[half], list(Side)[side])
+
+
+NUM_TAGS = len(PoolKind) * _TAGS_PER_KIND
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryEndpoint:
+    """One endpoint of a group. `launch_per_forward` / `launch_sweep` run it alone (tests, tools)."""
+
+    tag: CanaryLaunchTag
+    group: CanaryBufferGroup
+
+    def launch_per_forward(self, launcher, plan) -> None:
+        """Verify and write this endpoint's group and side for `plan`."""
+        launcher.check_and_write(plan, self.group, self.tag.side)
+
+    def launch_sweep(self, launcher, sweep_plan) -> None:
+        """Verify the flat list `sweep_plan` against this endpoint's records."""
+        launcher.check_list(sweep_plan, self.group)
+
+
+def build_endpoints_from_group(
+    group: CanaryBufferGroup, sweep: bool = True
+) -> tuple[CanaryEndpoint, ...]:
+    """All endpoints of a group: HEAD and TAIL of each half, and SWEEP where a sweep can run."""
+    sides = [Side.HEAD, Side.TAIL] + ([Side.SWEEP] if sweep else [])
+    return tuple(
+        CanaryEndpoint(CanaryLaunchTag(group.kind, half, side), group)
+        for half in group.halves
+        for side in sides
+    )

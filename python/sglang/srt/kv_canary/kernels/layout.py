@@ -1,0 +1,35 @@
+"""How work is cut into blocks: shared by the Triton kernels and the torch reference, so that both cover the same slots."""
+
+from __future__ import annotations
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.record import SECTOR_BYTES
+
+VERIFY_BLOCK = 256  # slots of one request per verify work item
+WRITE_TILE = 1024  # tokens of one request per chain scan work item
+
+
+def blocks_between_visits(total_blocks: int, budget_slots: int) -> int:
+    """k: every k-th block is verified, so that at most about `budget_slots` slots are."""
+    budget_blocks = max(1, budget_slots // VERIFY_BLOCK)
+    return max(1, -(-total_blocks // budget_blocks))
+
+
+def slots_between_visits(total_slots: int, budget_slots: int) -> int:
+    """k: the content of every k-th position of a request is re-read."""
+    return max(1, -(-total_slots // max(1, budget_slots)))
+
+
+def content_unit(sources: tuple[ContentSource, ...]) -> int:
+    """Bytes per hashed word: 4 where every source is laid out in multiples of 4 bytes, else 1."""
+    parts = [(s.row_bytes, s.page_stride, s.token_stride, s.address) for s in sources]
+    return 4 if all(p % 4 == 0 for part in parts for p in part) else 1
+
+
+def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
+    """Bytes that one content check of a slot reads, all halves together."""
+    sources = group.k_content + group.v_content
+    if mode is ContentMode.PARTIAL:
+        return SECTOR_BYTES * len(sources)
+    return sum(s.row_bytes for s in sources)

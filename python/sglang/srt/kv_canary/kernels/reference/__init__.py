@@ -1,0 +1,27 @@
+"""The kernels' functions in plain torch: the CPU backend, and the oracle that the Triton kernels are tested against.
+
+Every function takes the same arguments and has the same effect as its namesake in `kernels`. They may
+synchronise with the device and are not meant for a GPU's hot path.
+"""
+
+from sglang.srt.kv_canary.kernels.reference.content import (
+    check_and_write_content,
+    check_list_content,
+    content_fingerprint,
+)
+from sglang.srt.kv_canary.kernels.reference.forward import check_and_write
+from sglang.srt.kv_canary.kernels.reference.slots import (
+    apply_slot_event,
+    copy_records,
+)
+from sglang.srt.kv_canary.kernels.reference.sweep import check_list
+
+__all__ = [
+    "apply_slot_event",
+    "check_and_write",
+    "check_and_write_content",
+    "check_list",
+    "check_list_content",
+    "content_fingerprint",
+    "copy_records",
+]

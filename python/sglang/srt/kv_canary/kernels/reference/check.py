@@ -1,0 +1,116 @@
+"""The check of one slot, shared by the per-forward spans and the sweep's flat list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.kernels.reference import hashing, ring
+from sglang.srt.kv_canary.record import Reason
+from sglang.srt.kv_canary.state import CanaryDeviceState
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Slots to check, int64[n] each."""
+
+    slots: torch.Tensor
+    full_slots: torch.Tensor
+    prev_slots: torch.Tensor  # or PREV_ANCHOR / PREV_UNREACHABLE
+    positions: torch.Tensor
+    anchors: torch.Tensor
+    expected_tokens: torch.Tensor  # UNKNOWN where the token is not known
+    rows: torch.Tensor  # reader's request row
+    reasons: torch.Tensor  # what is wrong before the record is read; such lanes are not read
+
+
+def translate(
+    group: CanaryBufferGroup, full_slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot in the group's space, reasons) of full slots; lanes with reasons have slot 0."""
+    reasons = torch.zeros_like(full_slots)
+    lut = group.swa_index_lut
+    limit = group.num_slots * group.stride if lut is None else lut.shape[0]
+    bad = (full_slots < 0) | (full_slots >= limit)
+    reasons[bad] = int(Reason.SLOT_OUT_OF_RANGE)
+    unmapped = full_slots == 0
+    reasons[unmapped] = int(Reason.UNMAPPED_SLOT)
+    safe = torch.where(bad | unmapped, 0, full_slots)
+    if lut is None:
+        return torch.div(safe, group.stride, rounding_mode="floor"), reasons
+    slots = lut.long()[safe]
+    fine = reasons == 0
+    evicted = fine & (slots == 0)
+    reasons[evicted] = int(Reason.SWA_EVICTED_IN_WINDOW)
+    outside = fine & ((slots < 0) | (slots >= group.num_slots))
+    reasons[outside] = int(Reason.SLOT_OUT_OF_RANGE)
+    return torch.where(reasons == 0, slots, 0), reasons
+
+
+def state_reasons(states: torch.Tensor) -> torch.Tensor:
+    """Reason bits of record states; 0 for live."""
+    reasons = torch.full_like(states, int(Reason.BAD_STATE))
+    reasons[states == record.State.LIVE] = 0
+    reasons[states == record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)
+    reasons[states == record.State.FREED] = int(Reason.USE_AFTER_FREE)
+    reasons[states == record.State.ALLOCATED] = int(Reason.UNWRITTEN_SINCE_ALLOC)
+    return reasons
+
+
+def check_lanes(
+    lanes: Lanes, records: torch.Tensor, tag_id: int, forward: int, state: CanaryDeviceState
+) -> None:
+    """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring."""
+    if lanes.slots.numel() == 0:
+        return
+    readable = lanes.reasons == 0
+    words = records[torch.where(readable, lanes.slots, 0)]
+    identity, chain = words[:, record.WORD_IDENTITY], words[:, record.WORD_CHAIN]
+    writer = words[:, record.WORD_WRITER]
+    position, token = hashing.stored_position(identity), hashing.stored_token(identity)
+    not_live = state_reasons(hashing.state_of(writer))
+    expected_chain = _expected_chain(lanes, records, identity)
+
+    reasons = torch.where(position != lanes.positions, int(Reason.POSITION), 0)
+    known = lanes.expected_tokens != record.UNKNOWN
+    reasons |= torch.where(known & (token != lanes.expected_tokens), int(Reason.TOKEN), 0)
+    checked = expected_chain != record.UNKNOWN
+    reasons |= torch.where(checked & (chain != expected_chain), int(Reason.CHAIN), 0)
+    reasons = torch.where(not_live != 0, not_live, reasons)
+    reasons = torch.where(readable, reasons, lanes.reasons)
+
+    def stored(value: torch.Tensor) -> torch.Tensor:
+        return torch.where(readable, value, record.UNKNOWN)
+
+    freed = not_live & int(Reason.USE_AFTER_FREE | Reason.UNWRITTEN_SINCE_ALLOC)
+    ring.append(
+        state,
+        reasons,
+        tag=tag_id,
+        slot=stored(lanes.slots),
+        full_slot=lanes.full_slots,
+        prev_slot=lanes.prev_slots,
+        expected_position=lanes.positions,
+        stored_position=stored(position),
+        expected_token=lanes.expected_tokens,
+        stored_token=stored(token),
+        expected_chain=torch.where(readable, expected_chain, record.UNKNOWN),
+        stored_chain=stored(chain),
+        reader_row=lanes.rows,
+        reader_forward=forward,
+        writer=stored(writer),
+        last_writer=torch.where(readable & (freed != 0), words[:, record.WORD_CONTENT], 0),
+    )
+
+
+def _expected_chain(lanes: Lanes, records: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:
+    """Chain that each slot should hold, UNKNOWN where its predecessor cannot tell."""
+    has_prev = lanes.prev_slots >= 0
+    prev = records[torch.where(has_prev, lanes.prev_slots, 0)]
+    prev_live = hashing.state_of(prev[:, record.WORD_WRITER]) == record.State.LIVE
+    previous = torch.where(has_prev, prev[:, record.WORD_CHAIN], lanes.anchors)
+    known = (has_prev & prev_live) | (lanes.prev_slots == record.PREV_ANCHOR)
+    return torch.where(known, hashing.chain_step(previous, identity), record.UNKNOWN)

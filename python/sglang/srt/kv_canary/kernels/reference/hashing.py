@@ -1,0 +1,44 @@
+"""Chain and mixing arithmetic on int64 tensors, modulo 2^64."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.kv_canary import record
+
+
+def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64 (torch's `>>` is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix64(x: torch.Tensor) -> torch.Tensor:
+    """`record.mix64` of every element, int64."""
+    x = x + record.to_signed64(record.MIX_INCREMENT)
+    x = (x ^ shift_right(x, 30)) * record.to_signed64(record.MIX_MULTIPLIER_1)
+    x = (x ^ shift_right(x, 27)) * record.to_signed64(record.MIX_MULTIPLIER_2)
+    return x ^ shift_right(x, 31)
+
+
+def pack_identity(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Word 0 of records, int64."""
+    return (token.long() & 0xFFFFFFFF) | (position.long() << 32)
+
+
+def stored_token(identity: torch.Tensor) -> torch.Tensor:
+    """Token id (signed 32 bits) of word 0."""
+    low = identity & 0xFFFFFFFF
+    return torch.where(low >= 1 << 31, low - (1 << 32), low)
+
+
+def stored_position(identity: torch.Tensor) -> torch.Tensor:
+    return identity >> 32
+
+
+def state_of(writer: torch.Tensor) -> torch.Tensor:
+    return shift_right(writer, record.WRITER_STATE_SHIFT)
+
+
+def chain_step(previous: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:
+    """Chain after the token of `identity`."""
+    return previous * record.to_signed64(record.CHAIN_MULTIPLIER) + mix64(identity)

@@ -1,0 +1,100 @@
+"""What the allocator did to slots: freed, handed out, cleared; and records that move with their bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.kernels.reference import hashing, ring
+from sglang.srt.kv_canary.record import Mode, Reason, State
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.state import CanaryDeviceState, Header
+
+
+def apply_slot_event(
+    kind: SlotEventKind,
+    slots: torch.Tensor | None,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    page_size: int = 1,
+) -> None:
+    """Apply one allocator event to all records of `group`.
+
+    FREE and ALLOC take slots in the group's slot space; a FREE gives back whole pages of `page_size`
+    slots. CLEAR takes None: every slot. Slots outside of the pool are ignored.
+    """
+    forward = int(state.summary[Header.FORWARD_DONE])
+    if kind is SlotEventKind.CLEAR:
+        slots = torch.arange(group.num_slots, device=group.k_head.device)
+    slots = slots.long()
+    slots = slots[(slots > 0) & (slots < group.num_slots)]
+    if kind is SlotEventKind.ALLOC:
+        _mark_allocated(group, slots.unique())
+        return
+    if kind is SlotEventKind.FREE:
+        _report_double_free(group, slots, forward, state, page_size)
+        first = slots // page_size * page_size
+        slots = (first[:, None] + torch.arange(page_size, device=slots.device)).flatten()
+        slots = slots[slots < group.num_slots]
+    mode = Mode.CLEAR if kind is SlotEventKind.CLEAR else Mode.FREE
+    _mark_freed(group, slots.unique(), record.pack_writer(forward, 0, mode, State.FREED))
+
+
+def _buffers(group: CanaryBufferGroup) -> list[torch.Tensor]:
+    return [group.records(half, side) for half in group.halves for side in ("HEAD", "TAIL")]
+
+
+def _mark_allocated(group: CanaryBufferGroup, slots: torch.Tensor) -> None:
+    for records in _buffers(group):
+        writer = records[slots, record.WORD_WRITER]
+        freed = hashing.state_of(writer) == State.FREED
+        allocated = writer ^ record.to_signed64(
+            (State.FREED ^ State.ALLOCATED) << record.WRITER_STATE_SHIFT
+        )
+        records[slots, record.WORD_WRITER] = torch.where(freed, allocated, writer)
+
+
+def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) -> None:
+    """Live records keep their last writer in the content word; never-written ones stay."""
+    for records in _buffers(group):
+        words = records[slots]
+        states = hashing.state_of(words[:, record.WORD_WRITER])
+        live, allocated = states == State.LIVE, states == State.ALLOCATED
+        words[live, record.WORD_CONTENT] = words[live, record.WORD_WRITER]
+        words[live | allocated, record.WORD_WRITER] = freed_word
+        records[slots] = words
+
+
+def _report_double_free(group, slots, forward: int, state, page_size: int) -> None:
+    """A slot that is freed while free, or twice in one call where pages do not explain it."""
+    words = group.k_head[slots]
+    twice = hashing.state_of(words[:, record.WORD_WRITER]) == State.FREED
+    if page_size == 1 and slots.numel():
+        order = torch.sort(slots, stable=True)
+        repeated = torch.zeros_like(twice)
+        repeated[order.indices[1:]] = order.values[1:] == order.values[:-1]
+        twice |= repeated & (hashing.state_of(words[:, record.WORD_WRITER]) != State.NEVER_WRITTEN)
+    ring.append(
+        state,
+        torch.where(twice, int(Reason.DOUBLE_FREE), 0),
+        tag=CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
+        slot=slots,
+        full_slot=slots,
+        stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
+        stored_token=hashing.stored_token(words[:, record.WORD_IDENTITY]),
+        stored_chain=words[:, record.WORD_CHAIN],
+        reader_row=0,
+        reader_forward=forward,
+        writer=words[:, record.WORD_WRITER],
+        last_writer=words[:, record.WORD_CONTENT],
+    )
+
+
+def copy_records(
+    group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
+    """Copy all records between slots (group's slot space), as move_kv_cache does the bytes."""
+    for records in _buffers(group):
+        records[target_slots.long()] = records[source_slots.long()]

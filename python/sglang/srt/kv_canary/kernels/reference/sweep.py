@@ -1,0 +1,44 @@
+"""Verify of a flat list of slots, HEAD and TAIL records of both halves."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.kernels.reference import check
+from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
+from sglang.srt.kv_canary.record import Reason
+from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
+
+
+def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:
+    """Check every listed slot (group's own slot space; 0 = skip): HEAD and TAIL records."""
+    if not int(state.summary[Header.ARMED]):
+        return
+    forward = int(state.summary[Header.FORWARD_DONE])
+    listed = plan.slots != 0
+    slots, prev = plan.slots[listed], plan.prev_slots[listed]
+    outside = (slots < 0) | (slots >= group.num_slots)
+    prev = torch.where(prev >= group.num_slots, record.PREV_UNREACHABLE, prev)
+    prev = torch.where(prev == 0, record.PREV_UNREACHABLE, prev)
+    anchors = torch.zeros_like(slots) if plan.anchors is None else plan.anchors[listed]
+    lanes = check.Lanes(
+        slots=torch.where(outside, 0, slots),
+        full_slots=slots,
+        prev_slots=prev,
+        positions=plan.positions[listed],
+        anchors=anchors,
+        expected_tokens=torch.full_like(slots, record.UNKNOWN),
+        rows=torch.zeros_like(slots),
+        reasons=torch.where(outside, int(Reason.SLOT_OUT_OF_RANGE), 0),
+    )
+    for half in group.halves:
+        tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
+        for side in (Side.HEAD, Side.TAIL):
+            check.check_lanes(lanes, group.records(half, side.value), tag_id, forward, state)
+        counters = state.counters[tag_id]
+        counters[Counter.LAUNCHES] += 1
+        counters[Counter.CHECKED] += slots.numel()
+        counters[Counter.ELIGIBLE] += slots.numel()

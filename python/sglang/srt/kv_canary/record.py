@@ -1,0 +1,188 @@
+"""The one place that defines the canary record and the violation row.
+
+Triton kernels, the torch reference and the reporters all read the layout from here. A record is four
+little-endian 64-bit words, 32 bytes, one per (slot, half, HEAD or TAIL).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+RECORD_WORDS = 4
+RECORD_BYTES = 8 * RECORD_WORDS
+
+WORD_IDENTITY = 0  # token id (low 32 bits, signed) and position (high 32 bits)
+WORD_CHAIN = 1  # chain hash up to and including this token
+WORD_CONTENT = 2  # content fingerprint; a freed record keeps its last writer word here
+WORD_WRITER = 3  # forward counter (32 bits), request row (20), mode (8), state (4)
+
+WRITER_ROW_SHIFT = 32
+WRITER_MODE_SHIFT = 52
+WRITER_STATE_SHIFT = 60
+WRITER_ROW_BITS = 20
+WRITER_ROW_MASK = (1 << WRITER_ROW_BITS) - 1
+WRITER_MODE_MASK = 0xFF
+FORWARD_MASK = 0xFFFFFFFF
+
+_MASK64 = (1 << 64) - 1
+
+
+class State(IntEnum):
+    """State of a record (4 bits of the writer word)."""
+
+    NEVER_WRITTEN = 0
+    LIVE = 1
+    FREED = 2
+    ALLOCATED = 3  # handed out again after a free, not written since
+
+
+class Mode(IntEnum):
+    """What kind of launch wrote a record (8 bits of the writer word)."""
+
+    NONE = 0
+    EXTEND = 1
+    DECODE = 2
+    MIXED = 3
+    TARGET_VERIFY = 4
+    DRAFT_EXTEND = 5
+    DRAFT_DECODE = 6
+    SPLIT_PREFILL = 7
+    DLLM_EXTEND = 8
+    MOVE = 9  # copied from another slot by move_kv_cache
+    FREE = 10  # the allocator took the slot back
+    CLEAR = 11  # the allocator took every slot back
+
+
+class Reason(IntFlag):
+    """Why a slot is reported. One violation row may carry several."""
+
+    NEVER_WRITTEN = 1 << 0
+    USE_AFTER_FREE = 1 << 1
+    UNWRITTEN_SINCE_ALLOC = 1 << 2
+    BAD_STATE = 1 << 3
+    POSITION = 1 << 4
+    TOKEN = 1 << 5
+    CHAIN = 1 << 6
+    CONTENT = 1 << 7
+    SLOT_OUT_OF_RANGE = 1 << 8
+    UNMAPPED_SLOT = 1 << 9
+    SWA_EVICTED_IN_WINDOW = 1 << 10
+    WRITE_TOKEN = 1 << 11
+    WRITE_POSITION = 1 << 12
+    DOUBLE_FREE = 1 << 13
+    ROW_OUT_OF_RANGE = 1 << 14
+    LENGTH_OUT_OF_RANGE = 1 << 15
+
+
+REASON_HELP: dict[Reason, str] = {
+    Reason.NEVER_WRITTEN: "the slot was never written",
+    Reason.USE_AFTER_FREE: "the slot was freed before this read",
+    Reason.UNWRITTEN_SINCE_ALLOC: "the slot was handed out again and not written since",
+    Reason.BAD_STATE: "the record's state is none that the canary writes: the record itself is damaged",
+    Reason.POSITION: "the slot holds another position than the request expects",
+    Reason.TOKEN: "the slot holds another token than the request expects",
+    Reason.CHAIN: "the slot continues another prefix than the request's",
+    Reason.CONTENT: "the K/V bytes are not those that were written",
+    Reason.SLOT_OUT_OF_RANGE: "the slot index lies outside of the pool",
+    Reason.UNMAPPED_SLOT: "the request's row maps this position to the padding slot 0",
+    Reason.SWA_EVICTED_IN_WINDOW: "inside the window the full-to-SWA mapping says evicted",
+    Reason.WRITE_TOKEN: "the forward was fed another token than the request's own list has",
+    Reason.WRITE_POSITION: "the forward was fed another position than the request's length implies",
+    Reason.DOUBLE_FREE: "the slot was freed although it was free already",
+    Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token",
+    Reason.LENGTH_OUT_OF_RANGE: "the request's length lies outside of req_to_token",
+}
+
+
+class Column(IntEnum):
+    """Columns of a violation row, `int64[ring capacity, len(Column)]`."""
+
+    SEQUENCE = 0  # device sequence number, from 0
+    TAG = 1  # CanaryLaunchTag id
+    REASONS = 2
+    SLOT = 3  # slot in the pool kind's own slot space
+    FULL_SLOT = 4  # what the request's row holds, before any translation
+    PREV_SLOT = 5  # predecessor slot, or PREV_ANCHOR / PREV_UNREACHABLE
+    EXPECTED_POSITION = 6
+    STORED_POSITION = 7
+    EXPECTED_TOKEN = 8
+    STORED_TOKEN = 9
+    EXPECTED_CHAIN = 10
+    STORED_CHAIN = 11
+    EXPECTED_CONTENT = 12  # fingerprint of the bytes as they are now
+    STORED_CONTENT = 13  # fingerprint of the bytes as they were written
+    READER_ROW = 14
+    READER_FORWARD = 15
+    WRITER = 16  # the stored writer word (of the free, when the record is freed)
+    LAST_WRITER = 17  # writer word before the free; 0 when the record is not freed
+
+
+VIOLATION_COLUMNS = len(Column)
+UNKNOWN = -(1 << 63)  # a value that this check does not know
+PREV_ANCHOR = -1  # the chain starts here, from the request's anchor
+PREV_UNREACHABLE = -2  # there is a predecessor, but its record cannot be read: no chain check
+
+# Chain: chain[i] = chain[i-1] * CHAIN_MULTIPLIER + mix(token, position) mod 2^64. Any odd multiplier is invertible;
+# this one is 2^64 / golden ratio, the increment of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+CHAIN_MULTIPLIER = 0x9E3779B97F4A7C15
+CHAIN_MULTIPLIER_INVERSE = pow(CHAIN_MULTIPLIER, -1, 1 << 64)
+# splitmix64's output function (same paper); the increment makes mix(0) non-zero.
+MIX_INCREMENT = 0x9E3779B97F4A7C15
+MIX_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MIX_MULTIPLIER_2 = 0x94D049BB133111EB
+# Content: CONTENT_BASE + sum over sources s and their words j of word * key(s, j), with the odd keys
+# key(s, j) = (mix(j) * (mix(s + CONTENT_SOURCE_SALT) | 1)) | 1; any change of one word changes the sum.
+CONTENT_SOURCE_SALT = 1 << 40
+CONTENT_BASE = 0x243F6A8885A308D3  # first 64 bits of pi's fraction: an all-zero slot has a non-zero fingerprint
+SECTOR_BYTES = 32  # what content mode `partial` reads of each layer
+
+
+def to_signed64(value: int) -> int:
+    """Two's complement int64 of `value` mod 2^64."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def to_unsigned64(value: int) -> int:
+    """`value` mod 2^64, non-negative."""
+    return value & _MASK64
+
+
+def mix64(value: int) -> int:
+    """splitmix64 of a 64-bit integer; non-negative."""
+    x = (value + MIX_INCREMENT) & _MASK64
+    x = ((x ^ (x >> 30)) * MIX_MULTIPLIER_1) & _MASK64
+    x = ((x ^ (x >> 27)) * MIX_MULTIPLIER_2) & _MASK64
+    return x ^ (x >> 31)
+
+
+def pack_identity(token: int, position: int) -> int:
+    """Word 0 as a signed int64."""
+    return to_signed64((token & 0xFFFFFFFF) | ((position & 0xFFFFFFFF) << 32))
+
+
+def chain_step(previous: int, token: int, position: int) -> int:
+    """Word 1 of the slot that follows `previous`, as a signed int64."""
+    mixed = mix64(to_unsigned64(pack_identity(token, position)))
+    return to_signed64(to_unsigned64(previous) * CHAIN_MULTIPLIER + mixed)
+
+
+def pack_writer(forward: int, row: int, mode: int, state: int) -> int:
+    """Word 3 as a signed int64."""
+    return to_signed64(
+        (forward & FORWARD_MASK)
+        | ((row & WRITER_ROW_MASK) << WRITER_ROW_SHIFT)
+        | ((mode & WRITER_MODE_MASK) << WRITER_MODE_SHIFT)
+        | (state << WRITER_STATE_SHIFT)
+    )
+
+
+def unpack_writer(word: int) -> tuple[int, int, int, int]:
+    """(forward counter, request row, mode, state) of word 3."""
+    word = to_unsigned64(word)
+    return (
+        word & FORWARD_MASK,
+        (word >> WRITER_ROW_SHIFT) & WRITER_ROW_MASK,
+        (word >> WRITER_MODE_SHIFT) & WRITER_MODE_MASK,
+        word >> WRITER_STATE_SHIFT,
+    )

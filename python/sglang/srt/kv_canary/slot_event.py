@@ -1,0 +1,11 @@
+"""What an allocator can do to slots, in the order in which it did it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class SlotEventKind(IntEnum):
+    ALLOC = 0
+    FREE = 1
+    CLEAR = 2  # every slot came back

@@ -1,0 +1,102 @@
+"""Device state of one CanaryManager: counters, the armed flag and the violation ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.endpoint import NUM_TAGS
+from sglang.srt.kv_canary.record import VIOLATION_COLUMNS
+
+
+class Header(IntEnum):
+    """First words of the summary, int64 each."""
+
+    FORWARD_DONE = 0  # forward counter of the last forward whose TAIL ran
+    FORWARD_RUNNING = 1  # forward counter that the last HEAD gave out
+    ARMED = 2  # 0 during warm-up and graph capture: nothing is checked or written
+    VIOLATIONS = 3  # rows ever appended to the ring
+
+
+HEADER_WORDS = 8
+
+
+class Counter(IntEnum):
+    """Counters per launch tag, int64 each, never reset."""
+
+    LAUNCHES = 0
+    CHECKED = 1  # slots checked
+    ELIGIBLE = 2  # slots that would have been checked with no budget
+    WRITTEN = 3
+    CONTENT_CHECKED = 4
+    CONTENT_WRITTEN = 5
+    IDX_DIVERGENCE = 6  # checked slots whose SWA index differs from the full index
+    OUT_OF_WINDOW = 7  # prefix tokens that lie before the window
+
+
+NUM_COUNTERS = len(Counter)
+SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
+CONTENT_WORKSPACE_ITEMS = 8192  # fingerprints that one launch may split over several programs
+
+
+@dataclass(frozen=True, slots=True)
+class ViolationLog:
+    """The ring: `rows` int64[capacity, columns]; row r of sequence number s lies at s % capacity."""
+
+    rows: torch.Tensor
+    total: torch.Tensor  # int64[1], a view into the summary
+
+    @classmethod
+    def allocate(cls, capacity: int, total: torch.Tensor) -> ViolationLog:
+        if capacity <= 0:
+            raise ValueError(f"ring capacity must be positive, got {capacity}")
+        return cls(
+            torch.zeros(capacity, VIOLATION_COLUMNS, dtype=torch.int64, device=total.device), total
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryDeviceState:
+    """Everything on the device besides the records. `summary` is what the host copies once per step."""
+
+    summary: torch.Tensor  # int64[SUMMARY_WORDS]
+    violations: ViolationLog
+    anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
+    content_workspace: torch.Tensor  # int64[workspace items, 2]: partial sums and arrival counts
+    capacities: CanaryLaunchCapacities
+
+    @classmethod
+    def allocate(
+        cls, capacities: CanaryLaunchCapacities, device: torch.device | str
+    ) -> CanaryDeviceState:
+        summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
+        total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
+        return cls(
+            summary=summary,
+            violations=ViolationLog.allocate(capacities.ring_capacity, total),
+            anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
+            content_workspace=torch.zeros(
+                CONTENT_WORKSPACE_ITEMS, 2, dtype=torch.int64, device=device
+            ),
+            capacities=capacities,
+        )
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """int64[NUM_TAGS, NUM_COUNTERS] view of the summary."""
+        return self.summary[HEADER_WORDS:].view(NUM_TAGS, NUM_COUNTERS)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.summary, self.violations.rows, self.anchors, self.content_workspace)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def set_armed(self, armed: bool) -> None:
+        self.summary[Header.ARMED : Header.ARMED + 1].fill_(int(armed))
