@@ -1,8 +1,10 @@
-"""The canary's errors: callers can tell "you asked for something wrong" from "it cannot protect"."""
+"""The canary's errors: what was asked for is wrong, or what was asked for cannot be protected."""
 
 from __future__ import annotations
 
-__all__ = ["CanaryConfigError", "CanaryStartupError"]
+__all__ = ["GO_ON_WITHOUT", "CanaryConfigError", "CanaryStartupError", "startup_error"]
+
+GO_ON_WITHOUT = "To serve without KV protection, remove --kv-canary (Engine: kv_canary=...)."
 
 
 class CanaryConfigError(ValueError):
@@ -10,4 +12,11 @@ class CanaryConfigError(ValueError):
 
 
 class CanaryStartupError(RuntimeError):
-    """The canary was asked for and cannot protect this server; the server must not start."""
+    """The canary was asked for and cannot protect this server, so the server must not start."""
+
+
+def startup_error(problem: str, not_protected: str) -> CanaryStartupError:
+    """The error for `problem`, with what would run unprotected and how to go on without."""
+    return CanaryStartupError(
+        f"kv-canary: {problem} Not protected: {not_protected}. {GO_ON_WITHOUT}"
+    )

@@ -1,0 +1,65 @@
+"""The entry point that SGLang calls in every process: check the release, add the flags, hand over the hooks.
+
+What needs SGLang is imported inside `register()`: an import that fails here would be swallowed by
+SGLang before anything of ours has run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from sglang.srt.kv_canary.errors import GO_ON_WITHOUT
+from sglang.srt.kv_canary.wiring.registration import registration
+from sglang.srt.kv_canary.wiring.version_check import check_sglang
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """SGLang's entry point `sglang.srt.plugins: kv_canary`. Idempotent.
+
+    SGLang swallows exceptions from here. They are recorded for `verify_hooks_applied()`; and where
+    the flags do not exist, so that `--kv-canary` would end in "unrecognized arguments", this ends
+    the process with the real reason instead.
+    """
+    if registration.started:
+        return
+    registration.started = True
+    flags_exist = False
+    try:
+        check_sglang()
+        _install_flags()
+        flags_exist = True
+        _register_hooks()
+    except Exception as error:
+        registration.failure = f"{type(error).__name__}: {error}"
+        if not flags_exist and _asked_for(sys.argv[1:]):
+            sys.exit(f"kv-canary: cannot start: {registration.failure} {GO_ON_WITHOUT}")
+        raise
+
+
+def _install_flags() -> None:
+    from sglang.srt.kv_canary.environ import install_env_fields
+    from sglang.srt.kv_canary.wiring.server_args import install_server_args
+
+    install_env_fields()
+    install_server_args()
+
+
+def _register_hooks() -> None:
+    from sglang.srt.kv_canary.wiring import collect_hooks
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks = collect_hooks()
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.fn, hook.hook_type)
+    registration.hooks = hooks
+
+
+def _asked_for(argv: list[str]) -> bool:
+    """Whether the command line turns the canary on: `--kv-canary MODE` or `--kv-canary=MODE`."""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, attached = argument.partition("=")
+        if flag == "--kv-canary" and (attached if equals else following) != "none":
+            return True
+    return False

@@ -1,0 +1,20 @@
+"""Everything that knows SGLang's call sites: one module per area of SGLang, each with its `HOOKS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.wiring.hook_spec import HookSpec
+
+__all__ = ["HOOK_MODULES", "collect_hooks"]
+
+# Later hooks on one target wrap earlier ones; startup_check stays last, so that it sees every error.
+HOOK_MODULES: tuple[str, ...] = ("startup_check",)
+
+
+def collect_hooks() -> tuple[HookSpec, ...]:
+    """The hooks of all modules, in order. Raises whatever importing one of them raises."""
+    modules = (import_module(f"{__name__}.{name}") for name in HOOK_MODULES)
+    return tuple(hook for module in modules for hook in module.HOOKS)

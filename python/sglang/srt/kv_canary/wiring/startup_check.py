@@ -1,0 +1,292 @@
+"""Never silently off: a server that was asked for the canary starts with it in every scheduler, or not at all.
+
+SGLang logs and swallows what goes wrong in plugins, so nothing here trusts that a hook is in place:
+- `register()` leaves what happened in this module, in every process;
+- `verify_hooks_applied()` finds each hook in the attribute that SGLang will call;
+- the main process launches each scheduler through `run_guarded_scheduler_process`, which is passed
+  as the process's target and so needs no hook there. It lets the scheduler report "ready" only once
+  the canary has been installed (`set_active_summary`), and sends a refusal to the main process;
+- the main process counts these reports, and `/server_info` shows them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import multiprocessing as mp
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.kv_canary.errors import CanaryConfigError, CanaryStartupError, startup_error
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from sglang.srt.kv_canary.wiring.registration import registration
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+__all__ = [
+    "ACTIVE_KEY",
+    "HOOKS",
+    "run_guarded_scheduler_process",
+    "set_active_summary",
+    "verify_hooks_applied",
+]
+
+logger = logging.getLogger(__name__)
+
+ACTIVE_KEY = "kv_canary_active"  # in scheduler_infos[0], and so in /server_info
+
+_EVERYTHING = "any KV slot of this server"
+
+
+@dataclass(slots=True)
+class _SchedulerState:
+    """What has happened to the canary in this scheduler process."""
+
+    guarded: bool = False  # launched by run_guarded_scheduler_process
+    active: dict[str, Any] | None = None  # None until the canary is installed
+
+
+_state = _SchedulerState()
+
+
+def set_active_summary(summary: dict[str, Any]) -> None:
+    """The canary is installed in this scheduler process; `summary` (JSON) goes to `/server_info`.
+
+    Without this call the scheduler does not become ready. Raises TypeError for what JSON cannot hold.
+    """
+    _state.active = json.loads(json.dumps(summary))
+
+
+def verify_hooks_applied() -> None:
+    """Raises `CanaryStartupError` naming every hook target that does not call our hook in this process."""
+    if registration.hooks is None:
+        raise startup_error(_why_not_registered(), _EVERYTHING)
+    missing = [hook for hook in registration.hooks if not _is_applied(hook)]
+    if missing:
+        targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
+        lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
+        raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
+
+
+def _why_not_registered() -> str:
+    if registration.failure:
+        return f"the plugin failed to register: {registration.failure}."
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    excluded = f" SGLANG_PLUGINS={allowed!r} must name kv_canary." if allowed else ""
+    return f"SGLang has not loaded the plugin kv_canary in process {os.getpid()}.{excluded}"
+
+
+def _is_applied(hook: HookSpec) -> bool:
+    if hook.target not in HookRegistry._patched:
+        return False
+    try:
+        attribute = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError):
+        return False
+    return any(layer is hook.fn or _hook_of(layer) is hook.fn for layer in _layers(attribute))
+
+
+def _layers(attribute: Any) -> Any:
+    """`attribute` and what it wraps, outermost first."""
+    attribute = getattr(attribute, "__func__", attribute)
+    while attribute is not None:
+        yield attribute
+        attribute = getattr(attribute, "__wrapped__", None)
+
+
+def _hook_of(function: Any) -> Any:
+    """The hook that one wrapper of `HookRegistry` calls; it is kept nowhere but in the closure."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells or "hook" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("hook")].cell_contents
+
+
+# Scheduler process
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """One scheduler process's word to the main process: `refusal` is empty where the canary is active."""
+
+    rank: str
+    refusal: str
+    active: dict[str, Any]
+
+
+class _SchedulerRefusal(BaseException):
+    """Leaves SGLang's `except Exception`, which would kill the main process before it can say why."""
+
+
+def run_guarded_scheduler_process(run: Callable[..., None], reports: Any, *args: Any) -> None:
+    """Target of each scheduler process: `run(*args)`, ready only with the canary active.
+
+    `args` are those of SGLang's `run_scheduler_process`, the pipe to the launching process last;
+    `reports` is the main process's queue of `_Report`. Exits with code 1 after a refusal.
+    """
+    *arguments, pipe = args
+    rank = _rank_name(arguments)
+    _state.guarded = True
+    try:
+        _load_and_verify()
+        run(*arguments, _GuardedPipe(pipe, reports, rank))
+    except (CanaryStartupError, _SchedulerRefusal) as error:
+        _refuse(str(error), reports, rank, pipe, launched_by_main=arguments[0].dp_size == 1)
+
+
+def _load_and_verify() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    try:
+        load_plugins()
+    except SystemExit as error:  # register() ends a process that it cannot serve
+        raise CanaryStartupError(str(error)) from error
+    verify_hooks_applied()
+
+
+def _rank_name(arguments: Sequence[Any]) -> str:
+    names = ("tp", "attn_cp", "moe_dp", "moe_ep", "pp", "dp")
+    ranks = zip(names, arguments[3:9], strict=False)
+    return "scheduler " + " ".join(f"{name}{rank}" for name, rank in ranks if rank is not None)
+
+
+class _GuardedPipe:
+    """The pipe on which a scheduler reports "ready"; refuses while the canary is not active."""
+
+    def __init__(self, pipe: Any, reports: Any, rank: str) -> None:
+        self._pipe, self._reports, self._rank = pipe, reports, rank
+
+    def send(self, info: Any) -> None:
+        if _state.active is None:
+            problem = "the scheduler is ready and the canary was never installed in it."
+            raise _SchedulerRefusal(startup_error(problem, _EVERYTHING))
+        self._reports.put(_Report(self._rank, "", _state.active))
+        self._pipe.send(info)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+
+def _refuse(message: str, reports: Any, rank: str, pipe: Any, launched_by_main: bool) -> None:
+    logger.error("%s: %s", rank, message)
+    reports.put(_Report(rank, message, {}))
+    if launched_by_main:
+        pipe.send({"status": "refused by kv-canary"})
+    else:
+        # The data parallel controller would wait for ever; the main process notices when it is gone.
+        os.kill(os.getppid(), signal.SIGQUIT)
+    sys.exit(1)
+
+
+def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND Scheduler.__init__: what the canary refuses while it is installed reaches the main process."""
+    try:
+        return original(*args, **kwargs)
+    except (CanaryStartupError, CanaryConfigError) as error:
+        if _state.guarded:
+            raise _SchedulerRefusal(error) from error
+        raise
+
+
+# Main process
+
+
+def _guard_scheduler_launch(
+    original: Callable[..., Any], cls: type, server_args: Any, port_args: Any, run: Callable
+) -> Any:
+    """AROUND Engine._launch_scheduler_processes: guard each process, and wait for all their reports."""
+    if not _asked_for(server_args):
+        return original(cls, server_args, port_args, run)
+    reports = mp.SimpleQueue()
+    guarded = functools.partial(run_guarded_scheduler_process, run, reports)
+    result, processes = original(cls, server_args, port_args, guarded)
+    result.wait_for_ready = functools.partial(
+        _wait_for_reports, result.wait_for_ready, result, reports, _schedulers_here(server_args)
+    )
+    return result, processes
+
+
+def _wait_for_reports(wait: Callable[[], None], result: Any, reports: Any, expected: int) -> None:
+    try:
+        wait()
+    except Exception as error:
+        refusals = [report for report in _drain(reports) if report.refusal]
+        if not refusals:
+            raise
+        _kill(result.all_child_pids)
+        raise CanaryStartupError(f"{refusals[0].rank}: {refusals[0].refusal}") from error
+    active = [report.active for report in _drain(reports)]
+    if len(active) != expected:
+        _kill(result.all_child_pids)
+        problem = f"{len(active)} of {expected} scheduler processes have the canary active."
+        raise startup_error(problem, "the KV slots of the others")
+    result.scheduler_infos[0][ACTIVE_KEY] = active
+
+
+def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Engine._launch_subprocesses: also for engines that launch schedulers in their own way."""
+    server_args = kwargs.get("server_args") or args[1]
+    launch = result[3]
+    if not _asked_for(server_args) or any(ACTIVE_KEY in i for i in launch.scheduler_infos):
+        return
+    _kill(launch.all_child_pids)
+    problem = f"{args[0].__name__} launched schedulers that did not report the canary active."
+    raise startup_error(problem, _EVERYTHING)
+
+
+def _asked_for(server_args: Any) -> bool:
+    return getattr(server_args, "kv_canary", "none") != "none"
+
+
+def _schedulers_here(server_args: Any) -> int:
+    """Scheduler processes that this node launches, over all data parallel ranks."""
+    from sglang.srt.entrypoints.engine import _calculate_rank_ranges
+
+    pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(
+        server_args.nnodes, server_args.pp_size, server_args.tp_size, server_args.node_rank
+    )
+    copies = 1 if server_args.enable_dp_attention else server_args.dp_size
+    return len(pp_ranks) * len(tp_ranks) * copies
+
+
+def _drain(reports: Any) -> list[_Report]:
+    drained = []
+    while not reports.empty():
+        drained.append(reports.get())
+    return drained
+
+
+def _kill(pids: Sequence[int]) -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    for pid in pids:
+        kill_process_tree(pid)
+
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+
+HOOKS: tuple[HookSpec, ...] = (
+    HookSpec(
+        f"{_ENGINE}._launch_scheduler_processes",
+        _guard_scheduler_launch,
+        HookType.AROUND,
+        "a scheduler process in which the canary does not start",
+    ),
+    HookSpec(
+        f"{_ENGINE}._launch_subprocesses",
+        _refuse_unproven_launch,
+        HookType.AFTER,
+        "schedulers that an engine of another kind launches",
+    ),
+    HookSpec(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        _turn_error_into_refusal,
+        HookType.AROUND,
+        "a scheduler whose canary fails while it is installed",
+    ),
+)
