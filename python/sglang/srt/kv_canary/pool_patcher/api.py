@@ -1,0 +1,89 @@
+"""The way into the pool patcher: attach canary buffers to a pool, and teach it new pool classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.pool_patcher import registry
+from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttacher, PoolAttachment
+from sglang.srt.kv_canary.pool_patcher.buf_info_splice import patch_buf_info_method
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from sglang.srt.kv_canary.pool_patcher.registry import PoolSupport
+
+_ATTACHED = "_kv_canary_groups"
+
+
+def register_pool_attacher(
+    pool_class: type | str, attacher: PoolAttacher, covers: str = "registered from outside"
+) -> None:
+    """Use `attacher` for `pool_class` (a class, or its qualified name) and its subclasses.
+
+    `attacher(pool, options: AttachOptions) -> PoolAttachment` must not change the pool; the most derived
+    class that is registered wins, and a later registration replaces an earlier one.
+    """
+    name = pool_class if isinstance(pool_class, str) else registry.qualified_name(pool_class)
+    registry.add(name, PoolSupport(attacher, covers))
+
+
+def attach_canary_buffers(
+    pool: Any,
+    *,
+    allocator: Any = None,
+    is_draft: bool = False,
+    content: bool,
+    sliding_window_size: int | None = None,
+    kv_token_id_vs_position_offset: int | None = None,
+) -> tuple[CanaryBufferGroup, ...]:
+    """Allocate records beside `pool`, name them in its buffer lists, and return its groups (at least one).
+
+    `allocator` is the pool's token_to_kv_pool_allocator. `sliding_window_size` is
+    `ModelRunner.sliding_window_size`; SWA pools need it. `is_draft` sets the token offset of EAGLE-style
+    draft pools (1) unless `kv_token_id_vs_position_offset` says otherwise. Raises UnsupportedPoolError
+    when no attacher covers the pool, RuntimeError when it is attached already; the pool is then unchanged.
+    """
+    if getattr(pool, _ATTACHED, None):
+        raise RuntimeError(
+            f"{type(pool).__name__} has canary buffers already; attach a pool only once"
+        )
+    if kv_token_id_vs_position_offset is None:
+        kv_token_id_vs_position_offset = int(is_draft)
+    options = AttachOptions(
+        content=content,
+        allocator=allocator,
+        token_offset=kv_token_id_vs_position_offset,
+        sliding_window_size=sliding_window_size,
+    )
+    attachment = build_attachment(pool, options)
+    if not attachment.groups:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} has no layers or no slots on this rank, so there is nothing to check"
+        )
+    for method_name, splices in attachment.splices.items():
+        patch_buf_info_method(pool, method_name, splices, pool.page_size)
+    setattr(pool, _ATTACHED, attachment.groups)
+    return attachment.groups
+
+
+def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """The attachment of `pool` by the attacher of its class; changes nothing in the pool."""
+    found = registry.find(type(pool))
+    if found is None:
+        raise UnsupportedPoolError(_unknown(type(pool)))
+    name, support = found
+    if support.attacher is None:
+        raise UnsupportedPoolError(
+            f"KV pool {type(pool).__name__} ({name}) is refused: {support.refused}"
+        )
+    return support.load()(pool, options)
+
+
+def _unknown(pool_class: type) -> str:
+    known = sorted(
+        n.rpartition(".")[2] for n, s in registry.known().items() if s.attacher is not None
+    )
+    return (
+        f"no attacher knows the KV pool {registry.qualified_name(pool_class)}; known are {', '.join(known)}. "
+        "Teach the canary this class with "
+        "sglang.srt.kv_canary.pool_patcher.register_pool_attacher(pool_class, attacher)"
+    )

@@ -1,0 +1,64 @@
+"""Describes where the bytes of a slot lie in a pool's buffers, whatever their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import ContentSource
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+
+MAX_RUNS_PER_ROW = 256  # contiguous runs that one slot's row may be scattered over
+
+
+def row_sources(
+    buffers: Iterable[torch.Tensor], num_slots: int, page_size: int
+) -> tuple[ContentSource, ...]:
+    """Content sources of layers, each `[num_slots, ...]` or `[num_pages, page_size, ...]`, in order.
+
+    Rows need not be contiguous: a row that is scattered (say, head by head) gives one source per contiguous
+    run. Raises UnsupportedPoolError for a buffer of another shape, or a row in more than 256 runs.
+    """
+    return tuple(
+        source for buffer in buffers for source in _sources_of(buffer, num_slots, page_size)
+    )
+
+
+def _sources_of(buffer: torch.Tensor, num_slots: int, page_size: int) -> Iterator[ContentSource]:
+    bytes_per = [stride * buffer.element_size() for stride in buffer.stride()]
+    if buffer.ndim >= 2 and buffer.shape[0] == num_slots:
+        slots_per_page, page_stride, token_stride, lead = 1, bytes_per[0], 0, 1
+    elif (
+        buffer.ndim >= 3
+        and buffer.shape[1] == page_size
+        and buffer.shape[0] * page_size == num_slots
+    ):
+        slots_per_page, page_stride, token_stride, lead = page_size, bytes_per[0], bytes_per[1], 2
+    else:
+        raise UnsupportedPoolError(
+            f"expected buffers [{num_slots}, ...] or [{num_slots // max(1, page_size)}, {page_size}, ...] "
+            f"(one row per slot), got shape {list(buffer.shape)}"
+        )
+    if buffer[(0,) * lead].numel() == 0:
+        return
+    run_bytes, outer = _contiguous_run(buffer, lead)
+    for index in outer:
+        offset = sum(i * bytes_per[lead + d] for d, i in enumerate(index))
+        yield ContentSource(buffer, slots_per_page, page_stride, token_stride, run_bytes, offset)
+
+
+def _contiguous_run(buffer: torch.Tensor, lead: int) -> tuple[int, list[tuple[int, ...]]]:
+    """(bytes of the longest contiguous run in a row, index of each run in the row's leading dimensions)."""
+    run, split = 1, buffer.ndim
+    while split > lead and (buffer.stride(split - 1) == run or buffer.shape[split - 1] == 1):
+        split -= 1
+        run *= buffer.shape[split]
+    outer = list(product(*(range(size) for size in buffer.shape[lead:split])))
+    if len(outer) > MAX_RUNS_PER_ROW:
+        raise UnsupportedPoolError(
+            f"a slot's row is scattered over {len(outer)} runs of {run * buffer.element_size()} bytes, expected "
+            f"at most {MAX_RUNS_PER_ROW}: shape {list(buffer.shape)} strides {list(buffer.stride())}"
+        )
+    return run * buffer.element_size(), outer
