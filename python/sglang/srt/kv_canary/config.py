@@ -87,6 +87,9 @@ def parse_interval(source: str, value: Any) -> int:
     return steps
 
 
+_DEFAULT_TOKEN_CHECK = TokenCheck(default_of("TOKEN_CHECK"))
+
+
 @dataclass(frozen=True, slots=True)
 class CanaryConfig:
     """Every setting of one canary. `environ.SETTINGS` describes the ones from the environment."""
@@ -98,7 +101,7 @@ class CanaryConfig:
     content_budget_bytes: int = default_of("CONTENT_BUDGET_BYTES")
     ring_capacity: int = default_of("RING_CAPACITY")
     max_batch_size: int = default_of("MAX_BATCH_SIZE")
-    token_check: TokenCheck = TokenCheck(default_of("TOKEN_CHECK"))
+    token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
     event_file: str = default_of("EVENT_FILE")  # "" is off
     log_every_s: float = default_of("LOG_EVERY_S")
     stats_print_every_n_steps: int = default_of("STATS_PRINT_EVERY_N_STEPS")

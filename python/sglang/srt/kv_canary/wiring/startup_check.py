@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import multiprocessing as mp
 import os
 import pkgutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.kv_canary.errors import CanaryConfigError, CanaryStartupError, startup_error
@@ -112,31 +113,44 @@ def _hook_of(function: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One scheduler process's word to the main process: `refusal` is empty where the canary is active."""
+    """One scheduler process's word to the main process: `refusal` is "" where the canary is active."""
 
     rank: str
-    refusal: str
-    active: dict[str, Any]
+    refusal: str = ""
+    active: dict[str, Any] | None = None
+
+    def write(self, folder: str) -> None:
+        """A file each: no lock to share, whichever process launched this one."""
+        path = Path(folder, f"{os.getpid()}.json")
+        path.with_suffix(".part").write_text(json.dumps(asdict(self)))
+        path.with_suffix(".part").rename(path)
+
+    @classmethod
+    def read_all(cls, folder: str) -> list[_Report]:
+        return [cls(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
 
 
 class _SchedulerRefusal(BaseException):
     """Leaves SGLang's `except Exception`, which would kill the main process before it can say why."""
 
 
-def run_guarded_scheduler_process(run: Callable[..., None], reports: Any, *args: Any) -> None:
+def run_guarded_scheduler_process(run: Callable[..., None], folder: str, *args: Any) -> None:
     """Target of each scheduler process: `run(*args)`, ready only with the canary active.
 
     `args` are those of SGLang's `run_scheduler_process`, the pipe to the launching process last;
-    `reports` is the main process's queue of `_Report`. Exits with code 1 after a refusal.
+    `folder` is where the main process looks for reports. Exits with code 1 after a refusal.
     """
     *arguments, pipe = args
     rank = _rank_name(arguments)
     _state.guarded = True
     try:
         _load_and_verify()
-        run(*arguments, _GuardedPipe(pipe, reports, rank))
+        run(*arguments, _GuardedPipe(pipe, folder, rank))
     except (CanaryStartupError, _SchedulerRefusal) as error:
-        _refuse(str(error), reports, rank, pipe, launched_by_main=arguments[0].dp_size == 1)
+        logger.error("%s: %s", rank, error)
+        _Report(rank, refusal=str(error)).write(folder)
+        _tell_launching_process(arguments[0], pipe)
+        sys.exit(1)
 
 
 def _load_and_verify() -> None:
@@ -150,37 +164,33 @@ def _load_and_verify() -> None:
 
 
 def _rank_name(arguments: Sequence[Any]) -> str:
-    names = ("tp", "attn_cp", "moe_dp", "moe_ep", "pp", "dp")
-    ranks = zip(names, arguments[3:9], strict=False)
-    return "scheduler " + " ".join(f"{name}{rank}" for name, rank in ranks if rank is not None)
+    ranks = {"tp": arguments[3], "pp": arguments[7], "dp": arguments[8]}
+    return "scheduler " + " ".join(f"{name}{r}" for name, r in ranks.items() if r is not None)
 
 
 class _GuardedPipe:
     """The pipe on which a scheduler reports "ready"; refuses while the canary is not active."""
 
-    def __init__(self, pipe: Any, reports: Any, rank: str) -> None:
-        self._pipe, self._reports, self._rank = pipe, reports, rank
+    def __init__(self, pipe: Any, folder: str, rank: str) -> None:
+        self._pipe, self._folder, self._rank = pipe, folder, rank
 
     def send(self, info: Any) -> None:
         if _state.active is None:
             problem = "the scheduler is ready and the canary was never installed in it."
             raise _SchedulerRefusal(startup_error(problem, _EVERYTHING))
-        self._reports.put(_Report(self._rank, "", _state.active))
+        _Report(self._rank, active=_state.active).write(self._folder)
         self._pipe.send(info)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipe, name)
 
 
-def _refuse(message: str, reports: Any, rank: str, pipe: Any, launched_by_main: bool) -> None:
-    logger.error("%s: %s", rank, message)
-    reports.put(_Report(rank, message, {}))
-    if launched_by_main:
+def _tell_launching_process(server_args: Any, pipe: Any) -> None:
+    if server_args.dp_size == 1:
         pipe.send({"status": "refused by kv-canary"})
     else:
         # The data parallel controller would wait for ever; the main process notices when it is gone.
         os.kill(os.getppid(), signal.SIGQUIT)
-    sys.exit(1)
 
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -202,30 +212,39 @@ def _guard_scheduler_launch(
     """AROUND Engine._launch_scheduler_processes: guard each process, and wait for all their reports."""
     if not _asked_for(server_args):
         return original(cls, server_args, port_args, run)
-    reports = mp.SimpleQueue()
-    guarded = functools.partial(run_guarded_scheduler_process, run, reports)
+    folder = tempfile.TemporaryDirectory(prefix="kv_canary_startup_")
+    guarded = functools.partial(run_guarded_scheduler_process, run, folder.name)
     result, processes = original(cls, server_args, port_args, guarded)
-    result.wait_for_ready = functools.partial(
-        _wait_for_reports, result.wait_for_ready, result, reports, _schedulers_here(server_args)
-    )
+    wait, expected = result.wait_for_ready, _schedulers_here(server_args)
+
+    def wait_for_ready() -> None:
+        with folder:
+            try:
+                result.scheduler_infos[0][ACTIVE_KEY] = _wait_for_reports(
+                    wait, folder.name, expected
+                )
+            except CanaryStartupError:
+                _kill(result.all_child_pids)
+                raise
+
+    result.wait_for_ready = wait_for_ready
     return result, processes
 
 
-def _wait_for_reports(wait: Callable[[], None], result: Any, reports: Any, expected: int) -> None:
+def _wait_for_reports(wait: Callable[[], None], folder: str, expected: int) -> list[dict[str, Any]]:
+    """What each scheduler process says about its canary. Raises `CanaryStartupError` if one has none."""
     try:
         wait()
     except Exception as error:
-        refusals = [report for report in _drain(reports) if report.refusal]
-        if not refusals:
+        refused = [report for report in _Report.read_all(folder) if report.refusal]
+        if not refused:
             raise
-        _kill(result.all_child_pids)
-        raise CanaryStartupError(f"{refusals[0].rank}: {refusals[0].refusal}") from error
-    active = [report.active for report in _drain(reports)]
+        raise CanaryStartupError(f"{refused[0].rank}: {refused[0].refusal}") from error
+    active = [report.active for report in _Report.read_all(folder) if report.active is not None]
     if len(active) != expected:
-        _kill(result.all_child_pids)
         problem = f"{len(active)} of {expected} scheduler processes have the canary active."
         raise startup_error(problem, "the KV slots of the others")
-    result.scheduler_infos[0][ACTIVE_KEY] = active
+    return active
 
 
 def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,13 +271,6 @@ def _schedulers_here(server_args: Any) -> int:
     )
     copies = 1 if server_args.enable_dp_attention else server_args.dp_size
     return len(pp_ranks) * len(tp_ranks) * copies
-
-
-def _drain(reports: Any) -> list[_Report]:
-    drained = []
-    while not reports.empty():
-        drained.append(reports.get())
-    return drained
 
 
 def _kill(pids: Sequence[int]) -> None:
