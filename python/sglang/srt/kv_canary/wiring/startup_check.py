@@ -19,7 +19,7 @@ import pkgutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,23 +89,29 @@ def _is_applied(hook: HookSpec) -> bool:
         attribute = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
         return False
-    return any(layer is hook.fn or _hook_of(layer) is hook.fn for layer in _layers(attribute))
+    return any(
+        layer is hook.fn or layer_hook is hook.fn for layer, layer_hook in _layers(attribute)
+    )
 
 
-def _layers(attribute: Any) -> Any:
-    """`attribute` and what it wraps, outermost first."""
-    attribute = getattr(attribute, "__func__", attribute)
-    while attribute is not None:
-        yield attribute
-        attribute = getattr(attribute, "__wrapped__", None)
+def _layers(attribute: Any) -> Iterator[tuple[Any, Any]]:
+    """The functions that a call of `attribute` runs through, outermost first, each with its hook, if any.
+
+    `HookRegistry` keeps the hook nowhere but in the wrapper's closure.
+    """
+    layer = getattr(attribute, "__func__", attribute)
+    while layer is not None:
+        closure = _closure(layer)
+        yield layer, closure.get("hook")
+        replaces = "hook" in closure and "original_fn" not in closure
+        layer = None if replaces else getattr(layer, "__wrapped__", None)
 
 
-def _hook_of(function: Any) -> Any:
-    """The hook that one wrapper of `HookRegistry` calls; it is kept nowhere but in the closure."""
+def _closure(function: Any) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells or "hook" not in code.co_freevars:
-        return None
-    return cells[code.co_freevars.index("hook")].cell_contents
+    if code is None or cells is None:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
 # Scheduler process
