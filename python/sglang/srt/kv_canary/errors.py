@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["GO_ON_WITHOUT", "CanaryConfigError", "CanaryStartupError", "startup_error"]
+__all__ = [
+    "GO_ON_WITHOUT",
+    "CanaryConfigError",
+    "CanaryPhaseError",
+    "CanaryStartupError",
+    "CanaryViolationError",
+    "startup_error",
+]
 
 GO_ON_WITHOUT = "To serve without KV protection, remove --kv-canary (Engine: kv_canary=...)."
 
@@ -20,3 +27,11 @@ def startup_error(problem: str, not_protected: str) -> CanaryStartupError:
     return CanaryStartupError(
         f"kv-canary: {problem} Not protected: {not_protected}. {GO_ON_WITHOUT}"
     )
+
+
+class CanaryViolationError(RuntimeError):
+    """A check failed in RAISE mode; the message is the report."""
+
+
+class CanaryPhaseError(RuntimeError):
+    """A forward was bracketed twice, halfway, or not at all."""

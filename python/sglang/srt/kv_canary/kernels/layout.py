@@ -1,4 +1,4 @@
-"""How work is cut into blocks: shared by the Triton kernels and the torch reference, so that both cover the same slots."""
+"""How work is cut into blocks, shared by the Triton kernels and the reference so that both cover the same slots."""
 
 from __future__ import annotations
 

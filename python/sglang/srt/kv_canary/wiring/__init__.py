@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 __all__ = ["HOOK_MODULES", "collect_hooks"]
 
 # Later hooks on one target wrap earlier ones; startup_check stays last, so that it sees every error.
-HOOK_MODULES: tuple[str, ...] = ("startup_check",)
+HOOK_MODULES: tuple[str, ...] = (
+    "allocator",
+    "cuda_graph",
+    "last_words",
+    "model_runner",
+    "scheduler",
+    "startup_check",
+)
 
 
 def collect_hooks() -> tuple[HookSpec, ...]:

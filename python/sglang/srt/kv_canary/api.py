@@ -1,0 +1,78 @@
+"""The way in: one call installs the canary in a model runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
+from sglang.srt.kv_canary.errors import startup_error
+from sglang.srt.kv_canary.plan_input import PlanInput
+from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers, register_pool_attacher
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang.srt.kv_canary.runner.observers import build_observers
+from sglang.srt.kv_canary.wiring.allocator import watch_allocator
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.model_runner import wrap_model_forward
+from sglang.srt.kv_canary.wiring.startup_check import verify_hooks_applied
+
+__all__ = ["install_canary", "register_pool_attacher"]
+
+
+def install_canary(
+    *, server_args: Any, model_runner: Any, token_oracle_manager: Any = None
+) -> CanaryManager | None:
+    """Protect the KV pools of `model_runner`; None when `--kv-canary` is none.
+
+    Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when
+    something that was asked to be protected cannot be.
+    """
+    config = CanaryConfig.from_server_args(server_args)
+    if not config.enabled:
+        return None
+    verify_hooks_applied()
+    manager = _build_manager(config, model_runner)
+    watch_allocator(model_runner.token_to_kv_pool_allocator)
+    wrap_model_forward(model_runner.model, manager)
+    context.add(manager, model_runner)
+    manager.observers.extend(build_observers(manager, server_args, model_runner))
+    return manager
+
+
+def _build_manager(config: CanaryConfig, model_runner: Any) -> CanaryManager:
+    pool = model_runner.token_to_kv_pool
+    try:
+        groups = attach_canary_buffers(
+            pool,
+            allocator=model_runner.token_to_kv_pool_allocator,
+            is_draft=model_runner.is_draft_worker,
+            content=config.content_mode is not ContentMode.NONE,
+            sliding_window_size=model_runner.sliding_window_size,
+        )
+    except UnsupportedPoolError as error:
+        raise startup_error(f"{error}.", f"the KV pool {type(pool).__name__}") from error
+    rows = model_runner.req_to_token_pool.req_to_token
+    if context.sink is None:
+        context.sink = EventSink(config.event_file, model_runner.tp_rank)
+    return CanaryManager(
+        config=config,
+        identity=RunnerIdentity(
+            role="draft" if model_runner.is_draft_worker else "target",
+            rank=model_runner.tp_rank,
+            device=str(groups[0].k_head.device),
+        ),
+        groups=groups,
+        plan_input=PlanInput.allocate(rows),
+        capacities=CanaryLaunchCapacities.from_args(
+            max_running_requests=max(1, model_runner.max_running_requests),
+            request_rows=rows.shape[0],
+            context_len=rows.shape[1],
+            ring_capacity=config.ring_capacity,
+            verify_budget_slots=config.verify_budget_slots,
+            content_budget_bytes=config.content_budget_bytes,
+        ),
+        recorder=context.recorder,
+        sink=context.sink,
+    )

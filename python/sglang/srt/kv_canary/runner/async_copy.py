@@ -1,0 +1,83 @@
+"""Device-to-host copies that never make the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FutureTensors:
+    """Host copies of device tensors; valid once `ready()`."""
+
+    host: tuple[torch.Tensor, ...]
+    done: Any | None  # torch.cuda.Event; None: the copy is complete
+
+    @classmethod
+    def copy(
+        cls, tensors: tuple[torch.Tensor, ...], stream: Any | None, out: tuple[torch.Tensor, ...]
+    ) -> FutureTensors:
+        """Start copying to `out` (pinned on CUDA) on `stream`; a CPU device copies at once."""
+        if stream is None:
+            for target, source in zip(out, tensors, strict=True):
+                target.copy_(source)
+            return cls(out, None)
+        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        with torch.cuda.stream(stream):
+            for target, source in zip(out, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return cls(out, done)
+
+    def ready(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def wait(self) -> None:
+        """Block until the copy is complete (shutdown and idle only)."""
+        if self.done is not None:
+            self.done.synchronize()
+
+
+class DelayedDeviceHostHandler:
+    """Copies tensors each step and hands the result to a host callback one step later.
+
+    At most one copy is under way; while it is, further steps start none, so a slow device is never
+    queued upon. The handler's state is clean again even when the callback raises.
+    """
+
+    def __init__(
+        self,
+        sources: tuple[torch.Tensor, ...],
+        callback: Callable[[tuple[torch.Tensor, ...], Any], None],
+    ) -> None:
+        device = sources[0].device
+        cuda = device.type == "cuda"
+        self._sources = sources
+        self._callback = callback
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
+        self._pending: tuple[FutureTensors, Any] | None = None
+
+    def start(self, context: Any) -> bool:
+        """Start a copy unless one is under way; `context` reaches the callback with it."""
+        if self._pending is not None:
+            return False
+        self._pending = FutureTensors.copy(self._sources, self._stream, self._out), context
+        return True
+
+    def deliver(self, wait: bool = False) -> bool:
+        """Hand a finished copy to the callback. Returns whether there was one."""
+        if self._pending is None:
+            return False
+        future, context = self._pending
+        if wait:
+            future.wait()
+        elif not future.ready():
+            return False
+        self._pending = None
+        self._callback(future.host, context)
+        return True

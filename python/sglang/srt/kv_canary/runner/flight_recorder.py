@@ -1,0 +1,100 @@
+"""Remembers which requests each forward carried, so that a violation can name them, and which of them were dead.
+
+A forward is in flight from its launch until its result is processed by the scheduler. A request whose row is
+given back in that time is dead in that forward: what the forward saw of it is moot (design: moot reads).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_FORWARDS = 8192  # forwards that reports can still name
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One scheduler step: the requests of its batch, in batch order."""
+
+    step: int
+    requests: dict[int, str]  # request row -> request id
+    moot_rows: set[int] = field(default_factory=set)
+    rewritten_rows: set[int] = field(default_factory=set)
+    in_flight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRecord:
+    forward: int
+    mode: str
+    step: StepRecord | None  # None: a forward that no scheduler step asked for
+
+
+class FlightRecorder:
+    """The last MAX_FORWARDS forwards. Used from the scheduler's thread only."""
+
+    def __init__(self, max_forwards: int = MAX_FORWARDS) -> None:
+        self._forwards: dict[int, ForwardRecord] = {}
+        self._order: deque[int] = deque()
+        self._max_forwards = max_forwards
+        self._in_flight: deque[StepRecord] = deque()
+        self._current: StepRecord | None = None
+        self._step = 0
+
+    def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
+        """A scheduler step is about to launch its forwards; `requests`: (row, request id) pairs."""
+        self._step += 1
+        self._current = StepRecord(self._step, dict(requests))
+        self._in_flight.append(self._current)
+        return self._current
+
+    def end_step(self) -> None:
+        """All forwards of the current step are launched."""
+        self._current = None
+
+    def note_forward(self, forward: int, mode: str) -> None:
+        if len(self._order) >= self._max_forwards:
+            self._forwards.pop(self._order.popleft(), None)
+        self._order.append(forward)
+        self._forwards[forward] = ForwardRecord(forward, mode, self._current)
+
+    def result_arrived(self, step: StepRecord) -> None:
+        """The scheduler begins to process the step's result: nothing becomes moot in it any more."""
+        step.in_flight = False
+        if step in self._in_flight:
+            self._in_flight.remove(step)
+
+    def row_released(self, row: int) -> None:
+        """The host gave a request row back: what forwards in flight see of it is moot."""
+        for step in self._in_flight:
+            if row in step.requests:
+                step.moot_rows.add(row)
+
+    def row_rewritten(self, row: int) -> None:
+        """The host re-points a living request's row to equal slots of the prefix cache."""
+        for step in self._in_flight:
+            if row in step.requests:
+                step.rewritten_rows.add(row)
+
+    def find(self, forward: int) -> ForwardRecord | None:
+        return self._forwards.get(forward)
+
+    def is_settled(self, forward: int) -> bool:
+        """Whether it is known which requests of this forward were dead."""
+        found = self._forwards.get(forward)
+        return found is None or found.step is None or not found.step.in_flight
+
+    def is_moot(self, forward: int, row: int) -> bool:
+        found = self._forwards.get(forward)
+        return found is not None and found.step is not None and row in found.step.moot_rows
+
+    def was_rewritten(self, forward: int, row: int) -> bool:
+        found = self._forwards.get(forward)
+        return found is not None and found.step is not None and row in found.step.rewritten_rows
+
+    def request_id(self, forward: int, row: int) -> str | None:
+        found = self._forwards.get(forward)
+        if found is None or found.step is None:
+            return None
+        return found.step.requests.get(row)

@@ -1,0 +1,239 @@
+"""CanaryManager: everything the canary does in one model runner, driven by the hooks in `wiring/`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.kernels.backend import select_backend
+from sglang.srt.kv_canary.plan_input import PlanInput
+from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
+from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.runner.launcher import Launcher
+from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
+from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
+from sglang.srt.kv_canary.runner.violation_manager import ViolationManager
+from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
+from sglang.srt.kv_canary.single_forward_manager import SingleForwardManager
+from sglang.srt.kv_canary.state import CanaryDeviceState
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerIdentity:
+    """Which model runner a manager belongs to."""
+
+    role: str  # "target" or "draft"
+    rank: int  # tensor parallel rank
+    device: str
+
+
+class CanaryManager:
+    """One per model runner. Not thread-safe: used from the scheduler's thread.
+
+    Outside of graphs: `with_ops_outside_graph` around whatever runs or replays forwards. Inside:
+    `bracket_model_forward` around `model.forward`.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        identity: RunnerIdentity,
+        groups: tuple[CanaryBufferGroup, ...],
+        plan_input: PlanInput,
+        capacities: CanaryLaunchCapacities,
+        recorder: FlightRecorder,
+        sink: EventSink,
+        num_single_forwards: int = 1,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        self.groups = groups
+        self.recorder = recorder
+        self.sink = sink
+        self.state = CanaryDeviceState.allocate(capacities, identity.device)
+        backend = select_backend(identity.device)
+        self.launcher = Launcher(backend, groups, self.state, config.content_mode)
+        self.ledger = SlotLedger(backend, groups, self.state)
+        reporter = ViolationReporter(config.mode, sink, config.log_every_s)
+        self.violations = ViolationManager(self.state.violations, recorder, reporter)
+        self.observers: list[StepObserver] = []
+        self.forward_ct = 0  # forwards launched; the device counts the same
+        self.step_ct = 0
+        self.armed = False
+        self.radix_cache: Any | None = None
+        self._single_forwards = tuple(
+            SingleForwardManager(self.launcher, plan_input, self._note_launch)
+            for _ in range(num_single_forwards)
+        )
+        self._active_single_forward = 0
+        self._depth = 0  # nested model.forward calls: only the outermost counts
+        self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary)
+
+    # Life cycle
+
+    def mark_init_finished(self) -> None:
+        """Warm-up and capture are over: from now on every forward is checked. Captured graphs obey too."""
+        self._set_armed(True)
+
+    def _set_armed(self, armed: bool) -> None:
+        self.armed = armed
+        self.state.set_armed(armed)
+
+    @contextmanager
+    def disarmed(self) -> Iterator[None]:
+        """For captures after start-up: they run the model with made-up inputs."""
+        was_armed = self.armed
+        self._set_armed(False)
+        try:
+            yield
+        finally:
+            self._set_armed(was_armed)
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        self.radix_cache = tree_cache
+        for observer in self.observers:
+            observer.attach_radix_cache(tree_cache)
+
+    # Forwards
+
+    @contextmanager
+    def with_ops_outside_graph(
+        self,
+        single_forward_indices: tuple[int, ...] = (0,),
+        maybe_inaccurate_forward_batch: ForwardBatch | None = None,
+        expected: ExpectedTokens | None = None,
+    ) -> Iterator[None]:
+        """Around the code that runs or replays the given single forwards, outside of any graph."""
+        singles = [self._single_forwards[i] for i in single_forward_indices]
+        launched_before = self.forward_ct
+        try:
+            self._before_forwards()
+            for single in singles:
+                single.pre_ops_outside_graph(expected)
+            yield
+            for single in singles:
+                single.post_ops_outside_graph()
+        except BaseException:
+            for single in singles:
+                single.abandon()
+            self._resync_forward_counter(launched_before)
+            raise
+        self._after_forwards()
+
+    @contextmanager
+    def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
+        """model.forward calls in here belong to single forward `index` (an inner draft step)."""
+        before, self._active_single_forward = self._active_single_forward, index
+        try:
+            yield
+        finally:
+            self._active_single_forward = before
+
+    @contextmanager
+    def bracket_model_forward(self, forward_batch: ForwardBatch) -> Iterator[None]:
+        """Around one `model.forward`, which may be under capture; nested calls do nothing."""
+        if self._depth:
+            yield
+            return
+        single = self._single_forwards[self._active_single_forward]
+        self._depth += 1
+        try:
+            single.pre_ops_maybe_inside_graph(forward_batch)
+            yield
+            single.post_ops_maybe_inside_graph()
+        except BaseException:
+            single.abandon()
+            raise
+        finally:
+            self._depth -= 1
+
+    def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
+        """A graph is replayed that holds these single forwards' launches."""
+        for index in single_forward_indices:
+            self._single_forwards[index].note_replay(mode)
+
+    def _note_launch(self, mode: str) -> None:
+        self.forward_ct += 1
+        self.recorder.note_forward(self.forward_ct, mode)
+
+    def _resync_forward_counter(self, launched_before: int) -> None:
+        """HEAD gave out a number that TAIL did not confirm: the device will give it out again."""
+        done = int(self.state.summary[0])  # an exception is no hot path
+        self.forward_ct = max(launched_before, done)
+
+    def _before_forwards(self) -> None:
+        self.step_ct += 1
+        self.ledger.apply()
+        for observer in self.observers:
+            observer.before_forwards(self)
+
+    def _after_forwards(self) -> None:
+        for observer in self.observers:
+            observer.after_forwards(self)
+        self.drain()
+        self._copy.start(self.step_ct)
+
+    # Device to host
+
+    def drain(self, wait: bool = False) -> None:
+        """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
+        self._copy.deliver(wait=wait)
+        if self.violations.busy:
+            self.violations.step(wait=wait)
+
+    def on_idle(self) -> None:
+        """Nothing runs: what the last step found must not wait for the next request."""
+        self.ledger.apply()
+        for observer in self.observers:
+            observer.on_idle(self)
+        self.drain(wait=True)
+        if self._copy.start(self.step_ct):
+            self.drain(wait=True)
+
+    def _on_summary(self, host: tuple[torch.Tensor, ...], step: int) -> None:
+        summary = Summary.from_host(host[0], step)
+        self.violations.observe_total(summary.violations)
+        errors = []
+        for observer in self.observers:
+            try:
+                observer.on_summary(self, summary)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # What it is
+
+    def describe(self) -> dict[str, Any]:
+        """What is protected, JSON-ready: for the start-up line, /server_info and metrics."""
+        pool_bytes = sum(
+            s.row_bytes * g.num_slots for g in self.groups for s in g.k_content + g.v_content
+        )
+        record_bytes = sum(g.record_bytes for g in self.groups)
+        return {
+            "role": self.identity.role,
+            "rank": self.identity.rank,
+            "mode": str(self.config.mode),
+            "pools": [g.kind.value for g in self.groups],
+            "halves": {g.kind.value: list(g.halves) for g in self.groups},
+            "content": str(self.config.content_mode),
+            "slots": {g.kind.value: g.num_slots for g in self.groups},
+            "record_bytes": record_bytes,
+            "state_bytes": self.state.nbytes,
+            "share_of_pool": round(record_bytes / pool_bytes, 6) if pool_bytes else None,
+        }

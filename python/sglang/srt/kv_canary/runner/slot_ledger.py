@@ -1,0 +1,92 @@
+"""What the allocators did since the last forward, to be applied on the forward stream before the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.state import CanaryDeviceState
+
+# ALLOC events alone change nothing that a correct reader sees, so they wait for a FREE, up to this many.
+MAX_WAITING_ALLOCS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEvent:
+    kind: SlotEventKind
+    pool_kind: PoolKind
+    slots: torch.Tensor | None  # in the pool kind's slot space; None for CLEAR
+    page_size: int
+
+
+class SlotLedger:
+    """An ordered list of slot events of one manager."""
+
+    def __init__(
+        self,
+        backend: ModuleType,
+        groups: tuple[CanaryBufferGroup, ...],
+        state: CanaryDeviceState,
+    ) -> None:
+        self._backend = backend
+        self._groups = {group.kind: group for group in groups}
+        self._state = state
+        self._events: list[SlotEvent] = []
+        self._must_apply = False
+
+    def record(
+        self,
+        kind: SlotEventKind,
+        pool_kind: PoolKind,
+        slots: torch.Tensor | None,
+        page_size: int,
+    ) -> None:
+        """`slots` must not change afterwards: pass a copy of what SGLang may overwrite."""
+        if pool_kind not in self._groups:
+            return
+        if kind is SlotEventKind.CLEAR:
+            self._events = [e for e in self._events if e.pool_kind is not pool_kind]
+        self._events.append(SlotEvent(kind, pool_kind, slots, page_size))
+        self._must_apply |= kind is not SlotEventKind.ALLOC
+
+    def apply(self) -> int:
+        """Apply what is due on the current stream. Returns how many launches it took."""
+        if not self._must_apply and len(self._events) < MAX_WAITING_ALLOCS:
+            return 0
+        events, self._events, self._must_apply = self._events, [], False
+        launches = 0
+        for event in _coalesce(events):
+            if event.slots is not None and event.slots.is_cuda:
+                event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+            group = self._groups[event.pool_kind]
+            self._backend.apply_slot_event(
+                event.kind, event.slots, group, self._state, event.page_size
+            )
+            launches += 1
+        return launches
+
+
+def _coalesce(events: list[SlotEvent]) -> list[SlotEvent]:
+    """Runs of equal events per pool kind become one; the order within a pool kind is kept."""
+    merged: list[SlotEvent] = []
+    for pool_kind in dict.fromkeys(e.pool_kind for e in events):
+        run: list[SlotEvent] = []
+        for event in (e for e in events if e.pool_kind is pool_kind):
+            if run and event.kind is not run[0].kind:
+                merged.append(_merge(run))
+                run = []
+            run.append(event)
+        merged.append(_merge(run))
+    return merged
+
+
+def _merge(run: list[SlotEvent]) -> SlotEvent:
+    first = run[0]
+    if len(run) == 1 or first.slots is None:
+        return first
+    slots = torch.cat([e.slots for e in run])
+    return SlotEvent(first.kind, first.pool_kind, slots, first.page_size)

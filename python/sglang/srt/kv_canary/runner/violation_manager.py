@@ -1,0 +1,85 @@
+"""From the ring to reports: fetches new rows, drops what is moot, counts, and hands the rest on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from sglang.srt.kv_canary.record import Column, Reason
+from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
+from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.runner.violation import Violation, decode_row
+from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
+from sglang.srt.kv_canary.state import ViolationLog
+
+
+class ViolationManager:
+    """Owns the host's view of the ring. The ring is copied only when its total has grown."""
+
+    def __init__(
+        self, ring: ViolationLog, recorder: FlightRecorder, reporter: ViolationReporter
+    ) -> None:
+        self._ring = ring
+        self._recorder = recorder
+        self._reporter = reporter
+        self._copy = DelayedDeviceHostHandler((ring.rows, ring.total), self._on_rows)
+        self._seen_total = 0  # from the summaries
+        self._fetched = 0  # rows taken over from the ring
+        self._unsettled: list[torch.Tensor] = []
+        self.reported = 0
+        self.moot = 0
+        self.overwritten = 0
+        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
+
+    def observe_total(self, total: int) -> None:
+        """A summary arrived: `total` rows were ever appended."""
+        self._seen_total = max(self._seen_total, total)
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows wait to be fetched or to be settled."""
+        return self._fetched < self._seen_total or bool(self._unsettled)
+
+    def step(self, wait: bool = False) -> None:
+        """Fetch what is new and report what is settled. Raises CanaryViolationError in RAISE mode."""
+        self._copy.deliver(wait=wait)
+        if self._fetched < self._seen_total:
+            self._copy.start(None)
+            self._copy.deliver(wait=wait)
+        self._settle()
+
+    def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
+        rows, total = host[0], int(host[1])
+        first = max(self._fetched, total - rows.shape[0])
+        self.overwritten += first - self._fetched
+        self._unsettled += [rows[s % rows.shape[0]].clone() for s in range(first, total)]
+        self._fetched = total
+        self._seen_total = max(self._seen_total, total)
+
+    def _settle(self) -> None:
+        waiting, settled = [], []
+        for row in self._unsettled:
+            known = self._recorder.is_settled(int(row[Column.READER_FORWARD]))
+            (settled if known else waiting).append(row)
+        self._unsettled = waiting
+        violations = [decode_row(row, self._recorder) for row in settled if not self._is_moot(row)]
+        for violation in violations:
+            for reason in violation.reasons:
+                self.by_tag_and_reason[violation.tag, reason] += 1
+        self.reported += len(violations)
+        if violations:
+            self._reporter.log_or_raise_violation(violations)
+
+    def _is_moot(self, row: torch.Tensor) -> bool:
+        forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])
+        moot = self._recorder.is_moot(forward, reader)
+        if int(row[Column.REASONS]) == Reason.SWA_EVICTED_IN_WINDOW:
+            # The schedule stream unmaps a duplicate before it re-points the row: a reader in between sees 0.
+            moot = moot or self._recorder.was_rewritten(forward, reader)
+        self.moot += moot
+        return moot
+
+    def snapshot(self) -> list[Violation]:
+        """Rows that wait for their forward's result, decoded (tools and shutdown)."""
+        return [decode_row(row, self._recorder) for row in self._unsettled]

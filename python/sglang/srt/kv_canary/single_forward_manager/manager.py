@@ -1,0 +1,85 @@
+"""Brackets one forward: pre and post ops, outside and inside of the CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
+from sglang.srt.kv_canary.runner.launcher import (
+    Launcher,
+    invoke_plan,
+    launch_endpoints_per_forward,
+)
+from sglang.srt.kv_canary.single_forward_manager.phases import Phase, PhaseTracker
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class SingleForwardManager:
+    """Phases and launches of one forward (of one inner step, for draft models).
+
+    `on_launch(mode)` is called once for each forward whose launches really run now, not when captured.
+    """
+
+    def __init__(
+        self, launcher: Launcher, plan_input: PlanInput, on_launch: Callable[[str], None]
+    ) -> None:
+        self._launcher = launcher
+        self._plan_input = plan_input
+        self._on_launch = on_launch
+        self._phases = PhaseTracker()
+        self._plan: ForwardPlan | None = None
+        self._expected: ExpectedTokens | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.phase
+
+    def pre_ops_outside_graph(self, expected: ExpectedTokens | None = None) -> None:
+        """Before the forward; `expected`: the host's own tokens for it, when known."""
+        self._phases.enter(Phase.PRE_OUTSIDE)
+        self._expected = expected
+
+    def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan, then verify and write HEAD. May be under stream capture."""
+        self._phases.enter(Phase.PRE_INSIDE)
+        capturing = _is_capturing()
+        expected = None if capturing else self._expected
+        self._plan = invoke_plan(self._plan_input, forward_batch, expected)
+        if self._plan is None:
+            return
+        if not capturing:
+            self._on_launch(forward_batch.forward_mode.name)
+        launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
+
+    def post_ops_maybe_inside_graph(self) -> None:
+        """Verify and write TAIL. May be under stream capture."""
+        self._phases.enter(Phase.POST_INSIDE)
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            launch_endpoints_per_forward(self._launcher, plan, Side.TAIL)
+
+    def note_replay(self, mode: str) -> None:
+        """A graph that holds this forward's launches is being replayed."""
+        self._on_launch(mode)
+        self._phases.replayed()
+
+    def post_ops_outside_graph(self) -> None:
+        """After the forward. Raises CanaryPhaseError when it was not bracketed."""
+        self._expected = None
+        self._phases.leave()
+
+    def abandon(self) -> None:
+        """The forward raised: back to IDLE, ready for the next one."""
+        self._plan = self._expected = None
+        self._phases.reset()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

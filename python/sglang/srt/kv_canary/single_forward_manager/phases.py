@@ -1,0 +1,77 @@
+"""Phases of one forward, checked: a missed or doubled phase names both callers."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+
+from sglang.srt.kv_canary.errors import CanaryPhaseError
+
+
+class Phase(Enum):
+    IDLE = "idle"
+    PRE_OUTSIDE = "pre-ops outside the graph"
+    PRE_INSIDE = "pre-ops inside the graph"
+    POST_INSIDE = "post-ops inside the graph"
+
+
+_ALLOWED: dict[Phase, tuple[Phase, ...]] = {
+    Phase.PRE_OUTSIDE: (Phase.IDLE,),
+    # From IDLE: warm-up, capture and tests run the model with nothing around it. From POST_INSIDE: a step that
+    # runs the model again (several forwards in one outside bracket).
+    Phase.PRE_INSIDE: (Phase.IDLE, Phase.PRE_OUTSIDE, Phase.POST_INSIDE),
+    Phase.POST_INSIDE: (Phase.PRE_INSIDE,),
+}
+
+
+def _caller(depth: int = 3) -> str:
+    frame = sys._getframe(depth)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+class PhaseTracker:
+    """The current phase and who entered it."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self._entered_by = "nobody"
+        self._outside = False
+
+    @property
+    def inside_outer_bracket(self) -> bool:
+        return self._outside
+
+    def enter(self, phase: Phase) -> None:
+        """Raises CanaryPhaseError, and goes back to IDLE, when `phase` may not follow the current one."""
+        caller = _caller()
+        if self.phase not in _ALLOWED[phase]:
+            message = (
+                f"kv-canary: {phase.value} entered by {caller} while in {self.phase.value}, "
+                f"entered by {self._entered_by}"
+            )
+            self.reset()
+            raise CanaryPhaseError(message)
+        if phase is Phase.PRE_OUTSIDE:
+            self._outside = True
+        self._entered_by, self.phase = caller, phase
+        if phase is Phase.POST_INSIDE and not self._outside:
+            self.reset()
+
+    def replayed(self) -> None:
+        """A graph that holds the inside phases was replayed."""
+        if self.phase in (Phase.PRE_OUTSIDE, Phase.POST_INSIDE):
+            self.phase = Phase.POST_INSIDE
+
+    def leave(self) -> None:
+        """The forward is over. Raises CanaryPhaseError when its inside phases did not both happen."""
+        phase, entered_by = self.phase, self._entered_by
+        self.reset()
+        if phase is not Phase.POST_INSIDE:
+            raise CanaryPhaseError(
+                f"kv-canary: the forward ended at {_caller(2)} in {phase.value}, entered by {entered_by}: "
+                "its K/V was not checked. This forward path is not covered; start without --kv-canary or "
+                "report the model and its flags"
+            )
+
+    def reset(self) -> None:
+        self.phase, self._outside = Phase.IDLE, False

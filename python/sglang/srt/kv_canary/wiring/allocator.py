@@ -1,0 +1,75 @@
+"""Hooks on the slot allocators: what was handed out, freed, cleared.
+
+The SWA allocator's inner allocators are of the same two classes, with their own index space, so hooking
+these covers it. Inside a free group `free()` only queues and is called again at the group's end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.errors import startup_error
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+_SIMPLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+
+
+def watch_allocator(allocator: Any) -> None:
+    """Follow `allocator` from now on. Raises CanaryStartupError for a class that is not hooked."""
+    name = type(allocator).__name__
+    if name in _SIMPLE:
+        context.watch_allocator(allocator, PoolKind.FULL)
+    elif name == "SWATokenToKVPoolAllocator":
+        _refuse_unless_simple(allocator.full_attn_allocator)
+        _refuse_unless_simple(allocator.swa_attn_allocator)
+        context.watch_allocator(allocator.full_attn_allocator, PoolKind.FULL)
+        context.watch_allocator(allocator.swa_attn_allocator, PoolKind.SWA)
+    else:
+        _refuse_unless_simple(allocator)
+
+
+def _refuse_unless_simple(allocator: Any) -> None:
+    name = type(allocator).__name__
+    if name not in _SIMPLE:
+        raise startup_error(
+            f"the slot allocator {name} is not one whose frees the canary can follow "
+            f"(known: {', '.join(_SIMPLE)}, SWATokenToKVPoolAllocator).",
+            "slots that are read after they were freed",
+        )
+
+
+def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
+    if id(allocator) not in context.allocator_kinds or not allocator.is_not_in_free_group:
+        return
+    if free_index.numel():
+        # A view of req_to_token, as a rule: the row is rewritten before the event is applied.
+        context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
+
+
+def _after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
+    if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
+        context.slot_event(allocator, SlotEventKind.ALLOC, slots)
+
+
+def _after_clear(_: Any, allocator: Any) -> None:
+    context.slot_event(allocator, SlotEventKind.CLEAR, None)
+
+
+def _hooks() -> tuple[HookSpec, ...]:
+    module = "sglang.srt.mem_cache.allocator"
+    lost = "slots that are read after they were freed"
+    hooks = []
+    for name in _SIMPLE:
+        hooks.append(HookSpec(f"{module}.{name}.free", _before_free, HookType.BEFORE, lost))
+        hooks.append(HookSpec(f"{module}.{name}.alloc", _after_alloc, HookType.AFTER, lost))
+        hooks.append(HookSpec(f"{module}.{name}.clear", _after_clear, HookType.AFTER, lost))
+    for method in ("alloc_extend", "alloc_decode"):
+        target = f"{module}.PagedTokenToKVPoolAllocator.{method}"
+        hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, lost))
+    return tuple(hooks)
+
+
+HOOKS = _hooks()

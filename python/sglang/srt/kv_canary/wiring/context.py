@@ -1,0 +1,56 @@
+"""What the hooks of one scheduler process share: its managers and its flight recorder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.kv_canary.runner.event_sink import EventSink
+    from sglang.srt.kv_canary.runner.manager import CanaryManager
+
+
+@dataclass(slots=True)
+class CanaryContext:
+    """One per process. Empty, and every hook a no-op, until the canary is installed."""
+
+    managers: list[CanaryManager] = field(default_factory=list)
+    by_runner: dict[int, CanaryManager] = field(default_factory=dict)  # id(ModelRunner)
+    allocator_kinds: dict[int, PoolKind] = field(default_factory=dict)  # id(allocator)
+    allocators: list[Any] = field(default_factory=list)  # kept alive: their ids are keys
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)
+    sink: EventSink | None = None
+    requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
+
+    @property
+    def active(self) -> bool:
+        return bool(self.managers)
+
+    def add(self, manager: CanaryManager, model_runner: Any) -> None:
+        self.managers.append(manager)
+        self.by_runner[id(model_runner)] = manager
+
+    def manager_of(self, model_runner: Any) -> CanaryManager | None:
+        return self.by_runner.get(id(model_runner))
+
+    def watch_allocator(self, allocator: Any, kind: PoolKind) -> None:
+        if id(allocator) not in self.allocator_kinds:
+            self.allocator_kinds[id(allocator)] = kind
+            self.allocators.append(allocator)
+
+    def slot_event(self, allocator: Any, kind: SlotEventKind, slots: torch.Tensor | None) -> None:
+        """An allocator did something; every manager whose pools it serves hears of it."""
+        pool_kind = self.allocator_kinds.get(id(allocator))
+        if pool_kind is None:
+            return
+        for manager in self.managers:
+            manager.ledger.record(kind, pool_kind, slots, allocator.page_size)
+
+
+context = CanaryContext()

@@ -1,0 +1,63 @@
+"""Hooks on ModelRunner: install once the pools exist, and bracket every forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+
+def _install(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER init_memory_pool: the pools exist, no graph is captured yet."""
+    from sglang.srt.kv_canary.api import install_canary
+
+    install_canary(server_args=model_runner.server_args, model_runner=model_runner)
+
+
+def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
+    """Bracket `model.forward` on the instance, so that captured graphs hold the launches too."""
+    original = model.forward
+
+    # SGLang inspects the signature of model.forward.
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with manager.bracket_model_forward(_forward_batch_of(args, kwargs)):
+            return original(*args, **kwargs)
+
+    model.forward = forward
+
+
+def _forward_batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ForwardBatch):
+            return value
+    raise TypeError(
+        "kv-canary: model.forward was called without a ForwardBatch, so its K/V cannot be checked"
+    )
+
+
+def _around_forward(
+    original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    manager = context.manager_of(model_runner)
+    if manager is None or manager.identity.role == "draft":
+        return original(model_runner, forward_batch, *args, **kwargs)
+    expected = expected_tokens_of(manager, forward_batch, context.requests)
+    with manager.with_ops_outside_graph(
+        maybe_inaccurate_forward_batch=forward_batch, expected=expected
+    ):
+        return original(model_runner, forward_batch, *args, **kwargs)
+
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+HOOKS = (
+    HookSpec(f"{_RUNNER}.init_memory_pool", _install, HookType.AFTER, "any KV slot"),
+    HookSpec(f"{_RUNNER}.forward", _around_forward, HookType.AROUND, "every forward"),
+)

@@ -1,0 +1,137 @@
+"""Hooks on the scheduler: who is in a step, when its result is in, who died meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
+
+logger = logging.getLogger(__name__)
+
+_STEP = "_kv_canary_step"
+IDLE_TICK_S = 0.01
+
+
+def _around_run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *a: Any, **k: Any
+) -> Any:
+    if not context.active:
+        return original(scheduler, batch, *a, **k)
+    context.requests = list(batch.reqs)
+    step = context.recorder.begin_step(
+        (request.req_pool_idx, request.rid)
+        for request in batch.reqs
+        if request.req_pool_idx is not None
+    )
+    try:
+        result = original(scheduler, batch, *a, **k)
+    finally:
+        context.recorder.end_step()
+        context.requests = []
+    setattr(result, _STEP, step)
+    return result
+
+
+def _around_process_result(
+    original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **k: Any
+) -> Any:
+    step = getattr(result, _STEP, None)
+    if step is not None:
+        context.recorder.result_arrived(step)
+    returned = original(scheduler, batch, result, *a, **k)
+    for manager in context.managers:
+        manager.drain()
+    return returned
+
+
+class _IdleClock:
+    """Limits how often an idle scheduler, which spins, does canary work."""
+
+    next_tick = 0.0
+
+    @classmethod
+    def due(cls) -> bool:
+        now = time.monotonic()
+        if now < cls.next_tick:
+            return False
+        cls.next_tick = now + IDLE_TICK_S
+        return True
+
+
+def _after_idle(_: Any, scheduler: Any) -> None:
+    if context.active and _IdleClock.due():
+        for manager in context.managers:
+            manager.on_idle()
+
+
+def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
+    if context.active and req.req_pool_idx is not None:
+        context.recorder.row_released(req.req_pool_idx)
+
+
+def _before_cache_unfinished(req: Any, *a: Any, **k: Any) -> None:
+    if context.active and req.req_pool_idx is not None:
+        context.recorder.row_rewritten(req.req_pool_idx)
+
+
+def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
+    for manager in context.managers:
+        manager.attach_radix_cache(scheduler.tree_cache)
+
+
+def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
+    for manager in context.managers:
+        manager.mark_init_finished()
+        description = manager.describe()
+        logger.info("%s", active_line(description))
+        manager.sink.emit({"event": "active", **description})
+        if description["role"] == "target":
+            set_active_summary(description)
+
+
+def active_line(description: dict[str, Any]) -> str:
+    """The one line per rank that says that the canary is on."""
+    d = description
+    pools = ", ".join(f"{kind}[{'+'.join(d['halves'][kind])}]" for kind in d["pools"])
+    share = "" if d["share_of_pool"] is None else f" ({100 * d['share_of_pool']:.2f} % of the pool)"
+    return (
+        f"kv-canary active: mode {d['mode']}, {d['role']} rank {d['rank']}, pools {pools}, content {d['content']}, "
+        f"slots {sum(d['slots'].values())}, bytes {d['record_bytes'] + d['state_bytes']}{share}"
+    )
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    HookSpec(f"{_SCHEDULER}.run_batch", _around_run_batch, HookType.AROUND, "request names"),
+    HookSpec(
+        f"{_SCHEDULER}.process_batch_result",
+        _around_process_result,
+        HookType.AROUND,
+        "moot reads would be false alarms",
+    ),
+    HookSpec(f"{_SCHEDULER}.on_idle", _after_idle, HookType.AFTER, "findings of the last step"),
+    HookSpec(
+        f"{_SCHEDULER}.init_cache_with_memory_pool",
+        _attach_radix_cache,
+        HookType.AFTER,
+        "cached prefixes that nobody reads",
+    ),
+    HookSpec(f"{_SCHEDULER}.__init__", _mark_init_finished, HookType.AFTER, "every forward"),
+    HookSpec(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+        _before_row_free,
+        HookType.BEFORE,
+        "moot reads would be false alarms",
+    ),
+    HookSpec(
+        "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
+        _before_cache_unfinished,
+        HookType.BEFORE,
+        "rewritten rows would be false alarms",
+    ),
+)
