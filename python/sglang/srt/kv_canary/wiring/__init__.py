@@ -15,6 +15,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "allocator",
     "cuda_graph",
     "last_words",
+    "memory",
     "model_runner",
     "scheduler",
     "startup_check",
