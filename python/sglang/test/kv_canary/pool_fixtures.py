@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,3 +56,227 @@ def make_allocator(pool: Any) -> Any:
     return PagedTokenToKVPoolAllocator(
         pool.size, pool.page_size, pool.dtype, pool.device, pool, need_sort=False
     )
+
+
+def make_fp4_mha_pool(**kwargs: Any) -> RealPool:
+    """MHATokenToKVPoolFP4; `head_dim` must be a multiple of 16."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolFP4
+
+    kwargs = {"dtype": torch.float4_e2m1fn_x2, "head_dim": 16, **kwargs}
+    return make_mha_pool(pool_class=MHATokenToKVPoolFP4, **kwargs)
+
+
+def make_mla_pool(
+    size: int = 64,
+    page_size: int = 1,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    kv_lora_rank: int = 32,
+    qk_rope_head_dim: int = 16,
+    start_layer: int = 0,
+    device: str = "cpu",
+    pool_class: type | None = None,
+) -> RealPool:
+    """MLATokenToKVPool (or `pool_class`) of `size` + `page_size` slots."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    pool = (pool_class or MLATokenToKVPool)(
+        size=size,
+        page_size=page_size,
+        dtype=dtype,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        layer_num=layers,
+        device=device,
+        enable_memory_saver=False,
+        start_layer=start_layer,
+        end_layer=start_layer + layers,
+    )
+    return RealPool(pool, make_allocator(pool))
+
+
+def make_fp4_mla_pool(**kwargs: Any) -> RealPool:
+    """MLATokenToKVPoolFP4."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPoolFP4
+
+    kwargs = {"dtype": torch.float4_e2m1fn_x2, **kwargs}
+    return make_mla_pool(pool_class=MLATokenToKVPoolFP4, **kwargs)
+
+
+def make_nsa_pool(
+    size: int = 192,
+    layers: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dim: int = 576,
+    start_layer: int = 0,
+    device: str = "cpu",
+    pool_class: type | None = None,
+) -> RealPool:
+    """NSATokenToKVPool (or `pool_class`) with DeepSeek-V3.2's dimensions and its page size of 64.
+
+    `dtype=torch.float8_e4m3fn, kv_cache_dim=656` builds the FP8 layout.
+    """
+    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+
+    pool = (pool_class or NSATokenToKVPool)(
+        size=size,
+        page_size=64,
+        kv_lora_rank=512,
+        dtype=dtype,
+        qk_rope_head_dim=64,
+        layer_num=layers,
+        device=device,
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=kv_cache_dim,
+        start_layer=start_layer,
+        end_layer=start_layer + layers,
+    )
+    return RealPool(pool, make_allocator(pool))
+
+
+def make_swa_pool(
+    size: int = 128,
+    size_swa: int = 48,
+    page_size: int = 1,
+    full_layers: int = 1,
+    swa_layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    head_num: int = 2,
+    head_dim: int = 8,
+    device: str = "cpu",
+    sub_pool_class: type | None = None,
+    **kwargs: Any,
+) -> RealPool:
+    """SWAKVPool with SWATokenToKVPoolAllocator; SWA layers have the even layer ids, as far as there are any."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator
+
+    swa_ids, full_ids = _alternate(swa_layers, full_layers)
+    pool = SWAKVPool(
+        size=size,
+        size_swa=size_swa,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=head_num,
+        head_dim=head_dim,
+        swa_attention_layer_ids=swa_ids,
+        full_attention_layer_ids=full_ids,
+        enable_kvcache_transpose=False,
+        device=device,
+        token_to_kv_pool_class=sub_pool_class or MHATokenToKVPool,
+        **kwargs,
+    )
+    allocator = SWATokenToKVPoolAllocator(
+        size, size_swa, page_size, dtype, device, pool, need_sort=False
+    )
+    return RealPool(pool, allocator)
+
+
+def _alternate(swa_layers: int, full_layers: int) -> tuple[list[int], list[int]]:
+    swa_ids = [2 * i for i in range(swa_layers)]
+    full_ids = [i for i in range(swa_layers + full_layers + len(swa_ids)) if i not in swa_ids]
+    return swa_ids, full_ids[:full_layers]
+
+
+def make_hybrid_linear_pool(
+    size: int = 64,
+    page_size: int = 1,
+    full_attention_layer_ids: tuple[int, ...] = (1, 3),
+    mamba_layer_ids: tuple[int, ...] = (0, 2),
+    use_mla: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> RealPool:
+    """HybridLinearKVPool over a real MambaPool."""
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=32,
+        n_groups=1,
+        num_heads=4,
+        head_dim=8,
+        state_size=8,
+        conv_kernel=4,
+    )
+    mamba_pool = MambaPool(
+        size=4,
+        spec_state_size=4,
+        cache_params=Mamba2CacheParams(shape=shape, layers=list(mamba_layer_ids)),
+        mamba_layer_ids=list(mamba_layer_ids),
+        device=device,
+    )
+    pool = HybridLinearKVPool(
+        size=size,
+        dtype=dtype,
+        page_size=page_size,
+        head_num=2,
+        head_dim=8,
+        full_attention_layer_ids=list(full_attention_layer_ids),
+        enable_kvcache_transpose=False,
+        device=device,
+        mamba_pool=mamba_pool,
+        use_mla=use_mla,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+    )
+    return RealPool(pool, make_allocator(pool))
+
+
+def make_dsv4_pool(
+    size: int = 1024,
+    size_swa: int = 512,
+    page_size: int = 256,
+    compression_ratios: tuple[int, ...] = (0, 4, 128, 4),
+    device: str = "cpu",
+    enable_hisparse: bool = False,
+    start_layer: int | None = None,
+    end_layer: int | None = None,
+) -> RealPool:
+    """DeepSeekV4TokenToKVPool of `size` full slots with SWATokenToKVPoolAllocator, in DeepSeek-V4's dimensions."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator
+
+    layers = len(compression_ratios) if end_layer is None else end_layer - (start_layer or 0)
+    with _server_args_without_speculation():
+        pool = DeepSeekV4TokenToKVPool(
+            max_num_reqs=4,
+            swa_size=size_swa,
+            c4_size=size // 4,
+            c128_size=size // 128,
+            c4_state_pool_size=size_swa // page_size * 8,
+            c128_state_pool_size=size_swa // page_size * 128,
+            page_size=page_size,
+            swa_page_size=page_size,
+            dtype=torch.float8_e4m3fn,
+            state_dtype=torch.float32,
+            qk_nope_head_dim=448,
+            qk_rope_head_dim=64,
+            indexer_head_dim=128,
+            layer_num=layers,
+            device=device,
+            enable_memory_saver=False,
+            compression_ratios=list(compression_ratios),
+            start_layer=start_layer,
+            end_layer=end_layer,
+            enable_hisparse=enable_hisparse,
+        )
+    allocator = SWATokenToKVPoolAllocator(
+        size, size_swa, page_size, pool.dtype, device, pool, need_sort=False
+    )
+    return RealPool(pool, allocator)
+
+
+@contextmanager
+def _server_args_without_speculation() -> Iterator[None]:
+    """SGLang's DeepSeek-V4 pool asks the process-wide server arguments for the speculative algorithm."""
+    import sglang.srt.server_args as module
+
+    before = module._global_server_args
+    module.set_global_server_args_for_scheduler(module.ServerArgs(model_path="dummy"))
+    try:
+        yield
+    finally:
+        module._global_server_args = before

@@ -3,6 +3,7 @@
 from sglang.srt.kv_canary.pool_patcher.api import (
     attach_canary_buffers,
     build_attachment,
+    record_bytes_per_slot,
     register_pool_attacher,
 )
 from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttacher, PoolAttachment
@@ -20,5 +21,6 @@ __all__ = [
     "attach_canary_buffers",
     "build_attachment",
     "patch_buf_info_method",
+    "record_bytes_per_slot",
     "register_pool_attacher",
 ]

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.pool_patcher import registry
 from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttacher, PoolAttachment
 from sglang.srt.kv_canary.pool_patcher.buf_info_splice import patch_buf_info_method
 from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.pool_patcher.registry import PoolSupport
+from sglang.srt.kv_canary.record import RECORD_BYTES
 
+SIDES = 2  # HEAD and TAIL
 _ATTACHED = "_kv_canary_groups"
 
 
 def register_pool_attacher(
-    pool_class: type | str, attacher: PoolAttacher, covers: str = "registered from outside"
+    pool_class: type | str,
+    attacher: PoolAttacher,
+    covers: str = "registered from outside",
+    halves: dict[PoolKind, int] | None = None,
 ) -> None:
     """Use `attacher` for `pool_class` (a class, or its qualified name) and its subclasses.
 
     `attacher(pool, options: AttachOptions) -> PoolAttachment` must not change the pool; the most derived
-    class that is registered wins, and a later registration replaces an earlier one.
+    class that is registered wins, and a later registration replaces an earlier one. `covers` is shown in the
+    coverage table; `halves` (per group) is what the memory budget reserves for it.
     """
     name = pool_class if isinstance(pool_class, str) else registry.qualified_name(pool_class)
-    registry.add(name, PoolSupport(attacher, covers))
+    registry.add(name, PoolSupport(attacher, dict(halves or {}), covers))
 
 
 def attach_canary_buffers(
@@ -38,9 +44,10 @@ def attach_canary_buffers(
     """Allocate records beside `pool`, name them in its buffer lists, and return its groups (at least one).
 
     `allocator` is the pool's token_to_kv_pool_allocator. `sliding_window_size` is
-    `ModelRunner.sliding_window_size`; SWA pools need it. `is_draft` sets the token offset of EAGLE-style
-    draft pools (1) unless `kv_token_id_vs_position_offset` says otherwise. Raises UnsupportedPoolError
-    when no attacher covers the pool, RuntimeError when it is attached already; the pool is then unchanged.
+    `ModelRunner.sliding_window_size`; SWA pools need it. `is_draft` gives EAGLE-style draft pools their token
+    offset 1, unless `kv_token_id_vs_position_offset` says otherwise (step i of a multi-layer draft has i + 1).
+    Raises UnsupportedPoolError when no attacher covers the pool, RuntimeError when it is attached already; the
+    pool is then unchanged.
     """
     if getattr(pool, _ATTACHED, None):
         raise RuntimeError(
@@ -60,17 +67,14 @@ def attach_canary_buffers(
             f"{type(pool).__name__} has no layers or no slots on this rank, so there is nothing to check"
         )
     for method_name, splices in attachment.splices.items():
-        patch_buf_info_method(pool, method_name, splices, pool.page_size)
+        patch_buf_info_method(pool, method_name, splices)
     setattr(pool, _ATTACHED, attachment.groups)
     return attachment.groups
 
 
 def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
     """The attachment of `pool` by the attacher of its class; changes nothing in the pool."""
-    found = registry.find(type(pool))
-    if found is None:
-        raise UnsupportedPoolError(_unknown(type(pool)))
-    name, support = found
+    name, support = _support_of(type(pool))
     if support.attacher is None:
         raise UnsupportedPoolError(
             f"KV pool {type(pool).__name__} ({name}) is refused: {support.refused}"
@@ -78,12 +82,37 @@ def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
     return support.load()(pool, options)
 
 
-def _unknown(pool_class: type) -> str:
+def record_bytes_per_slot(pool_class: type | str) -> dict[PoolKind, int]:
+    """Bytes of records per slot of each group that pools of this class get, at most.
+
+    For reserving memory before the pool exists: 128 for MHA, 64 for MLA; SWA pools 128 per full and per SWA
+    slot. A c4 slot stands for 4 tokens, a c128 slot for 128. `pool_class` may also be a qualified or
+    a bare class name. Raises UnsupportedPoolError for a class that is refused or unknown.
+    """
+    name, support = _support_of(pool_class)
+    if support.attacher is None:
+        raise UnsupportedPoolError(f"KV pool {name} is refused: {support.refused}")
+    return {kind: SIDES * RECORD_BYTES * halves for kind, halves in support.halves.items()}
+
+
+def _support_of(pool_class: type | str) -> tuple[str, PoolSupport]:
+    if isinstance(pool_class, str):
+        known = registry.known().items()
+        found = next((e for e in known if pool_class in (e[0], e[0].rpartition(".")[2])), None)
+    else:
+        found = registry.find(pool_class)
+    if found is None:
+        raise UnsupportedPoolError(_unknown(pool_class))
+    return found
+
+
+def _unknown(pool_class: type | str) -> str:
+    name = pool_class if isinstance(pool_class, str) else registry.qualified_name(pool_class)
     known = sorted(
         n.rpartition(".")[2] for n, s in registry.known().items() if s.attacher is not None
     )
     return (
-        f"no attacher knows the KV pool {registry.qualified_name(pool_class)}; known are {', '.join(known)}. "
+        f"no attacher knows the KV pool {name}; known are {', '.join(known)}. "
         "Teach the canary this class with "
         "sglang.srt.kv_canary.pool_patcher.register_pool_attacher(pool_class, attacher)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -24,6 +24,34 @@ def row_sources(
     return tuple(
         source for buffer in buffers for source in _sources_of(buffer, num_slots, page_size)
     )
+
+
+def page_sources(
+    buffers: Sequence[torch.Tensor], page_size: int, parts: tuple[int, ...]
+) -> tuple[int, tuple[ContentSource, ...]]:
+    """(slots, content sources) of layers that are uint8 `[num_pages, page bytes]`.
+
+    A page holds `page_size` times `parts[0]` bytes, then `page_size` times `parts[1]` bytes, and so on, then
+    padding; a slot owns one piece of each part. Raises UnsupportedPoolError where that does not fit.
+    """
+    sources = []
+    for buffer in buffers:
+        if (
+            buffer.ndim != 2
+            or buffer.element_size() != 1
+            or buffer.stride(1) != 1
+            or buffer.shape != buffers[0].shape
+            or buffer.shape[1] < page_size * sum(parts)
+        ):
+            raise UnsupportedPoolError(
+                f"expected pages of at least {page_size} x {sum(parts)} contiguous bytes, equal in all layers, "
+                f"got {buffer.dtype} {list(buffer.shape)} with strides {list(buffer.stride())}"
+            )
+        offset = 0
+        for part in parts:
+            sources.append(ContentSource(buffer, page_size, buffer.stride(0), part, part, offset))
+            offset += page_size * part
+    return buffers[0].shape[0] * page_size, tuple(sources)
 
 
 def _sources_of(buffer: torch.Tensor, num_slots: int, page_size: int) -> Iterator[ContentSource]:

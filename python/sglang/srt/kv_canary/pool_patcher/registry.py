@@ -7,8 +7,9 @@ coverage table and the memory budget all read this table.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.pool_patcher.attachment import PoolAttacher
 
 _ADAPTERS = "sglang.srt.kv_canary.pool_patcher.adapters"
@@ -22,6 +23,7 @@ class PoolSupport:
     attacher: PoolAttacher | str | None = (
         None  # "module:function" is imported on first use; None: refused
     )
+    halves: dict[PoolKind, int] = field(default_factory=dict)  # halves per group, at most
     covers: str = ""
     not_covered: str = ""  # parts of the pool without records, with the reason
     refused: str = ""  # why, and what a user can do
@@ -33,12 +35,72 @@ class PoolSupport:
         return getattr(importlib.import_module(f"{_ADAPTERS}.{module}"), function)
 
 
+_FULL, _SWA = PoolKind.FULL, PoolKind.SWA
+_NOT_NPU = "its layout on Ascend NPUs is not covered, and the canary has no NPU kernels"
+
 _REGISTRY: dict[str, PoolSupport] = {
     f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool": PoolSupport(
-        "mha:attach_mha", "FULL: K and V, content of every layer"
+        "mha:attach_mha", {_FULL: 2}, "K and V of every layer"
+    ),
+    f"{_MEM_CACHE}.memory_pool.MHATokenToKVPoolFP4": PoolSupport(
+        "mha:attach_mha", {_FULL: 2}, "K and V of every layer, scales included"
     ),
     f"{_MEM_CACHE}.memory_pool.NoOpMHATokenToKVPool": PoolSupport(
         refused="it keeps no KV at all (--prefill-only-disable-kv-cache), so there is nothing to check"
+    ),
+    f"{_MEM_CACHE}.memory_pool.MLATokenToKVPool": PoolSupport(
+        "mla:attach_mla", {_FULL: 1}, "latent rows of every layer"
+    ),
+    f"{_MEM_CACHE}.memory_pool.MLATokenToKVPoolFP4": PoolSupport(
+        "mla:attach_mla", {_FULL: 1}, "latent rows of every layer, scales included"
+    ),
+    f"{_MEM_CACHE}.memory_pool.NSATokenToKVPool": PoolSupport(
+        "nsa:attach_nsa",
+        {_FULL: 1, PoolKind.INDEXER: 1},
+        "latent rows and indexer keys with scales of every layer",
+        "ROCm's preshuffled indexer pages (refused there): they interleave tokens",
+    ),
+    f"{_MEM_CACHE}.memory_pool.HybridLinearKVPool": PoolSupport(
+        "hybrid_linear:attach_hybrid_linear",
+        {_FULL: 2},
+        "full-attention layers, as their MHA or MLA pool",
+        "Mamba / linear states: one state per request that every token overwrites, no slot per token",
+    ),
+    f"{_MEM_CACHE}.base_swa_memory_pool.BaseSWAKVPool": PoolSupport(
+        refused="it is an abstract base; a subclass needs an attacher of its own"
+    ),
+    f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool": PoolSupport(
+        "swa:attach_swa",
+        {_FULL: 2, _SWA: 2},
+        "full layers and sliding-window layers, as their sub-pools",
+    ),
+    f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool": PoolSupport(
+        "dsv4:attach_dsv4",
+        {_SWA: 1, PoolKind.C4: 1, PoolKind.C4_INDEXER: 1, PoolKind.C128: 1},
+        "sliding-window rows, c4 and c128 rows, c4 indexer keys with scales",
+        "compression state rings: rows are overwritten in place by the tokens that follow, no slot per token",
+    ),
+    f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4SingleKVPool": PoolSupport(
+        "dsv4:attach_dsv4_rows", covers="all rows (a part of DeepSeekV4TokenToKVPool)"
+    ),
+    f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4IndexerPool": PoolSupport(
+        "dsv4:attach_dsv4_indexer",
+        covers="all keys and scales (a part of DeepSeekV4TokenToKVPool)",
+    ),
+    f"{_MEM_CACHE}.deepseek_v4_memory_pool.HiSparseC4DevicePool": PoolSupport(
+        refused="HiSparse swaps c4 rows between host and device under another index; turn HiSparse off"
+    ),
+    f"{_MEM_CACHE}.hisparse_memory_pool.HiSparseNSATokenToKVPool": PoolSupport(
+        refused="HiSparse swaps rows between host and device under another index; turn HiSparse off"
+    ),
+    "sglang.srt.hardware_backend.npu.memory_pool_npu.NPUMHATokenToKVPool": PoolSupport(
+        refused=_NOT_NPU
+    ),
+    "sglang.srt.hardware_backend.npu.memory_pool_npu.NPUMLATokenToKVPool": PoolSupport(
+        refused=_NOT_NPU
+    ),
+    "sglang.srt.hardware_backend.mlx.model_runner_stub._DummyKVCache": PoolSupport(
+        refused="MLX keeps its KV elsewhere; this pool has no buffers"
     ),
 }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
+from sglang.srt.kv_canary.buffer_group import ContentSource
 from sglang.srt.kv_canary.pool_patcher.attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
-from sglang.srt.kv_canary.pool_patcher.buf_info_splice import BufInfoSplice
-from sglang.srt.kv_canary.pool_patcher.buffer_allocation import alloc_canary_buf
 from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
+from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
@@ -20,25 +19,10 @@ def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
     if not layers or pool.size <= 0:
         return PoolAttachment()
     num_slots = pool.size + pool.page_size
-    k_content = _content(pool, "k", num_slots)  # also checks that the pool has the expected layout
-    v_content = _content(pool, "v", num_slots)
-    buffers = [alloc_canary_buf(num_slots, pool.device) for _ in range(4)]
-    k_head, k_tail, v_head, v_tail = buffers
-    group = CanaryBufferGroup(
-        options.kind,
-        k_head,
-        k_tail,
-        v_head,
-        v_tail,
-        kv_token_id_vs_position_offset=options.token_offset,
-        k_content=k_content if options.content else (),
-        v_content=v_content if options.content else (),
-    )
-    splices = (
-        BufInfoSplice(0, layers, k_head, k_tail),
-        BufInfoSplice(layers, 2 * layers, v_head, v_tail),
-    )
-    return PoolAttachment((group,), {KV_BUF_INFOS: splices})
+    # Laid out even without content: this is where a pool with another index space is refused.
+    content = [_content(pool, half, num_slots) for half in ("k", "v")]
+    group = build_group(options.kind, num_slots, pool.device, options, *content)
+    return PoolAttachment((group,), {KV_BUF_INFOS: splice_halves(group, layers, pool.page_size)})
 
 
 def _content(pool: Any, half: str, num_slots: int) -> tuple[ContentSource, ...]:

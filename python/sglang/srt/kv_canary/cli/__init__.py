@@ -1,0 +1,1 @@
+"""Commands of `python -m sglang.srt.kv_canary`, one file each."""

@@ -1,0 +1,68 @@
+"""`python -m sglang.srt.kv_canary pools`: what is covered, by KV pool class and by path of SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from sglang.srt.kv_canary.coverage import PATHS
+from sglang.srt.kv_canary.pool_patcher.installed_pools import InstalledPool, installed_pools
+
+_MIN_NOTE_WIDTH = 40
+_POOL_HEADER = ("KV pool", "status", "groups (halves)", "what is covered, what is not and why")
+_PATH_HEADER = ("path", "status", "note")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.srt.kv_canary pools",
+        description="KV pools of the installed SGLang and what the canary does for each.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    args = parser.parse_args(argv)
+    pools = installed_pools()
+    print(json.dumps(_as_json(pools), indent=2) if args.json else _as_text(pools))
+    return 0
+
+
+def _as_text(pools: tuple[InstalledPool, ...]) -> str:
+    pool_rows = [
+        (pool.name.rpartition(".")[2], pool.status, pool.groups, _note(pool)) for pool in pools
+    ]
+    path_rows = [(path.name, path.status.value, path.note) for path in PATHS]
+    return "\n\n".join((_table(_POOL_HEADER, pool_rows), _table(_PATH_HEADER, path_rows)))
+
+
+def _note(pool: InstalledPool) -> str:
+    return f"{pool.note} (as {pool.via.rpartition('.')[2]})" if pool.via else pool.note
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as needed; the last one wraps at the terminal's width."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    width = max(_MIN_NOTE_WIDTH, shutil.get_terminal_size((120, 24)).columns - indent)
+    rule = tuple("-" * w for w in [*widths, len(header[-1])])
+    lines = []
+    for row in [header, rule, *rows]:
+        left = "".join(cell.ljust(w + 2) for cell, w in zip(row, widths, strict=False))
+        note = textwrap.wrap(row[-1], width) or [""]
+        lines += [f"{left}{note[0]}".rstrip(), *(" " * indent + line for line in note[1:])]
+    return "\n".join(lines)
+
+
+def _as_json(pools: tuple[InstalledPool, ...]) -> dict:
+    return {
+        "pools": [
+            {"class": pool.name, "status": pool.status, "groups": pool.groups, "note": _note(pool)}
+            for pool in pools
+        ],
+        "paths": [
+            {"path": path.name, "status": path.status.value, "note": path.note} for path in PATHS
+        ],
+    }

@@ -1,0 +1,96 @@
+"""DeepSeek-V4's pool: sliding-window rows for every layer, and compressed rows for some of them.
+
+There is no full pool: `req_to_token` holds full slots, of which c4 and c128 rows are full slot // 4 and // 128
+(written when position % stride is stride - 1), and SWA rows come through the mapping. A row is 584 bytes, in two
+places of its page: [page_size x (448 FP8 nope + 128 BF16 rope)], then [page_size x (7 scales + 1 pad)]; pages are
+padded to a multiple of 576 bytes.
+
+Not covered: the compression state rings (`compress_state_pools`, `indexer_compress_state_pools`). A ring row is
+overwritten in place by the tokens that follow and has no slot of its own per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.pool_patcher.adapters.indexer_layout import indexer_content
+from sglang.srt.kv_canary.pool_patcher.adapters.sub_pool import (
+    as_swa,
+    attach_sub_pool,
+    sliding_window_of,
+)
+from sglang.srt.kv_canary.pool_patcher.attachment import (
+    KV_BUF_INFOS,
+    STATE_BUF_INFOS,
+    AttachOptions,
+    PoolAttachment,
+)
+from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
+from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+
+ATTENTION_WINDOW = (
+    128  # tokens that the backend reads, the new one included (SWA_WINDOW of its module)
+)
+STRIDES = {PoolKind.C4: 4, PoolKind.C4_INDEXER: 4, PoolKind.C128: 128}  # tokens per slot
+_COMPRESSED = (  # in the order of get_contiguous_buf_infos
+    ("c4_kv_pool", PoolKind.C4),
+    ("c4_indexer_kv_pool", PoolKind.C4_INDEXER),
+    ("c128_kv_pool", PoolKind.C128),
+)
+
+
+def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """Groups SWA, C4, C4_INDEXER and C128, each K-only; sub-pools without layers or slots give none.
+
+    `options.sliding_window_size` and the mapping are needed where there is a SWA group. A HiSparse c4 pool is
+    refused, and with it the whole pool.
+    """
+    groups, kv_splices, listed = [], [], 0
+    for attribute, kind in _COMPRESSED:
+        for group in attach_sub_pool(pool, attribute, options, kind).groups:
+            groups.append(group)
+            kv_splices += _splices(getattr(pool, attribute), group, listed)
+        listed += _layers(getattr(pool, attribute, None))
+    state_splices = []
+    for group in attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA).groups:
+        # SGLang keeps sliding_window_size tokens; of those the backend reads 127 and the new one.
+        window = min(sliding_window_of(pool, options), ATTENTION_WINDOW - 1)
+        groups.insert(0, as_swa(pool, group, window))
+        state_splices += _splices(pool.swa_kv_pool, group, 0)
+    splices = {KV_BUF_INFOS: tuple(kv_splices), STATE_BUF_INFOS: tuple(state_splices)}
+    return PoolAttachment(tuple(groups), {m: s for m, s in splices.items() if s})
+
+
+def attach_dsv4_rows(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """One group over a DeepSeekV4SingleKVPool (SWA, c4 or c128, as `options.kind` says)."""
+    if not pool.kv_buffer or pool.size <= 0:
+        return PoolAttachment()
+    token_bytes = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
+    parts = (token_bytes, pool.kv_cache_total_dim - token_bytes)
+    num_slots, content = page_sources(pool.kv_buffer, pool.page_size, parts)
+    return PoolAttachment((_group(pool, options, num_slots, content),))
+
+
+def attach_dsv4_indexer(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """One group over a DeepSeekV4IndexerPool."""
+    if not pool.index_k_with_scale_buffer or pool.size <= 0:
+        return PoolAttachment()
+    num_slots, content = indexer_content(pool)
+    return PoolAttachment((_group(pool, options, num_slots, content),))
+
+
+def _group(pool: Any, options: AttachOptions, num_slots: int, content) -> CanaryBufferGroup:
+    kind = options.kind
+    return build_group(kind, num_slots, pool.device, options, content, stride=STRIDES.get(kind, 1))
+
+
+def _layers(sub_pool: Any) -> int:
+    buffers = getattr(sub_pool, "kv_buffer", None) or getattr(
+        sub_pool, "index_k_with_scale_buffer", None
+    )
+    return len(buffers or ())
+
+
+def _splices(sub_pool: Any, group: CanaryBufferGroup, start: int):
+    return splice_halves(group, _layers(sub_pool), sub_pool.page_size, start)

@@ -1,0 +1,29 @@
+"""Page layout of sparse-attention indexers: all keys of a page (FP8), then all their scales (FP32)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import ContentSource
+from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+
+
+def indexer_content(pool: Any) -> tuple[int, tuple[ContentSource, ...]]:
+    """(slots, content sources) of `pool.index_k_with_scale_buffer`, uint8 `[num_pages, page bytes]` per layer."""
+    refuse_preshuffled_pages(pool.page_size)
+    key_bytes = pool.index_head_dim
+    scale_bytes = pool.index_head_dim // pool.quant_block_size * 4
+    buffers = list(pool.index_k_with_scale_buffer)
+    return page_sources(buffers, pool.page_size, (key_bytes, scale_bytes))
+
+
+def refuse_preshuffled_pages(page_size: int) -> None:
+    """ROCm's preshuffled pages interleave the keys of 16 tokens: no token has a row of its own."""
+    from sglang.srt.layers.attention.nsa.utils import aiter_can_use_preshuffle_paged_mqa
+    from sglang.srt.utils import is_hip
+
+    if is_hip() and page_size > 1 and aiter_can_use_preshuffle_paged_mqa():
+        raise UnsupportedPoolError(
+            "the indexer's pages are preshuffled (ROCm, aiter), which is not covered yet"
+        )

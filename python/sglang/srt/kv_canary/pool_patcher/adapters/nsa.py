@@ -1,0 +1,27 @@
+"""NSA pools (DeepSeek-V3.2): an MLA pool plus the indexer's keys, which have records of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.pool_patcher.adapters.indexer_layout import indexer_content
+from sglang.srt.kv_canary.pool_patcher.adapters.mla import attach_mla
+from sglang.srt.kv_canary.pool_patcher.attachment import (
+    STATE_BUF_INFOS,
+    AttachOptions,
+    PoolAttachment,
+)
+from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+
+
+def attach_nsa(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """FULL as for MLA, and an INDEXER group in the same slot space, spliced into the state buffers."""
+    latent = attach_mla(pool, options)
+    layers = len(pool.index_k_with_scale_buffer)
+    if not latent.groups or not layers:
+        return latent
+    num_slots, content = indexer_content(pool)
+    indexer = build_group(PoolKind.INDEXER, num_slots, pool.device, options, content)
+    splices = {STATE_BUF_INFOS: splice_halves(indexer, layers, pool.page_size)}
+    return PoolAttachment((*latent.groups, indexer), {**latent.splices, **splices})

@@ -1,0 +1,50 @@
+"""Attaches to a pool inside a pool, whatever its class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.pool_patcher.api import build_attachment
+from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttachment
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+
+
+def attach_sub_pool(
+    pool: Any, attribute: str, options: AttachOptions, kind: PoolKind
+) -> PoolAttachment:
+    """The attachment of `pool.<attribute>` with at most one group, of `kind`; empty if there is no sub-pool."""
+    sub_pool = getattr(pool, attribute, None)
+    if sub_pool is None:
+        return PoolAttachment()
+    attachment = build_attachment(sub_pool, dataclasses.replace(options, kind=kind))
+    if len(attachment.groups) > 1:
+        kinds = [group.kind.value for group in attachment.groups]
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__}.{attribute} ({type(sub_pool).__name__}) has several slot spaces {kinds}, "
+            "expected one"
+        )
+    return attachment
+
+
+def as_swa(pool: Any, group: CanaryBufferGroup, window: int) -> CanaryBufferGroup:
+    """`group` reached through the full-to-SWA mapping of `pool` (int64, one entry per full slot)."""
+    mapping = getattr(pool, "full_to_swa_index_mapping", None)
+    if mapping is None:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} has no full_to_swa_index_mapping yet, so its SWA slots cannot be found: "
+            "attach after the allocator has been built"
+        )
+    return dataclasses.replace(group, swa_index_lut=mapping, window=window)
+
+
+def sliding_window_of(pool: Any, options: AttachOptions) -> int:
+    """`options.sliding_window_size`; refused when SGLang does not know it."""
+    size = options.sliding_window_size
+    if size is None or size < 0:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} needs the model's sliding window to tell evicted slots from lost ones, "
+            f"got sliding_window_size={size}"
+        )
+    return size

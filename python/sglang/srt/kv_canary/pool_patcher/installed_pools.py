@@ -1,0 +1,105 @@
+"""Names every KVCache subclass of the installed SGLang, and what the canary does for it.
+
+Classes are found in the source text of `sglang.srt`, so that pools whose module cannot be imported here (another
+platform, another accelerator) are named too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sglang.srt.mem_cache
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.pool_patcher import registry
+from sglang.srt.kv_canary.pool_patcher.registry import PoolSupport
+
+_ROOT = "sglang.srt.mem_cache.memory_pool.KVCache"
+_CLASS = re.compile(r"^class\s+(\w+)\s*\(([^()]*)\)\s*:", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPool:
+    """One KVCache subclass and the registry entry that attaching to it would use."""
+
+    name: str  # qualified
+    support: PoolSupport | None  # None: no entry on its line of base classes, so refused
+    via: str = ""  # qualified name of the base class whose entry it is, when not its own
+
+    @property
+    def status(self) -> str:
+        return "covered" if self.support is not None and self.support.attacher else "refused"
+
+    @property
+    def groups(self) -> str:
+        """Groups and their halves, e.g. `FULL(K,V) SWA(K,V)`."""
+        if self.support is None:
+            return ""
+        return " ".join(f"{kind.value}({_halves(n)})" for kind, n in _sorted(self.support.halves))
+
+    @property
+    def note(self) -> str:
+        """What is covered and what is not, or why it is refused."""
+        if self.support is None:
+            return "no attacher knows this class; see register_pool_attacher"
+        if not self.support.attacher:
+            return self.support.refused
+        missing = f"; not covered: {self.support.not_covered}" if self.support.not_covered else ""
+        return self.support.covers + missing
+
+
+def installed_pools() -> tuple[InstalledPool, ...]:
+    """All KVCache subclasses of the installed SGLang, and of other code that registered an attacher."""
+    lines = _lines_of_bases()
+    found = [_resolve(name, lines) for name in sorted(lines)]
+    others = sorted(set(registry.known()) - set(lines))
+    return (*found, *(InstalledPool(name, registry.known()[name]) for name in others))
+
+
+def _lines_of_bases() -> dict[str, list[str]]:
+    """Qualified name of each KVCache subclass -> qualified names of its bases, nearest first."""
+    children: dict[str, list[str]] = defaultdict(list)
+    for name, bases in _classes():
+        for base in bases:
+            children[base].append(name)
+    lines: dict[str, list[str]] = {}
+    reached = [(_ROOT, [])]
+    for base, line in reached:  # grows while it is walked
+        for name in children[_bare(base)]:
+            if name not in lines and name != _ROOT:
+                lines[name] = [base, *line]
+                reached.append((name, lines[name]))
+    return lines
+
+
+def _classes() -> Iterator[tuple[str, list[str]]]:
+    """(qualified name, bare names of its bases) of every module-level class of sglang.srt."""
+    srt = Path(sglang.srt.mem_cache.__path__[0]).parent
+    for path in sorted(srt.rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        module = ".".join(("sglang.srt", *path.relative_to(srt).with_suffix("").parts))
+        for match in _CLASS.finditer(text):
+            yield f"{module}.{match[1]}", [_bare(base.strip()) for base in match[2].split(",")]
+
+
+def _resolve(name: str, lines: dict[str, list[str]]) -> InstalledPool:
+    known = registry.known()
+    for current in (name, *lines[name]):
+        if current in known:
+            return InstalledPool(name, known[current], "" if current == name else current)
+    return InstalledPool(name, None)
+
+
+def _bare(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _halves(count: int) -> str:
+    return "K,V" if count == 2 else "K"
+
+
+def _sorted(halves: dict[PoolKind, int]) -> list[tuple[PoolKind, int]]:
+    return sorted(halves.items(), key=lambda item: item[0].index)
