@@ -1,0 +1,218 @@
+"""CanaryManager on real pools: clean forwards, faults, moot reads, exceptions, RAISE, phases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
+from sglang.srt.kv_canary.single_forward_manager import Phase
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+
+def _free(rig: ManagerRig, slots) -> None:
+    """What the allocator hook does, and then the allocator."""
+    rig.manager.ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots.clone(), 1)
+    rig.allocator.free(slots)
+
+
+def _reasons(violations) -> set[str]:
+    return {reason for v in violations for reason in v.reasons}
+
+
+def test_clean_forwards_report_nothing() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(100, 140))
+    rig.extend(2, range(100, 120))
+    rig.extend(1, range(140, 150))
+    for _ in range(5):
+        rig.decode([1, 2])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == 8
+
+
+def test_a_violation_names_reader_writer_and_both_forwards() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(50, 70))
+    rig.pool.v_buffer[1][rig.slot(1, 7)] += 1
+    rig.decode([2, 1])
+    (violation,) = rig.settle()
+    assert (violation.tag, violation.reasons) == ("TAIL_V_FULL", ("CONTENT",))
+    assert (violation.reader.request_id, violation.reader.forward) == ("req-1", 3)
+    assert (violation.writer.request_id, violation.writer.forward) == ("req-1", 1)
+    assert violation.stored_position == 7
+    assert violation.stored_content != violation.expected_content
+
+
+def test_use_after_free_names_the_free_and_the_writer() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _free(rig, rig.rows.req_to_token[1, 5:6].long())
+    rig.decode([1])
+    violations = rig.settle()
+    assert _reasons(violations) == {"USE_AFTER_FREE"}
+    assert {v.tag for v in violations} == {
+        "HEAD_K_FULL",
+        "HEAD_V_FULL",
+        "TAIL_K_FULL",
+        "TAIL_V_FULL",
+    }
+    assert all(v.freed.forward == 1 and v.writer.request_id == "req-1" for v in violations)
+
+
+def test_a_freed_slot_that_is_handed_out_and_written_again_is_clean() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    _free(rig, rig.rows.req_to_token[1, :20].long())
+    rig.lengths[1] = 0
+    rig.extend(2, range(30))
+    rig.decode([2])
+    assert rig.settle() == []
+
+
+def test_what_a_dead_request_reads_is_moot() -> None:
+    """The row is given back and recycled while a forward of the dead request is in flight."""
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = rig.slot(2, 9)  # as if recycled while the forward runs
+    step = rig.decode([1, 2])
+    rig.recorder.row_released(1)
+    rig.result(step)
+    assert rig.settle() == []
+    assert rig.manager.violations.moot > 0
+
+
+def test_what_a_living_request_reads_in_the_same_forward_is_not_moot() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = rig.slot(2, 9)
+    step = rig.decode([1, 2])
+    rig.recorder.row_released(2)
+    rig.result(step)
+    assert {v.reader.request_id for v in rig.settle()} == {"req-1"}
+
+
+def test_a_row_that_is_released_after_its_result_is_not_moot() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    rig.result(step)
+    rig.recorder.row_released(1)
+    assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_nothing_is_reported_before_the_result_is_in() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    rig.manager.on_idle()
+    assert rig.reported == []
+    rig.result(step)
+    assert rig.settle() != []
+
+
+def test_raise_ends_with_the_report_and_the_event_is_on_disk_first(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    rig = ManagerRig(mode=CanaryMode.RAISE, event_file=str(events))
+    rig.extend(1, range(20))
+    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
+    rig.decode([1])
+    with pytest.raises(CanaryViolationError, match=r"CHAIN at HEAD_K_FULL.*position 4"):
+        rig.settle()
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {event["event"] for event in written} == {"violation"}
+    assert written[0]["reasons"] == ["CHAIN"]
+
+
+def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    with pytest.raises(RuntimeError, match="the model failed"):
+        rig.extend(2, range(10), fail=True)
+    single = rig.manager._single_forwards[0]
+    assert single.phase is Phase.IDLE
+    rig.lengths[2] = 0
+    rig.extend(2, range(10))
+    rig.decode([1, 2])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == int(rig.manager.state.summary[0])
+
+
+def test_a_forward_that_is_not_bracketed_inside_is_an_error() -> None:
+    rig = ManagerRig()
+    with pytest.raises(CanaryPhaseError, match="was not checked"), rig.manager.with_ops_outside_graph():
+        pass
+
+
+def test_a_doubled_phase_names_both_callers() -> None:
+    rig = ManagerRig()
+    single = rig.manager._single_forwards[0]
+    single.pre_ops_outside_graph()
+    with pytest.raises(CanaryPhaseError, match=r"test_manager\.py.*test_manager\.py"):
+        single.pre_ops_outside_graph()
+    assert single.phase is Phase.IDLE
+
+
+def test_nested_model_forwards_count_once() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    original = rig._model
+
+    def nested(slots):
+        with rig.manager.bracket_model_forward(None):
+            original(slots)
+
+    rig._model = nested
+    rig.extend(1, range(20))
+    rig.decode([1])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == 2
+
+
+def test_disarmed_forwards_neither_check_nor_write() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    before = rig.manager.groups[0].k_head.clone()
+    with rig.manager.disarmed():
+        rig.rows.req_to_token[2, :5] = 0
+        rig.lengths[2] = 5
+        rig.decode([2])
+    assert bool((rig.manager.groups[0].k_head == before).all())
+    assert rig.settle() == []
+
+
+def test_repeats_are_counted_not_reported_again() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.pool.k_buffer[0][rig.slot(1, 7)] += 1
+    for _ in range(4):
+        rig.decode([1])
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    assert (reporter.distinct, reporter.repeats) == (1, 3)
+
+
+def test_the_ring_says_how_many_rows_were_overwritten() -> None:
+    rig = ManagerRig(ring_capacity=8)
+    rig.extend(1, range(40))
+    rig.rows.req_to_token[1, :40] = 0
+    step = rig.decode([1])
+    rig.result(step)
+    rig.settle()
+    assert rig.manager.violations.overwritten == 4 * 40 - 8
+    assert len(rig.reported) == 8
