@@ -18,10 +18,12 @@ from sglang.srt.kv_canary.kernels.backend import select_backend
 from sglang.srt.kv_canary.plan_input import PlanInput
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.first_error import FirstError
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.runner.host_clock import HostClock
 from sglang.srt.kv_canary.runner.launcher import Launcher
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
-from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
+from sglang.srt.kv_canary.runner.step_observer import CopyPoint, StepObserver, Summary
 from sglang.srt.kv_canary.runner.violation_manager import ViolationManager
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.single_forward_manager import SingleForwardManager
@@ -74,6 +76,10 @@ class CanaryManager:
         self.observers: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.step_ct = 0
+        self.clock = HostClock()
+        self.schedule_stream: Any | None = (
+            None  # where SGLang allocates and frees; None: the current
+        )
         self.armed = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
@@ -81,6 +87,7 @@ class CanaryManager:
             for _ in range(num_single_forwards)
         )
         self._active_single_forward = 0
+        self._handed_over_step = 0  # everything up to this step has reached the host
         self._depth = 0  # nested model.forward calls: only the outermost counts
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary)
 
@@ -106,8 +113,7 @@ class CanaryManager:
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
         self.radix_cache = tree_cache
-        for observer in self.observers:
-            observer.attach_radix_cache(tree_cache)
+        self._tell_observers("attach_radix_cache", tree_cache)
 
     # Forwards
 
@@ -122,12 +128,14 @@ class CanaryManager:
         singles = [self._single_forwards[i] for i in single_forward_indices]
         launched_before = self.forward_ct
         try:
-            self._before_forwards()
-            for single in singles:
-                single.pre_ops_outside_graph(expected)
+            with self.clock:
+                self._before_forwards()
+                for single in singles:
+                    single.pre_ops_outside_graph(expected)
             yield
-            for single in singles:
-                single.post_ops_outside_graph()
+            with self.clock:
+                for single in singles:
+                    single.post_ops_outside_graph()
         except BaseException:
             for single in singles:
                 single.abandon()
@@ -153,9 +161,11 @@ class CanaryManager:
         single = self._single_forwards[self._active_single_forward]
         self._depth += 1
         try:
-            single.pre_ops_maybe_inside_graph(forward_batch)
+            with self.clock:
+                single.pre_ops_maybe_inside_graph(forward_batch)
             yield
-            single.post_ops_maybe_inside_graph()
+            with self.clock:
+                single.post_ops_maybe_inside_graph()
         except BaseException:
             single.abandon()
             raise
@@ -179,43 +189,52 @@ class CanaryManager:
     def _before_forwards(self) -> None:
         self.step_ct += 1
         self.ledger.apply()
-        for observer in self.observers:
-            observer.before_forwards(self)
+        self._tell_observers("before_forwards", self)
 
     def _after_forwards(self) -> None:
+        attempts = FirstError()
+        with self.clock:
+            attempts.run(self._tell_observers, "after_forwards", self)
+            attempts.run(self.drain)
+            attempts.run(self._start_copy)
+        attempts.raise_first()
+
+    def _tell_observers(self, method: str, *args: Any) -> None:
+        """Calls `method` of every observer; what the first failing one raised is raised after all have run."""
+        attempts = FirstError()
         for observer in self.observers:
-            observer.after_forwards(self)
-        self.drain()
-        self._copy.start(self.step_ct)
+            attempts.run(getattr(observer, method), *args)
+        attempts.raise_first()
 
     # Device to host
 
+    def _start_copy(self) -> bool:
+        return self._copy.start(CopyPoint(self.step_ct, self.forward_ct))
+
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
-        self._copy.deliver(wait=wait)
-        if self.violations.busy:
-            self.violations.step(wait=wait)
+        attempts = FirstError()
+        with self.clock:
+            attempts.run(self._copy.deliver, wait=wait)
+            if self.violations.busy:
+                attempts.run(self.violations.step, wait=wait)
+        attempts.raise_first()
 
     def on_idle(self) -> None:
         """Nothing runs: what the last step found must not wait for the next request."""
-        self.ledger.apply()
-        for observer in self.observers:
-            observer.on_idle(self)
-        self.drain(wait=True)
-        if self._copy.start(self.step_ct):
-            self.drain(wait=True)
+        attempts = FirstError()
+        with self.clock:
+            self.ledger.apply()
+            attempts.run(self._tell_observers, "on_idle", self)
+            attempts.run(self.drain, wait=True)
+            if attempts.run(self._start_copy):
+                attempts.run(self.drain, wait=True)
+        attempts.raise_first()
 
-    def _on_summary(self, host: tuple[torch.Tensor, ...], step: int) -> None:
-        summary = Summary.from_host(host[0], step)
+    def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
+        summary = Summary.from_host(host[0], point)
         self.violations.observe_total(summary.violations)
-        errors = []
-        for observer in self.observers:
-            try:
-                observer.on_summary(self, summary)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        self._tell_observers("on_summary", self, summary)
 
     # What it is
 

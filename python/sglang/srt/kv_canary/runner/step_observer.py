@@ -15,18 +15,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPoint:
+    """What the host had launched when a copy of the summary was started behind it."""
+
+    step: int
+    forward_ct: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The device's counters as of some step, on the host."""
 
     step: int
-    forward_done: int
+    forward_launched: int  # forwards that the host had launched when the copy was started
+    forward_done: int  # the device's own count, of the same moment in stream order
     violations: int
     counters: torch.Tensor  # int64[NUM_TAGS, NUM_COUNTERS], host
 
     @classmethod
-    def from_host(cls, summary: torch.Tensor, step: int) -> Summary:
+    def from_host(cls, summary: torch.Tensor, point: CopyPoint) -> Summary:
         return cls(
-            step=step,
+            step=point.step,
+            forward_launched=point.forward_ct,
             forward_done=int(summary[Header.FORWARD_DONE]),
             violations=int(summary[Header.VIOLATIONS]),
             counters=summary[HEADER_WORDS:].view(NUM_TAGS, NUM_COUNTERS).clone(),
@@ -34,7 +44,10 @@ class Summary:
 
 
 class StepObserver:
-    """Base class: every method does nothing. Called from the scheduler's thread, outside of graphs."""
+    """Base class: every method does nothing. Called from the scheduler's thread, outside of graphs.
+
+    What one observer raises reaches the caller after all others have run.
+    """
 
     def before_forwards(self, manager: CanaryManager) -> None:
         """Before the step's forwards are launched, on the forward stream."""
@@ -43,10 +56,11 @@ class StepObserver:
         """After they were launched; device work put here runs behind them."""
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
-        """A copy of the counters arrived. What one observer raises reaches the caller after all have run."""
+        """A copy of the counters arrived."""
 
-    def on_idle(self, manager: CanaryManager) -> None:
-        """The scheduler has nothing to run."""
+    def on_idle(self, manager: CanaryManager) -> bool:
+        """The scheduler has nothing to run. Returns whether device work was launched, to be copied back."""
+        return False
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
         """The prefix cache exists now."""
