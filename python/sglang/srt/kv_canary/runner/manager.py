@@ -77,9 +77,7 @@ class CanaryManager:
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.step_ct = 0
         self.clock = HostClock()
-        self.schedule_stream: Any | None = (
-            None  # where SGLang allocates and frees; None: the current
-        )
+        self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
         self.armed = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
@@ -87,9 +85,9 @@ class CanaryManager:
             for _ in range(num_single_forwards)
         )
         self._active_single_forward = 0
-        self._handed_over_step = 0  # everything up to this step has reached the host
         self._depth = 0  # nested model.forward calls: only the outermost counts
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary)
+        self._uncopied = False  # something was launched behind the last copy
 
     # Life cycle
 
@@ -199,17 +197,22 @@ class CanaryManager:
             attempts.run(self._start_copy)
         attempts.raise_first()
 
-    def _tell_observers(self, method: str, *args: Any) -> None:
-        """Calls `method` of every observer; what the first failing one raised is raised after all have run."""
+    def _tell_observers(self, method: str, *args: Any) -> bool:
+        """Calls `method` of every observer; whether one returned True.
+
+        What the first failing one raised is raised after all have run.
+        """
         attempts = FirstError()
-        for observer in self.observers:
-            attempts.run(getattr(observer, method), *args)
+        results = [attempts.run(getattr(observer, method), *args) for observer in self.observers]
         attempts.raise_first()
+        return any(results)
 
     # Device to host
 
-    def _start_copy(self) -> bool:
-        return self._copy.start(CopyPoint(self.step_ct, self.forward_ct))
+    def _start_copy(self) -> None:
+        """Copy the counters, unless a copy is under way."""
+        started = self._copy.start(CopyPoint(self.step_ct, self.forward_ct))
+        self._uncopied = not started
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
@@ -221,13 +224,17 @@ class CanaryManager:
         attempts.raise_first()
 
     def on_idle(self) -> None:
-        """Nothing runs: what the last step found must not wait for the next request."""
+        """Nothing runs: what the last step found must not wait for the next request.
+
+        Copies only where something was launched since the last copy: an idle server costs the device nothing.
+        """
         attempts = FirstError()
         with self.clock:
-            self.ledger.apply()
-            attempts.run(self._tell_observers, "on_idle", self)
+            self._uncopied |= self.ledger.apply() > 0
+            self._uncopied |= attempts.run(self._tell_observers, "on_idle", self) is not False
             attempts.run(self.drain, wait=True)
-            if attempts.run(self._start_copy):
+            if self._uncopied:
+                self._start_copy()
                 attempts.run(self.drain, wait=True)
         attempts.raise_first()
 
