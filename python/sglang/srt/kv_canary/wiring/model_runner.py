@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.wiring.anchors import update_anchors
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
@@ -49,6 +50,8 @@ def _around_forward(
     manager = context.manager_of(model_runner)
     if manager is None or manager.identity.role == "draft":
         return original(model_runner, forward_batch, *args, **kwargs)
+    if forward_batch.forward_mode.is_extend():
+        update_anchors(context.managers, context.requests)
     expected = expected_tokens_of(manager, forward_batch, context.requests)
     with manager.with_ops_outside_graph(
         maybe_inaccurate_forward_batch=forward_batch, expected=expected
