@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.errors import GO_ON_WITHOUT, CanaryStartupError
+from sglang.srt.kv_canary.errors import CanaryStartupError
 
 __all__ = ["UnsupportedPoolError"]
 
 
 class UnsupportedPoolError(CanaryStartupError):
-    """No attacher knows this KV pool, or its layout is one that the attacher cannot cover in full."""
+    """No attacher knows this KV pool, or it has a layout that the attacher cannot cover in full.
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"kv-canary: {problem}. {GO_ON_WITHOUT}")
+    Says what the problem is, without the final full stop; what the user can do about the server is the caller's to add.
+    """
