@@ -36,6 +36,7 @@ class PoolSupport:
 
 
 _FULL, _SWA = PoolKind.FULL, PoolKind.SWA
+_NO_FP4 = "SGLang 0.5.12.post1 itself cannot serve it (KVFP4QuantizeUtil is missing there)"
 _NOT_NPU = "its layout on Ascend NPUs is not covered, and the canary has no NPU kernels"
 
 _REGISTRY: dict[str, PoolSupport] = {
@@ -43,7 +44,7 @@ _REGISTRY: dict[str, PoolSupport] = {
         "mha:attach_mha", {_FULL: 2}, "K and V of every layer"
     ),
     f"{_MEM_CACHE}.memory_pool.MHATokenToKVPoolFP4": PoolSupport(
-        "mha:attach_mha", {_FULL: 2}, "K and V of every layer, scales included"
+        "mha:attach_mha", {_FULL: 2}, f"K and V of every layer, scales included; {_NO_FP4}"
     ),
     f"{_MEM_CACHE}.memory_pool.NoOpMHATokenToKVPool": PoolSupport(
         refused="it keeps no KV at all (--prefill-only-disable-kv-cache), so there is nothing to check"
@@ -52,7 +53,7 @@ _REGISTRY: dict[str, PoolSupport] = {
         "mla:attach_mla", {_FULL: 1}, "latent rows of every layer"
     ),
     f"{_MEM_CACHE}.memory_pool.MLATokenToKVPoolFP4": PoolSupport(
-        "mla:attach_mla", {_FULL: 1}, "latent rows of every layer, scales included"
+        "mla:attach_mla", {_FULL: 1}, f"latent rows of every layer, scales included; {_NO_FP4}"
     ),
     f"{_MEM_CACHE}.memory_pool.NSATokenToKVPool": PoolSupport(
         "nsa:attach_nsa",
