@@ -1,0 +1,73 @@
+"""Faults in the K/V bytes: flipped in memory, or written by somebody who does not own the slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import ContentSource
+from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+
+
+def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Flip bits of `count` bytes of one slot. `kind`, `half`, `source` (layer) say in which buffer."""
+    target = scene.pick(args)
+    if target is None:
+        return None
+    half, index, count = args.get("half", "K"), args.get("source", 0), args.get("count", 1)
+    group = scene.group(args.get("kind", "FULL"))
+    sources = group.content(half)
+    if not sources:
+        raise ValueError("no content is covered: start with --kv-canary-real-data partial or all")
+    row = bytes_of(sources[index], _slot_in(group, target.slot))
+    row[:count] ^= 0x55
+    return Outcome(
+        (target.slot,),
+        target.request_ids,
+        f"flipped {count} byte(s) of {half}, layer {index}, {target}",
+    )
+
+
+def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Store K and V of all layers into a slot that the running forward does not own."""
+    target = scene.pick(args)
+    if target is None:
+        return None
+    loc = torch.tensor([target.slot], dtype=torch.int64, device=scene.rows.device)
+    layers = _attention_layers(scene.model_runner.model)
+    for layer in layers:
+        heads = layer.tp_k_head_num
+        key = torch.full(
+            (1, heads, layer.qk_head_dim), 0.5, dtype=scene.pool.dtype, device=loc.device
+        )
+        value = torch.full(
+            (1, heads, layer.v_head_dim), 0.5, dtype=scene.pool.dtype, device=loc.device
+        )
+        scene.pool.set_kv_buffer(layer, loc, key, value)
+    return Outcome(
+        (target.slot,), target.request_ids, f"stored K/V of {len(layers)} layers into {target}"
+    )
+
+
+def bytes_of(source: ContentSource, slot: int) -> torch.Tensor:
+    """uint8[row_bytes], the slot's bytes in one buffer, in place."""
+    data = source.data
+    flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
+    start = data.storage_offset() * data.element_size() + source.offset
+    start += (slot // source.page_size) * source.page_stride
+    start += (slot % source.page_size) * source.token_stride
+    return flat[start : start + source.row_bytes]
+
+
+def _slot_in(group: Any, full_slot: int) -> int:
+    """`full_slot` in the group's own slot space."""
+    if group.swa_index_lut is not None:
+        return int(group.swa_index_lut[full_slot])
+    return full_slot // group.stride
+
+
+def _attention_layers(model: Any) -> list[Any]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]

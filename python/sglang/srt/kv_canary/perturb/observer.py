@@ -1,0 +1,131 @@
+"""Executes the commands of the control folder at step boundaries of one model runner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
+from sglang.srt.kv_canary.perturb.faults import FAULTS, read_counters
+from sglang.srt.kv_canary.perturb.scene import Outcome, Scene, readers_of
+from sglang.srt.kv_canary.runner.step_observer import StepObserver
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.runner.manager import CanaryManager
+
+
+class PerturbObserver(StepObserver):
+    """Takes commands when the scheduler is idle and right before each forward.
+
+    It wraps `forward` of the model runner's instance, because faults need the batch; a command that names
+    something which does not exist yet waits.
+    """
+
+    def __init__(self, perturb_dir: str, model_runner: Any) -> None:
+        role = "draft" if model_runner.is_draft_worker else "target"
+        self._folder = ControlFolder(perturb_dir, address_of(role, model_runner.tp_rank))
+        self._model_runner = model_runner
+        self._waiting: dict[str, Command] = {}
+        self._wrap_forward()
+
+    def on_idle(self, manager: CanaryManager) -> None:
+        self._take()
+        if self._waiting:
+            self._act(Scene(manager, self._model_runner, None, ()))
+
+    def _take(self) -> None:
+        for command in self._folder.take():
+            if command.fault == "withdraw":
+                self._waiting.pop(command.args["name"], None)
+            else:
+                self._waiting[command.name] = command
+
+    def _wrap_forward(self) -> None:
+        original = self._model_runner.forward
+
+        @functools.wraps(original)
+        def forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            from sglang.srt.kv_canary.wiring.context import context
+
+            manager = context.manager_of(self._model_runner)
+            self._take()
+            if manager is None or not self._waiting:
+                return original(forward_batch, *args, **kwargs)
+            readers = readers_of(forward_batch, context.requests)
+            outcomes = self._act(Scene(manager, self._model_runner, forward_batch, readers))
+            with _HeadDamage(self._model_runner.model, outcomes):
+                result = original(forward_batch, *args, **kwargs)
+            for outcome in outcomes:
+                if outcome.after_forward is not None:
+                    outcome.after_forward()
+            return result
+
+        self._model_runner.forward = forward
+
+    def _act(self, scene: Scene) -> list[Outcome]:
+        """Execute what can be executed now, and answer it."""
+        outcomes = []
+        for command in list(self._waiting.values()):
+            outcome, answer = _execute(command, scene)
+            if answer is None:
+                continue
+            del self._waiting[command.name]
+            self._folder.reply(command.name, answer)
+            if outcome is not None:
+                outcomes.append(outcome)
+        return outcomes
+
+
+def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, Any] | None]:
+    """(what a fault did, answer); the answer is None when the command has to wait."""
+    try:
+        if command.fault == "counters":
+            return None, read_counters(scene)
+        if command.fault not in FAULTS:
+            raise ValueError(f"no fault {command.fault!r}; known: {', '.join(FAULTS)}, counters")
+        outcome = FAULTS[command.fault](scene, command.args)
+        return outcome, None if outcome is None else outcome.as_answer()
+    except Exception as error:
+        return None, {"error": f"{type(error).__name__}: {error}"}
+
+
+class _HeadDamage:
+    """For one forward: applies `around_head` damage before the HEAD check, undoes it before the layers run.
+
+    Eager forwards only: a graph's replay does not pass through `model.forward`.
+    """
+
+    def __init__(self, model: Any, outcomes: list[Outcome]) -> None:
+        self._model = model
+        self._pairs = [o.around_head for o in outcomes if o.around_head is not None]
+        self._undo: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        if not self._pairs:
+            return
+        bracketed = self._model.forward
+
+        @functools.wraps(bracketed)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for apply, undo in self._pairs:
+                apply()
+                self._undo.append(undo)
+            return bracketed(*args, **kwargs)
+
+        self._bracketed, self._model.forward = bracketed, forward
+        for child in self._model.children():
+            self._handles.append(child.register_forward_pre_hook(self._before_layers))
+
+    def _before_layers(self, *_: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def __exit__(self, *_: object) -> None:
+        if not self._pairs:
+            return
+        self._before_layers()
+        self._model.forward = self._bracketed
+        for handle in self._handles:
+            handle.remove()

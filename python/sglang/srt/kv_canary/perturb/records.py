@@ -1,0 +1,34 @@
+"""Faults in the canary's own memory: a damaged record must never look valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+
+# What is damaged -> (word, bits that are flipped).
+DAMAGE: dict[str, tuple[int, int]] = {
+    "token": (record.WORD_IDENTITY, 1),
+    "position": (record.WORD_IDENTITY, 1 << 32),
+    "chain": (record.WORD_CHAIN, 1 << 40),
+    "content": (record.WORD_CONTENT, 1 << 20),
+    "state": (record.WORD_WRITER, 8 << record.WRITER_STATE_SHIFT),
+}
+
+
+def damage_record(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Flip bits of `what` (a key of DAMAGE), or zero the record. `half`, `side`, `kind` say which record."""
+    target = scene.pick(args)
+    if target is None:
+        return None
+    what, half, side = args["what"], args.get("half", "K"), args.get("side", "HEAD")
+    records = scene.group(args.get("kind", "FULL")).records(half, side)
+    if what == "zero":
+        records[target.slot] = 0
+    elif what in DAMAGE:
+        word, bits = DAMAGE[what]
+        records[target.slot, word] ^= record.to_signed64(bits)
+    else:
+        raise ValueError(f"what={what!r}: choose from {', '.join([*DAMAGE, 'zero'])}")
+    return Outcome((target.slot,), target.request_ids, f"{side} {half} record, {what}, of {target}")

@@ -1,0 +1,109 @@
+"""Faults in the page table: entries of `req_to_token` that are not the request's own slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
+from sglang.srt.kv_canary.record import WORD_WRITER, State
+from sglang.srt.kv_canary.record import unpack_writer as unpack
+
+
+def other_requests_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point one entry at the slot that another request of the same batch holds at that position."""
+    readers = scene.pick_readers(2, args)
+    if not readers:
+        return None
+    victim, other = readers
+    position = args.get("position", min(victim.prefix, other.prefix) // 2)
+    mine, theirs = scene.slot(victim, position), scene.slot(other, position)
+    if mine == theirs:
+        return None  # a shared prefix
+    detail = f'now slot {theirs} of request "{other.request_id}" instead of {mine}'
+    return _repoint(scene, victim, {position: theirs}, detail, args)
+
+
+def swap_entries(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Exchange two entries of a row."""
+    readers = scene.pick_readers(1, args)
+    if not readers:
+        return None
+    first = args.get("position", readers[0].prefix // 2)
+    second = args.get("second", first + 2)
+    entries = {
+        first: scene.slot(readers[0], second),
+        second: scene.slot(readers[0], first),
+    }
+    return _repoint(scene, readers[0], entries, f"positions {first} and {second} exchanged", args)
+
+
+def padding_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point one entry at slot 0."""
+    return _repoint_one(scene, args, lambda: 0, "now the padding slot 0")
+
+
+def never_written_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point one entry at a slot that no forward has written since the start."""
+    return _repoint_one(scene, args, lambda: _never_written(scene), "now a slot never written")
+
+
+def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point one entry behind the pool, for the HEAD check only: the model itself would crash."""
+    readers = scene.pick_readers(1, args)
+    if not readers:
+        return None
+    reader = readers[0]
+    position = args.get("position", reader.prefix // 2)
+    before = scene.slot(reader, position)
+    behind = args.get("slot", scene.group().num_slots + 7)
+
+    def set_entry(slot: int) -> None:
+        scene.rows[reader.row, position] = slot
+
+    return Outcome(
+        (before, behind),
+        (reader.request_id,),
+        f'position {position} of request "{reader.request_id}": slot {behind} instead of {before}',
+        around_head=(lambda: set_entry(behind), lambda: set_entry(before)),
+    )
+
+
+def _repoint_one(
+    scene: Scene, args: dict[str, Any], slot: Callable[[], int], detail: str
+) -> Outcome | None:
+    readers = scene.pick_readers(1, args)
+    if not readers:
+        return None
+    position = args.get("position", readers[0].prefix // 2)
+    return _repoint(scene, readers[0], {position: slot()}, detail, args)
+
+
+def _repoint(
+    scene: Scene, reader: Reader, entries: dict[int, int], detail: str, args: dict[str, Any]
+) -> Outcome:
+    """Write `entries` (position -> slot); the forward runs with them, then they are put right again."""
+    before = {position: scene.slot(reader, position) for position in entries}
+    _write(scene.rows, reader.row, entries)
+    keep = args.get("keep", False)
+    return Outcome(
+        (*entries.values(), *before.values()),
+        (reader.request_id,),
+        f'entry {sorted(entries)} of request "{reader.request_id}" (row {reader.row}): {detail}',
+        after_forward=None if keep else lambda: _write(scene.rows, reader.row, before),
+    )
+
+
+def _write(rows: torch.Tensor, row: int, entries: dict[int, int]) -> None:
+    for position, slot in entries.items():
+        rows[row, position] = slot
+
+
+def _never_written(scene: Scene) -> int:
+    writers = scene.group().k_head[1:, WORD_WRITER].tolist()
+    fresh = [slot for slot, word in enumerate(writers, 1) if unpack(word)[3] == State.NEVER_WRITTEN]
+    if not fresh:
+        raise ValueError("every slot has been written once: use a larger pool")
+    return fresh[-1]

@@ -1,0 +1,165 @@
+"""What a fault sees when it acts: the canary's manager, the pools, and who is about to read which slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.runner.manager import CanaryManager
+
+MIN_TOKENS_TO_GO = 4  # a request that ends at once may never read what was damaged for it
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A request of the forward that is about to run."""
+
+    index: int  # in the batch
+    row: int
+    request_id: str
+    prefix: int  # slots that it reads: positions 0 .. prefix - 1
+    tokens_to_go: int  # output tokens that it may still produce
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a fault did, for the tester; and what is still to be done.
+
+    `around_head`: damage that would crash the model, as (apply, undo) right around the HEAD check.
+    `after_forward`: undoes the damage once the forward has run.
+    """
+
+    slots: tuple[int, ...] = ()  # full slots that are not what their readers expect
+    request_ids: tuple[str, ...] = ()  # requests that were damaged
+    rows: tuple[int, ...] = ()  # request rows that no request has
+    detail: str = ""
+    around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
+    after_forward: Callable[[], None] | None = None
+
+    def as_answer(self) -> dict[str, Any]:
+        return {
+            "slots": list(self.slots),
+            "request_ids": list(self.request_ids),
+            "rows": list(self.rows),
+            "detail": self.detail,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One slot, and through whom it was chosen."""
+
+    slot: int
+    position: int
+    reader: Reader | None  # None: a slot of the prefix cache
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return () if self.reader is None else (self.reader.request_id,)
+
+    def __str__(self) -> str:
+        owner = "the prefix cache" if self.reader is None else f'request "{self.reader.request_id}"'
+        return f"slot {self.slot} (position {self.position} of {owner})"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A step boundary. `forward_batch` is None, and there are no readers, when the scheduler is idle."""
+
+    manager: CanaryManager
+    model_runner: Any
+    forward_batch: Any | None
+    readers: tuple[Reader, ...]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32[request rows, context length]."""
+        return self.model_runner.req_to_token_pool.req_to_token
+
+    @property
+    def allocator(self) -> Any:
+        return self.model_runner.token_to_kv_pool_allocator
+
+    @property
+    def pool(self) -> Any:
+        return self.model_runner.token_to_kv_pool
+
+    def group(self, kind: str = "FULL") -> CanaryBufferGroup:
+        for group in self.manager.groups:
+            if group.kind is PoolKind(kind):
+                return group
+        kinds = [group.kind.value for group in self.manager.groups]
+        raise ValueError(f"this model runner has no pool kind {kind}; it has {kinds}")
+
+    def slot(self, reader: Reader, position: int) -> int:
+        """The full slot that `reader` reads at `position`."""
+        return int(self.rows[reader.row, position])
+
+    def pick_readers(self, count: int = 1, args: dict[str, Any] | None = None) -> list[Reader]:
+        """`count` readers of this forward that suit `args`, or an empty list when there are fewer.
+
+        `args`: `rid` (the first reader's request), `mode` (name of the forward's mode), `min_prefix`.
+        """
+        args = args or {}
+        fb, mode = self.forward_batch, args.get("mode")
+        if fb is None or (mode and fb.forward_mode.name != mode):
+            return []
+        fit = [r for r in self.readers if r.prefix >= args.get("min_prefix", 8)]
+        fit = [r for r in fit if r.tokens_to_go >= MIN_TOKENS_TO_GO]
+        if "rid" in args:
+            fit.sort(key=lambda r: r.request_id != args["rid"])
+            fit = fit if fit and fit[0].request_id == args["rid"] else []
+        return fit[:count] if len(fit) >= count else []
+
+    def pick(self, args: dict[str, Any]) -> Target | None:
+        """The slot that `args` names, or None while there is no such slot.
+
+        With `cached` (token ids): a slot of the prefix cache. Else a slot of a reader, see `pick_readers`.
+        `position`: default the middle.
+        """
+        if "cached" in args:
+            return self._pick_cached(args["cached"], args.get("position"))
+        readers = self.pick_readers(1, args)
+        if not readers:
+            return None
+        position = args.get("position", readers[0].prefix // 2)
+        return Target(self.slot(readers[0], position), position, readers[0])
+
+    def _pick_cached(self, tokens: list[int], position: int | None) -> Target | None:
+        slots = cached_slots(self.manager.radix_cache, tokens)
+        position = len(slots) // 2 if position is None else position
+        return Target(slots[position], position, None) if position < len(slots) else None
+
+
+def cached_slots(tree_cache: Any, tokens: list[int]) -> list[int]:
+    """Full slots of the longest cached prefix of `tokens`."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
+    return found.device_indices.tolist()
+
+
+def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
+    """The requests of `forward_batch`; `requests` are the scheduler's, in batch order."""
+    prefixes = forward_batch.extend_prefix_lens_cpu
+    if prefixes is None:
+        prefixes = (forward_batch.seq_lens - 1).tolist()
+    if len(requests) != len(prefixes):
+        return ()
+    return tuple(
+        Reader(
+            index=index,
+            row=int(request.req_pool_idx),
+            request_id=request.rid,
+            prefix=int(prefix),
+            tokens_to_go=request.sampling_params.max_new_tokens - len(request.output_ids),
+        )
+        for index, (request, prefix) in enumerate(zip(requests, prefixes, strict=True))
+    )
