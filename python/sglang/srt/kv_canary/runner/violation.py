@@ -54,7 +54,7 @@ class Violation:
     reader: Actor
     writer: Actor | None
     freed: Actor | None
-    state: str
+    state: str | None  # of the record; None where the check did not read one
 
     @property
     def key(self) -> tuple:
@@ -79,6 +79,17 @@ class Violation:
                 value = _hex(value)
             event[name] = list(value) if isinstance(value, tuple) else value
         return event
+
+    @classmethod
+    def from_event(cls, event: dict) -> Violation:
+        """The inverse of `as_event`; what the event sink adds is ignored."""
+        values = {name: event[name] for name in cls.__slots__}
+        for name, value in values.items():
+            if name in ("reader", "writer", "freed"):
+                values[name] = None if value is None else Actor(**value)
+            elif name.endswith(("_chain", "_content")) and value is not None:
+                values[name] = record.to_signed64(int(value, 16))
+        return cls(**{**values, "reasons": tuple(values["reasons"])})
 
 
 def _known(value: int) -> int | None:
@@ -111,7 +122,8 @@ def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
     )
     writer: Actor | None = None
     freed: Actor | None = None
-    state = State.NEVER_WRITTEN.name
+    never_written = values[Column.REASONS] & Reason.NEVER_WRITTEN
+    state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
         writer, code = _actor(word, recorder)
@@ -156,7 +168,8 @@ def render(violation: Violation) -> str:
         lines.append(f"  written by {v.writer.text()}")
     if v.freed is not None:
         lines.append(f"  freed      after forward {v.freed.forward} ({v.freed.mode})")
-    lines.append(f"  record     {v.state}{_predecessor(v)}")
+    if v.state is not None:
+        lines.append(f"  record     {v.state}{_predecessor(v)}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,287 @@
+"""A real engine in this process, or a real HTTP server beside it, under the canary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
+from sglang.test.kv_canary.mode_config import ModeConfig, server_args_of
+
+T = TypeVar("T")
+STARTUP_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 300.0
+POLL_S = 0.01
+
+
+class Serving:
+    """What an engine and a server have in common: a folder with the model, the events and the controls.
+
+    A context manager. `flags` are fields of `ServerArgs` that override the mode's; `env` is added to the
+    environment of the processes that serve.
+    """
+
+    def __init__(
+        self,
+        mode: ModeConfig,
+        flags: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.mode = mode
+        self._temporary = tempfile.TemporaryDirectory(prefix="kv_canary_e2e_")
+        self.folder = Path(self._temporary.name)
+        self.event_file = self.folder / "events.jsonl"
+        self.controls = self.folder / "controls"
+        self.controls.mkdir()
+        self.server_args = {
+            "model_path": mode.write_model(self.folder / "model"),
+            **server_args_of(mode),
+            **(flags or {}),
+        }
+        self.env = {
+            "SGLANG_KV_CANARY_EVENT_FILE": str(self.event_file),
+            "SGLANG_KV_CANARY_PERTURB_DIR": str(self.controls),
+            # A slot that a fault hands out twice is one too many for SGLang's own accounting, too.
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+            **({} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}),
+            **mode.env,
+            **(env or {}),
+        }
+        self._commands = 0
+
+    # Serving
+
+    def __enter__(self) -> Serving:
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        raise NotImplementedError
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, which uses this object as a `traffic.Client`."""
+        raise NotImplementedError
+
+    # Events
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All events so far, of one kind where given."""
+        if not self.event_file.exists():
+            return []
+        lines = self.event_file.read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return [e for e in events if kind in (None, e["event"])]
+
+    # Faults
+
+    def send(self, fault: str, rank: int = 0, role: str = "target", **args: Any) -> Injection:
+        """Ask the scheduler process for `fault`; see `perturb.faults`. It may have to wait for a request."""
+        self._commands += 1
+        command = Command(f"{self._commands:04d}-{fault}", fault, args)
+        controls = ControlFolder(self.controls, address_of(role, rank))
+        controls.send(command)
+        return Injection(controls, command)
+
+
+class Injection:
+    """A command on its way."""
+
+    def __init__(self, controls: ControlFolder, command: Command) -> None:
+        self._controls, self.command = controls, command
+
+    def withdraw(self) -> None:
+        """Does nothing when it has been executed."""
+        if self._controls.answer(self.command.name) is None:
+            self._controls.withdraw(self.command.name)
+
+    async def executed(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """`answer` for code that must let requests go on meanwhile."""
+        return await asyncio.to_thread(self.answer, timeout_s)
+
+    def answer(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """What was done. Raises TimeoutError when it never could, RuntimeError when it failed."""
+        deadline = time.monotonic() + timeout_s
+        while (answer := self._controls.answer(self.command.name)) is None:
+            if time.monotonic() > deadline:
+                self._controls.withdraw(self.command.name)
+                raise TimeoutError(f"{self.command} was not executed within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        if "error" in answer:
+            raise RuntimeError(f"{self.command} failed: {answer['error']}")
+        return answer
+
+
+class CanaryEngine(Serving):
+    """`sglang.Engine`, in this process; its shutdown ends all child processes of this one."""
+
+    def __enter__(self) -> CanaryEngine:
+        with _environment(self.env):
+            import sglang
+
+            self.engine = sglang.Engine(**self.server_args)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+        self._temporary.cleanup()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.engine.loop.run_until_complete(work)
+
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]:
+        answer = await self.engine.async_generate(
+            input_ids=input_ids,
+            rid=request_id,
+            sampling_params=_sampling_params(max_new_tokens),
+        )
+        return answer["output_ids"]
+
+    async def abort(self, request_id: str) -> None:
+        self.engine.tokenizer_manager.abort_request(request_id)
+
+    async def flush(self) -> bool:
+        return (await self.engine.tokenizer_manager.flush_cache(timeout_s=60.0)).success
+
+
+class CanaryServer(Serving):
+    """`python -m sglang.launch_server`, with its output in `stderr` and `stdout` of the folder."""
+
+    def __enter__(self) -> CanaryServer:
+        self.port = _free_port()
+        command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
+        flags = command_line({**self.server_args, "port": self.port})
+        with (self.folder / "stdout").open("w") as out, (self.folder / "stderr").open("w") as err:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=out, stderr=err, env={**os.environ, **self.env}
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            _kill_tree(self.process.pid)
+        self.process.wait(30)
+        self._temporary.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def get(self, path: str) -> Any:
+        """The JSON answer to a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def with_session() -> T:
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+            async with aiohttp.ClientSession(timeout=timeout) as self._session:
+                return await work
+
+        return asyncio.run(with_session())
+
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]:
+        body = {
+            "rid": request_id,
+            "input_ids": input_ids,
+            "sampling_params": _sampling_params(max_new_tokens),
+        }
+        async with self._session.post(f"{self.url}/generate", json=body) as answer:
+            return (await answer.json()).get("output_ids", [])
+
+    async def abort(self, request_id: str) -> None:
+        async with self._session.post(f"{self.url}/abort_request", json={"rid": request_id}):
+            pass
+
+    async def flush(self) -> bool:
+        async with self._session.post(f"{self.url}/flush_cache?timeout=60") as answer:
+            return answer.status == 200
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + STARTUP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(
+                    f"the server ended with code {self.process.returncode}:\n{self.stderr}"
+                )
+            try:
+                self.get("/server_info")
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise TimeoutError(f"the server was not ready in {STARTUP_TIMEOUT_S:g} s:\n{self.stderr}")
+
+
+def command_line(server_args: Mapping[str, Any]) -> list[str]:
+    """`ServerArgs` fields as flags; True is a bare flag, False none."""
+    flags: list[str] = []
+    for name, value in server_args.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def _sampling_params(max_new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+
+
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _free_port() -> int:
+    """Below 50000: SGLang adds 10000 to it for its gRPC port."""
+    while True:
+        port = random.randrange(20000, 50000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+def _kill_tree(pid: int) -> None:
+    import psutil
+
+    parent = psutil.Process(pid)
+    for process in [*parent.children(recursive=True), parent]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,171 @@
+"""Every check fires on a real server with an MHA pool, at the right endpoints, and accuses nobody else."""
+
+import asyncio
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.e2e import CanaryE2EBase, is_explained
+from sglang.test.kv_canary.traffic import random_tokens
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+HEAD = ("HEAD_K_FULL", "HEAD_V_FULL")
+TAIL = ("TAIL_K_FULL", "TAIL_V_FULL")
+DECODE = {"mode": "DECODE"}
+EXTEND = {"mode": "EXTEND", "min_prefix": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault and the one reason that it must be reported with, at exactly these endpoints."""
+
+    fault: str
+    reason: str
+    tags: tuple[str, ...]
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        own = [str(v) for k, v in self.args.items() if k not in ("mode", "min_prefix")]
+        return "-".join([self.fault, *own])
+
+
+def record_cases() -> list[Case]:
+    """Each word of each record: only the endpoint whose record is damaged may speak."""
+    reasons = {
+        "position": "POSITION",
+        "token": "CHAIN",  # a decode does not know the token, but the chain has it mixed in
+        "chain": "CHAIN",
+        "state": "BAD_STATE",
+        "zero": "NEVER_WRITTEN",
+    }
+    cases = []
+    for side, half in (("HEAD", "K"), ("HEAD", "V"), ("TAIL", "K"), ("TAIL", "V")):
+        for what, reason in reasons.items():
+            args = {**DECODE, "what": what, "side": side, "half": half}
+            cases.append(Case("damage_record", reason, (f"{side}_{half}_FULL",), args))
+    for half in ("K", "V"):
+        args = {**DECODE, "what": "content", "side": "TAIL", "half": half}
+        cases.append(Case("damage_record", "CONTENT", (f"TAIL_{half}_FULL",), args))
+    return cases
+
+
+CASES = [
+    Case("flip_bytes", "CONTENT", ("TAIL_K_FULL",), {**DECODE, "half": "K", "source": 0}),
+    Case("flip_bytes", "CONTENT", ("TAIL_K_FULL",), {**DECODE, "half": "K", "source": 1}),
+    Case("flip_bytes", "CONTENT", ("TAIL_V_FULL",), {**DECODE, "half": "V", "source": 0}),
+    Case("flip_bytes", "CONTENT", ("TAIL_V_FULL",), {**DECODE, "half": "V", "source": 1}),
+    Case("write_outside_plan", "CONTENT", TAIL, DECODE),
+    Case("other_requests_slot", "CHAIN", HEAD + TAIL, DECODE),
+    Case("swap_entries", "POSITION", HEAD + TAIL, DECODE),
+    Case("padding_slot", "UNMAPPED_SLOT", HEAD + TAIL, DECODE),
+    Case("never_written_slot", "NEVER_WRITTEN", HEAD + TAIL, DECODE),
+    Case("slot_out_of_range", "SLOT_OUT_OF_RANGE", HEAD, DECODE),
+    Case("slot_out_of_range", "SLOT_OUT_OF_RANGE", HEAD, {**DECODE, "slot": -1}),
+    Case("free_live_slot", "USE_AFTER_FREE", HEAD + TAIL, DECODE),
+    Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", HEAD + TAIL, DECODE),
+    Case("double_free", "DOUBLE_FREE", ("HEAD_K_FULL",)),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
+    Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
+    Case("wrong_position", "WRITE_POSITION", HEAD, EXTEND),
+    Case("wrong_row", "ROW_OUT_OF_RANGE", HEAD, DECODE),
+    Case("wrong_length", "LENGTH_OUT_OF_RANGE", HEAD, DECODE),
+    *record_cases(),
+]
+
+
+class TestMHAFaults(CanaryE2EBase):
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+
+    def serve_two(self, name: str) -> None:
+        """Two requests with nothing in common, together; each prefilled at once and decoded for a while."""
+        rng = random.Random(name)
+        prompts = [random_tokens(rng, 30) for _ in range(2)]
+
+        async def both() -> None:
+            await asyncio.gather(
+                *(self.serving.generate(f"{name}-{i}", p, 24) for i, p in enumerate(prompts))
+            )
+
+        self.run(both())
+
+    def test_clean_twin(self) -> None:
+        self.serve_two("clean")
+        self.assert_no_violations()
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_fault(self, case: Case) -> None:
+        injection = self.inject(case.fault, **case.args)
+        self.serve_two(f"{case}-{CASES.index(case)}")
+        done = injection.answer()
+        assert {e["tag"] for e in self.violations() if case.reason in e["reasons"]} == {*case.tags}
+        self.assert_all_explained(done)
+
+    # Faults in the prefix cache
+
+    def cached_prompt(self, name: str) -> list[int]:
+        prompt = random_tokens(random.Random(name), 48)
+        self.generate(f"{name}-writer", prompt, 1)
+        return prompt
+
+    def test_damaged_cached_slot_names_reader_and_writer(self) -> None:
+        prompt = self.cached_prompt("cached")
+        done = self.inject("flip_bytes", cached=prompt, position=20, half="V", source=1).answer()
+        self.assert_no_violations()  # nobody has read it yet
+        self.generate("cached-stranger", random_tokens(random.Random("stranger"), 48), 2)
+        self.assert_no_violations()
+        self.generate("cached-reader", prompt[:30], 2)
+        self.assert_violation(
+            "CONTENT",
+            "TAIL_V_FULL",
+            slot=done["slots"][0],
+            stored_position=20,
+            stored_token=prompt[20],
+            reader="cached-reader",
+            writer="cached-writer",
+        )
+        self.assert_all_explained(done)
+
+    def test_wrong_token_in_cached_prefix(self) -> None:
+        prompt = self.cached_prompt("token")
+        done = self.inject("damage_record", cached=prompt, position=40, what="token").answer()
+        self.generate("token-reader", [*prompt, 7], 2)
+        event = self.assert_violation("TOKEN", "HEAD_K_FULL", slot=done["slots"][0])
+        assert (event["expected_token"], event["stored_token"]) == (prompt[40], prompt[40] ^ 1)
+        assert event["expected_position"] == 40
+        self.assert_all_explained(done)
+
+    def test_live_slot_freed_and_handed_out_names_the_new_owner(self) -> None:
+        async def victim_then_heir() -> None:
+            rng = random.Random("heir")
+            victim = asyncio.ensure_future(
+                self.serving.generate("victim", random_tokens(rng, 40), 200)
+            )
+            self.done = await self.inject(
+                "free_live_slot", rid="victim", hand_out_next=True, **DECODE
+            ).executed()
+            await self.serving.generate("heir", random_tokens(rng, 40), 4)
+            await victim
+
+        self.run(victim_then_heir())
+        slot = self.done["slots"][0]
+        event = self.assert_violation("CHAIN", slot=slot, reader="victim", writer="heir")
+        assert "POSITION" in event["reasons"]
+        self.assert_all_explained(self.done)
+
+    def test_violation_of_a_neighbour_would_not_be_explained(self) -> None:
+        """The tests' own measure: an innocent slot and request are told apart."""
+        done = {"slots": [10], "request_ids": ["guilty"], "rows": []}
+        innocent = {"request_id": "innocent", "row": 2}
+        event = {"slot": 11, "full_slot": 11, "prev_slot": 9, "reader": innocent}
+        assert not is_explained(event, done)
+        assert is_explained({**event, "prev_slot": 10}, done)
+        assert is_explained({**event, "reader": {"request_id": "guilty", "row": 1}}, done)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
