@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.kv_canary.runner.step_observer import StepObserver
+from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.manager import CanaryManager
@@ -13,9 +14,13 @@ if TYPE_CHECKING:
 def build_observers(
     manager: CanaryManager, server_args: Any, model_runner: Any
 ) -> list[StepObserver]:
-    observers: list[StepObserver] = []
-    if manager.config.perturb_dir:
+    config, observers = manager.config, []
+    is_target = manager.identity.role == "target"
+    if config.sweep_interval and is_target:
+        # Slots of a draft pool that the prefix cache holds may never have been written.
+        observers.append(SweepOrchestrator(config, manager.groups, manager.sink))
+    if config.perturb_dir:
         from sglang.srt.kv_canary.perturb.observer import PerturbObserver
 
-        observers.append(PerturbObserver(manager.config.perturb_dir, model_runner))
+        observers.append(PerturbObserver(config.perturb_dir, model_runner))
     return observers

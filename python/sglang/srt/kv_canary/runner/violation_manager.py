@@ -30,7 +30,8 @@ class ViolationManager:
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
-        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
+        self.by_tag: Counter[str] = Counter()
+        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()  # a violation may have several
 
     def observe_total(self, total: int) -> None:
         """A summary arrived: `total` rows were ever appended."""
@@ -65,6 +66,7 @@ class ViolationManager:
         self._unsettled = waiting
         violations = [decode_row(row, self._recorder) for row in settled if not self._is_moot(row)]
         for violation in violations:
+            self.by_tag[violation.tag] += 1
             for reason in violation.reasons:
                 self.by_tag_and_reason[violation.tag, reason] += 1
         self.reported += len(violations)

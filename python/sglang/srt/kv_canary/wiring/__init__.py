@@ -17,6 +17,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "last_words",
     "memory",
     "model_runner",
+    "schedule_stream",
     "scheduler",
     "startup_check",
 )

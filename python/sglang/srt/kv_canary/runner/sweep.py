@@ -1,0 +1,353 @@
+"""The sweep: every slot that the prefix cache holds is checked again and again, also when no request reads it.
+
+A pass walks the tree in chunks, at most one chunk a step, each within a budget of slots and of host time. It covers
+every pool kind whose slots are those of the tree or reached through the full-to-SWA mapping, all halves and sides.
+
+Why no listed slot can be legitimately unwritten, freed or somebody else's
+--------------------------------------------------------------------------
+Read in SGLang 0.5.12.post1, and run on the real engine with overlap scheduling (see test_sweep.py):
+
+- Slots enter the tree while the result of forward N is processed, or just before a batch is launched (a chunk of a
+  chunked prefill). They were written by forwards that the host had launched by then: a finished request's last token
+  (committed length = prompt + output under overlap) is written by forward N + 1, which is launched before the result
+  of N is processed; without overlap it is not committed at all. No insert lies between a forward's launch and the
+  sweep behind it. So "in the tree, not yet written" is true of the device's clock, never of stream order, and a chunk
+  is launched on the forward stream, behind the last launched forward.
+- A slot that leaves the tree is freed on the host after the chunk was listed, so its free, its next owner's write, and
+  everything that follows are launched behind the chunk. What was freed before is not in the tree any more.
+- A duplicate that the tree did not take is not listed; a dead request's forward writes only slots it was given, before
+  those are freed (ledger) in stream order.
+- The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
+  forward stream. A chunk is therefore listed and translated on the schedule stream, and only checked on the other.
+
+Hence no rule that spares a slot: what the sweep reports is damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.kv_canary.anchor import anchor_of
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
+from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
+from sglang.srt.kv_canary.radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
+from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.launcher import launch_endpoints_sweep
+from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
+from sglang.srt.kv_canary.state import Counter as DeviceCounter
+from sglang.srt.kv_canary.sweep_plan_builder import (
+    build_verify_plan_radix_sweep,
+    warm_up_sweep_plan,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.runner.manager import CanaryManager
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 10.0  # least seconds between two log lines about clean passes
+EVENT_EVERY_S = (
+    1.0  # and between two events; every pass is counted, and one with findings always reported
+)
+IDLE_CONTENT_FACTOR = 16  # times the content budget of a step, where no step is lengthened
+PATIENCE_TICKS = 16  # how long a pass waits for the last of its findings to be decoded
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLeg:
+    """One walk of a pass, and the groups that it serves."""
+
+    groups: tuple[CanaryBufferGroup, ...]
+    swa_resident_only: bool  # leaves out nodes whose SWA slots are freed
+    content_bytes_per_slot: int  # of all groups; 0: content is not checked
+
+
+def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
+    """The walks that cover `groups`. Strided groups (one slot for several tokens) are in none."""
+    legs = []
+    for through_mapping in (False, True):
+        served = tuple(
+            g for g in groups if g.stride == 1 and (g.swa_index_lut is not None) == through_mapping
+        )
+        read = 0
+        if content is not ContentMode.NONE:
+            read = sum(content_bytes_per_slot(g, content) for g in served)
+        if served:
+            legs.append(SweepLeg(served, through_mapping, read))
+    return tuple(legs)
+
+
+@dataclass(slots=True)
+class SweepPass:
+    """A pass, from its first chunk until its last finding is decoded."""
+
+    number: int
+    started: float  # time.monotonic()
+    findings_before: int
+    legs: list[SweepLeg]  # not finished yet; the first one is under way
+    walker: RadixCacheWalker | None = None
+    slots: Counter[str] = field(default_factory=Counter)  # checked per pool kind
+    chunks: int = 0
+    seconds: float = 0.0
+    launches: Counter[PoolKind] = field(default_factory=Counter)  # of the orchestrator, at the end
+    confirmed_tick: int | None = None  # when the device's counters showed all of them
+
+
+class SweepOrchestrator(StepObserver):
+    """Starts a pass every `interval` ticks and drives it, one chunk a tick.
+
+    A tick is a step, or, when the server idles, an idle tick of the scheduler (every 10 ms): so passes go on with
+    no request at all. A pass that takes longer than the interval is followed by the next one at once.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        groups: tuple[CanaryBufferGroup, ...],
+        sink: EventSink,
+        role: str = "target",
+    ) -> None:
+        self._config = config
+        self._sink = sink
+        self._role = role
+        self._legs = legs_of(groups, config.content_mode)
+        self._left_out = [g.kind.value for g in groups if g.stride != 1]
+        self._tree: Any | None = None
+        self._pass: SweepPass | None = None
+        self._closing: deque[SweepPass] = deque(maxlen=8)
+        self._tick = 0
+        self._next_start = config.sweep_interval
+        self._begun = 0
+        self._said_nothing = False
+        self._next_log = self._next_event = 0.0
+        self._unlogged = 0
+        self.sweep_passes = 0  # completed, and confirmed by the device's counters
+        self.sweep_seconds = 0.0  # of completed passes
+        self.launches: Counter[PoolKind] = Counter()  # per group, ever
+
+    # What drives it
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        """Raises UnsupportedRadixCacheError for a prefix cache whose slots cannot be listed."""
+        walker = RadixCacheWalker(tree_cache, unlocked_only=False, swa_resident_only=False)
+        if walker.next_chunk(max_slots=1) is None or getattr(tree_cache, "disable", False):
+            self._say_nothing_to_walk(f"{type(tree_cache).__name__} keeps no prefixes")
+            return
+        if walker.device.type != "cpu":
+            warm_up_sweep_plan(walker.device)
+        if self._left_out:
+            logger.info("kv-canary sweep: not swept: %s", ", ".join(self._left_out))
+        self._tree = tree_cache
+
+    def after_forwards(self, manager: CanaryManager) -> None:
+        self.maybe_run_sweep(manager)
+
+    def on_idle(self, manager: CanaryManager) -> bool:
+        return self.maybe_run_sweep(manager, idle=True)
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        """Confirms passes whose launches the device has counted."""
+        for done in self._closing:
+            if done.confirmed_tick is None and self._has_run(done, summary):
+                done.confirmed_tick = self._tick
+
+    def maybe_run_sweep(self, manager: CanaryManager, idle: bool = False) -> bool:
+        """One tick: continues the pass under way, or starts one that is due. Returns whether anything was launched."""
+        if not manager.armed:
+            return False
+        self._tick += 1
+        self._finish_confirmed(manager)
+        if self._pass is None:
+            if self._tick < self._next_start:
+                return False
+            if self._tree is None:
+                self._say_nothing_to_walk("no prefix cache is attached")
+                return False
+            self._begin(manager)
+        return self._advance(manager, idle)
+
+    # One pass
+
+    def _begin(self, manager: CanaryManager) -> None:
+        self._begun += 1
+        self._next_start = self._tick + self._config.sweep_interval
+        self._pass = SweepPass(self._begun, time.monotonic(), _findings(manager), list(self._legs))
+
+    def _advance(self, manager: CanaryManager, idle: bool) -> bool:
+        """The next chunk: listed now, and launched behind everything that is launched already."""
+        current = self._pass
+        if not current.legs:
+            self._close(current)
+            return False
+        leg = current.legs[0]
+        with _listing_on(manager.schedule_stream, manager.state.summary.device):
+            if current.walker is None:
+                current.walker = RadixCacheWalker(self._tree, False, leg.swa_resident_only)
+            chunk = current.walker.next_chunk(
+                max_slots=self._slots_allowed(leg, idle), max_us=self._config.sweep_budget_us
+            )
+            plans = () if chunk is None else _plans_of(chunk, leg)
+        if chunk is None:
+            current.legs.pop(0)
+            current.walker = None
+            return self._advance(manager, idle)
+        self._log_progress(current)
+        return self._launch(manager, current, plans)
+
+    def _launch(
+        self,
+        manager: CanaryManager,
+        current: SweepPass,
+        plans: tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...],
+    ) -> bool:
+        current.chunks += 1
+        for group, plan in plans:
+            _keep_until_read(plan, manager.schedule_stream)
+            launch_endpoints_sweep(manager.launcher, plan, group)
+            self.launches[group.kind] += 1
+            current.slots[group.kind.value] += plan.slots.shape[0]
+        return bool(plans)
+
+    def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:
+        """Slots of one chunk. Re-reading K and V costs device time, which a step must not see."""
+        allowed = self._config.sweep_budget_slots
+        if leg.content_bytes_per_slot:
+            budget = self._config.content_budget_bytes * (IDLE_CONTENT_FACTOR if idle else 1)
+            allowed = min(allowed, max(1, budget // leg.content_bytes_per_slot))
+        return allowed
+
+    def _close(self, done: SweepPass) -> None:
+        done.seconds = time.monotonic() - done.started
+        done.launches = self.launches.copy()
+        if not done.chunks or not done.slots:
+            done.confirmed_tick = self._tick
+        self._closing.append(done)
+        self._pass = None
+
+    def _has_run(self, done: SweepPass, summary: Summary) -> bool:
+        """Whether the device has counted as many sweep launches as had been issued when the pass ended."""
+        for kind, issued in done.launches.items():
+            tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
+            if int(summary.counters[tag, DeviceCounter.LAUNCHES]) < issued:
+                return False
+        return True
+
+    def _finish_confirmed(self, manager: CanaryManager) -> None:
+        while self._closing and self._closing[0].confirmed_tick is not None:
+            waited = self._tick - self._closing[0].confirmed_tick
+            if manager.violations.busy and waited < PATIENCE_TICKS:
+                return
+            self._report(self._closing.popleft(), manager)
+
+    # What it says
+
+    def _report(self, done: SweepPass, manager: CanaryManager) -> None:
+        findings = _findings(manager) - done.findings_before
+        self.sweep_passes += 1
+        self.sweep_seconds += done.seconds
+        self._unlogged += 1
+        now = time.monotonic()
+        if findings or now >= self._next_event:
+            self._next_event = now + EVENT_EVERY_S
+            self._sink.emit(
+                {
+                    "event": "sweep_pass",
+                    "role": self._role,
+                    "pass": done.number,
+                    "passes": self.sweep_passes,
+                    "slots": dict(done.slots),
+                    "chunks": done.chunks,
+                    "seconds": round(done.seconds, 6),
+                    "findings": findings,
+                }
+            )
+        if findings or now >= self._next_log:
+            self._next_log = now + LOG_EVERY_S
+            log = logger.error if findings else logger.info
+            log("%s", _pass_line(done, findings, self._unlogged))
+            self._unlogged = 0
+
+    def _log_progress(self, current: SweepPass) -> None:
+        now = time.monotonic()
+        if now >= max(self._next_log, current.started + LOG_EVERY_S):
+            self._next_log = now + LOG_EVERY_S
+            logger.info(
+                "kv-canary sweep: pass %d under way for %.1f s, %s so far",
+                current.number,
+                now - current.started,
+                _slots_text(current.slots),
+            )
+
+    def _say_nothing_to_walk(self, why: str) -> None:
+        if self._said_nothing:
+            return
+        self._said_nothing = True
+        logger.warning("kv-canary sweep: nothing to walk: %s", why)
+        self._sink.emit({"event": "sweep_nothing_to_walk", "role": self._role, "reason": why})
+
+
+def _findings(manager: CanaryManager) -> int:
+    """Violations that sweeps have found so far."""
+    return sum(
+        count
+        for tag, count in manager.violations.by_tag.items()
+        if tag.startswith(f"{Side.SWEEP.value}_")
+    )
+
+
+def _plans_of(
+    chunk: RadixCacheWalkResult, leg: SweepLeg
+) -> tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]:
+    if not chunk.num_slots:
+        return ()
+    plans: dict[int, SweepVerifyPlan] = {}  # groups with one mapping share a plan
+    for group in leg.groups:
+        key = id(group.swa_index_lut)
+        if key not in plans:
+            plans[key] = build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
+    return tuple((group, plans[id(group.swa_index_lut)]) for group in leg.groups)
+
+
+@contextmanager
+def _listing_on(stream: Any | None, device: torch.device) -> Iterator[None]:
+    """List and translate on `stream`, and let what follows on the current stream wait for it."""
+    if stream is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    with module.stream(stream):
+        yield
+    module.current_stream().wait_stream(stream)
+
+
+def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
+    """The allocator must not reuse the plan's memory before the current stream has read it."""
+    if listed_on is None:
+        return
+    current = torch.get_device_module(plan.slots.device).current_stream()
+    for tensor in (plan.slots, plan.positions, plan.prev_slots, plan.anchors):
+        if tensor is not None:
+            tensor.record_stream(current)
+
+
+def _slots_text(slots: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind} slots" for kind, count in slots.items()) or "0 slots"
+
+
+def _pass_line(done: SweepPass, findings: int, passes: int) -> str:
+    line = (
+        f"kv-canary sweep: pass {done.number} done: {_slots_text(done.slots)} in {done.seconds:.2f} s, "
+        f"{done.chunks} chunks, {findings} findings"
+    )
+    return line + (f" ({passes} passes since the last line)" if passes > 1 else "")

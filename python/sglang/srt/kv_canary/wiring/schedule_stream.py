@@ -1,0 +1,25 @@
+"""Tells the managers on which stream SGLang allocates and frees: the sweep lists slots and translates them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+
+def _before_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    stream = getattr(scheduler, "schedule_stream", None)  # set just before; not on MLX
+    for manager in context.managers:
+        if stream is not None and not manager.identity.device.startswith("cpu"):
+            manager.schedule_stream = stream
+
+
+HOOKS = (
+    HookSpec(
+        "sglang.srt.managers.scheduler.dispatch_event_loop",
+        _before_event_loop,
+        HookType.BEFORE,
+        "the sweep of SWA slots could raise false alarms",
+    ),
+)
