@@ -56,6 +56,8 @@ class CanaryE2EBase:
 
     def teardown_method(self) -> None:
         """No damage is handed on to the next test."""
+        if not self.serving.alive:
+            return
         for injection in self._injected:
             injection.withdraw()
         assert self.run(self.serving.flush()), "the server was not idle after the test"

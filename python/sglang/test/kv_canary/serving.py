@@ -71,6 +71,11 @@ class Serving:
     def __exit__(self, *_: object) -> None:
         raise NotImplementedError
 
+    @property
+    def alive(self) -> bool:
+        """Whether it still serves."""
+        raise NotImplementedError
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which uses this object as a `traffic.Client`."""
         raise NotImplementedError
@@ -138,6 +143,10 @@ class CanaryEngine(Serving):
         self.engine.shutdown()
         self._temporary.cleanup()
 
+    @property
+    def alive(self) -> bool:
+        return True  # the death of a scheduler ends this process, too
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.engine.loop.run_until_complete(work)
 
@@ -181,6 +190,10 @@ class CanaryServer(Serving):
             _kill_tree(self.process.pid)
         self.process.wait(30)
         self._temporary.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
     @property
     def url(self) -> str:

@@ -1,0 +1,62 @@
+"""RAISE mode over HTTP: 1,000 clean requests raise no alarm; one flipped byte ends the server with a report."""
+
+import random
+import sys
+from typing import ClassVar
+
+import aiohttp
+import pytest
+
+from sglang.srt.kv_canary.runner.violation import Violation, render
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.e2e import CanaryE2EBase
+from sglang.test.kv_canary.traffic import TrafficShape, random_tokens
+
+register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
+
+REQUESTS = 1000
+
+
+class TestMHARaise(CanaryE2EBase):
+    """The tests run in this order; the last one ends the server."""
+
+    flags: ClassVar = {"kv_canary": "raise", "kv_canary_real_data": "all"}
+
+    def test_1000_clean_requests_raise_no_alarm(self) -> None:
+        report = self.serve(TrafficShape(REQUESTS, seed=7))
+        assert (report.requests, report.flushes) == (REQUESTS, 3)
+        assert report.aborts > 20
+        self.assert_no_violations()
+        counters = self.settle()
+        assert sorted(counters) == sorted(self.mode.tags("HEAD") + self.mode.tags("TAIL"))
+        for tag, counter in counters.items():
+            assert counter["checked"] == counter["eligible"] > 100_000, tag
+            assert counter["written"] > 30_000, tag
+            if tag.startswith("TAIL"):
+                assert counter["content_checked"] == counter["checked"], tag
+
+    def test_server_info_shows_the_flags_and_what_is_active(self) -> None:
+        info = self.serving.get("/server_info")
+        assert (info["kv_canary"], info["kv_canary_real_data"]) == ("raise", "all")
+        assert info["kv_canary_sweep_interval"] == 0
+        (active,) = info["kv_canary_active"]
+        assert (active["mode"], active["pools"]) == ("raise", ["FULL"])
+        (event,) = self.serving.events("active")
+        assert active.items() <= event.items()
+
+    def test_violation_ends_the_server_and_is_the_last_word(self) -> None:
+        self.inject("flip_bytes", mode="DECODE", half="V", source=1)
+        prompt = random_tokens(random.Random("last"), 30)
+        with pytest.raises(aiohttp.ClientError):
+            self.generate("victim", prompt, 64)
+        assert self.serving.process.wait(60) != 0
+
+        violations = self.serving.events("violation")
+        assert [v["reasons"] for v in violations] == [["CONTENT"]]
+        assert violations[0]["reader"]["request_id"] == "victim"
+        report = render(Violation.from_event(violations[0]))
+        assert self.serving.stderr.rstrip().endswith(report)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
