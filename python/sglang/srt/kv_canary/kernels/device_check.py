@@ -1,0 +1,128 @@
+"""The check of record lanes inside the kernels: a cheap test of a whole block, and the exact report of a bad one.
+
+Nearly every block is clean, so the test reads as little as it can and only says whether any lane may be bad. The
+report then reads the records again, decides lane by lane exactly as the torch reference does, and fills ring rows.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.device_record import (
+    BAD_ALLOCATED,
+    BAD_CHAIN,
+    BAD_FREED,
+    BAD_POSITION,
+    BAD_TOKEN,
+    CHAIN,
+    CONTENT,
+    LIVE,
+    MULTIPLIER,
+    PREV_ANCHOR,
+    UNFILLED,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    append_rows,
+    mix64,
+    position_of,
+    state_of,
+    state_reasons,
+    token_of,
+)
+from sglang.srt.kv_canary.kernels.jit import jit, sum_of
+
+
+@jit
+def suspicious(records, chained_to, slots, prev_slots, positions, anchors, expected_tokens):
+    """Lanes that may be bad. `slots` are readable; the rest as in `report_lanes`.
+
+    Returns (suspicious, identity, chain, writer, previous chain). A predecessor that is not live counts as
+    readable here: if the chain fits it all the same, nothing is wrong.
+    """
+    words = records + slots * WORDS
+    identity = tl.load(words)
+    chain = tl.load(words + CHAIN)
+    writer = tl.load(words + WRITER)
+    has_prev = prev_slots >= 0
+    previous = tl.load(chained_to + prev_slots * WORDS + CHAIN, mask=has_prev, other=0)
+    previous = tl.where(prev_slots == PREV_ANCHOR, anchors, previous)
+    expected = previous * MULTIPLIER + mix64(identity)
+    chained = has_prev | (prev_slots == PREV_ANCHOR)
+    state = state_of(writer)
+    bad = (state != LIVE) | (position_of(identity) != positions)
+    bad = bad | (chained & (chain != expected))
+    bad = bad | ((expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens))
+    return bad & (state != UNFILLED), identity, chain, writer, previous
+
+
+@jit
+def report_lanes(
+    report,
+    half,
+    records,
+    chained_to,
+    lanes,
+    slots,
+    full_slots,
+    prev_slots,
+    positions,
+    anchors,
+    expected_tokens,
+    rows,
+    lane_reasons,
+):
+    """Check `lanes` exactly and append what fails.
+
+    `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
+    (int32) are not read.
+    """
+    readable = lanes & (lane_reasons == 0)
+    words = records + tl.where(readable, slots, 0) * WORDS
+    identity = tl.load(words, mask=readable, other=0)
+    chain = tl.load(words + CHAIN, mask=readable, other=0)
+    content = tl.load(words + CONTENT, mask=readable, other=0)
+    writer = tl.load(words + WRITER, mask=readable, other=0)
+
+    has_prev = readable & (prev_slots >= 0)
+    prev_words = chained_to + tl.where(has_prev, prev_slots, 0) * WORDS
+    previous = tl.load(prev_words + CHAIN, mask=has_prev, other=0)
+    prev_live = state_of(tl.load(prev_words + WRITER, mask=has_prev, other=0)) == LIVE
+    from_anchor = prev_slots == PREV_ANCHOR
+    previous = tl.where(from_anchor, anchors, previous)
+    chained = readable & ((has_prev & prev_live) | from_anchor)
+    expected_chain = tl.where(chained, previous * MULTIPLIER + mix64(identity), UNKNOWN)
+
+    state = state_of(writer)
+    not_live = state_reasons(state)
+    reasons = tl.where(position_of(identity) != positions, BAD_POSITION, 0)
+    wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
+    reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)
+    # UNKNOWN doubles as "no chain to compare", as in the reference.
+    wrong_chain = (expected_chain != UNKNOWN) & (chain != expected_chain)
+    reasons = reasons | tl.where(wrong_chain, BAD_CHAIN, 0)
+    reasons = tl.where(state == LIVE, reasons, not_live)
+    reasons = tl.where(readable, reasons, lane_reasons)
+    reasons = tl.where(lanes, reasons, 0)
+    freed = readable & ((not_live == BAD_FREED) | (not_live == BAD_ALLOCATED))
+
+    if sum_of((reasons != 0).to(tl.int32), 0) > 0:
+        append_rows(
+            report,
+            half,
+            reasons,
+            tl.where(readable, slots, UNKNOWN),
+            full_slots,
+            prev_slots,
+            positions,
+            tl.where(readable, position_of(identity), UNKNOWN),
+            expected_tokens,
+            tl.where(readable, token_of(identity), UNKNOWN),
+            expected_chain,
+            tl.where(readable, chain, UNKNOWN),
+            UNKNOWN,
+            UNKNOWN,
+            rows,
+            tl.where(readable, writer, UNKNOWN),
+            tl.where(freed, content, 0),
+        )

@@ -1,0 +1,93 @@
+"""Requests of a batch as vectors inside a program, and which request a work item belongs to.
+
+Every program derives all work items by itself from the batch's lengths: no plan launch, no plan in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.device_record import UNKNOWN
+from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
+
+
+class Batch(NamedTuple):
+    """The requests of a forward, as ForwardPlan has them."""
+
+    rows: Any
+    base_lens: Any
+    ext_lens: Any  # None: every request has tokens_per_request new tokens
+    prefix_delta: Any
+    tokens_per_request: Any
+    size: Any
+    req_to_token: Any
+    row_stride: Any
+    num_rows: Any
+    context: Any  # columns of req_to_token
+    window: Any  # prefix tokens before the last `window` are not verified
+
+
+class Known(NamedTuple):
+    """The host's own token lists, as ExpectedTokens has them."""
+
+    tokens: Any  # None: no lists
+    spans: Any
+    num_spans: Any
+    num_tokens: Any
+    offset: Any  # slot p holds the token at position p + offset
+
+
+@jit
+def request_at(batch, index):
+    """(row, prefix length, new tokens, valid) of requests `index`; int64, and int1 `valid`.
+
+    Valid: neither padding nor out of range. What is not valid must not be used as an address.
+    """
+    listed = index < batch.size
+    row = tl.load(batch.rows + index, mask=listed, other=0).to(tl.int64)
+    prefix = tl.load(batch.base_lens + index, mask=listed, other=0).to(tl.int64)
+    prefix = prefix + batch.prefix_delta
+    if batch.ext_lens is None:
+        new = prefix * 0 + batch.tokens_per_request
+    else:
+        new = tl.load(batch.ext_lens + index, mask=listed, other=0).to(tl.int64)
+    new = tl.maximum(new, 0)
+    valid = listed & (row > 0) & (row < batch.num_rows) & (prefix >= 0)
+    # Each below `context` first: their sum cannot wrap.
+    valid = valid & (prefix <= batch.context) & (new <= batch.context)
+    return row, prefix, new, valid & (prefix + new <= batch.context)
+
+
+@jit
+def split(sizes):
+    """Exclusive prefix sums and total of int32 `sizes`."""
+    return cumsum_of(sizes) - sizes, sum_of(sizes, 0)
+
+
+@jit
+def item_of(item, firsts, sizes, requests):
+    """(request, first item of that request) that `item` belongs to; `firsts`, `sizes` as in `split`."""
+    mine = (firsts <= item) & (sizes > 0)
+    packed = max_of(tl.where(mine, (firsts.to(tl.int64) << 32) | requests.to(tl.int64), -1), 0)
+    return (packed & 0x7FFFFFFF).to(tl.int32), (packed >> 32).to(tl.int32)
+
+
+@jit
+def known_token(known, request, position, lanes):
+    """The host's token of `lanes` at `position` of `request`, UNKNOWN where there is none."""
+    token = tl.full(position.shape, UNKNOWN, tl.int64)
+    if known.spans is not None:
+        span = known.spans + request * 3
+        listed = lanes & (request < known.num_spans)
+        offset = tl.load(span, mask=listed, other=0)
+        first = tl.load(span + 1, mask=listed, other=0)
+        length = tl.load(span + 2, mask=listed, other=0)
+        place = position + known.offset
+        at = offset + place - first
+        listed = listed & (place >= first) & (place < first + length)
+        listed = listed & (at >= 0) & (at < known.num_tokens)
+        found = tl.load(known.tokens + at, mask=listed, other=0).to(tl.int64)
+        token = tl.where(listed, found, token)
+    return token

@@ -1,0 +1,323 @@
+"""Work items that write records: a tile of a chunk, a block of uniform requests' tokens, TAIL's copies of HEAD."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.device_record import (
+    BAD_SLOT,
+    BAD_WRITE_POSITION,
+    BAD_WRITE_TOKEN,
+    CHAIN,
+    FORWARD_MASK,
+    LIVE,
+    MULTIPLIER,
+    MULTIPLIER_INVERSE,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    append_rows,
+    mix64,
+    pack_identity,
+    state_of,
+    store_record,
+    translate,
+    writer_word,
+)
+from sglang.srt.kv_canary.kernels.device_spans import known_token, request_at
+from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
+
+
+class Inputs(NamedTuple):
+    """The forward's new tokens, as WritePlan has them."""
+
+    input_ids: Any
+    positions: Any
+    out_cache_loc: Any
+    starts: Any
+    parents: Any  # None: tokens follow each other
+    num_tokens: Any
+    mode: Any
+
+
+@jit
+def lane_powers(base, BITS: tl.constexpr):
+    """(base ** lane of 2 ** BITS lanes, base ** (2 ** BITS))."""
+    lane = tl.arange(0, 2**BITS)
+    power = tl.full([2**BITS], 1, tl.int64)
+    square = tl.full([], base, tl.int64)
+    for bit in tl.static_range(BITS):
+        power = tl.where(((lane >> bit) & 1) != 0, power * square, power)
+        square = square * square
+    return power, square
+
+
+@jit
+def _report_inputs(
+    report,
+    v_records,
+    full,
+    slot,
+    slot_reasons,
+    lanes,
+    position,
+    expected_position,
+    token,
+    expected,
+    rows,
+):
+    """Ring rows of new tokens that are not what the request expects; padding (slot 0) has none."""
+    faults = slot_reasons & BAD_SLOT
+    faults = faults | tl.where(position != expected_position, BAD_WRITE_POSITION, 0)
+    wrong_token = (expected != UNKNOWN) & (token != expected)
+    faults = faults | tl.where(wrong_token, BAD_WRITE_TOKEN, 0)
+    faults = tl.where(lanes & (full != 0), faults, 0)
+    if sum_of((faults != 0).to(tl.int32), 0) > 0:
+        for half in range(1 if v_records is None else 2):
+            append_rows(
+                report,
+                half,
+                faults,
+                tl.where((faults & BAD_SLOT) != 0, UNKNOWN, slot),
+                full,
+                UNKNOWN,
+                expected_position,
+                position,
+                expected,
+                token,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                rows,
+                0,
+                0,
+            )
+
+
+@jit
+def _identity_at(inputs, at, lanes):
+    token = tl.load(inputs.input_ids + at, mask=lanes, other=0)
+    return pack_identity(token, tl.load(inputs.positions + at, mask=lanes, other=0))
+
+
+@jit
+def _parent_of(inputs, at, place, lanes):
+    """Number, within its request, of the earlier token that token `at`, the request's `place`-th, follows; or -1."""
+    if inputs.parents is None:
+        parent = place - 1
+    else:
+        parent = tl.load(inputs.parents + at, mask=lanes, other=-1).to(tl.int32)
+        parent = tl.where((parent >= 0) & (parent < place), parent, -1)
+    return tl.where(lanes, parent, -1)
+
+
+@jit
+def _chain_before(batch, space, anchors, records, row, position, lanes):
+    """Chain in `records` of the slot before `position` of `row`, the anchor at 0; 0 where it cannot be read."""
+    has_prev = lanes & (position > 0)
+    before = batch.req_to_token + row * batch.row_stride + position - 1
+    full = tl.load(before, mask=has_prev, other=0).to(tl.int64)
+    slot, reasons = translate(space, full)
+    chain = tl.load(records + slot * WORDS + CHAIN, mask=has_prev & (reasons == 0), other=0)
+    anchor = tl.load(anchors + row, mask=lanes & (position == 0), other=0)
+    return tl.where(position == 0, anchor, chain)
+
+
+@jit
+def write_flat(
+    batch,
+    inputs,
+    space,
+    known,
+    report,
+    anchors,
+    chain_source,
+    k_records,
+    v_records,
+    token_index,
+    SINGLE: tl.constexpr,
+):
+    """Chain and write tokens `token_index` of a batch whose requests have equally many; number written.
+
+    A lane walks from its token to the prefix, along the draft tree if there is one. SINGLE: one token per request.
+    """
+    request = token_index if SINGLE else token_index // batch.tokens_per_request
+    first = request * batch.tokens_per_request
+    row, prefix, _, valid = request_at(batch, request)
+    lanes = valid & (token_index < inputs.num_tokens)
+    token = tl.load(inputs.input_ids + token_index, mask=lanes, other=0).to(tl.int64)
+    position = tl.load(inputs.positions + token_index, mask=lanes, other=0).to(tl.int64)
+    full = tl.load(inputs.out_cache_loc + token_index, mask=lanes, other=0).to(tl.int64)
+    slot, reasons = translate(space, full)
+    keep = lanes & (reasons == 0)
+    identity = pack_identity(token, position)
+    gathered = mix64(identity)
+    power = gathered * 0 + MULTIPLIER
+    expected_position = prefix
+    if not SINGLE:
+        place = token_index - first
+        parent = _parent_of(inputs, token_index, place, lanes)
+        while max_of(parent, 0) >= 0:
+            more = parent >= 0
+            at = first + parent
+            mixed = mix64(_identity_at(inputs, at, more))
+            gathered = tl.where(more, gathered + power * mixed, gathered)
+            power = tl.where(more, power * MULTIPLIER, power)
+            expected_position = expected_position + more.to(tl.int64)
+            parent = _parent_of(inputs, at, parent, more)
+    writer = writer_word(report.forward, row, inputs.mode)
+    if chain_source is None:
+        seed = _chain_before(batch, space, anchors, k_records, row, prefix, lanes)
+        chain = power * seed + gathered
+        if v_records is not None:
+            seed = _chain_before(batch, space, anchors, v_records, row, prefix, lanes)
+            store_record(v_records, slot, keep, identity, power * seed + gathered, writer)
+    else:
+        seed = _chain_before(batch, space, anchors, chain_source, row, expected_position, lanes)
+        chain = seed * MULTIPLIER + mix64(identity)
+        if v_records is not None:
+            store_record(v_records, slot, keep, identity, chain, writer)
+    store_record(k_records, slot, keep, identity, chain, writer)
+    expected = known_token(known, request, expected_position, lanes)
+    _report_inputs(
+        report,
+        v_records,
+        full,
+        slot,
+        reasons,
+        lanes,
+        position,
+        expected_position,
+        token,
+        expected,
+        row,
+    )
+    return sum_of(keep.to(tl.int32), 0)
+
+
+@jit
+def _sum_before(inputs, first, tile, inverse_powers, tile_power, TILE: tl.constexpr):
+    """(sum over the j tokens before a tile of A^(j-1-i) mix[i], A^j), four tiles a turn: their loads overlap."""
+    lane = tl.arange(0, TILE)
+    sums = tl.full([TILE], 0, tl.int64)
+    power = tile_power * 0 + 1
+    size = inputs.num_tokens
+    for group in range(0, tile, 4):
+        at_0 = first + group * TILE + lane
+        at_1 = at_0 + TILE
+        at_2 = at_1 + TILE
+        at_3 = at_2 + TILE
+        identity_0 = _identity_at(inputs, at_0, (at_0 >= 0) & (at_0 < size))
+        identity_1 = _identity_at(inputs, at_1, (at_1 >= 0) & (at_1 < size) & (group + 1 < tile))
+        identity_2 = _identity_at(inputs, at_2, (at_2 >= 0) & (at_2 < size) & (group + 2 < tile))
+        identity_3 = _identity_at(inputs, at_3, (at_3 >= 0) & (at_3 < size) & (group + 3 < tile))
+        sums = sums * tile_power + mix64(identity_0)
+        power = power * tile_power
+        if group + 1 < tile:
+            sums = sums * tile_power + mix64(identity_1)
+            power = power * tile_power
+        if group + 2 < tile:
+            sums = sums * tile_power + mix64(identity_2)
+            power = power * tile_power
+        if group + 3 < tile:
+            sums = sums * tile_power + mix64(identity_3)
+            power = power * tile_power
+    # A^(TILE - 1 - lane) weighs what each lane gathered.
+    return sum_of(sums * inverse_powers, 0) * tile_power * MULTIPLIER_INVERSE, power
+
+
+@jit
+def write_tile(
+    batch,
+    inputs,
+    space,
+    known,
+    report,
+    anchors,
+    chain_source,
+    k_records,
+    v_records,
+    powers,
+    inverse_powers,
+    tile_power,
+    index,
+    tile,
+    TILE: tl.constexpr,
+):
+    """Chain and write tokens tile * TILE .. of request `index`, which is valid; number written.
+
+    With c the chain before the tile, chain[i] = A^i (A c + sum over j <= i of A^-j mix[j]): two vectors of powers
+    and a prefix sum. c needs the mixes of the chunk's earlier tiles, which the program reads again: no program waits
+    for another.
+    """
+    row = tl.load(batch.rows + index).to(tl.int64)
+    prefix = tl.load(batch.base_lens + index).to(tl.int64) + batch.prefix_delta
+    if batch.ext_lens is None:
+        new = batch.tokens_per_request
+        first = (index * new).to(tl.int64)
+    else:
+        new = tl.load(batch.ext_lens + index).to(tl.int32)
+        first = tl.load(inputs.starts + index).to(tl.int64)
+    lane = tl.arange(0, TILE)
+    in_chunk = tile * TILE + lane
+    at = first + in_chunk
+    lanes = (in_chunk < new) & (at >= 0) & (at < inputs.num_tokens)
+    identity = _identity_at(inputs, at, lanes)
+    full = tl.load(inputs.out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
+    writer = writer_word(report.forward, row, inputs.mode)
+    slot, reasons = translate(space, full)
+    keep = lanes & (reasons == 0)
+    if chain_source is None:
+        everywhere = prefix >= 0
+        seed = _chain_before(batch, space, anchors, k_records, row, prefix, everywhere)
+        v_seed = seed
+        if v_records is not None:
+            v_seed = _chain_before(batch, space, anchors, v_records, row, prefix, everywhere)
+        before, tiles_power = _sum_before(inputs, first, tile, inverse_powers, tile_power, TILE)
+        within = cumsum_of(mix64(identity) * inverse_powers)
+        chain = powers * ((seed * tiles_power + before) * MULTIPLIER + within)
+        if v_records is not None:
+            v_chain = powers * ((v_seed * tiles_power + before) * MULTIPLIER + within)
+            store_record(v_records, slot, keep, identity, v_chain, writer)
+    else:
+        at_row = row + lane * 0
+        seeds = _chain_before(batch, space, anchors, chain_source, at_row, prefix + in_chunk, lanes)
+        chain = seeds * MULTIPLIER + mix64(identity)
+        if v_records is not None:
+            store_record(v_records, slot, keep, identity, chain, writer)
+    store_record(k_records, slot, keep, identity, chain, writer)
+    # The input words again, at full width: identity keeps 32 bits of each.
+    token = tl.load(inputs.input_ids + at, mask=lanes, other=0).to(tl.int64)
+    position = tl.load(inputs.positions + at, mask=lanes, other=0).to(tl.int64)
+    expected_position = prefix + in_chunk
+    expected = known_token(known, index + lane * 0, expected_position, lanes)
+    _report_inputs(
+        report,
+        v_records,
+        full,
+        slot,
+        reasons,
+        lanes,
+        position,
+        expected_position,
+        token,
+        expected,
+        row,
+    )
+    return sum_of(keep.to(tl.int32), 0)
+
+
+@jit
+def copy_head(head, tail, slot, usable, forward):
+    """TAIL records of `slot` from HEAD's, where HEAD of this forward wrote them; number written."""
+    words = head + slot * WORDS
+    identity = tl.load(words, mask=usable, other=0)
+    chain = tl.load(words + CHAIN, mask=usable, other=0)
+    writer = tl.load(words + WRITER, mask=usable, other=0)
+    fresh = usable & ((writer & FORWARD_MASK) == (forward & FORWARD_MASK))
+    fresh = fresh & (state_of(writer) == LIVE)
+    store_record(tail, slot, fresh, identity, chain, writer)
+    return sum_of(fresh.to(tl.int32), 0)

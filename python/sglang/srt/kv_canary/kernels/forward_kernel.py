@@ -1,0 +1,394 @@
+"""One launch per group and side of a forward: verify the prefixes, write the new tokens' records, K and V."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.device_check import report_lanes, suspicious
+from sglang.srt.kv_canary.kernels.device_record import (
+    ARMED,
+    BAD_LENGTH,
+    BAD_ROW,
+    CHAIN,
+    CHECKED,
+    COUNTERS,
+    ELIGIBLE,
+    FIRST_COUNTER,
+    FORWARD_DONE,
+    FORWARD_RUNNING,
+    IDX_DIVERGENCE,
+    LAUNCHES,
+    MULTIPLIER,
+    MULTIPLIER_INVERSE,
+    OUT_OF_WINDOW,
+    PREV_ANCHOR,
+    PREV_UNREACHABLE,
+    TAG_V,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    WRITTEN,
+    Report,
+    Space,
+    append_rows,
+    count,
+    half_offset,
+    translate,
+)
+from sglang.srt.kv_canary.kernels.device_spans import (
+    Batch,
+    Known,
+    item_of,
+    known_token,
+    request_at,
+    split,
+)
+from sglang.srt.kv_canary.kernels.device_writes import (
+    Inputs,
+    copy_head,
+    lane_powers,
+    write_flat,
+    write_tile,
+)
+from sglang.srt.kv_canary.kernels.jit import jit, sum_of
+
+
+@jit
+def _verify_block(
+    batch,
+    space,
+    known,
+    report,
+    anchors,
+    chain_source,
+    k_records,
+    v_records,
+    index,
+    block,
+    BLOCK: tl.constexpr,
+):
+    """Verify slots block * BLOCK .. of request `index`; number of slots whose index differs from the full one."""
+    row = tl.load(batch.rows + index).to(tl.int64)
+    prefix = tl.load(batch.base_lens + index).to(tl.int64) + batch.prefix_delta
+    start = tl.maximum(prefix - batch.window, 0)
+    lane = tl.arange(0, BLOCK)
+    position = start + block * BLOCK + lane
+    lanes = position < prefix
+    has_prev = lanes & (position > start)
+    words = batch.req_to_token + row * batch.row_stride + position
+    full = tl.load(words, mask=lanes, other=0).to(tl.int64)
+    prev_full = tl.load(words - 1, mask=has_prev, other=0).to(tl.int64)
+    anchor = tl.load(anchors + row)
+    slot, reasons = translate(space, full)
+    prev_slot, prev_reasons = translate(space, prev_full)
+    prev_slot = tl.where(has_prev & (prev_reasons == 0), prev_slot, PREV_UNREACHABLE)
+    prev_slot = tl.where(position == 0, PREV_ANCHOR, prev_slot)
+    expected = known_token(known, index + lane * 0, position, lanes)
+
+    chained_to = k_records if chain_source is None else chain_source
+    bad, identity, chain, writer, previous = suspicious(
+        k_records, chained_to, slot, prev_slot, position, anchor, expected
+    )
+    if v_records is not None:
+        # V carries K's words.
+        v_words = v_records + slot * WORDS
+        bad = bad | (tl.load(v_words) != identity) | (tl.load(v_words + CHAIN) != chain)
+        bad = bad | (tl.load(v_words + WRITER) != writer)
+        if chain_source is None:
+            # A lane's predecessor is the lane before it, so only lane 0's is left to compare.
+            first = (lane == 0) & (prev_slot >= 0)
+            v_previous = tl.load(v_records + prev_slot * WORDS + CHAIN, mask=first, other=0)
+            bad = bad | (first & (v_previous != previous))
+    bad = lanes & (bad | (reasons != 0))
+    if sum_of(bad.to(tl.int32), 0) > 0:
+        offset = half_offset(k_records, v_records)
+        for half in range(1 if v_records is None else 2):
+            records = k_records + half * offset
+            if chain_source is None:
+                chained_to = records
+            report_lanes(
+                report,
+                half,
+                records,
+                chained_to,
+                lanes,
+                slot,
+                full,
+                prev_slot,
+                position,
+                anchor,
+                expected,
+                row,
+                reasons,
+            )
+    if space.lut is None and space.stride == 1:
+        diverged = tl.full([], 0, tl.int32)
+    else:
+        diverged = sum_of((lanes & (reasons == 0) & (slot != full)).to(tl.int32), 0)
+    return diverged
+
+
+@jit
+def _report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.constexpr):
+    bad_row = (row < 0) | (row >= batch.num_rows)
+    bad_length = (row != 0) & (valid == 0) & (bad_row == 0)
+    reasons = tl.where(bad_row, BAD_ROW, tl.where(bad_length, BAD_LENGTH, 0))
+    reasons = tl.where(request < batch.size, reasons, 0)
+    if sum_of((reasons != 0).to(tl.int32), 0) > 0:
+        for half in range(halves):
+            append_rows(
+                report,
+                half,
+                reasons,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                prefix,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                UNKNOWN,
+                row,
+                0,
+                0,
+            )
+
+
+@jit
+def _count_launch(
+    report,
+    eligible,
+    blocks,
+    first_blocks,
+    outside,
+    every,
+    phase,
+    halves: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count what all programs check together: full blocks visited, less what short last blocks lack."""
+    ends = first_blocks + blocks
+    visited = (ends - 1 - phase + every) // every - (first_blocks - 1 - phase + every) // every
+    last_visited = (blocks > 0) & (((ends - 1) % every) == phase)
+    checked = visited * BLOCK - tl.where(last_visited, blocks * BLOCK - eligible, 0)
+    counter = tl.arange(0, COUNTERS)
+    amounts = (counter == LAUNCHES).to(tl.int64)
+    amounts = tl.where(counter == CHECKED, sum_of(checked.to(tl.int64), 0), amounts)
+    amounts = tl.where(counter == ELIGIBLE, sum_of(eligible.to(tl.int64), 0), amounts)
+    amounts = tl.where(counter == OUT_OF_WINDOW, sum_of(outside, 0), amounts)
+    for half in range(halves):
+        mine = report.summary + FIRST_COUNTER + (report.tag + half * TAG_V) * COUNTERS
+        tl.atomic_add(mine + counter, amounts, mask=amounts != 0, sem="relaxed")
+
+
+# Specialising on these values would compile the kernel again in the middle of serving.
+HOST_INTEGERS = [
+    "prefix_delta",
+    "batch_size",
+    "num_tokens",
+    "tokens_per_request",
+    "mode",
+    "row_stride",
+    "num_rows",
+    "context",
+    "full_limit",
+    "num_slots",
+    "window",
+    "budget_blocks",
+    "capacity",
+    "tag",
+    "num_spans",
+    "num_known",
+    "token_offset",
+]
+BATCH_VIEWS = [
+    "rows",
+    "base_lens",
+    "ext_lens",
+    "starts",
+    "input_ids",
+    "positions",
+    "out_cache_loc",
+    "parents",
+    "known_tokens",
+]
+
+
+@jit(do_not_specialize=HOST_INTEGERS, do_not_specialize_on_alignment=BATCH_VIEWS)
+def forward_kernel(
+    summary,
+    ring,
+    anchors,
+    chain_source,  # None: chains step from the records themselves
+    rows,
+    base_lens,
+    ext_lens,
+    starts,
+    parents,
+    input_ids,
+    positions,
+    out_cache_loc,
+    req_to_token,
+    lut,
+    k_records,
+    v_records,  # None: the group has only K
+    k_head,  # TAIL: what HEAD wrote; HEAD: None
+    v_head,
+    known_tokens,
+    known_spans,
+    prefix_delta,
+    batch_size,
+    num_tokens,
+    tokens_per_request,
+    mode,
+    row_stride,
+    num_rows,
+    context,
+    full_limit,
+    num_slots,
+    window,
+    budget_blocks,
+    capacity,
+    tag,
+    num_spans,
+    num_known,
+    token_offset,
+    STRIDE: tl.constexpr,
+    BATCH: tl.constexpr,  # power of two >= batch_size
+    BLOCK: tl.constexpr,  # slots per verify item, tokens per decode or TAIL write item
+    TILE_BITS: tl.constexpr,  # log2 of the tokens per chunk write item; 0: a lane per token
+    SINGLE: tl.constexpr,  # one token per request
+):
+    """Work items: visited blocks first, then writes; programs take them round robin."""
+    HEAD: tl.constexpr = k_head is None
+    halves: tl.constexpr = 1 if v_records is None else 2
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    forward = tl.load(summary + (FORWARD_DONE if HEAD else FORWARD_RUNNING)) + (1 if HEAD else 0)
+    armed = tl.load(summary + ARMED) != 0
+    # The word that no program of this launch reads.
+    if program == 0:
+        if HEAD:
+            tl.store(summary + FORWARD_RUNNING, forward)
+        else:
+            tl.store(summary + FORWARD_DONE, forward)
+
+    batch = Batch(
+        rows,
+        base_lens,
+        ext_lens,
+        prefix_delta,
+        tokens_per_request,
+        batch_size,
+        req_to_token,
+        row_stride,
+        num_rows,
+        context,
+        window,
+    )
+    space = Space(lut, full_limit, num_slots, STRIDE)
+    known = Known(known_tokens, known_spans, num_spans, num_known, token_offset)
+    report = Report(summary, ring, capacity, tag, forward)
+    inputs = Inputs(input_ids, positions, out_cache_loc, starts, parents, num_tokens, mode)
+
+    request = tl.arange(0, BATCH)
+    row, prefix, new, valid = request_at(batch, request)
+    window_start = tl.maximum(prefix - window, 0)
+    eligible = tl.where(valid, prefix - window_start, 0).to(tl.int32)
+    blocks = (eligible + (BLOCK - 1)) // BLOCK
+    first_blocks, total_blocks = split(blocks)
+    every = tl.maximum((total_blocks + budget_blocks - 1) // budget_blocks, 1)
+    phase = every * 0
+    if every > 1:
+        phase = (forward % every).to(tl.int32)
+    visits = tl.maximum(total_blocks - phase + every - 1, 0) // every
+    if TILE_BITS == 0:
+        writes = (num_tokens + (BLOCK - 1)) // BLOCK
+    else:
+        tiles = tl.where(valid, (new.to(tl.int32) + (2**TILE_BITS - 1)) // 2**TILE_BITS, 0)
+        first_tiles, writes = split(tiles)
+        powers, tile_power = lane_powers(MULTIPLIER, TILE_BITS)
+        inverse_powers, _ = lane_powers(MULTIPLIER_INVERSE, TILE_BITS)
+    items = tl.where(armed, visits + writes, 0)
+
+    # The last program has the fewest items.
+    if armed & (program == programs - 1):
+        # Window 0 says that an earlier forward of the step has verified everything.
+        outside = tl.where(valid & (window > 0), window_start, 0)
+        _count_launch(report, eligible, blocks, first_blocks, outside, every, phase, halves, BLOCK)
+        if HEAD:
+            _report_bad_requests(batch, report, row, prefix, valid, request, halves)
+
+    diverged = tl.full([], 0, tl.int32)
+    written = tl.full([], 0, tl.int32)
+    v_written = tl.full([], 0, tl.int32)
+    for item in range(program, items, programs):
+        if item < visits:
+            block = phase + item * every
+            index, first = item_of(block, first_blocks, blocks, request)
+            diverged += _verify_block(
+                batch,
+                space,
+                known,
+                report,
+                anchors,
+                chain_source,
+                k_records,
+                v_records,
+                index,
+                block - first,
+                BLOCK,
+            )
+        elif not HEAD:
+            token = (item - visits) * BLOCK + tl.arange(0, BLOCK)
+            full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
+            slot, reasons = translate(space, full)
+            written += copy_head(k_head, k_records, slot, reasons == 0, forward)
+            if halves == 2:
+                v_written += copy_head(v_head, v_records, slot, reasons == 0, forward)
+        elif TILE_BITS == 0:
+            written += write_flat(
+                batch,
+                inputs,
+                space,
+                known,
+                report,
+                anchors,
+                chain_source,
+                k_records,
+                v_records,
+                (item - visits) * BLOCK + tl.arange(0, BLOCK),
+                SINGLE,
+            )
+        else:
+            index, first = item_of(item - visits, first_tiles, tiles, request)
+            written += write_tile(
+                batch,
+                inputs,
+                space,
+                known,
+                report,
+                anchors,
+                chain_source,
+                k_records,
+                v_records,
+                powers,
+                inverse_powers,
+                tile_power,
+                index,
+                item - visits - first,
+                2**TILE_BITS,
+            )
+
+    if HEAD and halves == 2:
+        v_written = written
+    if written > 0:
+        count(report, 0, WRITTEN, written)
+    if v_written > 0:
+        count(report, 1, WRITTEN, v_written)
+    if diverged > 0:
+        for half in range(halves):
+            count(report, half, IDX_DIVERGENCE, diverged)

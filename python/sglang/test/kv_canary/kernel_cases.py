@@ -1,0 +1,300 @@
+"""Random pools, batches and faults that the torch reference and the Triton kernels are compared on.
+
+A `Twin` holds the same records and device state twice and runs every function on both. A `Pool` plays the part of
+SGLang: it owns the request rows, hands out slots, and describes forwards as plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.kernels import reference
+from sglang.srt.kv_canary.plan_input import ForwardPlan, VerifyPlan, WritePlan
+from sglang.srt.kv_canary.record import Column, Mode
+from sglang.srt.kv_canary.state import CanaryDeviceState
+
+__all__ = ["ContentShape", "Pool", "Twin", "kernel_device", "make_group", "make_state"]
+
+SIDES = ("k_head", "k_tail", "v_head", "v_tail")
+
+
+def kernel_device() -> torch.device:
+    """Where the kernels are tested: the GPU, or interpreted on CPU tensors."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentShape:
+    """Layers of one half: bytes per row and slots per page of each, in turn."""
+
+    row_bytes: tuple[int, ...]
+    page_size: int = 1
+    padding: int = 0  # bytes between rows
+    offset: int = 0  # bytes before slot 0
+
+
+def make_sources(
+    shape: ContentShape, num_slots: int, device: torch.device, generator: torch.Generator
+) -> tuple[ContentSource, ...]:
+    """Buffers of random bytes; in a page all rows come first, then a gap, as paged layouts with scales have it."""
+    sources = []
+    for row_bytes in shape.row_bytes:
+        token_stride = row_bytes + shape.padding
+        gap = 0 if shape.page_size == 1 else 2 * token_stride
+        page_stride = shape.page_size * token_stride + gap
+        pages = -(-num_slots // shape.page_size)
+        size = shape.offset + pages * page_stride
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
+        sources.append(
+            ContentSource(data, shape.page_size, page_stride, token_stride, row_bytes, shape.offset)
+        )
+    return tuple(sources)
+
+
+def make_group(
+    num_slots: int,
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+    halves: str = "KV",
+    content: ContentShape | None = None,
+    **group,
+) -> CanaryBufferGroup:
+    """A group with empty records; `group` goes to CanaryBufferGroup (window, swa_index_lut, ...)."""
+    device = device or kernel_device()
+    generator = torch.Generator().manual_seed(seed)
+
+    def records() -> torch.Tensor:
+        return torch.zeros(num_slots, record.RECORD_WORDS, dtype=torch.int64, device=device)
+
+    names = [name for name in SIDES if name[0].upper() in halves]
+    if content is not None:
+        for half in halves:
+            group[f"{half.lower()}_content"] = make_sources(content, num_slots, device, generator)
+    group.setdefault("kind", PoolKind.FULL)
+    return CanaryBufferGroup(**{name: records() for name in names}, **group)
+
+
+def make_state(
+    device: torch.device | None = None,
+    *,
+    request_rows: int = 64,
+    ring_capacity: int = 4096,
+    verify_budget_slots: int = 1 << 30,
+    content_budget_bytes: int = 1 << 40,
+) -> CanaryDeviceState:
+    """An armed device state with random anchors."""
+    capacities = CanaryLaunchCapacities.from_args(
+        max_running_requests=request_rows,
+        request_rows=request_rows,
+        context_len=4096,
+        ring_capacity=ring_capacity,
+        verify_budget_slots=verify_budget_slots,
+        content_budget_bytes=content_budget_bytes,
+    )
+    state = CanaryDeviceState.allocate(capacities, device or kernel_device())
+    state.set_armed(True)
+    generator = torch.Generator().manual_seed(7)
+    anchors = torch.randint(-(1 << 62), 1 << 62, (request_rows,), generator=generator)
+    state.anchors.copy_(anchors)
+    return state
+
+
+def _clone_state(state: CanaryDeviceState) -> CanaryDeviceState:
+    twin = CanaryDeviceState.allocate(state.capacities, state.summary.device)
+    twin.summary.copy_(state.summary)
+    twin.violations.rows.copy_(state.violations.rows)
+    twin.anchors.copy_(state.anchors)
+    return twin
+
+
+@dataclass(slots=True)
+class Pool:
+    """Request rows, lengths and free slots of an imaginary server. Row 0 and slot 0 are padding."""
+
+    device: torch.device
+    num_slots: int  # full slots
+    context: int
+    rows: int
+    seed: int = 0
+    index_dtype: torch.dtype = torch.int64
+    offset: int = 0  # token id against position, as in EAGLE draft pools
+    req_to_token: torch.Tensor = field(init=False)
+    lengths: dict[int, int] = field(init=False, default_factory=dict)
+    tokens: dict[int, list[int]] = field(init=False, default_factory=dict)
+    generator: torch.Generator = field(init=False)
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.rows, self.context)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.free = (torch.randperm(self.num_slots - 1, generator=self.generator) + 1).tolist()
+
+    def index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=self.index_dtype, device=self.device)
+
+    def _grow(self, row: int, count: int) -> tuple[list[int], list[int], list[int]]:
+        """(tokens, positions, slots) of `count` new tokens of a row."""
+        start = self.lengths.get(row, 0)
+        slots = [self.free.pop() for _ in range(count)]
+        self.req_to_token[row, start : start + count] = torch.tensor(slots, dtype=torch.int32)
+        known = self.tokens.setdefault(row, [])
+        need = start + count + self.offset - len(known)
+        if need > 0:
+            known += torch.randint(0, 1 << 17, (need,), generator=self.generator).tolist()
+        self.lengths[row] = start + count
+        first = start + self.offset
+        return known[first : first + count], list(range(start, start + count)), slots
+
+    def _plan(self, rows, base, delta, new, ragged: bool, mode: Mode, known: bool) -> ForwardPlan:
+        grown = [self._grow(row, count) for row, count in zip(rows, new, strict=True)]
+        tokens, positions, slots = (
+            [value for part in grown for value in part[i]] for i in range(3)
+        )
+        starts = [sum(new[:i]) for i in range(len(new))]
+        expected = None
+        if known:
+            expected = ExpectedTokens.from_lists(
+                [(0, self.tokens[row]) for row in rows], self.device
+            )
+        return ForwardPlan(
+            VerifyPlan(self.index(rows), self.index(base), delta),
+            WritePlan(
+                self.index(tokens),
+                self.index(positions),
+                self.index(slots),
+                self.index(new) if ragged else None,
+                self.index(starts) if ragged else None,
+                0 if ragged else new[0],
+                mode,
+            ),
+            self.req_to_token,
+            expected,
+        )
+
+    def extend(self, new: dict[int, int], known: bool = False) -> ForwardPlan:
+        """A prefill of row -> number of new tokens."""
+        rows = list(new)
+        base = [self.lengths.get(row, 0) for row in rows]
+        return self._plan(rows, base, 0, list(new.values()), True, Mode.EXTEND, known)
+
+    def decode(self, rows: list[int], known: bool = False) -> ForwardPlan:
+        base = [self.lengths[row] + 1 for row in rows]
+        return self._plan(rows, base, -1, [1] * len(rows), False, Mode.DECODE, known)
+
+    def target_verify(self, rows: list[int], drafts: int) -> ForwardPlan:
+        base = [self.lengths[row] for row in rows]
+        return self._plan(rows, base, 0, [drafts] * len(rows), False, Mode.TARGET_VERIFY, False)
+
+    def tree_verify(self, rows: list[int], parents: list[list[int]]) -> ForwardPlan:
+        """Draft trees: parents[i] lists, for each token of rows[i], the number of the token it follows, or -1."""
+        plan = self.target_verify(rows, len(parents[0]))
+        depths = []
+        for row, tree in zip(rows, parents, strict=True):
+            first = len(depths)
+            for i, parent in enumerate(tree):
+                known = 0 <= parent < i
+                depths.append(depths[first + parent] + 1 if known else 0)
+            start = self.lengths[row] - len(tree)
+            for i in range(len(tree)):
+                plan.write.positions[first + i] = start + depths[first + i]
+        flat = torch.tensor(
+            [p for tree in parents for p in tree], dtype=torch.int32, device=self.device
+        )
+        return replace(plan, write=replace(plan.write, parents=flat))
+
+    def pad(self, plan: ForwardPlan, count: int) -> ForwardPlan:
+        """`plan` of one token per request, padded as CUDA graphs do: row 0, slot 0."""
+
+        def more(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
+            return torch.cat([tensor, torch.full_like(tensor[:1], value).expand(count)])
+
+        verify, write = plan.verify, plan.write
+        return replace(
+            plan,
+            verify=VerifyPlan(more(verify.rows), more(verify.base_lens, 1), verify.prefix_delta),
+            write=replace(
+                write,
+                input_ids=more(write.input_ids),
+                positions=more(write.positions),
+                out_cache_loc=more(write.out_cache_loc),
+            ),
+        )
+
+
+@dataclass(slots=True)
+class Twin:
+    """The same group and state for the reference and for the kernels."""
+
+    group: CanaryBufferGroup
+    state: CanaryDeviceState
+    kernel_group: CanaryBufferGroup = field(init=False)
+    kernel_state: CanaryDeviceState = field(init=False)
+
+    def __post_init__(self) -> None:
+        copies = {name: getattr(self.group, name) for name in SIDES}
+        copies = {name: t if t is None else t.clone() for name, t in copies.items()}
+        self.kernel_group = replace(self.group, **copies)
+        self.kernel_state = _clone_state(self.state)
+
+    def run(self, name: str, before: tuple, after: tuple = (), with_state: bool = True) -> None:
+        """Call function `name` of both backends with (*before, group, *after, state)."""
+        from sglang.srt.kv_canary.kernels import triton_backend
+
+        for backend, group, state in (
+            (reference, self.group, self.state),
+            (triton_backend, self.kernel_group, self.kernel_state),
+        ):
+            tail = (state,) if with_state else ()
+            getattr(backend, name)(*before, group, *after, *tail)
+
+    def poke(self, half_side: str, slot: int, word: int, value: int) -> None:
+        """Overwrite one record word in both copies."""
+        for group in (self.group, self.kernel_group):
+            getattr(group, half_side)[slot, word] = value
+
+    def assert_equal(self) -> int:
+        """Both copies hold the same records, counters and ring rows (in any order). Returns the number of rows."""
+        for name in SIDES:
+            expected, actual = getattr(self.group, name), getattr(self.kernel_group, name)
+            if expected is not None and not torch.equal(expected, actual):
+                slot = int((expected != actual).any(1).nonzero()[0])
+                raise AssertionError(
+                    f"{name}[{slot}]: reference {expected[slot].tolist()}, kernels {actual[slot].tolist()}"
+                )
+        expected, actual = self.state.counters, self.kernel_state.counters
+        if not torch.equal(expected, actual):
+            tag = int((expected != actual).any(1).nonzero()[0])
+            raise AssertionError(
+                f"counters of tag {tag}: reference {expected[tag].tolist()}, kernels {actual[tag].tolist()}"
+            )
+        expected, actual = self.state.summary[:4].tolist(), self.kernel_state.summary[:4].tolist()
+        assert actual == expected, f"header: reference {expected}, kernels {actual}"
+        expected, actual = ring_rows(self.state), ring_rows(self.kernel_state)
+        assert actual == expected, _first_difference(expected, actual)
+        return len(expected)
+
+
+def ring_rows(state: CanaryDeviceState) -> list[tuple[int, ...]]:
+    """Rows in the ring without their sequence number, sorted."""
+    count = min(int(state.violations.total), state.violations.capacity)
+    rows = state.violations.rows[:count].tolist()
+    return sorted(tuple(row[Column.SEQUENCE + 1 :]) for row in rows)
+
+
+def _first_difference(expected: list, actual: list) -> str:
+    missing = [row for row in expected if row not in actual]
+    extra = [row for row in actual if row not in expected]
+    names = [column.name for column in Column][1:]
+
+    def show(rows: list) -> dict:
+        return dict(zip(names, rows[0], strict=True)) if rows else {}
+
+    return f"ring: only in the reference {show(missing)}, only in the kernels {show(extra)}"
