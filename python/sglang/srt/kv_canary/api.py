@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
 from sglang.srt.kv_canary.errors import startup_error
@@ -13,6 +15,7 @@ from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.observers import build_observers
+from sglang.srt.kv_canary.speculation import SpeculationShape
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.model_runner import wrap_model_forward
@@ -33,7 +36,7 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
-    manager = _build_manager(config, model_runner)
+    manager = _build_manager(config, server_args, model_runner)
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
@@ -41,30 +44,34 @@ def install_canary(
     return manager
 
 
-def _build_manager(config: CanaryConfig, model_runner: Any) -> CanaryManager:
-    pool = model_runner.token_to_kv_pool
+def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) -> CanaryManager:
+    pool, is_draft = model_runner.token_to_kv_pool, model_runner.is_draft_worker
+    speculation = SpeculationShape.from_server_args(server_args)
     try:
         groups = attach_canary_buffers(
             pool,
             allocator=model_runner.token_to_kv_pool_allocator,
-            is_draft=model_runner.is_draft_worker,
+            is_draft=is_draft,
             content=config.content_mode is not ContentMode.NONE,
             sliding_window_size=model_runner.sliding_window_size,
         )
     except UnsupportedPoolError as error:
         raise startup_error(f"{error}.", f"the KV pool {type(pool).__name__}") from error
+    if is_draft:
+        groups = _chained_to_target(groups)
+    role = "draft" if is_draft else "target"
     rows = model_runner.req_to_token_pool.req_to_token
     if context.sink is None:
         context.sink = EventSink(config.event_file, model_runner.tp_rank)
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(
-            role="draft" if model_runner.is_draft_worker else "target",
+            role=role,
             rank=model_runner.tp_rank,
             device=str(groups[0].k_head.device),
         ),
         groups=groups,
-        plan_input=PlanInput.allocate(rows),
+        plan_input=PlanInput.allocate(rows, is_draft, speculation.tree_width(is_draft)),
         capacities=CanaryLaunchCapacities.from_args(
             max_running_requests=max(1, model_runner.max_running_requests),
             request_rows=rows.shape[0],
@@ -73,6 +80,24 @@ def _build_manager(config: CanaryConfig, model_runner: Any) -> CanaryManager:
             verify_budget_slots=config.verify_budget_slots,
             content_budget_bytes=config.content_budget_bytes,
         ),
-        recorder=context.recorder,
-        sink=context.sink,
+        recorder=context.recorder.for_runner(),
+        sink=context.sink.for_runner(role),
+        num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,
     )
+
+
+def _chained_to_target(groups: tuple[CanaryBufferGroup, ...]) -> tuple[CanaryBufferGroup, ...]:
+    """A draft pool's groups, with the target's records of the same slots as the source of their chains."""
+    sources = {
+        group.kind: group.k_head
+        for manager in context.managers
+        if manager.identity.role == "target"
+        for group in manager.groups
+    }
+    for group in groups:
+        if group.kind not in sources:
+            raise startup_error(
+                f"the draft pool has {group.kind.value} slots and the target's pools do not.",
+                "the draft model's KV",
+            )
+    return tuple(replace(group, chain_source=sources[group.kind]) for group in groups)

@@ -74,12 +74,20 @@ class CanaryBufferGroup:
     v_content: tuple[ContentSource, ...] = ()
     stride: int = 1  # tokens that one slot stands for
     window: int | None = None  # prefix tokens that the next token still reads; None = all
+    # Records whose chain words this group's chains step from, int64[>= num_slots, 4]; None: its own.
+    # Draft pools take the target's, of the same slots (see docs/speculative.md).
+    chain_source: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("k_head", "k_tail", "v_head", "v_tail"):
             self._check_records(name, getattr(self, name))
         if (self.v_head is None) != (self.v_tail is None):
             raise ValueError(f"{self.kind.value}: v_head and v_tail must be given together")
+        if self.chain_source is not None and self.chain_source.shape[0] < self.num_slots:
+            raise ValueError(
+                f"{self.kind.value}.chain_source: expected records of at least {self.num_slots} slots, "
+                f"got {self.chain_source.shape[0]}"
+            )
 
     def _check_records(self, name: str, records: torch.Tensor | None) -> None:
         if records is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VerifyPlan:
-    """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i]."""
+    """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i].
+
+    `already_verified`: an earlier forward of the same step checked them, this one only writes.
+    """
 
     rows: torch.Tensor  # int32/int64[batch size], rows of req_to_token; 0 = padding, skipped
     base_lens: torch.Tensor  # int32/int64[batch size]
     prefix_delta: int
+    already_verified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,9 @@ class WritePlan:
     """The forward's new tokens, request by request.
 
     Request i owns tokens starts[i] .. starts[i] + ext_lens[i] - 1; with `ext_lens` None every request owns
-    `tokens_per_request` tokens, in order.
+    `tokens_per_request` tokens, in order. Tokens follow each other, unless `parents` (with `ext_lens` None only)
+    says otherwise: parents[t] is the number, within its request, of the earlier token that token t follows, or -1
+    for the last token of the prefix.
     """
 
     input_ids: torch.Tensor  # int32/int64[tokens]
@@ -38,6 +44,7 @@ class WritePlan:
     starts: torch.Tensor | None
     tokens_per_request: int = 1
     mode: int = Mode.NONE
+    parents: torch.Tensor | None = None  # int32[>= tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +71,26 @@ class UnsupportedForwardError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """Turns a ForwardBatch into a ForwardPlan, without copies: its tensors are read in place."""
+    """Turns a ForwardBatch into a ForwardPlan, without copies: its tensors are read in place.
+
+    `parents`: int32 buffer at a fixed address, which captured graphs read. On a target it holds the draft trees
+    of the batch that is about to be verified (see `speculative_tree`); on a draft runner it is -1 throughout,
+    because the branches of a draft step are siblings. None: drafts are chains, not trees.
+    """
 
     req_to_token: torch.Tensor
+    is_draft: bool = False
+    inner_step: int = 0  # which of a step's draft forwards this is for
+    parents: torch.Tensor | None = None
 
     @classmethod
-    def allocate(cls, req_to_token: torch.Tensor) -> PlanInput:
-        """`req_to_token`: int32[request rows, context length], contiguous rows."""
+    def allocate(
+        cls, req_to_token: torch.Tensor, is_draft: bool = False, tree_width: int = 1
+    ) -> PlanInput:
+        """`req_to_token`: int32[request rows, context length], contiguous rows.
+
+        `tree_width`: the most new tokens of a request that do not follow each other; 1: no trees.
+        """
         if (
             req_to_token.ndim != 2
             or req_to_token.dtype != torch.int32
@@ -80,7 +100,15 @@ class PlanInput:
                 "expected req_to_token int32[rows, context] with contiguous rows, got "
                 f"{req_to_token.dtype} {tuple(req_to_token.shape)} strides {req_to_token.stride()}"
             )
-        return cls(req_to_token)
+        parents = None
+        if tree_width > 1:
+            size = req_to_token.shape[0] * tree_width
+            parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
+        return cls(req_to_token, is_draft, parents=parents)
+
+    def at_inner_step(self, step: int) -> PlanInput:
+        """The same for inner forward `step` of a draft; shares all buffers."""
+        return replace(self, inner_step=step)
 
     def fill_from_forward_batch(
         self, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
@@ -93,12 +121,13 @@ class PlanInput:
         if mode.is_idle() or fb.batch_size == 0:
             return None
         if mode.is_decode():
-            return self._uniform(fb, fb.seq_lens, -1, 1, Mode.DECODE, expected)
-        if mode.is_target_verify() or mode.is_draft_extend_v2():
-            tokens = fb.out_cache_loc.shape[0] // fb.batch_size
-            code = Mode.TARGET_VERIFY if mode.is_target_verify() else Mode.DRAFT_EXTEND
-            base, delta = self._speculative_prefix(fb, tokens)
-            return self._uniform(fb, base, delta, tokens, code, expected)
+            return self._draft_decode(fb) if self.is_draft else self._decode(fb, expected)
+        if mode.is_target_verify():
+            return self._target_verify(fb, expected)
+        if mode.is_draft_extend_v2():
+            return self._draft_extend_v2(fb)
+        if mode.is_draft_extend():
+            return self._draft_extend(fb)
         if mode.is_extend() and fb.extend_seq_lens is not None:
             return self._ragged(fb, self._extend_mode(mode), expected)
         raise UnsupportedForwardError(
@@ -107,45 +136,72 @@ class PlanInput:
         )
 
     @staticmethod
-    def _speculative_prefix(fb: ForwardBatch, tokens: int) -> tuple[torch.Tensor, int]:
-        if fb.forward_mode.is_target_verify():
-            return fb.seq_lens, 0
-        return fb.seq_lens, -tokens
-
-    @staticmethod
     def _extend_mode(mode) -> Mode:
         if mode.is_mixed():
             return Mode.MIXED
         if mode.is_split_prefill():
             return Mode.SPLIT_PREFILL
-        if mode.is_dllm_extend():
-            return Mode.DLLM_EXTEND
-        return Mode.DRAFT_EXTEND if mode.is_draft_extend() else Mode.EXTEND
+        return Mode.DLLM_EXTEND if mode.is_dllm_extend() else Mode.EXTEND
 
-    def _uniform(self, fb, base_lens, delta, tokens, mode, expected) -> ForwardPlan:
-        return ForwardPlan(
-            VerifyPlan(fb.req_pool_indices, base_lens, delta),
-            WritePlan(fb.input_ids, fb.positions, fb.out_cache_loc, None, None, tokens, mode),
-            self.req_to_token,
-            expected,
-        )
+    def _decode(self, fb, expected) -> ForwardPlan:
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -1)
+        return self._uniform(fb, verify, 1, Mode.DECODE, None, expected)
+
+    def _target_verify(self, fb, expected) -> ForwardPlan:
+        """seq_lens leave the draft tokens out; each request brings as many."""
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0)
+        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
+
+    def _draft_decode(self, fb) -> ForwardPlan:
+        """One inner draft step: topk siblings per request, `inner_step` positions behind seq_lens.
+
+        The first step verifies the prefix. What the steps write is scratch that only they read, and that
+        draft-extend writes anew or the allocator takes back.
+        """
+        step = self.inner_step
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
+        topk = fb.out_cache_loc.shape[0] // fb.batch_size
+        parents = self.parents if topk > 1 else None
+        return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None)
+
+    def _draft_extend_v2(self, fb) -> ForwardPlan:
+        """seq_lens count the new tokens, as many for each request, accepted or not."""
+        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[::tokens])
+        verify = VerifyPlan(rows, fb.seq_lens, -tokens)
+        return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
+
+    def _draft_extend(self, fb) -> ForwardPlan:
+        """The accepted tokens only; seq_lens count them, extend_prefix_lens are the prompt's and of no use."""
+        ext_lens = fb.extend_seq_lens
+        starts = fb.extend_start_loc
+        if starts is None:  # in CUDA graphs
+            starts = torch.cumsum(ext_lens, 0, dtype=ext_lens.dtype) - ext_lens
+        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[starts.long()])
+        verify = VerifyPlan(rows, fb.seq_lens - ext_lens, 0)
+        return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
+
+    def _uniform(self, fb, verify, tokens, mode, parents, expected) -> ForwardPlan:
+        return self._plan(fb, verify, None, None, tokens, mode, parents, expected)
 
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
         rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
-        return ForwardPlan(
-            VerifyPlan(rows, fb.extend_prefix_lens, 0),
-            WritePlan(
-                fb.input_ids,
-                fb.positions,
-                fb.out_cache_loc,
-                fb.extend_seq_lens,
-                fb.extend_start_loc,
-                0,
-                mode,
-            ),
-            self.req_to_token,
-            expected,
+        verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
+        return self._plan(
+            fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected
         )
+
+    def _plan(self, fb, verify, ext_lens, starts, tokens, mode, parents, expected) -> ForwardPlan:
+        write = WritePlan(
+            fb.input_ids, fb.positions, fb.out_cache_loc, ext_lens, starts, tokens, mode, parents
+        )
+        return ForwardPlan(verify, write, self.req_to_token, expected)
+
+
+def _without_padding(rows: torch.Tensor, first_slots: torch.Tensor) -> torch.Tensor:
+    """Rows of draft-extend, padded ones as row 0: its graphs keep stale rows there, with slot 0."""
+    return torch.where(first_slots == 0, 0, rows)
 
 
 @dataclass(frozen=True, slots=True)

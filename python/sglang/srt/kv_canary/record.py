@@ -34,6 +34,7 @@ class State(IntEnum):
     LIVE = 1
     FREED = 2
     ALLOCATED = 3  # handed out again after a free, not written since
+    UNFILLED = 4  # draft pools: the target wrote the slot and the draft model did not; never a fault
 
 
 class Mode(IntEnum):

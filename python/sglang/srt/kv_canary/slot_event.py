@@ -9,3 +9,4 @@ class SlotEventKind(IntEnum):
     ALLOC = 0
     FREE = 1
     CLEAR = 2  # every slot came back
+    UNFILL = 3  # the target writes these slots and the draft model may not follow

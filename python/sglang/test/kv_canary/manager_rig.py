@@ -146,7 +146,7 @@ class ManagerRig:
 
     def settle(self) -> list[Any]:
         """All results are in and all copies handed over; what was reported so far."""
-        for step in list(self.recorder._in_flight):
+        for step in self.recorder.steps_in_flight:
             self.recorder.result_arrived(step)
         for _ in range(3):
             self.manager.on_idle()

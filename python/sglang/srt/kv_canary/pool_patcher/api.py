@@ -72,6 +72,11 @@ def attach_canary_buffers(
     return attachment.groups
 
 
+def attached_groups(pool: Any) -> tuple[CanaryBufferGroup, ...]:
+    """The groups of `pool`; () when it has no canary buffers."""
+    return getattr(pool, _ATTACHED, None) or ()
+
+
 def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
     """The attachment of `pool` by the attacher of its class; changes nothing in the pool."""
     name, support = _support_of(type(pool))

@@ -31,51 +31,71 @@ class ForwardRecord:
     step: StepRecord | None  # None: a forward that no scheduler step asked for
 
 
-class FlightRecorder:
-    """The last MAX_FORWARDS forwards. Used from the scheduler's thread only."""
+@dataclass(slots=True)
+class _Steps:
+    """The scheduler's steps, which all model runners of the process share."""
 
-    def __init__(self, max_forwards: int = MAX_FORWARDS) -> None:
+    count: int = 0
+    current: StepRecord | None = None
+    in_flight: deque[StepRecord] = field(default_factory=deque)
+
+
+class FlightRecorder:
+    """The last MAX_FORWARDS forwards of one model runner. Used from the scheduler's thread only.
+
+    Each model runner counts its forwards by itself; `for_runner` gives it a recorder of its own.
+    """
+
+    def __init__(self, max_forwards: int = MAX_FORWARDS, steps: _Steps | None = None) -> None:
         self._forwards: dict[int, ForwardRecord] = {}
         self._order: deque[int] = deque()
         self._max_forwards = max_forwards
-        self._in_flight: deque[StepRecord] = deque()
-        self._current: StepRecord | None = None
-        self._step = 0
+        self._steps = _Steps() if steps is None else steps
+
+    def for_runner(self) -> FlightRecorder:
+        """A recorder without forwards that sees the same steps."""
+        return FlightRecorder(self._max_forwards, self._steps)
 
     def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
         """A scheduler step is about to launch its forwards; `requests`: (row, request id) pairs."""
-        self._step += 1
-        self._current = StepRecord(self._step, dict(requests))
-        self._in_flight.append(self._current)
-        return self._current
+        steps = self._steps
+        steps.count += 1
+        steps.current = StepRecord(steps.count, dict(requests))
+        steps.in_flight.append(steps.current)
+        return steps.current
 
     def end_step(self) -> None:
         """All forwards of the current step are launched."""
-        self._current = None
+        self._steps.current = None
 
     def note_forward(self, forward: int, mode: str) -> None:
         if len(self._order) >= self._max_forwards:
             self._forwards.pop(self._order.popleft(), None)
         self._order.append(forward)
-        self._forwards[forward] = ForwardRecord(forward, mode, self._current)
+        self._forwards[forward] = ForwardRecord(forward, mode, self._steps.current)
 
     def result_arrived(self, step: StepRecord) -> None:
         """The scheduler begins to process the step's result: nothing becomes moot in it any more."""
         step.in_flight = False
-        if step in self._in_flight:
-            self._in_flight.remove(step)
+        if step in self._steps.in_flight:
+            self._steps.in_flight.remove(step)
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back: what forwards in flight see of it is moot."""
-        for step in self._in_flight:
+        for step in self._steps.in_flight:
             if row in step.requests:
                 step.moot_rows.add(row)
 
     def row_rewritten(self, row: int) -> None:
         """The host re-points a living request's row to equal slots of the prefix cache."""
-        for step in self._in_flight:
+        for step in self._steps.in_flight:
             if row in step.requests:
                 step.rewritten_rows.add(row)
+
+    @property
+    def steps_in_flight(self) -> tuple[StepRecord, ...]:
+        """Steps whose result has not arrived, oldest first."""
+        return tuple(self._steps.in_flight)
 
     def find(self, forward: int) -> ForwardRecord | None:
         return self._forwards.get(forward)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
+from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryEndpoint, Side, build_endpoints_from_group
@@ -47,6 +50,22 @@ class Launcher:
 
     def check_content(self, plan: ForwardPlan, group: CanaryBufferGroup) -> None:
         self.backend.check_and_write_content(plan, group, self.state, self.content_mode)
+
+    def copy_records(
+        self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
+    ) -> None:
+        """Records follow their bytes, which were copied between slots (group's slot space, int64[n])."""
+        self.backend.copy_records(group, source_slots, target_slots)
+        if self.content_mode is not ContentMode.PARTIAL:
+            return
+        # Which bytes `partial` reads depends on the slot, so that the copied fingerprint is of other bytes.
+        for half in group.halves:
+            tail, slots = group.records(half, "TAIL"), target_slots.long()
+            fingerprints = self.backend.content_fingerprint(
+                group.content(half), slots, self.content_mode
+            )
+            known = tail[slots, record.WORD_CONTENT] != 0
+            tail[slots, record.WORD_CONTENT] = torch.where(known, fingerprints, 0)
 
 
 def launch_endpoints_per_forward(launcher: Launcher, plan: ForwardPlan, side: Side) -> None:

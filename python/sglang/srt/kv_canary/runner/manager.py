@@ -65,6 +65,7 @@ class CanaryManager:
         self.config = config
         self.identity = identity
         self.groups = groups
+        self.plan_input = plan_input
         self.recorder = recorder
         self.sink = sink
         self.state = CanaryDeviceState.allocate(capacities, identity.device)
@@ -81,8 +82,8 @@ class CanaryManager:
         self.armed = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
-            SingleForwardManager(self.launcher, plan_input, self._note_launch)
-            for _ in range(num_single_forwards)
+            SingleForwardManager(self.launcher, plan_input.at_inner_step(i), self._note_launch)
+            for i in range(num_single_forwards)
         )
         self._active_single_forward = 0
         self._depth = 0  # nested model.forward calls: only the outermost counts
@@ -177,7 +178,8 @@ class CanaryManager:
 
     def _note_launch(self, mode: str) -> None:
         self.forward_ct += 1
-        self.recorder.note_forward(self.forward_ct, mode)
+        name = mode if self.identity.role == "target" else f"{self.identity.role} {mode}"
+        self.recorder.note_forward(self.forward_ct, name)
 
     def _resync_forward_counter(self, launched_before: int) -> None:
         """HEAD gave out a number that TAIL did not confirm: the device will give it out again."""

@@ -19,6 +19,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "model_runner",
     "schedule_stream",
     "scheduler",
+    "speculative",
     "startup_check",
 )
 

@@ -51,9 +51,9 @@ def translate(
 
 
 def state_reasons(states: torch.Tensor) -> torch.Tensor:
-    """Reason bits of record states; 0 for live."""
+    """Reason bits of record states; 0 for live, and for unfilled, which nothing is known of."""
     reasons = torch.full_like(states, int(Reason.BAD_STATE))
-    reasons[states == record.State.LIVE] = 0
+    reasons[(states == record.State.LIVE) | (states == record.State.UNFILLED)] = 0
     reasons[states == record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)
     reasons[states == record.State.FREED] = int(Reason.USE_AFTER_FREE)
     reasons[states == record.State.ALLOCATED] = int(Reason.UNWRITTEN_SINCE_ALLOC)
@@ -61,9 +61,17 @@ def state_reasons(states: torch.Tensor) -> torch.Tensor:
 
 
 def check_lanes(
-    lanes: Lanes, records: torch.Tensor, tag_id: int, forward: int, state: CanaryDeviceState
+    lanes: Lanes,
+    records: torch.Tensor,
+    tag_id: int,
+    forward: int,
+    state: CanaryDeviceState,
+    chain_source: torch.Tensor | None = None,
 ) -> None:
-    """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring."""
+    """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
+
+    `chain_source`: the group's; None where chains step from `records` themselves.
+    """
     if lanes.slots.numel() == 0:
         return
     readable = lanes.reasons == 0
@@ -71,15 +79,17 @@ def check_lanes(
     identity, chain = words[:, record.WORD_IDENTITY], words[:, record.WORD_CHAIN]
     writer = words[:, record.WORD_WRITER]
     position, token = hashing.stored_position(identity), hashing.stored_token(identity)
-    not_live = state_reasons(hashing.state_of(writer))
-    expected_chain = _expected_chain(lanes, records, identity)
+    states = hashing.state_of(writer)
+    not_live = state_reasons(states)
+    chained_to = records if chain_source is None else chain_source
+    expected_chain = _expected_chain(lanes, chained_to, identity)
 
     reasons = torch.where(position != lanes.positions, int(Reason.POSITION), 0)
     known = lanes.expected_tokens != record.UNKNOWN
     reasons |= torch.where(known & (token != lanes.expected_tokens), int(Reason.TOKEN), 0)
     checked = expected_chain != record.UNKNOWN
     reasons |= torch.where(checked & (chain != expected_chain), int(Reason.CHAIN), 0)
-    reasons = torch.where(not_live != 0, not_live, reasons)
+    reasons = torch.where(states == record.State.LIVE, reasons, not_live)
     reasons = torch.where(readable, reasons, lanes.reasons)
 
     def stored(value: torch.Tensor) -> torch.Tensor:

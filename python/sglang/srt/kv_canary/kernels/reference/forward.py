@@ -11,7 +11,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, blocks_between_visits
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
+from sglang.srt.kv_canary.kernels.reference import check, hashing, ring, tree
 from sglang.srt.kv_canary.plan_input import ForwardPlan
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
@@ -35,6 +35,8 @@ def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
     prefix = plan.verify.base_lens.long()[: rows.shape[0]] + plan.verify.prefix_delta
     write = plan.write
     index = torch.arange(rows.shape[0], device=rows.device)
+    if plan.verify.already_verified:
+        window = 0
     if write.ext_lens is None:
         ext = torch.full_like(rows, write.tokens_per_request)
         starts = index * write.tokens_per_request
@@ -74,8 +76,8 @@ def check_and_write(
         if side is Side.HEAD:
             _report_bad_requests(plan, requests, tag_id, forward, state)
         lanes = _lanes(plan, group, requests, request_index, positions, state)
-        check.check_lanes(lanes, records, tag_id, forward, state)
-        _count_checked(state, tag_id, requests, lanes)
+        check.check_lanes(lanes, records, tag_id, forward, state, group.chain_source)
+        _count_checked(state, tag_id, plan, requests, lanes)
         if side is Side.HEAD:
             written = _write_head(plan, group, requests, records, tag_id, forward, state)
         else:
@@ -139,7 +141,7 @@ def expected_at(
     return torch.where(known, expected.tokens[index].long(), unknown)
 
 
-def _count_checked(state, tag_id: int, requests: Requests, lanes: check.Lanes) -> None:
+def _count_checked(state, tag_id: int, plan, requests: Requests, lanes: check.Lanes) -> None:
     counters = state.counters[tag_id]
     counters[Counter.LAUNCHES] += 1
     counters[Counter.CHECKED] += lanes.slots.numel()
@@ -147,7 +149,9 @@ def _count_checked(state, tag_id: int, requests: Requests, lanes: check.Lanes) -
     counters[Counter.ELIGIBLE] += eligible.sum()
     diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
     counters[Counter.IDX_DIVERGENCE] += diverged.sum()
-    counters[Counter.OUT_OF_WINDOW] += torch.where(requests.valid, requests.window_starts, 0).sum()
+    if not plan.verify.already_verified:
+        outside = torch.where(requests.valid, requests.window_starts, 0)
+        counters[Counter.OUT_OF_WINDOW] += outside.sum()
 
 
 def _report_bad_requests(plan, requests: Requests, tag_id: int, forward: int, state) -> None:
@@ -179,12 +183,19 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
     tokens = write.input_ids[token_index].long()
     positions = write.positions[token_index].long()
     identity = hashing.pack_identity(tokens, positions)
-    chains = _chains(requests, ext, identity, _seeds(plan, group, requests, records, state))
+    parents, depths = tree.parents_and_depths(write, token_index, in_chunk)
+    expected_position = requests.prefix_lens[request_index] + depths
+    if group.chain_source is None:
+        seeds = _seeds(plan, group, requests, records, state)
+        chains = _chains(ext, identity, seeds, parents)
+    else:
+        rows, before = requests.rows[request_index], expected_position
+        seeds = _chain_before(plan, group, rows, before, group.chain_source, state)
+        chains = hashing.chain_step(seeds, identity)
 
     full_slots = write.out_cache_loc[token_index].long()
     slots, reasons = check.translate(group, full_slots)
     rows = requests.rows[request_index]
-    expected_position = requests.prefix_lens[request_index] + in_chunk
     expected_token = expected_at(
         plan.expected, request_index, expected_position + group.kv_token_id_vs_position_offset
     )
@@ -229,26 +240,30 @@ def _writer_words(forward: int, rows: torch.Tensor, mode: int) -> torch.Tensor:
 
 def _seeds(plan, group, requests, records, state) -> torch.Tensor:
     """Chain before each request's first new token; 0 where the predecessor cannot be read."""
-    last = (requests.prefix_lens - 1).clamp(min=0)
     rows = torch.where(requests.valid, requests.rows, 0)
-    prev_full = plan.req_to_token[rows, torch.where(requests.valid, last, 0)].long()
+    lengths = torch.where(requests.valid, requests.prefix_lens, 0)
+    return _chain_before(plan, group, rows, lengths, records, state)
+
+
+def _chain_before(plan, group, rows, positions, records, state) -> torch.Tensor:
+    """Chain in `records` of the slot before `positions` of `rows`, the anchor at 0; 0 where it cannot be read."""
+    prev_full = plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
     prev_slots, reasons = check.translate(group, prev_full)
-    seeds = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
-    return torch.where(requests.prefix_lens == 0, state.anchors[rows], seeds)
+    chains = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
+    return torch.where(positions == 0, state.anchors[rows], chains)
 
 
-def _chains(requests, ext, identity, seeds) -> torch.Tensor:
+def _chains(ext, identity, seeds, parents) -> torch.Tensor:
     """Chain of each new token, walked request by request (the kernels scan instead)."""
-    chains = torch.empty_like(identity)
+    chains: list[int] = []
     multiplier, mixed = record.CHAIN_MULTIPLIER, hashing.mix64(identity).tolist()
-    at = 0
+    parents = parents.tolist()
     for count, seed in zip(ext.tolist(), seeds.tolist(), strict=True):
-        value = record.to_unsigned64(seed)
-        for i in range(at, at + count):
-            value = record.to_unsigned64(value * multiplier + mixed[i])
-            chains[i] = record.to_signed64(value)
-        at += count
-    return chains
+        first = len(chains)
+        for i in range(first, first + count):
+            before = seed if parents[i] < 0 else chains[first + parents[i]]
+            chains.append(record.to_unsigned64(before * multiplier + mixed[i]))
+    return torch.tensor([record.to_signed64(c) for c in chains], dtype=torch.int64).to(identity)
 
 
 def _write_tail(plan, group, half: str, forward: int) -> int:

@@ -22,7 +22,7 @@ def apply_slot_event(
 ) -> None:
     """Apply one allocator event to all records of `group`.
 
-    FREE and ALLOC take slots in the group's slot space; a FREE gives back whole pages of `page_size`
+    FREE, ALLOC and UNFILL take slots in the group's slot space; a FREE gives back whole pages of `page_size`
     slots. CLEAR takes None: every slot. Slots outside of the pool are ignored.
     """
     forward = int(state.summary[Header.FORWARD_DONE])
@@ -32,6 +32,9 @@ def apply_slot_event(
     slots = slots[(slots > 0) & (slots < group.num_slots)]
     if kind is SlotEventKind.ALLOC:
         _mark_allocated(group, slots.unique())
+        return
+    if kind is SlotEventKind.UNFILL:
+        _mark_unfilled(group, slots, record.pack_writer(forward, 0, Mode.NONE, State.UNFILLED))
         return
     if kind is SlotEventKind.FREE:
         _report_double_free(group, slots, forward, state, page_size)
@@ -56,6 +59,12 @@ def _mark_allocated(group: CanaryBufferGroup, slots: torch.Tensor) -> None:
         records[slots, record.WORD_WRITER] = torch.where(freed, allocated, writer)
 
 
+def _mark_unfilled(group: CanaryBufferGroup, slots: torch.Tensor, word: int) -> None:
+    for records in _buffers(group):
+        records[slots, record.WORD_WRITER] = word
+        records[slots, record.WORD_CONTENT] = 0
+
+
 def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) -> None:
     """Live records keep their last writer in the content word; never-written ones stay."""
     for records in _buffers(group):
@@ -63,7 +72,7 @@ def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) 
         states = hashing.state_of(words[:, record.WORD_WRITER])
         live, allocated = states == State.LIVE, states == State.ALLOCATED
         words[live, record.WORD_CONTENT] = words[live, record.WORD_WRITER]
-        words[live | allocated, record.WORD_WRITER] = freed_word
+        words[live | allocated | (states == State.UNFILLED), record.WORD_WRITER] = freed_word
         records[slots] = words
 
 

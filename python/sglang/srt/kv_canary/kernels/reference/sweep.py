@@ -37,7 +37,8 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
     for half in group.halves:
         tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
         for side in (Side.HEAD, Side.TAIL):
-            check.check_lanes(lanes, group.records(half, side.value), tag_id, forward, state)
+            records = group.records(half, side.value)
+            check.check_lanes(lanes, records, tag_id, forward, state, group.chain_source)
         counters = state.counters[tag_id]
         counters[Counter.LAUNCHES] += 1
         counters[Counter.CHECKED] += slots.numel()

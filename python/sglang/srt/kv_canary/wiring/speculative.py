@@ -1,0 +1,229 @@
+"""Hooks on speculative decoding: brackets around draft forwards, draft trees, slots that change hands in a step.
+
+Draft models run below `ModelRunner.forward` in CUDA graphs, and `ModelRunner.forward` of the draft runs inside of the
+capture of those graphs. So what belongs outside of graphs hangs on the workers' methods that run or replay them.
+
+In one step of EAGLE, with L tokens in the cache of a request (seq_lens) and the bonus token known:
+
+- draft: inner step i writes the draft pool at position L + i, in scratch slots (`PlanInput._draft_decode`);
+- verify: the target writes all draft tokens, at positions L + depth in the draft tree (`parents_of_tree`);
+- the accepted ones stay. With pages and topk > 1, `move_kv_cache` brings them together: records move along;
+- draft-extend: the draft model writes the accepted tokens' slots in its own pool (v2: the rejected ones' as well).
+
+v1 runs draft-extend only for requests that go on. What a finished request accepted last enters the prefix cache
+without the draft model's K and V, so a verify marks its slots as unfilled; draft-extend fills those that live on.
+
+The allocator's `restore_state`, with which v1 takes its scratch slots back, needs no hook: such a slot counts as
+allocated until it is handed out again, and reading it is reported either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.config import TokenCheck
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.pool_patcher.api import attached_groups
+from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.speculation import parents_of_tree
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+# id(draft ModelRunner) -> numbers of the inner forwards of the draft that is running
+_inner_steps: dict[int, Iterator[int]] = {}
+
+
+def _draft_runner(worker: Any) -> Any:
+    """v2 workers have `draft_runner`; a v1 worker is itself the worker of the draft model."""
+    return worker.draft_runner if hasattr(worker, "draft_runner") else worker.model_runner
+
+
+def _inner_forwards(num_steps: int) -> tuple[int, ...]:
+    return tuple(range(num_steps - 1))
+
+
+# Brackets
+
+
+def _around_draft(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    manager = context.manager_of(_draft_runner(worker))
+    if manager is None:
+        return original(worker, *args, **kwargs)
+    with manager.with_ops_outside_graph(_inner_forwards(worker.speculative_num_steps)):
+        return original(worker, *args, **kwargs)
+
+
+def _around_draft_extend(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    manager = context.manager_of(_draft_runner(worker))
+    if manager is None:
+        return original(worker, batch, *args, **kwargs)
+    with manager.with_ops_outside_graph():
+        return original(worker, batch, *args, **kwargs)
+
+
+def _around_draft_prefill(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    manager = context.manager_of(_draft_runner(worker))
+    if manager is None:
+        return original(worker, batch, *args, **kwargs)
+    with manager.with_ops_outside_graph(expected=_expected_tokens(manager, batch)):
+        return original(worker, batch, *args, **kwargs)
+
+
+def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | None:
+    """The prompts' own tokens, as far as the draft model is fed them.
+
+    Not those of the cached prefix, and not the last one of each chunk: there SGLang feeds the target's prediction,
+    also where the prompt goes on.
+    """
+    if manager.config.token_check is not TokenCheck.ALL or not manager.armed:
+        return None
+    prefix_lens = getattr(batch, "extend_prefix_lens", None) or getattr(batch, "prefix_lens", None)
+    lengths = getattr(batch, "extend_seq_lens", None) or getattr(batch, "extend_lens", None)
+    requests = context.requests
+    if prefix_lens is None or lengths is None or len(requests) != len(prefix_lens):
+        return None
+    if batch.input_embeds is not None:
+        return None
+    known = [
+        (prefix + 1, list(request.fill_ids[prefix + 1 : prefix + length]))
+        for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
+    ]
+    return ExpectedTokens.from_lists(known, manager.identity.device)
+
+
+# Inner forwards and trees
+
+
+def _around_draft_forward(
+    original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
+) -> Any:
+    key = id(_draft_runner(worker))
+    _inner_steps[key] = count()
+    try:
+        return original(worker, *args, **kwargs)
+    finally:
+        del _inner_steps[key]
+
+
+def _around_forward(
+    original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    manager = context.manager_of(model_runner)
+    if manager is None:
+        return original(model_runner, forward_batch, *args, **kwargs)
+    steps = _inner_steps.get(id(model_runner))
+    if steps is None:
+        if forward_batch.forward_mode.is_target_verify():
+            _publish_tree(manager, forward_batch.spec_info)
+        return original(model_runner, forward_batch, *args, **kwargs)
+    with manager.with_active_single_forward_manager(next(steps)):
+        return original(model_runner, forward_batch, *args, **kwargs)
+
+
+def _publish_tree(manager: CanaryManager, spec_info: Any) -> None:
+    """Where the plan, which may be in a captured graph, finds the tree that is about to be verified."""
+    buffer = manager.plan_input.parents
+    if buffer is not None and spec_info.retrieve_next_token is not None:
+        parents = parents_of_tree(spec_info.retrieve_next_token, spec_info.retrieve_next_sibling)
+        buffer[: parents.numel()].copy_(parents.flatten())
+
+
+def _before_draft_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    manager = context.manager_of(runner.model_runner)
+    if manager is not None:
+        steps = _inner_forwards(runner.speculative_num_steps)
+        manager.note_replay(forward_batch.forward_mode.name, steps)
+
+
+def _before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    manager = context.manager_of(runner.model_runner)
+    if manager is not None:
+        manager.note_replay(forward_batch.forward_mode.name)
+
+
+# Slots that change hands inside a step
+
+
+def _around_accept(
+    original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """v1, before the rejected slots are freed."""
+    if batch.out_cache_loc is not None and not batch.forward_mode.is_idle():
+        for manager in context.managers:
+            if manager.identity.role == "draft":
+                _mark_unfilled(manager, batch.out_cache_loc)
+    return original(verify_input, batch, *args, **kwargs)
+
+
+def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
+    for group in manager.groups:
+        slots = _slots_of(group, full_slots)
+        manager.ledger.record(SlotEventKind.UNFILL, group.kind, slots, page_size=1)
+
+
+def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
+    return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
+
+
+def _after_move(
+    _: Any, pool: Any, tgt_loc: torch.Tensor, src_loc: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
+    """Sub-pools have no groups of their own, so that a move is seen once, with full slots."""
+    groups = attached_groups(pool)
+    if not groups or not tgt_loc.numel():
+        return
+    manager = next(m for m in context.managers if m.groups[0].k_head is groups[0].k_head)
+    for group in manager.groups:
+        manager.launcher.copy_records(group, _slots_of(group, src_loc), _slots_of(group, tgt_loc))
+
+
+_PACKAGE = "sglang.srt.speculative"
+_V1 = f"{_PACKAGE}.eagle_worker.EAGLEWorker"
+_V2 = f"{_PACKAGE}.eagle_worker_v2.EagleDraftWorker"
+_DRAFT_GRAPH = f"{_PACKAGE}.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
+_EXTEND_GRAPH = f"{_PACKAGE}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_POOLS = (
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool",
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
+)
+_DRAFT_KV = "the draft model's KV"
+
+
+def _hooks() -> tuple[HookSpec, ...]:
+    brackets = (
+        (f"{_V1}.draft", _around_draft),
+        (f"{_V1}.draft_forward", _around_draft_forward),
+        (f"{_V1}.forward_draft_extend", _around_draft_prefill),
+        (f"{_V1}.forward_draft_extend_after_decode", _around_draft_extend),
+        (f"{_V2}.draft", _around_draft),
+        (f"{_V2}.draft_forward", _around_draft_forward),
+        (f"{_V2}._draft_extend_for_prefill", _around_draft_prefill),
+        (f"{_V2}._draft_extend_for_decode", _around_draft_extend),
+        (f"{_RUNNER}.forward", _around_forward),
+        (f"{_PACKAGE}.eagle_info.EagleVerifyInput.verify", _around_accept),
+    )
+    hooks = [HookSpec(target, fn, HookType.AROUND, _DRAFT_KV) for target, fn in brackets]
+    for target, fn in (
+        (f"{_DRAFT_GRAPH}.replay", _before_draft_replay),
+        (f"{_EXTEND_GRAPH}.replay", _before_draft_extend_replay),
+    ):
+        hooks.append(HookSpec(target, fn, HookType.BEFORE, _DRAFT_KV))
+    for pool in _POOLS:
+        target = f"{pool}.move_kv_cache"
+        hooks.append(HookSpec(target, _after_move, HookType.AFTER, "KV that moves between slots"))
+    return tuple(hooks)
+
+
+HOOKS = _hooks()
