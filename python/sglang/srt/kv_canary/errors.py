@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "GO_ON_WITHOUT",
     "CanaryConfigError",
+    "CanaryHealthError",
     "CanaryPhaseError",
     "CanaryStartupError",
     "CanaryViolationError",
@@ -31,6 +32,10 @@ def startup_error(problem: str, not_protected: str) -> CanaryStartupError:
 
 class CanaryViolationError(RuntimeError):
     """A check failed in RAISE mode; the message is the report."""
+
+
+class CanaryHealthError(RuntimeError):
+    """Checks that should have run did not, in RAISE mode; the message names them."""
 
 
 class CanaryPhaseError(RuntimeError):

@@ -218,26 +218,29 @@ class CanaryManager:
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
-        attempts = FirstError()
         with self.clock:
-            attempts.run(self._copy.deliver, wait=wait)
-            if self.violations.busy:
-                attempts.run(self.violations.step, wait=wait)
+            self._drain(wait)
+
+    def _drain(self, wait: bool = False) -> None:
+        attempts = FirstError()
+        attempts.run(self._copy.deliver, wait=wait)
+        if self.violations.busy:
+            attempts.run(self.violations.step, wait=wait)
         attempts.raise_first()
 
     def on_idle(self) -> None:
         """Nothing runs: what the last step found must not wait for the next request.
 
         Copies only where something was launched since the last copy: an idle server costs the device nothing.
+        The clock does not run: no step is lengthened.
         """
         attempts = FirstError()
-        with self.clock:
-            self._uncopied |= self.ledger.apply() > 0
-            self._uncopied |= attempts.run(self._tell_observers, "on_idle", self) is not False
-            attempts.run(self.drain, wait=True)
-            if self._uncopied:
-                self._start_copy()
-                attempts.run(self.drain, wait=True)
+        self._uncopied |= self.ledger.apply() > 0
+        self._uncopied |= attempts.run(self._tell_observers, "on_idle", self) is not False
+        attempts.run(self._drain, wait=True)
+        if self._uncopied:
+            self._start_copy()
+            attempts.run(self._drain, wait=True)
         attempts.raise_first()
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:

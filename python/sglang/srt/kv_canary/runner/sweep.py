@@ -109,6 +109,8 @@ class SweepOrchestrator(StepObserver):
 
     A tick is a step, or, when the server idles, an idle tick of the scheduler (every 10 ms): so passes go on with
     no request at all. A pass that takes longer than the interval is followed by the next one at once.
+
+    Target runners only: slots of a draft pool that the prefix cache holds may never have been written.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class ViolationReporter:
             text = "\n".join(render(v) for v in fresh[:4])
             if len(fresh) > 4:
                 text += f"\nkv-canary: and {len(fresh) - 4} more violations in the same step"
-            _leave_last_words(text)
+            leave_last_words(text)
             raise CanaryViolationError(text)
         self._log(fresh)
 
@@ -71,7 +71,7 @@ class ViolationReporter:
         self._unlogged = 0
 
 
-def _leave_last_words(text: str) -> None:
+def leave_last_words(text: str) -> None:
     """Where the main process looks before it kills the process tree."""
     path = os.environ.get(LAST_WORDS_ENV)
     if path:

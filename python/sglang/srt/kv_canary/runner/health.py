@@ -1,0 +1,176 @@
+"""The health check: a checker that has quietly stopped checking is worse than none.
+
+Every period it asks the device's own counters, which only the kernels move, what has run since the last check.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, ContentMode
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.errors import CanaryHealthError
+from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.launch_counts import PER_FORWARD, CountsBetween, tags_of
+from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
+from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
+from sglang.srt.kv_canary.runner.violation_reporter import leave_last_words
+from sglang.srt.kv_canary.state import Counter
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.runner.manager import CanaryManager
+
+logger = logging.getLogger(__name__)
+
+SILENT_PERIODS = 2  # without any counters from the device
+LEAST_SILENT_STEPS = 64
+
+
+class HealthCheck(StepObserver):
+    """Checks once in `health_check_interval` steps, an idle tick of the scheduler counting as a step.
+
+    Expected to have run since the last check: HEAD and TAIL of every group and half, when forwards were launched;
+    content fingerprints of what they wrote; every SWEEP launch that was issued (none without `sweep`, so none on
+    draft runners). The device must have counted as many forwards as the host launched. Nothing is expected of an
+    idle server. Unhealthy: RAISE raises CanaryHealthError; LOG logs an error, emits an event and clears `healthy`.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        groups: tuple[CanaryBufferGroup, ...],
+        sink: EventSink,
+        role: str = "target",
+        sweep: SweepOrchestrator | None = None,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._tags = tags_of(groups, PER_FORWARD)
+        self._sink = sink
+        self._role = role
+        self._sweep = sweep
+        self._last: Summary | None = None
+        self._ticks = 0
+        self._checked_tick = self._heard_tick = 0
+        self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
+        self.healthy = True
+        self.checks = 0
+        self.failures = 0
+
+    def after_forwards(self, manager: CanaryManager) -> None:
+        self._ticks += 1
+        silent = self._ticks - self._heard_tick
+        limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
+        if manager.armed and silent > limit:
+            self._heard_tick = self._ticks
+            self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
+
+    def on_idle(self, manager: CanaryManager) -> bool:
+        self._ticks += 1
+        return False
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
+        self._heard_tick = self._ticks
+        if not manager.armed:
+            self._last = None
+        elif self._last is None:
+            self._last, self._checked_tick = summary, self._ticks
+        elif self._ticks - self._checked_tick >= self._config.health_check_interval:
+            between = CountsBetween(self._last, summary)
+            self._last, self._checked_tick = summary, self._ticks
+            self._check(between, issued)
+
+    def _sweeps_now(self) -> dict[PoolKind, int]:
+        return dict(self._sweep.launches) if self._sweep else {}
+
+    def _check(self, between: CountsBetween, sweeps_issued: dict[PoolKind, int]) -> None:
+        problems: list[str] = []
+        silent: list[str] = []
+        forwards = between.forwards_launched
+        if forwards:
+            silent += self._silent_tags(between)
+            problems += self._without_fingerprints(between)
+        if between.forwards_done != forwards:
+            problems.append(
+                f"the device counted {between.forwards_done} of {forwards} forwards launched"
+            )
+        silent += self._silent_sweeps(between.later, sweeps_issued)
+        if silent:
+            problems.insert(0, f"did not run: {', '.join(silent)}")
+        self._conclude(problems, tuple(silent), between)
+
+    def _silent_tags(self, between: CountsBetween) -> list[str]:
+        launches = between.by_tag(self._tags, Counter.LAUNCHES)
+        return [name for name, count in launches.items() if count <= 0]
+
+    def _without_fingerprints(self, between: CountsBetween) -> list[str]:
+        """Tags whose slots were written without the content fingerprint that was asked for."""
+        if self._config.content_mode is ContentMode.NONE:
+            return []
+        bad = []
+        for group in self._groups:
+            for half in group.halves:
+                tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
+                wrote = between.grown(tag, Counter.WRITTEN) > 0 and group.content(half)
+                if wrote and between.grown(tag, Counter.CONTENT_WRITTEN) <= 0:
+                    bad.append(tag.name)
+        return [f"no content fingerprints of what was written at {', '.join(bad)}"] if bad else []
+
+    def _silent_sweeps(self, summary: Summary, issued: dict[PoolKind, int]) -> list[str]:
+        """SWEEP tags that have run less often than had been issued before the copy was started.
+
+        One copy is under way at a time, so what was issued when the previous one arrived lies before this one.
+        """
+        silent = []
+        for tag in tags_of(self._groups, (Side.SWEEP,)):
+            if int(summary.counters[tag.id, Counter.LAUNCHES]) < issued.get(tag.kind, 0):
+                silent.append(tag.name)
+        return silent
+
+    def _conclude(
+        self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None = None
+    ) -> None:
+        was_healthy, self.healthy = self.healthy, not problems
+        self.checks += 1
+        self.failures += bool(problems)
+        if problems or not was_healthy or self.checks == 1:
+            self._emit(problems, tags, between)
+        if not problems:
+            if not was_healthy:
+                logger.info("kv-canary healthy again on the %s runner", self._role)
+            return
+        text = self._text(problems, between)
+        if self._config.mode is CanaryMode.RAISE:
+            leave_last_words(text)
+            raise CanaryHealthError(text)
+        logger.error("%s", text)
+
+    def _text(self, problems: list[str], between: CountsBetween | None) -> str:
+        since = ""
+        if between is not None:
+            since = (
+                f" since step {between.earlier.step}, in {between.steps} steps and "
+                f"{between.forwards_launched} forwards"
+            )
+        return (
+            f"kv-canary unhealthy on the {self._role} runner{since}: {'; '.join(problems)}. "
+            "K/V may be unprotected. Restart the server; if it happens again, report the model and its flags"
+        )
+
+    def _emit(
+        self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None
+    ) -> None:
+        self._sink.emit(
+            {
+                "event": "health",
+                "role": self._role,
+                "healthy": not problems,
+                "problems": problems,
+                "tags": list(tags),
+                "step": between.later.step if between else None,
+                "forwards": between.forwards_launched if between else None,
+            }
+        )
