@@ -85,12 +85,14 @@ class CanaryE2EBase:
     # Observe
 
     def settle(self) -> dict[str, Any]:
-        """Wait until everything that the server has found is reported; returns its counters.
+        """Wait until everything that the server has found is reported; returns the counters of rank 0.
 
         The server must be idle. A first idle tick hands over what the last step found, so two are enough.
         """
-        self.serving.send("counters").answer()
-        return self.serving.send("counters").answer()["counters"]
+        ranks = range(self.serving.server_args.get("tp_size", 1))
+        for _ in range(2):
+            answers = [self.serving.send("counters", rank).answer() for rank in ranks]
+        return answers[0]["counters"]
 
     def violations(self) -> list[dict[str, Any]]:
         """Violations since the test began, once all are in."""
