@@ -23,3 +23,13 @@ MAX_RUNNING_REQUESTS = 16
 CONTEXT_LENGTH = 1024
 
 PAGE_SIZE = 16
+
+# SWA pool: the tiny Gemma 4 has sliding_window 32, of which SGLang keeps W = 31 tokens back (it counts the token itself
+# elsewhere), and evicts when a request has decoded W more.
+SWA_WINDOW = 31
+# Full pool as for MHA; SWA pool 2048 * 0.5 = 1024 slots. 12 requests of 150 tokens on average would need 1800 of them
+# at once if none slid out of the window, and one request of 426 tokens with its window and a chunk needs at most
+# 31 + 64 + 31. So prefixes lose their SWA slots (tombstones) while their full slots stay, and 1000 requests of
+# about 70 new tokens each write each SWA slot some 70 times.
+SWA_POOL_FULL_SLOTS = 2048
+SWA_POOL_RATIO = 0.5

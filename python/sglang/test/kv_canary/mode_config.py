@@ -10,7 +10,12 @@ from typing import Any
 import torch
 
 from sglang.test.kv_canary import consts
-from sglang.test.kv_canary.tiny_models import write_tiny_llama
+from sglang.test.kv_canary.fill_ins import mla_on_torch_native, swa_on_torch_native
+from sglang.test.kv_canary.tiny_models import (
+    write_tiny_deepseek_v2,
+    write_tiny_gemma4,
+    write_tiny_llama,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class ModeConfig:
     cpu_args: Mapping[str, Any] = field(default_factory=dict)  # added where there is no GPU
     cuda_args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    cpu_fill_ins: tuple[Callable[[], None], ...] = ()  # see fill_ins.py
 
     def tags(self, side: str) -> list[str]:
         """Names of the launch tags of `side` (HEAD, TAIL, SWEEP)."""
@@ -54,6 +60,30 @@ MODES: dict[str, ModeConfig] = {
         server_args={**_COMMON, "max_total_tokens": consts.MHA_POOL_SLOTS},
         cpu_args={**_CPU, "attention_backend": "torch_native"},
         cuda_args=_CUDA,
+    ),
+    "swa": ModeConfig(
+        name="swa",
+        write_model=write_tiny_gemma4,
+        pools=("FULL", "SWA"),
+        halves=("K", "V"),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.SWA_POOL_FULL_SLOTS,
+            "swa_full_tokens_ratio": consts.SWA_POOL_RATIO,
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        cpu_fill_ins=(swa_on_torch_native,),
+    ),
+    "mla": ModeConfig(
+        name="mla",
+        write_model=write_tiny_deepseek_v2,
+        pools=("FULL",),
+        halves=("K",),
+        server_args={**_COMMON, "max_total_tokens": consts.MHA_POOL_SLOTS},
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        cpu_fill_ins=(mla_on_torch_native,),
     ),
 }
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
+from sglang.test.kv_canary.fill_ins import plugin_path
 from sglang.test.kv_canary.mode_config import ModeConfig, server_args_of
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class Serving:
             **mode.env,
             **(env or {}),
         }
+        if mode.cpu_fill_ins and not torch.cuda.is_available():
+            self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", mode.cpu_fill_ins)
         self._commands = 0
 
     # Serving

@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_tiny_llama", "write_tiny_whisper"]
+__all__ = [
+    "write_tiny_deepseek_v2",
+    "write_tiny_gemma4",
+    "write_tiny_llama",
+    "write_tiny_whisper",
+]
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,6 +52,93 @@ TINY_WHISPER = {
     "torch_dtype": "float32",
 }
 
+TINY_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "swa_head_dim": 16,
+    "swa_v_head_dim": 16,
+    "v_head_dim": 16,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 32,
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "final_logit_softcapping": None,
+    "enable_moe_block": False,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+TINY_DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 256,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 16,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
 
 def write_tiny_llama(folder: str | Path) -> str:
     """Write the config of a 2-layer Llama (MHA pool, 2 KV heads of 16) into `folder`; returns the path.
@@ -60,6 +152,19 @@ def write_tiny_llama(folder: str | Path) -> str:
 def write_tiny_whisper(folder: str | Path) -> str:
     """Write the config of an encoder-decoder model into `folder`; returns the path. Not made to be served."""
     return _write(folder, TINY_WHISPER)
+
+
+def write_tiny_gemma4(folder: str | Path) -> str:
+    """Write the config of a 4-layer Gemma 4 into `folder`; returns the path.
+
+    SWA pool: two layers with a window of 32 tokens, two with full attention, 2 KV heads of 16 each.
+    """
+    return _write(folder, TINY_GEMMA4)
+
+
+def write_tiny_deepseek_v2(folder: str | Path) -> str:
+    """Write the config of a 2-layer dense DeepSeek-V2 (MLA pool, 256 + 32 values a slot) into `folder`."""
+    return _write(folder, TINY_DEEPSEEK_V2)
 
 
 def _write(folder: str | Path, config: dict[str, Any]) -> str:

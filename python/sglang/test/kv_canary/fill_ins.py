@@ -1,0 +1,91 @@
+"""What SGLang's torch_native attention lacks for some models, filled in for tests on machines without a GPU.
+
+A fill-in is a SGLang plugin of its own, so that it reaches every process that a server launches: `plugin_path`
+writes the entry points of a distribution that is nowhere installed, to be found through PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = ["mla_on_torch_native", "plugin_path", "swa_on_torch_native"]
+
+_DISTRIBUTION = "kv_canary_fill_ins"
+
+
+def plugin_path(folder: str | Path, fill_ins: Sequence[Callable[[], None]]) -> str:
+    """The PYTHONPATH with which SGLang loads `fill_ins`, functions of this module, as plugins."""
+    info = Path(folder) / f"{_DISTRIBUTION}-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: 0\n")
+    entries = [f"{fn.__name__} = {fn.__module__}:{fn.__name__}" for fn in fill_ins]
+    (info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *entries]) + "\n")
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(folder), before] if before else [str(folder)])
+
+
+# SWA pools: torch_native takes the slots of `req_to_token`, which are full slots, for those of every layer.
+
+
+def swa_on_torch_native() -> None:
+    """Sliding-window layers read the SWA slots that the pool maps their full slots to."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    for method in ("forward_extend", "forward_decode"):
+        HookRegistry.register(f"{backend}.{method}", _with_translated_rows, HookType.AROUND)
+
+
+def _with_translated_rows(
+    original: Callable[..., Any],
+    backend: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    pool, rows = forward_batch.token_to_kv_pool, forward_batch.req_to_token_pool
+    indices = forward_batch.req_pool_indices
+    if not _is_swa_layer(pool, layer):
+        return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    longest = int(forward_batch.seq_lens.max())
+    full_slots = rows.req_to_token[indices.long(), :longest].long()
+    forward_batch.req_to_token_pool = SimpleNamespace(
+        req_to_token=pool.full_to_swa_index_mapping[full_slots]
+    )
+    forward_batch.req_pool_indices = torch.arange(len(indices))
+    try:
+        return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    finally:
+        forward_batch.req_to_token_pool, forward_batch.req_pool_indices = rows, indices
+
+
+def _is_swa_layer(pool: Any, layer: Any) -> bool:
+    layers = getattr(pool, "layers_mapping", None)
+    return layers is not None and layers[layer.layer_id][1]
+
+
+# MLA pools: SGLang dispatches MLA layers by the backend's name, and does not know this one.
+
+
+def mla_on_torch_native() -> None:
+    """DeepSeek's MLA layers run on torch_native as they do on other backends without kernels of their own."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"{runner}.load_model", _register_mla, HookType.BEFORE)
+
+
+def _register_mla(*_: Any, **__: Any) -> None:
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
