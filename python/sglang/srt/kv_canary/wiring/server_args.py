@@ -29,6 +29,7 @@ __all__ = [
     "FIELDS",
     "UNSUPPORTED",
     "UnsupportedCase",
+    "add_canary_args",
     "add_fields",
     "check_request",
     "install_server_args",
@@ -93,10 +94,22 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Remove --dllm-algorithm.",
     ),
     UnsupportedCase(
-        "speculative decoding",
-        lambda args: args.speculative_algorithm is not None,
-        "draft, verify and draft-extend forwards, and the moves of accepted tokens.",
-        "Remove --speculative-algorithm.",
+        "speculative decoding other than EAGLE and EAGLE3",
+        lambda args: args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN"),
+        "forwards of STANDALONE, NGRAM, DFLASH, FROZEN_KV_MTP and registered algorithms.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    UnsupportedCase(
+        "multi-layer EAGLE",
+        lambda args: args.speculative_algorithm is not None and args.enable_multi_layer_eagle,
+        "forwards of the draft layers, each of which also rewrites slots before the accepted tokens.",
+        "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
+    ),
+    UnsupportedCase(
+        "adaptive speculative decoding",
+        lambda args: args.speculative_algorithm is not None and args.speculative_adaptive,
+        "the number of draft forwards, which changes while the server runs.",
+        "Remove --speculative-adaptive.",
     ),
     UnsupportedCase(
         "encoder-decoder model",
@@ -229,7 +242,7 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
     @functools.wraps(add_cli_args)
     def add_all_cli_args(parser: argparse.ArgumentParser) -> None:
         add_cli_args(parser)
-        _add_canary_args(parser)
+        add_canary_args(parser)
 
     @functools.wraps(post_init)
     def checked_post_init(self: Any) -> None:
@@ -250,7 +263,8 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
     }
 
 
-def _add_canary_args(parser: argparse.ArgumentParser) -> None:
+def add_canary_args(parser: argparse.ArgumentParser) -> None:
+    """The canary's flags, as SGLang's server and the settings table show them."""
     group = parser.add_argument_group("KV canary")
     group.add_argument(
         FLAG_MODE,
