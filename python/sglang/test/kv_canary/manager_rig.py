@@ -36,6 +36,7 @@ class ManagerRig:
         real: RealPool | None = None,
         device: str = "cpu",
         event_file: str = "",
+        sliding_window_size: int | None = None,
         **settings: Any,
     ) -> None:
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
@@ -44,7 +45,10 @@ class ManagerRig:
         self.recorder = FlightRecorder()
         config = CanaryConfig(mode=mode, content_mode=content, log_every_s=0.0, **settings)
         groups = attach_canary_buffers(
-            self.pool, allocator=self.allocator, content=content is not ContentMode.NONE
+            self.pool,
+            allocator=self.allocator,
+            content=content is not ContentMode.NONE,
+            sliding_window_size=sliding_window_size,
         )
         self.manager = CanaryManager(
             config,

@@ -1,0 +1,168 @@
+"""A ManagerRig with SGLang's real prefix cache: requests are served, cached, evicted and flushed as the scheduler does.
+
+Allocator events reach the manager's ledger through the same methods that `wiring/allocator.py` hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.anchor import anchor_of
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.test.kv_canary.manager_rig import CONTEXT, ManagerRig
+from sglang.test.kv_canary.pool_fixtures import make_mha_pool, make_swa_pool
+
+WINDOW = 8
+
+
+class TreeRig(ManagerRig):
+    """`kind`: "mha" (MHA pool, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW)."""
+
+    def __init__(self, kind: str = "mha", size: int = 256, size_swa: int = 96, **kw: Any) -> None:
+        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=1))
+        is_swa = kind == "swa"
+        real = make_swa_pool(size=size, size_swa=size_swa) if is_swa else make_mha_pool(size=size)
+        super().__init__(real=real, sliding_window_size=WINDOW if is_swa else None, **kw)
+        self.is_swa = is_swa
+        self.tree = self._make_tree()
+        self._watch_allocators()
+
+    def _make_tree(self) -> Any:
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            sliding_window_size=WINDOW if self.is_swa else None,
+        )
+        if not self.is_swa:
+            return RadixCache(params)
+        from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+
+        return SWARadixCache(params)
+
+    def _watch_allocators(self) -> None:
+        if not self.is_swa:
+            self._watch(self.allocator, PoolKind.FULL)
+            return
+        self._watch(self.allocator.full_attn_allocator, PoolKind.FULL)
+        self._watch(self.allocator.swa_attn_allocator, PoolKind.SWA)
+
+    def _watch(self, allocator: Any, pool_kind: PoolKind) -> None:
+        alloc, free, clear = allocator.alloc, allocator.free, allocator.clear
+        record = self.manager.ledger.record
+
+        def watched_alloc(count: int) -> torch.Tensor | None:
+            slots = alloc(count)
+            if slots is not None and slots.numel():
+                record(SlotEventKind.ALLOC, pool_kind, slots, 1)
+            return slots
+
+        def watched_free(slots: torch.Tensor) -> None:
+            if slots.numel():
+                record(SlotEventKind.FREE, pool_kind, slots.clone(), 1)
+            free(slots)
+
+        def watched_clear() -> None:
+            record(SlotEventKind.CLEAR, pool_kind, None, 1)
+            clear()
+
+        allocator.alloc, allocator.free, allocator.clear = (
+            watched_alloc,
+            watched_free,
+            watched_clear,
+        )
+
+    # The life of a request
+
+    def admit(self, prompt: Sequence[int], extra_key: str | None = None) -> Any:
+        """Match and lock the cached prefix, prefill the rest. Returns SGLang's own Req."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        req = Req("rig", "", list(prompt), SamplingParams(max_new_tokens=64), extra_key=extra_key)
+        req.req_pool_idx = next(row for row, length in self.lengths.items() if not length)
+        found = self.tree.match_prefix(
+            MatchPrefixParams(key=RadixKey(list(prompt[:-1]), extra_key))
+        )
+        slots = found.device_indices
+        req.last_node = found.last_device_node
+        req.swa_uuid_for_lock = self.tree.inc_lock_ref(req.last_node).swa_uuid_for_lock
+        req.cache_protected_len = len(slots)
+        self.rows.req_to_token[req.req_pool_idx, : len(slots)] = slots.int()
+        self.lengths[req.req_pool_idx] = len(slots)
+        self.manager.state.anchors[req.req_pool_idx] = anchor_of(extra_key)
+        self._make_room(len(prompt) - len(slots))
+        self.recorder.result_arrived(self.extend(req.req_pool_idx, list(prompt[len(slots) :])))
+        return req
+
+    def decode_request(self, req: Any, token: int) -> None:
+        """Feed one more token of the answer."""
+        self._make_room(1)
+        req.output_ids.append(token)
+        self.recorder.result_arrived(self.decode([req.req_pool_idx], [token]))
+
+    def finish(self, req: Any) -> None:
+        """cache_finished_req, and the row goes back."""
+        req.kv_committed_len = self.lengths[req.req_pool_idx]
+        self.tree.cache_finished_req(req)
+        self.recorder.row_released(req.req_pool_idx)
+        self.lengths[req.req_pool_idx] = 0
+
+    def serve(
+        self, prompt: Sequence[int], answer: Sequence[int] = (), extra_key: str | None = None
+    ) -> None:
+        """All of it; prompt and answer are cached afterwards."""
+        req = self.admit(prompt, extra_key)
+        for token in answer:
+            self.decode_request(req, token)
+        self.finish(req)
+
+    def cached_slots(self, tokens: Sequence[int], extra_key: str | None = None) -> list[int]:
+        """Full slots of the cached prefix of `tokens`, and no node is split more than a match would."""
+        key = RadixKey(list(tokens), extra_key)
+        return self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices.tolist()
+
+    def evict(self, tokens: int, swa_tokens: int = 0) -> None:
+        self.tree.evict(EvictParams(num_tokens=tokens, swa_num_tokens=swa_tokens))
+
+    def flush(self) -> None:
+        """What flush_cache does."""
+        self.tree.reset()
+        self.allocator.clear()
+
+    def _make_room(self, count: int) -> None:
+        if self.is_swa:
+            if self.allocator.swa_available_size() < count:
+                self.evict(0, count)
+            if self.allocator.full_available_size() < count:
+                self.evict(count, 0)
+        elif self.allocator.available_size() < count:
+            self.evict(count)
+
+    def _model(self, slots: torch.Tensor) -> None:
+        if not self.is_swa:
+            super()._model(slots)
+            return
+        for layer_id in self.pool.layers_mapping:
+            shape = (len(slots), self.pool.full_kv_pool.head_num, self.pool.full_kv_pool.head_dim)
+            k, v = torch.randn(2, *shape, device=self.device, dtype=self.pool.dtype)
+            self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), slots, k, v)
+
+    def idle(self, ticks: int) -> None:
+        """So many idle ticks of the scheduler, with no request."""
+        for _ in range(ticks):
+            self.manager.on_idle()
+
+
+MAX_PROMPT = CONTEXT - 64
