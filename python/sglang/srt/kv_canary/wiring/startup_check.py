@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import pkgutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sglang.srt.kv_canary.errors import CanaryConfigError, CanaryStartupError, startup_error
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.registration import registration
-from sglang.srt.plugins.hook_registry import HookRegistry
 
 __all__ = [
     "ACTIVE_KEY",
@@ -83,8 +83,6 @@ def _why_not_registered() -> str:
 
 
 def _is_applied(hook: HookSpec) -> bool:
-    if hook.target not in HookRegistry._patched:
-        return False
     try:
         attribute = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError):
@@ -136,26 +134,34 @@ class _Report:
         return [cls(**json.loads(path.read_text())) for path in sorted(Path(folder).glob("*.json"))]
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What the main process tells each scheduler process about itself."""
+
+    folder: str  # where it looks for reports
+    main_pid: int
+
+
 class _SchedulerRefusal(BaseException):
     """Leaves SGLang's `except Exception`, which would kill the main process before it can say why."""
 
 
-def run_guarded_scheduler_process(run: Callable[..., None], folder: str, *args: Any) -> None:
+def run_guarded_scheduler_process(run: Callable[..., None], launch: _Launch, *args: Any) -> None:
     """Target of each scheduler process: `run(*args)`, ready only with the canary active.
 
-    `args` are those of SGLang's `run_scheduler_process`, the pipe to the launching process last;
-    `folder` is where the main process looks for reports. Exits with code 1 after a refusal.
+    `args` are those of SGLang's `run_scheduler_process`, the pipe to the launching process last.
+    Exits with code 1 after a refusal.
     """
     *arguments, pipe = args
     rank = _rank_name(arguments)
     _state.guarded = True
     try:
         _load_and_verify()
-        run(*arguments, _GuardedPipe(pipe, folder, rank))
+        run(*arguments, _GuardedPipe(pipe, launch.folder, rank))
     except (CanaryStartupError, _SchedulerRefusal) as error:
         logger.error("%s: %s", rank, error)
-        _Report(rank, refusal=str(error)).write(folder)
-        _tell_launching_process(arguments[0], pipe)
+        _Report(rank, refusal=str(error)).write(launch.folder)
+        _end_the_launch(launch.main_pid, pipe)
         sys.exit(1)
 
 
@@ -191,12 +197,18 @@ class _GuardedPipe:
         return getattr(self._pipe, name)
 
 
-def _tell_launching_process(server_args: Any, pipe: Any) -> None:
-    if server_args.dp_size == 1:
+def _end_the_launch(main_pid: int, pipe: Any) -> None:
+    """Let the main process notice the refusal, whether it or a data parallel controller waits on `pipe`."""
+    from sglang.srt.utils import kill_process_tree
+
+    launcher = psutil.Process().parent()
+    if launcher is None or launcher.pid == main_pid:
         pipe.send({"status": "refused by kv-canary"})
-    else:
-        # The data parallel controller would wait for ever; the main process notices when it is gone.
-        os.kill(os.getppid(), signal.SIGQUIT)
+    elif launcher.ppid() == main_pid:
+        # A controller would wait for ever; the main process notices when it is gone. Its other
+        # schedulers go with it, for none of them notices before it has come far in its own start.
+        launcher.suspend()
+        kill_process_tree(launcher.pid, skip_pid=os.getpid())
 
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +231,8 @@ def _guard_scheduler_launch(
     if not _asked_for(server_args):
         return original(cls, server_args, port_args, run)
     folder = tempfile.TemporaryDirectory(prefix="kv_canary_startup_")
-    guarded = functools.partial(run_guarded_scheduler_process, run, folder.name)
+    launch = _Launch(folder.name, os.getpid())
+    guarded = functools.partial(run_guarded_scheduler_process, run, launch)
     result, processes = original(cls, server_args, port_args, guarded)
     wait, expected = result.wait_for_ready, _schedulers_here(server_args)
 
