@@ -1,0 +1,717 @@
+"""What the canary must do, in plain Python: the model that every backend is compared with.
+
+Records are dict entries, a forward is a list of requests, and each check is spelled out for one slot at a
+time. Of the package it uses the layout constants, the scalar helpers of `record` and the block sizes of
+`kernels.layout`; no tensor code, so that an error there cannot hide in both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK
+from sglang.srt.kv_canary.record import UNKNOWN, Column, Mode, Reason, State
+from sglang.srt.kv_canary.state import Counter
+
+Row = tuple[int, ...]  # a violation row, in the order of `Column`, with SEQUENCE = 0
+
+NO_REASON = Reason(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a forward: reads positions 0 .. prefix-1 of `row`, writes `count` tokens."""
+
+    row: int
+    prefix: int
+    count: int
+    start: int  # first of its tokens in the forward
+    known_from: int = 0  # position of known[0]
+    known: tuple[int, ...] = ()  # tokens that the host says this request has
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward in plain numbers. `tokens`, `positions` and `out_slots` have one entry per token."""
+
+    requests: tuple[Request, ...]
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    out_slots: tuple[int, ...]  # full slots, 0 = padding
+    mode: int = Mode.NONE
+    parents: tuple[int, ...] | None = (
+        None  # per token, numbered within its request; None: the one before
+    )
+    already_verified: bool = False
+
+    def parent(self, request: Request, index: int) -> int:
+        """The token of its request that token `index` follows; -1: the prefix."""
+        if self.parents is None:
+            return index - 1
+        parent = self.parents[request.start + index]
+        return parent if 0 <= parent < index else -1
+
+    def depth(self, request: Request, index: int) -> int:
+        """New tokens between the prefix and token `index`."""
+        parent = self.parent(request, index)
+        return 0 if parent < 0 else self.depth(request, parent) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SweepEntry:
+    slot: int
+    position: int
+    prev_slot: int
+    anchor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLayout:
+    """Where the bytes of a slot lie in `memory`; the fields of `ContentSource`, `offset` from its start."""
+
+    memory: bytearray
+    page_size: int
+    page_stride: int
+    token_stride: int
+    row_bytes: int
+    offset: int
+
+    def start_of(self, slot: int) -> int:
+        page, in_page = divmod(slot, self.page_size)
+        return self.offset + page * self.page_stride + in_page * self.token_stride
+
+    def row_of(self, slot: int) -> bytes:
+        start = self.start_of(slot)
+        return bytes(self.memory[start : start + self.row_bytes])
+
+    @property
+    def in_words(self) -> bool:
+        """Whether every row starts and ends at a multiple of 4 bytes."""
+        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset)
+        return all(part % 4 == 0 for part in parts)
+
+
+@lru_cache(maxsize=1 << 16)
+def _mix(value: int) -> int:
+    return record.mix64(record.to_unsigned64(value))
+
+
+def fingerprint(layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode) -> int:
+    """Content word of a slot, signed."""
+    unit = 4 if all(layout.in_words for layout in layouts) else 1
+    total = record.CONTENT_BASE
+    for source, layout in enumerate(layouts):
+        row = layout.row_of(slot)
+        first, last = 0, len(row)
+        if mode is ContentMode.PARTIAL:
+            sectors = -(-len(row) // record.SECTOR_BYTES)
+            sector = (_mix(slot * 65536 + source) >> 33) % sectors
+            first, last = sector * record.SECTOR_BYTES, (sector + 1) * record.SECTOR_BYTES
+        source_key = _mix(source + record.CONTENT_SOURCE_SALT) | 1
+        for at in range(first, last, unit):
+            word = int.from_bytes(row[at : at + unit], "little")
+            total += word * ((_mix(at // unit) * source_key) | 1)
+    return record.to_signed64(total)
+
+
+@dataclass(slots=True)
+class Record:
+    """The four words of one record, signed."""
+
+    identity: int = 0
+    chain: int = 0
+    content: int = 0
+    writer: int = 0
+
+    @property
+    def words(self) -> tuple[int, int, int, int]:
+        return self.identity, self.chain, self.content, self.writer
+
+    @property
+    def token(self) -> int:
+        low = self.identity & 0xFFFFFFFF
+        return low - (1 << 32) if low >= 1 << 31 else low
+
+    @property
+    def position(self) -> int:
+        return self.identity >> 32
+
+    @property
+    def state(self) -> int:
+        return record.unpack_writer(self.writer)[3]
+
+    @property
+    def forward(self) -> int:
+        return record.unpack_writer(self.writer)[0]
+
+    def set_writer(self, forward: int, row: int, mode: int, state: int) -> None:
+        self.writer = record.pack_writer(forward, row, mode, state)
+
+
+class RecordTable:
+    """Records of one (half, side); a slot without an entry holds zeros."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, Record] = {}
+
+    def __getitem__(self, slot: int) -> Record:
+        return self._records.setdefault(slot, Record())
+
+    def __setitem__(self, slot: int, value: Record) -> None:
+        self._records[slot] = Record(*value.words)
+
+    def nonzero(self) -> dict[int, tuple[int, int, int, int]]:
+        return {s: r.words for s, r in self._records.items() if any(r.words)}
+
+
+STATE_REASONS = {
+    State.NEVER_WRITTEN: Reason.NEVER_WRITTEN,
+    State.LIVE: NO_REASON,
+    State.FREED: Reason.USE_AFTER_FREE,
+    State.ALLOCATED: Reason.UNWRITTEN_SINCE_ALLOC,
+    State.UNFILLED: NO_REASON,  # nothing is known of it
+}
+
+
+@dataclass
+class GroupModel:
+    """One buffer group. `lut` and the layouts' memories are shared with whoever changes them."""
+
+    kind: PoolKind
+    num_slots: int
+    halves: tuple[str, ...] = ("K", "V")
+    window: int | None = None
+    token_offset: int = 0
+    lut: list[int] | None = None
+    content: dict[str, tuple[ContentLayout, ...]] = field(default_factory=dict)
+    chain_source: RecordTable | None = None  # whose chains this group's step from; None: its own
+
+    def __post_init__(self) -> None:
+        sides = ("HEAD", "TAIL")
+        self.records = {(half, side): RecordTable() for half in self.halves for side in sides}
+
+    def tag(self, half: str, side: Side) -> int:
+        return CanaryLaunchTag(self.kind, half, side).id
+
+    def locate(self, full_slot: int) -> tuple[int | None, Reason]:
+        """The slot in the group's own slot space, or why there is none."""
+        limit = self.num_slots if self.lut is None else len(self.lut)
+        if full_slot == 0:
+            return None, Reason.UNMAPPED_SLOT
+        if not 0 < full_slot < limit:
+            return None, Reason.SLOT_OUT_OF_RANGE
+        if self.lut is None:
+            return full_slot, NO_REASON
+        slot = self.lut[full_slot]
+        if slot == 0:
+            return None, Reason.SWA_EVICTED_IN_WINDOW
+        if not 0 < slot < self.num_slots:
+            return None, Reason.SLOT_OUT_OF_RANGE
+        return slot, NO_REASON
+
+    def flip(self, half: str, side: str, slot: int, word: int, bit: int) -> None:
+        """A memory error in one record."""
+        stored = self.records[half, side][slot]
+        words = list(stored.words)
+        words[word] = record.to_signed64(record.to_unsigned64(words[word]) ^ (1 << bit))
+        self.records[half, side][slot] = Record(*words)
+
+    def chains(self, records: RecordTable) -> RecordTable:
+        """The table whose chains those of `records` step from."""
+        return records if self.chain_source is None else self.chain_source
+
+    def window_start(self, prefix: int) -> int:
+        return 0 if self.window is None else max(0, prefix - self.window)
+
+
+@dataclass
+class Oracle:
+    """Predicts records, counters and violation rows. `rows` collects the rows predicted since the last `take_rows`."""
+
+    groups: tuple[GroupModel, ...]
+    table: list[list[int]]  # req_to_token, shared with whoever changes it
+    anchors: list[int]
+    content_mode: ContentMode
+    verify_budget_slots: int
+    content_budget_bytes: int
+    armed: bool = False
+    done: int = 0  # counter of the last forward whose TAIL ran
+    running: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows: list[Row] = []
+        self.total_rows = 0
+        self.counters: Tally[tuple[int, Counter]] = Tally()
+
+    def take_rows(self) -> list[Row]:
+        rows, self.rows = self.rows, []
+        return rows
+
+    def _report(self, reasons: Reason, **columns: int) -> None:
+        if not reasons:
+            return
+        row = [UNKNOWN] * len(Column)
+        row[Column.SEQUENCE], row[Column.REASONS] = 0, int(reasons)
+        for name, value in columns.items():
+            row[Column[name.upper()]] = value
+        self.rows.append(tuple(row))
+        self.total_rows += 1
+
+    # -- one forward ---------------------------------------------------------------------------------------
+
+    def head(self, forward: Forward, group: GroupModel) -> None:
+        """Verify and write HEAD."""
+        self.running = self.done + 1
+        if not self.armed:
+            return
+        for half in group.halves:
+            tag = group.tag(half, Side.HEAD)
+            for request in forward.requests:
+                self._check_request(request, tag)
+            self._verify_prefixes(forward, group, half, Side.HEAD)
+            self._write_head(forward, group, half)
+
+    def tail(self, forward: Forward, group: GroupModel) -> None:
+        """Verify and write TAIL; the forward is done."""
+        self.done = self.running
+        if not self.armed:
+            return
+        for half in group.halves:
+            self._verify_prefixes(forward, group, half, Side.TAIL)
+            self._write_tail(forward, group, half)
+
+    def _row_exists(self, row: int) -> bool:
+        return 0 <= row < len(self.table)
+
+    def _length_fits(self, request: Request) -> bool:
+        return request.prefix >= 0 and request.prefix + request.count <= len(self.table[0])
+
+    def _is_valid(self, request: Request) -> bool:
+        """Neither padding nor out of range: only such requests are read and written."""
+        return request.row != 0 and self._row_exists(request.row) and self._length_fits(request)
+
+    def _check_request(self, request: Request, tag: int) -> None:
+        reasons = NO_REASON
+        if not self._row_exists(request.row):
+            reasons = Reason.ROW_OUT_OF_RANGE
+        elif request.row != 0 and not self._length_fits(request):
+            reasons = Reason.LENGTH_OUT_OF_RANGE
+        self._report(
+            reasons,
+            tag=tag,
+            expected_position=request.prefix,
+            reader_row=request.row,
+            reader_forward=self.running,
+            writer=0,
+            last_writer=0,
+        )
+
+    def _prefixes(self, forward: Forward, group: GroupModel) -> Iterator[tuple[Request, range]]:
+        """(request, positions that the group reads) of each valid request."""
+        for request in forward.requests:
+            if self._is_valid(request):
+                first = group.window_start(request.prefix)
+                if forward.already_verified:
+                    first = request.prefix
+                yield request, range(first, request.prefix)
+
+    def _verify_prefixes(self, forward: Forward, group: GroupModel, half: str, side: Side) -> None:
+        """Check the blocks whose turn it is, of every request's prefix, as far as the group reads it."""
+        tag = group.tag(half, side)
+        blocks: list[tuple[Request, range]] = []
+        for request, positions in self._prefixes(forward, group):
+            self.counters[tag, Counter.ELIGIBLE] += len(positions)
+            if not forward.already_verified:
+                self.counters[tag, Counter.OUT_OF_WINDOW] += positions.start
+            blocks += [
+                (request, positions[at : at + VERIFY_BLOCK])
+                for at in range(0, len(positions), VERIFY_BLOCK)
+            ]
+        budget = max(1, self.verify_budget_slots // VERIFY_BLOCK)
+        every = max(1, -(-len(blocks) // budget))
+        for index, (request, positions) in enumerate(blocks):
+            if index % every == self.running % every:
+                for position in positions:
+                    self._verify_position(request, position, group, half, side)
+        self.counters[tag, Counter.LAUNCHES] += 1
+
+    def _verify_position(
+        self, request: Request, position: int, group: GroupModel, half: str, side: Side
+    ) -> None:
+        tag, records = group.tag(half, side), group.records[half, side.value]
+        full_slot = self.table[request.row][position]
+        slot, unreadable = group.locate(full_slot)
+        self.counters[tag, Counter.CHECKED] += 1
+        if slot is not None and slot != full_slot:
+            self.counters[tag, Counter.IDX_DIVERGENCE] += 1
+        self._check_slot(
+            records,
+            group.chains(records),
+            slot,
+            unreadable,
+            tag=tag,
+            full_slot=full_slot,
+            prev_slot=self._previous(request, position, group),
+            expected_position=position,
+            expected_token=_known_token(request, position + group.token_offset),
+            anchor=self.anchors[request.row],
+            reader_row=request.row,
+            reader_forward=self.running,
+        )
+
+    def _previous(self, request: Request, position: int, group: GroupModel) -> int:
+        if position == 0:
+            return record.PREV_ANCHOR
+        if position == group.window_start(request.prefix):
+            return record.PREV_UNREACHABLE
+        slot, _ = group.locate(self.table[request.row][position - 1])
+        return record.PREV_UNREACHABLE if slot is None else slot
+
+    def _check_slot(
+        self,
+        records: RecordTable,
+        chains: RecordTable,
+        slot: int | None,
+        unreadable: Reason,
+        *,
+        prev_slot: int,
+        expected_position: int,
+        expected_token: int,
+        anchor: int,
+        **reader: int,
+    ) -> None:
+        """The check of design section 5 for one slot."""
+        expected = {
+            "prev_slot": prev_slot,
+            "expected_position": expected_position,
+            "expected_token": expected_token,
+        }
+        if slot is None:
+            self._report(unreadable, last_writer=0, **expected, **reader)
+            return
+        stored = records[slot]
+        expected_chain = self._expected_chain(chains, stored, prev_slot, anchor)
+        reasons = STATE_REASONS.get(stored.state, Reason.BAD_STATE)
+        if stored.state == State.LIVE:
+            if stored.position != expected_position:
+                reasons |= Reason.POSITION
+            if expected_token not in (UNKNOWN, stored.token):
+                reasons |= Reason.TOKEN
+            if expected_chain not in (UNKNOWN, stored.chain):
+                reasons |= Reason.CHAIN
+        was_freed = stored.state in (State.FREED, State.ALLOCATED)
+        self._report(
+            reasons,
+            slot=slot,
+            stored_position=stored.position,
+            stored_token=stored.token,
+            expected_chain=expected_chain,
+            stored_chain=stored.chain,
+            writer=stored.writer,
+            last_writer=stored.content if was_freed else 0,
+            **expected,
+            **reader,
+        )
+
+    def _expected_chain(
+        self, chains: RecordTable, stored: Record, prev_slot: int, anchor: int
+    ) -> int:
+        """Chain that follows from the predecessor, UNKNOWN where that cannot tell."""
+        if prev_slot == record.PREV_ANCHOR:
+            previous = anchor
+        elif prev_slot > 0 and chains[prev_slot].state == State.LIVE:
+            previous = chains[prev_slot].chain
+        else:
+            return UNKNOWN
+        return record.chain_step(previous, stored.token, stored.position)
+
+    def _write_head(self, forward: Forward, group: GroupModel, half: str) -> None:
+        tag, records = group.tag(half, Side.HEAD), group.records[half, "HEAD"]
+        requests = [r for r in forward.requests if self._is_valid(r)]
+        chains = [self._new_chains(forward, request, group, records) for request in requests]
+        for request, request_chains in zip(requests, chains, strict=True):
+            for i, chain in enumerate(request_chains):
+                at = request.start + i
+                token, position = forward.tokens[at], forward.positions[at]
+                expected_position = request.prefix + forward.depth(request, i)
+                full_slot = forward.out_slots[at]
+                self._check_write(
+                    request, expected_position, token, position, full_slot, group, tag
+                )
+                slot, _ = group.locate(full_slot)
+                if slot is None:
+                    continue
+                identity = record.pack_identity(token, position)
+                records[slot] = Record(identity, chain)
+                records[slot].set_writer(self.running, request.row, forward.mode, State.LIVE)
+                self.counters[tag, Counter.WRITTEN] += 1
+
+    def _new_chains(
+        self, forward: Forward, request: Request, group: GroupModel, records: RecordTable
+    ) -> list[int]:
+        """Chain of each of the request's new tokens."""
+        chains: list[int] = []
+        for i in range(request.count):
+            token = forward.tokens[request.start + i]
+            position = forward.positions[request.start + i]
+            parent = forward.parent(request, i)
+            if group.chain_source is not None:
+                before = request.prefix + forward.depth(request, i)
+                previous = self._chain_before(request, before, group, group.chain_source)
+            elif parent < 0:
+                previous = self._chain_before(request, request.prefix, group, records)
+            else:
+                previous = chains[parent]
+            chains.append(record.chain_step(previous, token, position))
+        return chains
+
+    def _chain_before(
+        self, request: Request, position: int, group: GroupModel, chains: RecordTable
+    ) -> int:
+        """Chain of the row's slot before `position`; 0 where it cannot be read."""
+        if position == 0:
+            return self.anchors[request.row]
+        slot, _ = group.locate(self.table[request.row][position - 1])
+        return 0 if slot is None else chains[slot].chain
+
+    def _check_write(
+        self,
+        request: Request,
+        expected_position: int,
+        token: int,
+        position: int,
+        full_slot: int,
+        group: GroupModel,
+        tag: int,
+    ) -> None:
+        """Is the forward fed what the request's own list and length say?"""
+        if full_slot == 0:
+            return
+        slot, reasons = group.locate(full_slot)
+        reasons &= Reason.SLOT_OUT_OF_RANGE
+        out_of_range = bool(reasons)
+        expected_token = _known_token(request, expected_position + group.token_offset)
+        if expected_token not in (UNKNOWN, token):
+            reasons |= Reason.WRITE_TOKEN
+        if position != expected_position:
+            reasons |= Reason.WRITE_POSITION
+        self._report(
+            reasons,
+            tag=tag,
+            slot=UNKNOWN if out_of_range else slot or 0,
+            full_slot=full_slot,
+            expected_position=expected_position,
+            stored_position=position,
+            expected_token=expected_token,
+            stored_token=token,
+            reader_row=request.row,
+            reader_forward=self.running,
+            writer=0,
+            last_writer=0,
+        )
+
+    def _write_tail(self, forward: Forward, group: GroupModel, half: str) -> None:
+        """TAIL takes over what HEAD of this forward wrote."""
+        tag = group.tag(half, Side.TAIL)
+        head, tail = group.records[half, "HEAD"], group.records[half, "TAIL"]
+        for full_slot in forward.out_slots:
+            slot, _ = group.locate(full_slot)
+            if slot is None or head[slot].state != State.LIVE:
+                continue
+            if head[slot].forward == self.running & record.FORWARD_MASK:
+                tail[slot] = head[slot]
+                tail[slot].content = 0
+                self.counters[tag, Counter.WRITTEN] += 1
+
+    # -- content -------------------------------------------------------------------------------------------
+
+    def content(self, forward: Forward, group: GroupModel) -> None:
+        """Re-read part of the prefixes, then fingerprint what this forward wrote."""
+        if not self.armed:
+            return
+        visited = self._content_positions(forward, group)
+        for half in group.halves:
+            if not group.content.get(half):
+                continue
+            tag = group.tag(half, Side.TAIL)
+            for request, position in visited:
+                full_slot = self.table[request.row][position]
+                slot, _ = group.locate(full_slot)
+                if slot is not None:
+                    self._compare_content(group, half, tag, slot, full_slot, request.row)
+            self._write_content(forward, group, half, tag)
+
+    def _content_positions(self, forward: Forward, group: GroupModel) -> list[tuple[Request, int]]:
+        """Every k-th position, with the k that keeps the bytes read within the budget."""
+        layouts = [layout for half in group.halves for layout in group.content.get(half, ())]
+        if self.content_mode is ContentMode.PARTIAL:
+            slot_bytes = record.SECTOR_BYTES * len(layouts)
+        else:
+            slot_bytes = sum(layout.row_bytes for layout in layouts)
+        budget = max(1, self.content_budget_bytes // max(1, slot_bytes))
+        prefixes = list(self._prefixes(forward, group))
+        total = sum(len(positions) for _, positions in prefixes)
+        every = max(1, -(-total // budget))
+        turn = self.done % every
+        return [(r, p) for r, positions in prefixes for p in positions if p % every == turn]
+
+    def _compare_content(
+        self, group: GroupModel, half: str, tag: int, slot: int, full_slot: int, row: int
+    ) -> None:
+        stored = group.records[half, "TAIL"][slot]
+        if stored.state != State.LIVE or stored.content == 0:
+            return
+        now = fingerprint(group.content[half], slot, self.content_mode)
+        self.counters[tag, Counter.CONTENT_CHECKED] += 1
+        self._report(
+            Reason.CONTENT if now != stored.content else NO_REASON,
+            tag=tag,
+            slot=slot,
+            full_slot=full_slot,
+            stored_position=stored.position,
+            stored_token=stored.token,
+            stored_chain=stored.chain,
+            expected_content=now,
+            stored_content=stored.content,
+            reader_row=row,
+            reader_forward=self.done,
+            writer=stored.writer,
+            last_writer=0,
+        )
+
+    def _write_content(self, forward: Forward, group: GroupModel, half: str, tag: int) -> None:
+        tail = group.records[half, "TAIL"]
+        for full_slot in forward.out_slots:
+            slot, _ = group.locate(full_slot)
+            if slot is not None and tail[slot].forward == self.done & record.FORWARD_MASK:
+                tail[slot].content = fingerprint(group.content[half], slot, self.content_mode)
+                self.counters[tag, Counter.CONTENT_WRITTEN] += 1
+
+    # -- sweep ---------------------------------------------------------------------------------------------
+
+    def sweep(self, entries: Iterable[SweepEntry], group: GroupModel) -> None:
+        """Check HEAD and TAIL records of a flat list; entries of slot 0 are skipped."""
+        if not self.armed:
+            return
+        entries = [entry for entry in entries if entry.slot != 0]
+        for half in group.halves:
+            tag = group.tag(half, Side.SWEEP)
+            self.counters[tag, Counter.LAUNCHES] += 1
+            self.counters[tag, Counter.CHECKED] += len(entries)
+            self.counters[tag, Counter.ELIGIBLE] += len(entries)
+            for entry in entries:
+                for side in ("HEAD", "TAIL"):
+                    self._sweep_entry(entry, group, group.records[half, side], tag)
+
+    def _sweep_entry(
+        self, entry: SweepEntry, group: GroupModel, records: RecordTable, tag: int
+    ) -> None:
+        inside = 0 < entry.slot < group.num_slots
+        prev_slot = entry.prev_slot
+        if prev_slot == 0 or prev_slot >= group.num_slots:
+            prev_slot = record.PREV_UNREACHABLE
+        self._check_slot(
+            records,
+            group.chains(records),
+            entry.slot if inside else None,
+            NO_REASON if inside else Reason.SLOT_OUT_OF_RANGE,
+            tag=tag,
+            full_slot=entry.slot,
+            prev_slot=prev_slot,
+            expected_position=entry.position,
+            expected_token=UNKNOWN,
+            anchor=entry.anchor,
+            reader_row=0,
+            reader_forward=self.done,
+        )
+
+    def sweep_content(self, entries: Iterable[SweepEntry], group: GroupModel) -> None:
+        if not self.armed:
+            return
+        for half in group.halves:
+            if not group.content.get(half):
+                continue
+            for entry in entries:
+                if 0 < entry.slot < group.num_slots:
+                    tag = group.tag(half, Side.SWEEP)
+                    self._compare_content(group, half, tag, entry.slot, entry.slot, 0)
+
+    # -- allocator events ----------------------------------------------------------------------------------
+
+    def alloc(self, slots: Iterable[int], group: GroupModel) -> None:
+        """A freed slot that is handed out again is not readable until it is written."""
+        for records in group.records.values():
+            for slot in set(slots):
+                if 0 < slot < group.num_slots and records[slot].state == State.FREED:
+                    forward, row, mode, _ = record.unpack_writer(records[slot].writer)
+                    records[slot].set_writer(forward, row, mode, State.ALLOCATED)
+
+    def free(self, slots: Iterable[int], group: GroupModel, page_size: int = 1) -> None:
+        """Free the pages of `slots`; a slot that is free already is reported."""
+        slots = [slot for slot in slots if 0 < slot < group.num_slots]
+        self._check_double_frees(slots, group, page_size)
+        pages = {slot // page_size for slot in slots}
+        for page in pages:
+            for slot in range(page * page_size, (page + 1) * page_size):
+                if slot < group.num_slots:
+                    self._mark_freed(slot, group, Mode.FREE)
+
+    def unfill(self, slots: Iterable[int], group: GroupModel) -> None:
+        """Nothing is known of these slots from now on, until they are written."""
+        for records in group.records.values():
+            for slot in slots:
+                if 0 < slot < group.num_slots:
+                    records[slot].content = 0
+                    records[slot].set_writer(self.done, 0, Mode.NONE, State.UNFILLED)
+
+    def clear(self, group: GroupModel) -> None:
+        for slot in range(1, group.num_slots):
+            self._mark_freed(slot, group, Mode.CLEAR)
+
+    def _check_double_frees(self, slots: list[int], group: GroupModel, page_size: int) -> None:
+        seen: set[int] = set()
+        for slot in slots:
+            stored = group.records["K", "HEAD"][slot]
+            repeated = page_size == 1 and slot in seen and stored.state != State.NEVER_WRITTEN
+            seen.add(slot)
+            self._report(
+                Reason.DOUBLE_FREE if stored.state == State.FREED or repeated else NO_REASON,
+                tag=group.tag("K", Side.HEAD),
+                slot=slot,
+                full_slot=slot,
+                stored_position=stored.position,
+                stored_token=stored.token,
+                stored_chain=stored.chain,
+                reader_row=0,
+                reader_forward=self.done,
+                writer=stored.writer,
+                last_writer=stored.content,
+            )
+
+    def _mark_freed(self, slot: int, group: GroupModel, mode: Mode) -> None:
+        """The record keeps its last writer in the content word; a first free is not overwritten by a second."""
+        for records in group.records.values():
+            stored = records[slot]
+            if stored.state == State.LIVE:
+                stored.content = stored.writer
+            if stored.state in (State.LIVE, State.ALLOCATED, State.UNFILLED):
+                stored.set_writer(self.done, 0, mode, State.FREED)
+
+    def copy(self, sources: list[int], targets: list[int], group: GroupModel) -> None:
+        """Records move with the bytes of their slots."""
+        for records in group.records.values():
+            copies = [Record(*records[slot].words) for slot in sources]
+            for slot, copied in zip(targets, copies, strict=True):
+                records[slot] = copied
+
+
+def _known_token(request: Request, position: int) -> int:
+    index = position - request.known_from
+    return request.known[index] if 0 <= index < len(request.known) else UNKNOWN

@@ -1,0 +1,136 @@
+"""Readable tests of single checks: a world whose requests extend, decode and are freed in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.record import Mode, Reason
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.test.kv_canary.oracle import Forward, Request, SweepEntry
+from sglang.test.kv_canary.world import GroupWorld, Violation, World
+
+
+class Scene(World):
+    """A world with an allocator that hands out slots 10, 11, 12, ... and requests that know their length."""
+
+    def __init__(self, spec, backend) -> None:
+        super().__init__(spec, backend)
+        self.lengths = [0] * spec.request_rows
+        self._next_slot = 10
+        self.arm()
+
+    def slot(self, row: int, position: int) -> int:
+        return self.table[row][position]
+
+    def allocate(self, count: int) -> list[int]:
+        """Fresh slots; with SWA mapped to slots of their own."""
+        slots = list(range(self._next_slot, self._next_slot + count))
+        self._next_slot += count
+        if self.swa:
+            for slot in slots:
+                self.swa.lut[slot] = slot - 5
+        return slots
+
+    def prefill(self, row: int, tokens: Sequence[int], **changes) -> list[Violation]:
+        """Extend a request by `tokens` in new slots; the violations of that forward. See `forward` for `changes`."""
+        slots = self.allocate(len(tokens))
+        prefix = self.lengths[row]
+        self.table[row][prefix : prefix + len(tokens)] = slots
+        self.lengths[row] += len(tokens)
+        return self.forward(row, prefix, tokens, slots, **changes)
+
+    def decode(self, row: int, token: int = 7, **changes) -> list[Violation]:
+        """One more token: reads the whole prefix."""
+        return self.prefill(row, [token], mode=Mode.DECODE, **changes)
+
+    def forward(
+        self,
+        row: int,
+        prefix: int,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        *,
+        positions: Sequence[int] | None = None,
+        known: Sequence[int] = (),
+        mode: Mode = Mode.EXTEND,
+        content: bool = True,
+    ) -> list[Violation]:
+        """A forward of one request. `known`: the tokens from position 0 that the host has for it."""
+        self.upload()
+        request = Request(row, prefix, len(tokens), 0, 0, tuple(known))
+        positions = tuple(positions or range(prefix, prefix + len(tokens)))
+        plan = self.plan(Forward((request,), tuple(tokens), positions, tuple(slots), mode))
+        self.head(plan)
+        self.run_layers(slots)
+        self.tail(plan)
+        if content:
+            self.content(plan)
+        return self.take_violations()
+
+    def run_layers(self, slots: Iterable[int]) -> None:
+        for g in self.groups:
+            for slot in slots:
+                for memory in (m for ms in g.memories.values() for m in ms):
+                    target = slot if g.lut is None else g.lut[slot]
+                    if 0 < target < g.group.num_slots:
+                        values = [(slot + 31 * i) % 256 for i in range(memory.shape.row_bytes)]
+                        memory.write(target, bytes(values))
+        self.upload()
+
+    def flip_byte(self, half: str, source: int, slot: int, at: int = 5) -> None:
+        memory = self.full.memories[half][source]
+        memory.write(slot, bytes([memory.layout.row_of(slot)[at] ^ 1]), at)
+        self.upload()
+
+    def free(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[Violation]:
+        self.event(SlotEventKind.FREE, slots, g or self.full)
+        return self.take_violations()
+
+    def reallocate(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[Violation]:
+        self.event(SlotEventKind.ALLOC, slots, g or self.full)
+        return self.take_violations()
+
+    def check_list(self, entries: Sequence[SweepEntry]) -> list[Violation]:
+        """One sweep pass over entries of the FULL group."""
+        self.sweep(entries, self.full)
+        return self.take_violations()
+
+    def walk(self, row: int) -> list[SweepEntry]:
+        """What the prefix cache yields for a request's tokens."""
+        slots = self.table[row][: self.lengths[row]]
+        previous = [record.PREV_ANCHOR, *slots[:-1]]
+        return [
+            SweepEntry(s, p, prev) for p, (s, prev) in enumerate(zip(slots, previous, strict=True))
+        ]
+
+    def tags(self, *sides: str, kind: str = "FULL") -> list[str]:
+        return [f"{side}_{half}_{kind}" for side in sides for half in self.spec.halves]
+
+
+def assert_clean(found: list[Violation]) -> None:
+    assert not found, "expected no violation, got\n" + "\n".join(map(str, found))
+
+
+def assert_violation(
+    found: list[Violation], reasons: Reason, tags: Sequence[str], **values: int | None
+) -> None:
+    """Each of `tags` reports exactly once, with exactly these reasons and these values; nobody else reports."""
+    listed = "\n".join(map(str, found))
+    assert sorted(v.tag for v in found) == sorted(tags), f"expected {tags}, got\n{listed}"
+    for violation in found:
+        assert violation.reasons == reasons, f"expected {reasons!r}, got\n{listed}"
+        shown = {name: violation.values[name] for name in values}
+        assert shown == values, f"expected {values}, got\n{listed}"
+
+
+def writer(scene: Scene, slot: int) -> tuple[int, int, int, int]:
+    """(forward, row, mode, state) of a slot's HEAD_K record."""
+    return record.unpack_writer(scene.records(scene.full, "K", "HEAD")[slot][3])
+
+
+def chain_of(*tokens: int) -> int:
+    chain = 0
+    for position, token in enumerate(tokens):
+        chain = record.chain_step(chain, token, position)
+    return chain

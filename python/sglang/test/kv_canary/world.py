@@ -1,0 +1,400 @@
+"""A small KV world for tests of the kernels: records, content and req_to_token as tensors, on any backend.
+
+Real tensors in the pools' layouts, but no SGLang pool: a test can then put any value anywhere, which no
+allocator would do. `World` runs forwards, sweeps and allocator events through a backend's functions; its
+host mirrors (`table`, `lut`, the content memories) are what tests change and what the oracle reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang.srt.kv_canary.record import Column, Reason
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
+from sglang.test.kv_canary.backends import REFERENCE, Backend
+from sglang.test.kv_canary.oracle import (
+    ContentLayout,
+    Forward,
+    GroupModel,
+    Oracle,
+    Request,
+    SweepEntry,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Layout of one content source: rows of `row_bytes` in pages, all in bytes."""
+
+    row_bytes: int
+    page_size: int = 1
+    token_gap: int = 0  # between the rows of a page
+    page_gap: int = 0  # after the rows of a page
+    offset: int = 0  # before the first page
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def token_stride(self) -> int:
+        return self.row_bytes + self.token_gap
+
+    @property
+    def page_stride(self) -> int:
+        return self.page_size * self.token_stride + self.page_gap
+
+
+CONTENT_SHAPES: dict[str, tuple[RowShape, ...]] = {
+    "none": (),
+    "two layers": (RowShape(16, dtype=torch.float32), RowShape(16, dtype=torch.float32)),
+    "odd bytes": (RowShape(6), RowShape(7, token_gap=2)),
+    "three sectors": (RowShape(80, dtype=torch.bfloat16),),
+    "paged": (
+        RowShape(20, page_size=4, token_gap=4, page_gap=12, offset=8),
+        RowShape(36, offset=4),
+    ),
+    "584 bytes": (RowShape(584),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """Sizes and layouts of a world. SWA is a group more, with its own slot space."""
+
+    num_slots: int = 64
+    request_rows: int = 6  # the padding row 0 included
+    context_len: int = 40
+    has_v: bool = True
+    k_shapes: str = "two layers"
+    v_shapes: str = "two layers"
+    content_mode: ContentMode = ContentMode.ALL
+    swa_slots: int = 0  # 0: no SWA group
+    has_draft: bool = False  # one more group, whose chains step from the FULL group's
+    window: int = 6
+    token_offset: int = 0
+    page_size: int = 1
+    verify_budget_slots: int = 1 << 18
+    content_budget_bytes: int = 1 << 24
+    ring_capacity: int = 4096
+    index_dtype: torch.dtype = torch.int64
+    lut_dtype: torch.dtype = torch.int64
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        return ("K", "V") if self.has_v else ("K",)
+
+
+class Memory:
+    """Bytes of one content source: a device tensor and its host mirror, changed together."""
+
+    def __init__(self, shape: RowShape, num_slots: int, device: str) -> None:
+        pages = -(-num_slots // shape.page_size)
+        size = shape.offset + pages * shape.page_stride
+        item = torch.empty(0, dtype=shape.dtype).element_size()
+        size = -(-size // item) * item
+        self.host = bytearray(size)
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.shape = shape
+        self.layout = ContentLayout(
+            self.host,
+            shape.page_size,
+            shape.page_stride,
+            shape.token_stride,
+            shape.row_bytes,
+            shape.offset,
+        )
+
+    def source(self) -> ContentSource:
+        s = self.shape
+        data = self.device.view(s.dtype)
+        return ContentSource(
+            data, s.page_size, s.page_stride, s.token_stride, s.row_bytes, s.offset
+        )
+
+    def write(self, slot: int, values: bytes, at: int = 0) -> None:
+        """Put `values` at byte `at` of the slot's row."""
+        start = self.layout.start_of(slot) + at
+        self.host[start : start + len(values)] = values
+
+    def upload(self) -> None:
+        self.device.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
+
+
+@dataclass
+class GroupWorld:
+    """One buffer group: the tensors that a backend gets, and the host side of them."""
+
+    group: CanaryBufferGroup
+    memories: dict[str, tuple[Memory, ...]]
+    lut: list[int] | None = None
+
+    def model(self) -> GroupModel:
+        """The oracle's view, sharing the host mirrors; without a chain source."""
+        g = self.group
+        content = {half: tuple(m.layout for m in ms) for half, ms in self.memories.items()}
+        return GroupModel(
+            g.kind,
+            g.num_slots,
+            g.halves,
+            g.window,
+            g.kv_token_id_vs_position_offset,
+            self.lut,
+            content,
+        )
+
+    def upload(self) -> None:
+        for memories in self.memories.values():
+            for memory in memories:
+                memory.upload()
+        if self.lut is not None:
+            lut = self.group.swa_index_lut
+            lut.copy_(torch.tensor(self.lut, dtype=lut.dtype))
+
+
+def _build_group(
+    spec: WorldSpec, kind: PoolKind, num_slots: int, device: str, **options
+) -> GroupWorld:
+    def records() -> torch.Tensor:
+        return torch.zeros(num_slots, record.RECORD_WORDS, dtype=torch.int64, device=device)
+
+    shapes = {"K": CONTENT_SHAPES[spec.k_shapes]}
+    if spec.has_v:
+        shapes["V"] = CONTENT_SHAPES[spec.v_shapes]
+    memories = {h: tuple(Memory(s, num_slots, device) for s in ss) for h, ss in shapes.items()}
+    sources = {half: tuple(m.source() for m in ms) for half, ms in memories.items()}
+    group = CanaryBufferGroup(
+        kind,
+        records(),
+        records(),
+        records() if spec.has_v else None,
+        records() if spec.has_v else None,
+        kv_token_id_vs_position_offset=spec.token_offset,
+        k_content=sources["K"],
+        v_content=sources.get("V", ()),
+        **options,
+    )
+    return GroupWorld(group, memories)
+
+
+def _build_swa_group(spec: WorldSpec, device: str) -> GroupWorld:
+    lut = [0] * spec.num_slots + [-1]  # as SGLang's: one entry more, -1
+    mapping = torch.tensor(lut, dtype=spec.lut_dtype, device=device)
+    options = {"swa_index_lut": mapping, "window": spec.window}
+    built = _build_group(spec, PoolKind.SWA, spec.swa_slots, device, **options)
+    built.lut = lut
+    return built
+
+
+def _build_draft_group(spec: WorldSpec, target: CanaryBufferGroup, device: str) -> GroupWorld:
+    """Under another kind than the target's, so that the two have counters of their own in one state."""
+    options = {"chain_source": target.k_head}
+    return _build_group(spec, PoolKind.INDEXER, spec.num_slots, device, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A decoded row of the ring; unknown values are None."""
+
+    tag: str
+    reasons: Reason
+    values: dict[str, int | None] = field(default_factory=dict)
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> Violation:
+        skip = (Column.SEQUENCE, Column.TAG, Column.REASONS)
+        values = {
+            c.name.lower(): None if row[c] == record.UNKNOWN else row[c]
+            for c in Column
+            if c not in skip
+        }
+        tag = CanaryLaunchTag.from_id(row[Column.TAG]).name
+        return cls(tag, Reason(row[Column.REASONS]), values)
+
+    def __str__(self) -> str:
+        known = ", ".join(f"{k}={v}" for k, v in self.values.items() if v is not None)
+        return f"{self.tag} {self.reasons!r}: {known}"
+
+
+class World:
+    """Groups, device state and req_to_token of one `WorldSpec` on one backend."""
+
+    def __init__(self, spec: WorldSpec, backend: Backend = REFERENCE) -> None:
+        self.spec, self.backend, self.device = spec, backend, backend.device
+        self.kernels = backend.functions
+        self.full = _build_group(spec, PoolKind.FULL, spec.num_slots, self.device)
+        self.groups = [self.full]
+        self.swa: GroupWorld | None = None
+        if spec.swa_slots:
+            self.swa = _build_swa_group(spec, self.device)
+            self.groups.append(self.swa)
+        if spec.has_draft:
+            self.groups.append(_build_draft_group(spec, self.full.group, self.device))
+        self.state = CanaryDeviceState.allocate(_capacities(spec), self.device)
+        self.table = [[0] * spec.context_len for _ in range(spec.request_rows)]
+        self.anchors = [0] * spec.request_rows
+        self.req_to_token = torch.zeros(
+            spec.request_rows, spec.context_len, dtype=torch.int32, device=self.device
+        )
+        self._rows_taken = 0
+
+    def oracle(self) -> Oracle:
+        """The model of this world from now on; make it before anything runs."""
+        models = tuple(g.model() for g in self.groups)
+        for g, model in zip(self.groups, models, strict=True):
+            if g.group.chain_source is not None:
+                model.chain_source = models[0].records["K", "HEAD"]
+        return Oracle(
+            models,
+            self.table,
+            self.anchors,
+            self.spec.content_mode,
+            self.spec.verify_budget_slots,
+            self.spec.content_budget_bytes,
+        )
+
+    # -- what can happen -----------------------------------------------------------------------------------
+
+    def arm(self, armed: bool = True) -> None:
+        self.state.set_armed(armed)
+
+    def upload(self) -> None:
+        """Bring the host's changes to the device."""
+        self.req_to_token.copy_(torch.tensor(self.table, dtype=torch.int32))
+        self.state.anchors.copy_(torch.tensor(self.anchors, dtype=torch.int64))
+        for group in self.groups:
+            group.upload()
+
+    def plan(self, forward: Forward, *, uniform: bool = False, delta: int = 0) -> ForwardPlan:
+        """The plan tensors. `uniform`: as decode has it, without ext_lens; `delta`: the plan's prefix_delta."""
+        requests = forward.requests
+        write = WritePlan(
+            self._index(forward.tokens),
+            self._index(forward.positions),
+            self._index(forward.out_slots),
+            None if uniform else self._index([r.count for r in requests]),
+            None if uniform else self._index([r.start for r in requests]),
+            requests[0].count if uniform else 0,
+            forward.mode,
+            self._parents(forward),
+        )
+        verify = VerifyPlan(
+            self._index([r.row for r in requests]),
+            self._index([r.prefix - delta for r in requests]),
+            delta,
+            forward.already_verified,
+        )
+        known = [(r.known_from, r.known) for r in requests]
+        expected = ExpectedTokens.from_lists(known, self.device)
+        return ForwardPlan(verify, write, self.req_to_token, expected)
+
+    def _parents(self, forward: Forward) -> torch.Tensor | None:
+        if forward.parents is None:
+            return None
+        return torch.tensor(forward.parents, dtype=torch.int32, device=self.device)
+
+    def _index(self, values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=self.spec.index_dtype, device=self.device)
+
+    def head(self, plan: ForwardPlan) -> None:
+        for g in self.groups:
+            self.kernels.check_and_write(plan, g.group, Side.HEAD, self.state)
+
+    def tail(self, plan: ForwardPlan) -> None:
+        for g in self.groups:
+            self.kernels.check_and_write(plan, g.group, Side.TAIL, self.state)
+
+    def content(self, plan: ForwardPlan) -> None:
+        for g in self.groups:
+            self.kernels.check_and_write_content(plan, g.group, self.state, self.spec.content_mode)
+
+    def sweep(self, entries: Sequence[SweepEntry], g: GroupWorld, *, content: bool = True) -> None:
+        def column(values: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+        anchors = column(e.anchor for e in entries) if any(e.anchor for e in entries) else None
+        plan = SweepVerifyPlan(
+            column(e.slot for e in entries),
+            column(e.position for e in entries),
+            column(e.prev_slot for e in entries),
+            anchors,
+        )
+        self.kernels.check_list(plan, g.group, self.state)
+        if content:
+            self.kernels.check_list_content(plan, g.group, self.state, self.spec.content_mode)
+
+    def event(self, kind: SlotEventKind, slots: Sequence[int] | None, g: GroupWorld) -> None:
+        """An allocator event on slots of the group's own slot space."""
+        tensor = None if slots is None else self._index(slots)
+        self.kernels.apply_slot_event(kind, tensor, g.group, self.state, self.spec.page_size)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], g: GroupWorld) -> None:
+        self.kernels.copy_records(g.group, self._index(sources), self._index(targets))
+
+    def flip_record(self, g: GroupWorld, half: str, side: str, slot: int, word: int, bit: int):
+        """Flip one bit of a record in device memory."""
+        flipped = record.to_signed64(1 << bit)
+        g.group.records(half, side)[slot, word] ^= flipped
+
+    # -- what it did ---------------------------------------------------------------------------------------
+
+    def take_rows(self) -> list[list[int]]:
+        """Violation rows since the last call that the ring still holds, oldest first."""
+        log = self.state.violations
+        total = int(log.total)
+        first = max(self._rows_taken, total - log.capacity)
+        self._rows_taken = total
+        return log.rows[[s % log.capacity for s in range(first, total)]].tolist()
+
+    def take_violations(self) -> list[Violation]:
+        return [Violation.from_row(row) for row in self.take_rows()]
+
+    def headers(self) -> dict[Header, int]:
+        summary = self.state.summary.tolist()
+        return {header: summary[header] for header in Header}
+
+    def counters(self) -> dict[tuple[int, Counter], int]:
+        """Non-zero counters by (launch tag id, counter)."""
+        table = self.state.counters.tolist()
+        return {
+            (tag, Counter(c)): table[tag][c]
+            for tag in range(NUM_TAGS)
+            for c in range(NUM_COUNTERS)
+            if table[tag][c]
+        }
+
+    def counter(self, tag: str, counter: Counter) -> int:
+        """One counter by the launch tag's name."""
+        ids = {CanaryLaunchTag.from_id(t).name: t for t in range(NUM_TAGS) if t % 4 < len(Side)}
+        return int(self.state.counters[ids[tag], counter])
+
+    def records(self, g: GroupWorld, half: str, side: str) -> dict[int, tuple[int, ...]]:
+        """Records that are not all zeros, by slot."""
+        words = g.group.records(half, side).tolist()
+        return {slot: tuple(w) for slot, w in enumerate(words) if any(w)}
+
+
+def _capacities(spec: WorldSpec) -> CanaryLaunchCapacities:
+    return CanaryLaunchCapacities.from_args(
+        max_running_requests=2 * spec.request_rows + 4,
+        request_rows=spec.request_rows,
+        context_len=spec.context_len,
+        ring_capacity=spec.ring_capacity,
+        verify_budget_slots=spec.verify_budget_slots,
+        content_budget_bytes=spec.content_budget_bytes,
+    )
+
+
+def single_request(row: int, prefix: int, tokens: Sequence[int], slots: Sequence[int]) -> Forward:
+    """A forward of one request that writes `tokens` to `slots`, after `prefix` tokens."""
+    count = len(tokens)
+    positions = tuple(range(prefix, prefix + count))
+    return Forward((Request(row, prefix, count, 0),), tuple(tokens), positions, tuple(slots))

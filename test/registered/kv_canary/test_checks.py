@@ -1,0 +1,745 @@
+"""Each check once, for a person to read: a fault that trips it, and the twin without the fault, which is silent."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK
+from sglang.srt.kv_canary.record import Mode, Reason, State
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.state import Counter
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.backends import available_backends
+from sglang.test.kv_canary.oracle import Forward, Request, SweepEntry
+from sglang.test.kv_canary.scene import Scene, assert_clean, assert_violation, chain_of, writer
+from sglang.test.kv_canary.world import WorldSpec
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+MHA = WorldSpec()
+SHAPES = {
+    "mha": MHA,
+    "mha, int32 inputs": WorldSpec(index_dtype=torch.int32),
+    "mla": WorldSpec(has_v=False, k_shapes="three sectors"),
+    "paged rows": WorldSpec(k_shapes="paged", v_shapes="odd bytes"),
+}
+SWA_SHAPES = {
+    "swa": WorldSpec(swa_slots=48, window=4),
+    "swa, int32 mapping": WorldSpec(swa_slots=48, window=4, lut_dtype=torch.int32),
+}
+WRITES = ("HEAD",)
+READS = ("HEAD", "TAIL")
+
+
+COVERED: set[Reason] = set()
+
+
+def fires(*reasons: Reason):
+    """Notes that a test makes these reasons fire, for the check that none is without a test."""
+    COVERED.update(reasons)
+    return lambda test: test
+
+
+def scenes(shapes: dict[str, WorldSpec]) -> list:
+    return [
+        pytest.param((spec, backend), id=f"{name}-{backend.name}")
+        for name, spec in shapes.items()
+        for backend in available_backends()
+    ]
+
+
+def build(param) -> Scene:
+    spec, backend = param
+    if not backend.is_built():
+        pytest.skip("triton backend not built")
+    return Scene(spec, backend)
+
+
+@pytest.fixture(params=scenes(SHAPES))
+def scene(request) -> Scene:
+    return build(request.param)
+
+
+@pytest.fixture(params=scenes({"mha": MHA}))
+def mha(request) -> Scene:
+    return build(request.param)
+
+
+@pytest.fixture(params=scenes(SWA_SHAPES))
+def swa(request) -> Scene:
+    return build(request.param)
+
+
+@pytest.fixture(params=available_backends(), ids=lambda b: b.name)
+def backend(request):
+    if not request.param.is_built():
+        pytest.skip("triton backend not built")
+    return request.param
+
+
+def test_every_reason_has_a_test():
+    assert set(Reason) == COVERED
+
+
+# -- slot lifetimes --------------------------------------------------------------------------------------------
+
+
+@fires(Reason.NEVER_WRITTEN)
+def test_reading_a_slot_that_was_never_written(scene):
+    assert_clean(scene.prefill(1, [5, 6, 8]))
+    assert_clean(scene.decode(1))
+    scene.table[1][3] = 60
+    found = scene.decode(1)
+    assert_violation(
+        found,
+        Reason.NEVER_WRITTEN,
+        scene.tags(*READS),
+        slot=60,
+        full_slot=60,
+        prev_slot=scene.slot(1, 2),
+        expected_position=3,
+        reader_row=1,
+        reader_forward=3,
+        writer=0,
+    )
+
+
+@fires(Reason.USE_AFTER_FREE)
+def test_reading_a_slot_after_its_free(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 6, 8])
+    assert_clean(scene.free([scene.slot(2, 1)]))  # the twin: somebody else's slot
+    assert_clean(scene.decode(1))
+    freed = scene.slot(1, 3)
+    written_by = record.pack_writer(3, 1, Mode.DECODE, State.LIVE)
+    assert_clean(scene.free([freed]))
+    assert_violation(
+        scene.decode(1),
+        Reason.USE_AFTER_FREE,
+        scene.tags(*READS),
+        slot=freed,
+        expected_position=3,
+        stored_position=3,
+        stored_token=7,
+        reader_row=1,
+        reader_forward=4,
+        writer=record.pack_writer(3, 0, Mode.FREE, State.FREED),
+        last_writer=written_by,
+    )
+
+
+@fires(Reason.UNWRITTEN_SINCE_ALLOC)
+def test_reading_a_slot_that_was_handed_out_again_and_not_written(scene):
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 2)
+    scene.free([slot])
+    scene.reallocate([slot])
+    assert_violation(
+        scene.decode(1),
+        Reason.UNWRITTEN_SINCE_ALLOC,
+        scene.tags(*READS),
+        slot=slot,
+        writer=record.pack_writer(1, 0, Mode.FREE, State.ALLOCATED),
+        last_writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+    )
+
+
+def test_a_slot_that_was_handed_out_again_and_written_is_fine(scene):
+    scene.prefill(1, [5, 6, 8])
+    slots = scene.table[1][:3]
+    assert_clean(scene.free(slots))
+    assert_clean(scene.reallocate(slots))
+    scene.table[2][:3] = slots
+    assert_clean(scene.forward(2, 0, [9, 9, 4], slots))
+    scene.lengths[2] = 3
+    assert_clean(scene.decode(2))
+
+
+@fires(Reason.DOUBLE_FREE)
+def test_freeing_a_slot_twice(scene):
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 1)
+    assert_clean(scene.free([slot]))
+    scene.prefill(2, [5])
+    assert_violation(
+        scene.free([scene.slot(2, 0), slot]),
+        Reason.DOUBLE_FREE,
+        ["HEAD_K_FULL"],
+        slot=slot,
+        stored_position=1,
+        stored_token=6,
+        reader_forward=2,
+        writer=record.pack_writer(1, 0, Mode.FREE, State.FREED),
+        last_writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+    )
+
+
+@fires(Reason.DOUBLE_FREE)
+def test_a_slot_twice_in_one_free(mha):
+    mha.prefill(1, [5, 6, 8])
+    a, b, c = mha.table[1][:3]
+    assert_violation(mha.free([a, b, a, c]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=a)
+
+
+def test_free_alloc_free_is_no_double_free(scene):
+    scene.prefill(1, [5, 6, 8])
+    slots = scene.table[1][:3]
+    for _ in range(2):
+        assert_clean(scene.free(slots))
+        assert_clean(scene.reallocate(slots))
+
+
+def test_a_page_is_freed_whole_and_once(backend):
+    """A paged allocator frees pages: the tokens of one page in one call are no double free."""
+    scene = Scene(WorldSpec(page_size=4), backend)
+    scene.forward(1, 0, [1, 2, 3, 4, 5], [8, 9, 10, 11, 12])
+    assert_clean(scene.free([8, 9, 10, 11]))
+    assert [writer(scene, slot)[3] for slot in range(8, 13)] == [State.FREED] * 4 + [State.LIVE]
+    assert_violation(scene.free([9]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=9)
+
+
+def test_a_flush_frees_every_slot(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.event(SlotEventKind.CLEAR, None, scene.full)
+    assert_clean(scene.take_violations())
+    found = scene.decode(1)
+    assert len(found) == 3 * len(scene.tags(*READS))
+    assert {v.reasons for v in found} == {Reason.USE_AFTER_FREE}
+    cleared = record.pack_writer(1, 0, Mode.CLEAR, State.FREED)
+    assert {v.values["writer"] for v in found} == {cleared}
+
+
+@fires(Reason.BAD_STATE)
+@pytest.mark.parametrize("side", READS)
+def test_a_damaged_state(scene, side):
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 2)
+    assert_clean(scene.decode(1))
+    scene.flip_record(scene.full, "K", side, slot, record.WORD_WRITER, 63)
+    found = scene.prefill(1, [], content=False)
+    assert_violation(found, Reason.BAD_STATE, [f"{side}_K_FULL"], slot=slot, stored_token=8)
+
+
+# -- who is in the slot ----------------------------------------------------------------------------------------
+
+
+@fires(Reason.POSITION, Reason.CHAIN)
+def test_a_slot_of_another_position(scene):
+    """The last entry of the row points at the one before: right request, wrong token."""
+    scene.prefill(1, [5, 6, 8, 8])
+    assert_clean(scene.prefill(1, [], content=False))
+    right, wrong = scene.slot(1, 3), scene.slot(1, 2)
+    assert right != wrong
+    scene.table[1][3] = wrong
+    assert_violation(
+        scene.decode(1),
+        Reason.POSITION | Reason.CHAIN,
+        scene.tags(*READS),
+        slot=wrong,
+        expected_position=3,
+        stored_position=2,
+        stored_token=8,
+    )
+
+
+@fires(Reason.CHAIN)
+def test_a_slot_of_another_request_with_the_same_token_and_position(scene):
+    """Only the chain tells the two apart: what came before differs."""
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 9, 8])
+    prev, stolen = scene.slot(1, 1), scene.slot(2, 2)
+    scene.table[1][2] = stolen
+    found = scene.decode(1)
+    assert_violation(
+        found,
+        Reason.CHAIN,
+        scene.tags(*READS),
+        slot=stolen,
+        prev_slot=prev,
+        expected_position=2,
+        stored_position=2,
+        expected_chain=chain_of(5, 6, 8),
+        stored_chain=chain_of(5, 9, 8),
+        writer=record.pack_writer(2, 2, Mode.EXTEND, State.LIVE),
+    )
+
+
+def test_a_slot_of_another_request_with_the_same_prefix_is_fine(scene):
+    """The twin: equal prefixes have equal chains, so any of their slots will do (as a prefix cache hit)."""
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 6, 8])
+    scene.table[1][2] = scene.slot(2, 2)
+    assert_clean(scene.decode(1))
+
+
+@fires(Reason.CHAIN)
+def test_a_prefix_hit_across_anchors(scene):
+    """Equal tokens under another LoRA or cache salt are not the same prefix."""
+    scene.prefill(1, [5, 6])
+    scene.table[2][:2], scene.lengths[2] = scene.table[1][:2], 2
+    assert_clean(scene.decode(2))
+    scene.anchors[2] = 12345
+    first = scene.slot(1, 0)
+    assert_violation(
+        scene.decode(2),
+        Reason.CHAIN,
+        scene.tags(*READS),
+        slot=first,
+        prev_slot=record.PREV_ANCHOR,
+        expected_chain=record.chain_step(12345, 5, 0),
+    )
+
+
+@fires(Reason.TOKEN)
+def test_a_slot_with_another_token_than_the_request_knows(scene):
+    scene.prefill(1, [5, 6, 8], known=[5, 6, 8])
+    assert_clean(scene.decode(1, known=[5, 6, 8, 7]))
+    assert_violation(
+        scene.decode(1, known=[5, 99, 8, 7, 7]),
+        Reason.TOKEN,
+        scene.tags(*READS),
+        slot=scene.slot(1, 1),
+        expected_position=1,
+        stored_position=1,
+        expected_token=99,
+        stored_token=6,
+    )
+
+
+@fires(Reason.CHAIN)
+@pytest.mark.parametrize("bit", [0, 31, 63])
+@pytest.mark.parametrize("side", READS)
+def test_a_flipped_bit_of_the_chain(mha, side, bit):
+    mha.prefill(1, [5, 6, 8])
+    assert_clean(mha.prefill(1, [], content=False))
+    slot = mha.slot(1, 2)
+    mha.flip_record(mha.full, "V", side, slot, record.WORD_CHAIN, bit)
+    found = mha.prefill(1, [], content=False)
+    assert_violation(found, Reason.CHAIN, [f"{side}_V_FULL"], slot=slot)
+
+
+@fires(Reason.POSITION, Reason.CHAIN)
+@pytest.mark.parametrize(
+    ("bit", "reasons"),
+    [(0, Reason.CHAIN), (31, Reason.CHAIN), (32, Reason.POSITION | Reason.CHAIN)],
+    ids=["token, low bit", "token, sign", "position"],
+)
+def test_a_flipped_bit_of_the_identity(mha, bit, reasons):
+    """The chain covers token and position, so that damage shows without knowing the right token."""
+    mha.prefill(1, [5, 6, 8])
+    mha.flip_record(mha.full, "K", "TAIL", mha.slot(1, 2), record.WORD_IDENTITY, bit)
+    found = mha.prefill(1, [], content=False)
+    assert_violation(found, reasons, ["TAIL_K_FULL"], slot=mha.slot(1, 2))
+
+
+# -- content ---------------------------------------------------------------------------------------------------
+
+
+@fires(Reason.CONTENT)
+@pytest.mark.parametrize("source", [0, 1], ids=["first layer", "last layer"])
+def test_a_flipped_byte_of_a_layer(mha, source):
+    mha.prefill(1, [5, 6, 8])
+    assert_clean(mha.decode(1))
+    slot = mha.slot(1, 1)
+    mha.flip_byte("V", source, slot)
+    found = mha.decode(1)
+    assert_violation(
+        found,
+        Reason.CONTENT,
+        ["TAIL_V_FULL"],
+        slot=slot,
+        stored_position=1,
+        stored_token=6,
+        reader_row=1,
+        writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+    )
+    values = found[0].values
+    assert values["stored_content"] == mha.records(mha.full, "V", "TAIL")[slot][2]
+    assert values["expected_content"] not in (None, values["stored_content"])
+
+
+@fires(Reason.CONTENT)
+def test_content_of_every_layout(scene):
+    scene.prefill(1, [5, 6, 8])
+    assert_clean(scene.decode(1))
+    scene.flip_byte("K", 0, scene.slot(1, 2))
+    assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=scene.slot(1, 2))
+
+
+def test_bytes_of_a_slot_that_nobody_reads_do_not_matter(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 6, 8])
+    scene.flip_byte("K", 0, scene.slot(2, 2))
+    assert_clean(scene.decode(1))
+
+
+@fires(Reason.CONTENT)
+def test_partial_sees_a_layer_that_is_overwritten(backend):
+    scene = Scene(WorldSpec(content_mode=ContentMode.PARTIAL, k_shapes="584 bytes"), backend)
+    scene.prefill(1, [5, 6, 8])
+    assert_clean(scene.decode(1))
+    scene.full.memories["K"][0].write(scene.slot(1, 1), bytes(584))
+    assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=scene.slot(1, 1))
+
+
+# -- where the slot is -----------------------------------------------------------------------------------------
+
+
+@fires(Reason.SLOT_OUT_OF_RANGE)
+@pytest.mark.parametrize("slot", [64, 2**31 - 1, -1, -(2**31)])
+def test_reading_outside_of_the_pool(mha, slot):
+    assert_clean(mha.prefill(1, [5, 6, 8]))
+    mha.table[1][2] = slot
+    assert_violation(
+        mha.decode(1),
+        Reason.SLOT_OUT_OF_RANGE,
+        mha.tags(*READS),
+        slot=None,
+        full_slot=slot,
+        prev_slot=mha.slot(1, 1),
+        expected_position=2,
+        stored_position=None,
+        writer=None,
+    )
+
+
+def test_the_last_slot_of_the_pool_is_inside(mha):
+    mha.table[1][:2], mha.lengths[1] = [63, 62], 2
+    assert_clean(mha.forward(1, 0, [5, 6], [63, 62]))
+    assert_clean(mha.decode(1))
+
+
+@fires(Reason.SLOT_OUT_OF_RANGE)
+@pytest.mark.parametrize("slot", [64, -1])
+def test_writing_outside_of_the_pool(scene, slot):
+    assert_violation(
+        scene.forward(1, 0, [5, 6], [20, slot]),
+        Reason.SLOT_OUT_OF_RANGE,
+        scene.tags(*WRITES),
+        slot=None,
+        full_slot=slot,
+        expected_position=1,
+        stored_token=6,
+        reader_row=1,
+        reader_forward=1,
+    )
+    assert_clean(scene.forward(2, 0, [5, 6], [20, 63]))
+
+
+@fires(Reason.UNMAPPED_SLOT)
+def test_reading_the_padding_slot(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.table[1][2] = 0
+    assert_violation(
+        scene.decode(1),
+        Reason.UNMAPPED_SLOT,
+        scene.tags(*READS),
+        slot=None,
+        full_slot=0,
+        expected_position=2,
+        reader_row=1,
+    )
+
+
+def test_padding_requests_and_tokens_are_silent(scene):
+    """Row 0 and slot 0 carry CUDA-graph padding, whatever they hold."""
+    scene.prefill(1, [5, 6, 8])
+    scene.table[0][:4] = [60, 61, -5, 99999]
+    scene.upload()
+    [slot] = scene.allocate(1)
+    requests = (Request(1, 3, 1, 0), Request(0, 4, 1, 1), Request(0, 0, 1, 2))
+    forward = Forward(requests, (7, 0, 0), (3, 9, 0), (slot, 0, 0), Mode.DECODE)
+    plan = scene.plan(forward, uniform=True, delta=-1)
+    scene.head(plan)
+    scene.tail(plan)
+    scene.content(plan)
+    assert_clean(scene.take_violations())
+    assert set(scene.records(scene.full, "K", "HEAD")) == {*scene.table[1][:3], slot}
+
+
+# -- what the forward was fed ----------------------------------------------------------------------------------
+
+
+@fires(Reason.WRITE_TOKEN)
+def test_a_forward_fed_with_another_token(scene):
+    assert_clean(scene.prefill(1, [5, 6, 8], known=[5, 6, 8]))
+    assert_violation(
+        scene.decode(1, 7, known=[5, 6, 8, 70]),
+        Reason.WRITE_TOKEN,
+        scene.tags(*WRITES),
+        slot=scene.slot(1, 3),
+        expected_position=3,
+        stored_position=3,
+        expected_token=70,
+        stored_token=7,
+        reader_row=1,
+        reader_forward=2,
+    )
+
+
+@fires(Reason.WRITE_POSITION)
+def test_a_forward_fed_with_another_position(scene):
+    assert_clean(scene.prefill(1, [5, 6, 8], positions=[0, 1, 2]))
+    assert_violation(
+        scene.decode(1, positions=[5]),
+        Reason.WRITE_POSITION,
+        scene.tags(*WRITES),
+        slot=scene.slot(1, 3),
+        expected_position=3,
+        stored_position=5,
+    )
+
+
+@fires(Reason.ROW_OUT_OF_RANGE)
+@pytest.mark.parametrize("row", [-1, 6, 1 << 30])
+def test_a_request_row_outside_of_the_table(scene, row):
+    assert_violation(
+        scene.forward(row, 2, [5], [20]),
+        Reason.ROW_OUT_OF_RANGE,
+        scene.tags(*WRITES),
+        reader_row=row,
+        expected_position=2,
+        slot=None,
+    )
+    assert scene.records(scene.full, "K", "HEAD") == {}
+
+
+def test_the_last_request_row_is_inside(scene):
+    assert_clean(scene.prefill(scene.spec.request_rows - 1, [5]))
+
+
+@fires(Reason.LENGTH_OUT_OF_RANGE)
+@pytest.mark.parametrize("prefix", [-1, 39, 40, 1 << 30])
+def test_a_request_longer_than_its_row(mha, prefix):
+    assert_violation(
+        mha.forward(1, prefix, [5, 6], [20, 21]),
+        Reason.LENGTH_OUT_OF_RANGE,
+        mha.tags(*WRITES),
+        reader_row=1,
+        expected_position=prefix,
+    )
+    assert mha.records(mha.full, "K", "HEAD") == {}
+
+
+def test_a_request_that_fills_its_row_is_inside(mha):
+    assert_clean(mha.prefill(1, list(range(38))))
+    assert_clean(mha.prefill(1, [5, 6]))
+    assert mha.lengths[1] == mha.spec.context_len
+
+
+# -- SWA -------------------------------------------------------------------------------------------------------
+
+
+def evict(scene: Scene, row: int, position: int) -> None:
+    """What SGLang does with a token that the window has passed."""
+    slot = scene.slot(row, position)
+    assert_clean(scene.free([scene.swa.lut[slot]], scene.swa))
+    scene.swa.lut[slot] = 0
+
+
+def test_tokens_before_the_window_may_be_evicted(swa):
+    swa.prefill(1, [1, 2, 3, 4, 5, 6])
+    evict(swa, 1, 0)
+    evict(swa, 1, 1)
+    assert_clean(swa.decode(1))  # window 4: positions 2 .. 5
+    assert swa.counter("TAIL_K_SWA", Counter.CHECKED) == 4
+    assert swa.counter("TAIL_K_SWA", Counter.OUT_OF_WINDOW) == 2
+    assert swa.counter("TAIL_K_FULL", Counter.CHECKED) == 6
+
+
+@fires(Reason.SWA_EVICTED_IN_WINDOW)
+def test_a_token_inside_the_window_is_evicted(swa):
+    swa.prefill(1, [1, 2, 3, 4, 5, 6])
+    evict(swa, 1, 2)
+    assert_violation(
+        swa.decode(1),
+        Reason.SWA_EVICTED_IN_WINDOW,
+        swa.tags(*READS, kind="SWA"),
+        slot=None,
+        full_slot=swa.slot(1, 2),
+        expected_position=2,
+        reader_row=1,
+    )
+
+
+@fires(Reason.CHAIN)
+def test_a_stale_mapping_to_another_requests_slot(swa):
+    swa.prefill(1, [1, 2, 3, 4])
+    swa.prefill(2, [9, 2, 3, 4])
+    assert_clean(swa.decode(1))
+    theirs = swa.swa.lut[swa.slot(2, 3)]
+    swa.swa.lut[swa.slot(1, 3)] = theirs
+    found = [v for v in swa.decode(1) if v.values["expected_position"] == 3]
+    assert_violation(
+        found,
+        Reason.CHAIN,
+        swa.tags(*READS, kind="SWA"),
+        slot=theirs,
+        full_slot=swa.slot(1, 3),
+        writer=record.pack_writer(2, 2, Mode.EXTEND, State.LIVE),
+    )
+
+
+@fires(Reason.USE_AFTER_FREE)
+def test_a_mapping_that_outlives_the_free_of_its_slot(swa):
+    swa.prefill(1, [1, 2, 3, 4])
+    slot = swa.swa.lut[swa.slot(1, 3)]
+    assert_clean(swa.free([slot], swa.swa))
+    found = swa.decode(1)
+    assert_violation(found, Reason.USE_AFTER_FREE, swa.tags(*READS, kind="SWA"), slot=slot)
+
+
+@fires(Reason.SLOT_OUT_OF_RANGE)
+@pytest.mark.parametrize("value", [48, -1])
+def test_a_mapping_value_outside_of_the_swa_pool(swa, value):
+    swa.prefill(1, [1, 2, 3, 4])
+    swa.swa.lut[swa.slot(1, 3)] = value
+    assert_violation(
+        swa.decode(1),
+        Reason.SLOT_OUT_OF_RANGE,
+        swa.tags(*READS, kind="SWA"),
+        slot=None,
+        full_slot=swa.slot(1, 3),
+    )
+
+
+def test_the_first_token_of_the_window_has_no_chain_check(swa):
+    """Its predecessor may be evicted and its slot someone else's by now."""
+    swa.prefill(1, [1, 2, 3, 4, 5, 6])
+    swa.flip_record(swa.swa, "K", "TAIL", swa.swa.lut[swa.slot(1, 1)], record.WORD_CHAIN, 9)
+    assert_clean(swa.decode(1))
+    swa.flip_record(swa.swa, "K", "TAIL", swa.swa.lut[swa.slot(1, 4)], record.WORD_CHAIN, 9)
+    assert {v.reasons for v in swa.decode(1)} == {Reason.CHAIN}
+
+
+# -- sweep -----------------------------------------------------------------------------------------------------
+
+
+@fires(Reason.CHAIN)
+@pytest.mark.parametrize("side", READS)
+def test_the_sweep_finds_damage_that_no_request_reads(scene, side):
+    scene.prefill(1, [5, 6, 8])
+    entries = scene.walk(1)
+    assert_clean(scene.check_list(entries))
+    slot = scene.slot(1, 2)
+    scene.flip_record(scene.full, "K", side, slot, record.WORD_CHAIN, 40)
+    assert_violation(
+        scene.check_list(entries),
+        Reason.CHAIN,
+        ["SWEEP_K_FULL"],
+        slot=slot,
+        prev_slot=scene.slot(1, 1),
+        expected_position=2,
+        reader_row=0,
+    )
+
+
+@fires(Reason.CONTENT)
+def test_the_sweep_finds_changed_bytes(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.flip_byte("K", 0, scene.slot(1, 0))
+    found = scene.check_list(scene.walk(1))
+    assert_violation(found, Reason.CONTENT, ["SWEEP_K_FULL"], slot=scene.slot(1, 0))
+
+
+@fires(Reason.POSITION, Reason.CHAIN, Reason.USE_AFTER_FREE, Reason.SLOT_OUT_OF_RANGE)
+def test_the_sweep_knows_position_state_and_bounds(mha):
+    mha.prefill(1, [5, 6, 8])
+    first, second, third = mha.walk(1)
+    wrong = SweepEntry(third.slot, 7, second.slot)
+    assert {v.reasons for v in mha.check_list([wrong])} == {Reason.POSITION}
+    outside = SweepEntry(64, 3, third.slot)
+    assert {v.reasons for v in mha.check_list([outside])} == {Reason.SLOT_OUT_OF_RANGE}
+    other_prefix = SweepEntry(third.slot, 2, first.slot)
+    assert {v.reasons for v in mha.check_list([other_prefix])} == {Reason.CHAIN}
+    mha.free([second.slot])
+    assert {v.reasons for v in mha.check_list([second])} == {Reason.USE_AFTER_FREE}
+
+
+def test_a_sweep_skips_slot_0_and_unreachable_predecessors(mha):
+    mha.prefill(1, [5, 6, 8])
+    slot = mha.slot(1, 2)
+    entries = [SweepEntry(0, 5, 3), SweepEntry(slot, 2, record.PREV_UNREACHABLE)]
+    assert_clean(mha.check_list([*entries, SweepEntry(slot, 2, 0), SweepEntry(slot, 2, 64)]))
+    assert mha.counter("SWEEP_K_FULL", Counter.CHECKED) == 3
+
+
+# -- arming, budgets, moves ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_checked_or_written_before_it_is_armed(mha):
+    mha.arm(False)
+    mha.table[1][:3], mha.lengths[1] = [64, 0, 60], 3
+    assert_clean(mha.decode(1, known=[1, 2, 3, 4], positions=[9]))
+    assert_clean(mha.forward(-1, 50, [5], [99]))
+    assert mha.records(mha.full, "K", "HEAD") == {}
+    mha.arm()
+    assert len(mha.decode(1)) > 0
+
+
+def test_a_forward_that_broke_off_leaves_the_next_one_silent(scene):
+    """The model raised between HEAD and TAIL; the request is gone and its slots are reused."""
+    scene.prefill(1, [5, 6, 8])
+    scene.upload()
+    aborted = Forward((Request(2, 0, 2, 0),), (1, 2), (0, 1), (30, 31), Mode.EXTEND)
+    scene.head(scene.plan(aborted))
+    assert_clean(scene.free([30, 31]))
+    assert_clean(scene.decode(1))
+    assert_clean(scene.reallocate([30, 31]))
+    scene.table[2][:2], scene.lengths[2] = [30, 31], 2
+    assert_clean(scene.forward(2, 0, [3, 4], [30, 31]))
+    assert_clean(scene.decode(2))
+    assert_clean(scene.decode(1))
+
+
+def test_a_budget_delays_a_finding_by_k_forwards_at_most(backend):
+    """Three blocks of slots, a budget of one: each slot has its turn in every third forward."""
+    count = 3 * VERIFY_BLOCK
+    spec = WorldSpec(
+        num_slots=1024,
+        context_len=1024,
+        has_v=False,
+        k_shapes="none",
+        request_rows=2,
+        verify_budget_slots=VERIFY_BLOCK,
+    )
+    scene = Scene(spec, backend)
+    scene.prefill(1, [3] * count)
+    for position in (0, VERIFY_BLOCK, 2 * VERIFY_BLOCK, count - 1):
+        slot = scene.slot(1, position)
+        scene.flip_record(scene.full, "K", "TAIL", slot, record.WORD_WRITER, 63)
+    slots = [[v.values["expected_position"] for v in scene.prefill(1, [])] for _ in range(6)]
+    per_round = [sorted(chain.from_iterable(slots[at : at + 3])) for at in range(4)]
+    assert per_round == [[0, VERIFY_BLOCK, 2 * VERIFY_BLOCK, count - 1]] * 4
+    assert scene.counter("TAIL_K_FULL", Counter.CHECKED) == 6 * VERIFY_BLOCK
+    assert scene.counter("TAIL_K_FULL", Counter.ELIGIBLE) == 6 * count
+
+
+def test_a_content_budget_rereads_every_slot_within_k_forwards(backend):
+    """12 slots of 64 bytes, K and V together, and a budget of 4 slots: each has its turn in every third forward."""
+    scene = Scene(WorldSpec(content_budget_bytes=4 * 64), backend)
+    scene.prefill(1, [3] * 12)
+    for position in range(12):
+        scene.flip_byte("K", 1, scene.slot(1, position))
+    found = [{v.values["stored_position"] for v in scene.prefill(1, [])} for _ in range(3)]
+    assert [len(positions) for positions in found] == [4, 4, 4]
+    assert set().union(*found) == set(range(12))
+
+
+def test_a_record_moves_with_its_bytes(backend):
+    """As move_kv_cache does it. With `all` the fingerprint does not depend on the slot."""
+    scene = Scene(MHA, backend)
+    scene.prefill(1, [5, 6, 8])
+    source, target = scene.slot(1, 2), 50
+    for memories in scene.full.memories.values():
+        for memory in memories:
+            memory.write(target, memory.layout.row_of(source))
+    scene.copy([source], [target], scene.full)
+    scene.free([source])
+    scene.table[1][2] = target
+    assert_clean(scene.decode(1))
+    scene.flip_byte("K", 0, target)
+    assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=target)
