@@ -33,3 +33,5 @@ SWA_WINDOW = 31
 # about 70 new tokens each write each SWA slot some 70 times.
 SWA_POOL_FULL_SLOTS = 2048
 SWA_POOL_RATIO = 0.5
+# An answer of 80 tokens makes a request evict behind its window twice: after 1, 32 and 63 decoded tokens.
+LONG_ANSWER = 80

@@ -116,13 +116,13 @@ async def drive(
     for number in range(rounds):
         part = everything[number::rounds]
         limit = asyncio.Semaphore(shape.concurrency)
-        await asyncio.gather(*(_converse(client, c, limit, report) for c in part))
+        await asyncio.gather(*(converse(client, c, limit, report) for c in part))
         if number < shape.flushes:
             report.flushes += await client.flush()
     return report
 
 
-async def _converse(
+async def converse(
     client: Client, conversation: Conversation, limit: asyncio.Semaphore, report: TrafficReport
 ) -> None:
     async with limit:
