@@ -37,8 +37,8 @@ __all__ = [
 # Host time of gathering a chunk, until the walk has measured it: fixed, and per node.
 _GATHER_NS = 100_000
 _GATHER_NS_PER_NODE = 2_000
-# Children listed in one go, about 0.3 ms; only a prefix cache with huge fan-out needs more than one.
-_KEYS_PER_SLICE = 16_384
+# Children listed in one go, at most about 0.2 ms; only a prefix cache with huge fan-out has more.
+_KEYS_PER_SLICE = 8_192
 
 
 class UnsupportedRadixCacheError(CanaryStartupError):
@@ -113,7 +113,8 @@ class RadixCacheWalker:
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
         self.device = torch.device(self._cache.device)
-        self._special = torch.tensor([PREV_ANCHOR, PREV_UNREACHABLE], device=self.device)
+        # PREV_ANCHOR, PREV_UNREACHABLE; torch.tensor would copy from the host, and wait for it.
+        self._special = torch.arange(PREV_ANCHOR, PREV_UNREACHABLE - 1, -1, device=self.device)
         self._sources = _SourceKeeper(self.device)
         self._gather_ns = _GATHER_NS_PER_NODE
         self._chunks = 0
@@ -253,8 +254,9 @@ class RadixCacheWalker:
         return result
 
     def _learn_gather_time(self, ns_per_node: int) -> None:
-        """Up at once, down slowly, so that the next chunks keep to their time limit."""
-        self._gather_ns = max(ns_per_node, (7 * self._gather_ns + ns_per_node) // 8)
+        """Up fast, down slowly, so that the next chunks keep to their time limit; one hiccup counts little."""
+        ns_per_node = min(ns_per_node, 2 * self._gather_ns)
+        self._gather_ns = max(ns_per_node, (7 * self._gather_ns + ns_per_node) // 8, 1)
 
 
 class _Chunk:

@@ -14,6 +14,8 @@ from sglang.srt.kv_canary.radix_cache_walker import (
 )
 from sglang.srt.kv_canary.record import PREV_UNREACHABLE
 
+_WARM_UP_POWERS = 16  # up to 32,768 words, the columns of a chunk of 8,192 nodes
+
 __all__ = ["build_verify_plan_radix_sweep", "warm_up_sweep_plan"]
 
 
@@ -87,8 +89,11 @@ def warm_up_sweep_plan(device: torch.device | str) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+    device = torch.device(device)
+    for power in range(_WARM_UP_POWERS):  # pinned memory is cached by powers of two
+        copy_to_device([0] * (1 << power), device)
     cache = RadixCache.create_simulated()
-    cache.device = torch.device(device)
+    cache.device = device
     slots = torch.tensor([1, 2], device=device)
     cache.insert(InsertParams(key=RadixKey([1, 2], extra_key="warm-up"), value=slots))
     walker = RadixCacheWalker(cache, unlocked_only=True, swa_resident_only=True)
