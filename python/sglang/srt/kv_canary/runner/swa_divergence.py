@@ -48,9 +48,12 @@ class SwaDivergenceLog:
     def parse(cls, line: str) -> SwaDivergenceLog:
         """The log of a line that contains one. Raises ValueError for any other line."""
         _, found, text = line.partition(PREFIX)
-        if not found:
+        try:
+            values = json.JSONDecoder().raw_decode(text)[0] if found else None
+        except json.JSONDecodeError:
+            values = None
+        if values is None:
             raise ValueError(f"expected a line with {PREFIX}<json>, got {line!r}")
-        values = json.JSONDecoder().raw_decode(text)[0]
         names = [field.name for field in fields(cls)]
         if not isinstance(values, dict) or sorted(values) != sorted(names):
             raise ValueError(f"expected the fields {names}, got {values!r}")
