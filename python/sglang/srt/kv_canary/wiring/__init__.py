@@ -20,6 +20,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "schedule_stream",
     "scheduler",
     "speculative",
+    "swa_location",
     "startup_check",
 )
 

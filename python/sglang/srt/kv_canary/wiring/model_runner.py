@@ -27,13 +27,13 @@ def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
     # SGLang inspects the signature of model.forward.
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with manager.bracket_model_forward(_forward_batch_of(args, kwargs)):
+        with manager.bracket_model_forward(forward_batch_of(args, kwargs)):
             return original(*args, **kwargs)
 
     model.forward = forward
 
 
-def _forward_batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     for value in (*args, *kwargs.values()):

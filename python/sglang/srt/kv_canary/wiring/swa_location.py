@@ -1,0 +1,115 @@
+"""Hooks on SWA pools: the running forward's new slots are translated once, and SGLang's own caches are out of use.
+
+SGLang 0.5.12.post1 keeps translations in three places: `SWAKVPool.swa_loc`, set before a forward or a capture and
+read by every SWA layer; `ForwardBatch.out_cache_loc_swa`, from which it is set, and which `out_cache_loc` may leave
+behind (draft steps, padding); `DeepSeekV4TokenToKVPool.cached_loc`, made by the first layer. None of them knows
+which slots it was made from. With the canary on, no value gets into the first and the last, so that every layer's
+write goes through `translate_loc_from_full_to_swa`, which answers from the running forward's translation.
+
+That one is made around `model.forward`, not in each backend's metadata: torch_native has no metadata, DeepSeek-V4's
+backend exchanges it in the middle of a forward, wrapping backends have several, and prefill graphs make it for another
+batch than the one whose slots the layers write. Inside the bracket a capture holds the translation, made
+from the buffers that the graph reads, so that each replay translates what it is given, however late that arrived.
+Where the model is run without the bracket (captured prefill pieces), each layer translates afresh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from sglang.srt.kv_canary.wiring.model_runner import forward_batch_of
+
+__all__ = ["HOOKS", "current", "translated_once", "use_running_translation"]
+
+
+@dataclass(slots=True)
+class _Current:
+    """The running forward's translation; None outside of forwards."""
+
+    kept: SwaOutCacheLoc | None = None
+
+
+current = _Current()
+
+
+@contextmanager
+def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
+    """Around one `model.forward`, which may be under capture: its new slots are translated here."""
+    kept_before, batch_before = current.kept, forward_batch.out_cache_loc_swa
+    kept = SwaOutCacheLoc.translate(pool.full_to_swa_index_mapping, forward_batch.out_cache_loc)
+    current.kept = kept
+    if kept is not None:  # the trtllm backend writes to this location without asking the pool
+        forward_batch.out_cache_loc_swa = kept.swa
+    try:
+        yield
+    finally:
+        current.kept, forward_batch.out_cache_loc_swa = kept_before, batch_before
+
+
+def use_running_translation(pool: Any) -> None:
+    """From now on `pool` keeps no translation of its own."""
+    if hasattr(pool, "swa_loc"):  # SWAKVPool
+        pool.swa_loc = None
+    if hasattr(pool, "cached_loc"):  # DeepSeekV4TokenToKVPool, SGLANG_OPT_CACHE_SWA_TRANSLATION
+        pool._should_cache_swa, pool.cached_loc = False, None
+
+
+def _after_pools_exist(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    pool = model_runner.token_to_kv_pool
+    mapping = getattr(pool, "full_to_swa_index_mapping", None)
+    if context.manager_of(model_runner) is None or mapping is None:
+        return
+    use_running_translation(pool)
+    _wrap_model_forward(model_runner.model, pool)
+
+
+def _wrap_model_forward(model: Any, pool: Any) -> None:
+    original = model.forward
+
+    # SGLang inspects the signature of model.forward.
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with translated_once(pool, forward_batch_of(args, kwargs)):
+            return original(*args, **kwargs)
+
+    model.forward = forward
+
+
+def _around_translate(
+    original: Callable[..., torch.Tensor], pool: Any, kv_indices: torch.Tensor
+) -> torch.Tensor:
+    if current.kept is None:
+        return original(pool, kv_indices)
+    return get_swa_out_cache_loc(
+        current.kept,
+        pool.full_to_swa_index_mapping,
+        kv_indices,
+        functools.partial(original, pool),
+    )
+
+
+def _around_set_swa_loc(original: Callable[..., None], pool: Any, loc: torch.Tensor | None) -> None:
+    if not context.active:
+        original(pool, loc)
+
+
+_SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+_DSV4_POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_TRANSLATE = "translate_loc_from_full_to_swa"
+_LOST = "writes of K/V to SWA slots that have changed hands"
+HOOKS = (
+    HookSpec(f"{_RUNNER}.init_memory_pool", _after_pools_exist, HookType.AFTER, _LOST),
+    HookSpec(f"{_SWA_POOL}.{_TRANSLATE}", _around_translate, HookType.AROUND, _LOST),
+    HookSpec(f"{_DSV4_POOL}.{_TRANSLATE}", _around_translate, HookType.AROUND, _LOST),
+    HookSpec(f"{_SWA_POOL}.set_swa_loc", _around_set_swa_loc, HookType.AROUND, _LOST),
+)
