@@ -180,7 +180,12 @@ CASES = {
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
-    "speculative decoding": {"speculative_algorithm": "NGRAM"},
+    "speculative decoding other than EAGLE and EAGLE3": {"speculative_algorithm": "NGRAM"},
+    "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
+    "adaptive speculative decoding": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_adaptive": True,
+    },
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
     "pipeline parallelism": {"pp_size": 2},

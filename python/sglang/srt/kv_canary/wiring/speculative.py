@@ -19,9 +19,10 @@ allocated until it is handed out again, and reading it is reported either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,9 +35,6 @@ from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.speculation import parents_of_tree
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
-
-# id(draft ModelRunner) -> numbers of the inner forwards of the draft that is running
-_inner_steps: dict[int, Iterator[int]] = {}
 
 
 def _draft_runner(worker: Any) -> Any:
@@ -104,30 +102,50 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
 # Inner forwards and trees
 
 
+class _InnerForwards:
+    """The inner forwards of a draft that is running, told apart by their order."""
+
+    running: ClassVar[dict[int, _InnerForwards]] = {}  # id(draft ModelRunner)
+
+    def __init__(self, manager: CanaryManager) -> None:
+        self._manager = manager
+        self._numbers = count()
+        self._active = ExitStack()
+
+    def begin_next(self) -> None:
+        self.end()
+        number = next(self._numbers)
+        self._active.enter_context(self._manager.with_active_single_forward_manager(number))
+
+    def end(self) -> None:
+        self._active.close()
+
+
 def _around_draft_forward(
     original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    key = id(_draft_runner(worker))
-    _inner_steps[key] = count()
+    runner = _draft_runner(worker)
+    manager = context.manager_of(runner)
+    if manager is None:
+        return original(worker, *args, **kwargs)
+    forwards = _InnerForwards.running[id(runner)] = _InnerForwards(manager)
     try:
         return original(worker, *args, **kwargs)
     finally:
-        del _inner_steps[key]
+        forwards.end()
+        del _InnerForwards.running[id(runner)]
 
 
-def _around_forward(
-    original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _before_forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    """May be under capture of a draft graph."""
     manager = context.manager_of(model_runner)
     if manager is None:
-        return original(model_runner, forward_batch, *args, **kwargs)
-    steps = _inner_steps.get(id(model_runner))
-    if steps is None:
-        if forward_batch.forward_mode.is_target_verify():
-            _publish_tree(manager, forward_batch.spec_info)
-        return original(model_runner, forward_batch, *args, **kwargs)
-    with manager.with_active_single_forward_manager(next(steps)):
-        return original(model_runner, forward_batch, *args, **kwargs)
+        return
+    forwards = _InnerForwards.running.get(id(model_runner))
+    if forwards is not None:
+        forwards.begin_next()
+    elif forward_batch.forward_mode.is_target_verify():
+        _publish_tree(manager, forward_batch.spec_info)
 
 
 def _publish_tree(manager: CanaryManager, spec_info: Any) -> None:
@@ -211,11 +229,11 @@ def _hooks() -> tuple[HookSpec, ...]:
         (f"{_V2}.draft_forward", _around_draft_forward),
         (f"{_V2}._draft_extend_for_prefill", _around_draft_prefill),
         (f"{_V2}._draft_extend_for_decode", _around_draft_extend),
-        (f"{_RUNNER}.forward", _around_forward),
         (f"{_PACKAGE}.eagle_info.EagleVerifyInput.verify", _around_accept),
     )
     hooks = [HookSpec(target, fn, HookType.AROUND, _DRAFT_KV) for target, fn in brackets]
     for target, fn in (
+        (f"{_RUNNER}.forward", _before_forward),
         (f"{_DRAFT_GRAPH}.replay", _before_draft_replay),
         (f"{_EXTEND_GRAPH}.replay", _before_draft_extend_replay),
     ):
