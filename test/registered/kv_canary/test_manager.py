@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
+from sglang.srt.kv_canary.runner.warm_up import prefill_plans
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -156,7 +157,10 @@ def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:
 
 def test_a_forward_that_is_not_bracketed_inside_is_an_error() -> None:
     rig = ManagerRig()
-    with pytest.raises(CanaryPhaseError, match="was not checked"), rig.manager.with_ops_outside_graph():
+    with (
+        pytest.raises(CanaryPhaseError, match="was not checked"),
+        rig.manager.with_ops_outside_graph(),
+    ):
         pass
 
 
@@ -216,3 +220,15 @@ def test_the_ring_says_how_many_rows_were_overwritten() -> None:
     rig.settle()
     assert rig.manager.violations.overwritten == 4 * 40 - 8
     assert len(rig.reported) == 8
+
+
+def test_warm_up_checks_and_writes_nothing_and_is_counted() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    plans = prefill_plans(rig.rows.req_to_token, rig.manager.config, max_batch_size=64)
+    assert [plan.batch_size for plan in plans] == [1, 17]
+    rig.manager.warm_up(plans)
+    assert int(rig.manager.groups[0].k_head.abs().sum()) == 0
+    assert rig.manager.armed
+    rig.extend(1, range(20))
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == int(rig.manager.state.summary[0]) == 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
@@ -15,6 +17,7 @@ from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.observers import build_observers
+from sglang.srt.kv_canary.runner.warm_up import prefill_plans
 from sglang.srt.kv_canary.speculation import SpeculationShape
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
@@ -37,6 +40,9 @@ def install_canary(
         return None
     verify_hooks_applied()
     manager = _build_manager(config, server_args, model_runner)
+    if torch.device(manager.identity.device).type != "cpu":
+        rows = model_runner.req_to_token_pool.req_to_token
+        manager.warm_up(prefill_plans(rows, config, manager.state.capacities.max_batch_size))
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)

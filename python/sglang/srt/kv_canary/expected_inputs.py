@@ -22,17 +22,15 @@ class ExpectedTokens:
     @classmethod
     def from_lists(
         cls, known: Sequence[tuple[int, Sequence[int]]], device: torch.device | str
-    ) -> ExpectedTokens | None:
-        """From one (first position, tokens) per request; None when nothing is known."""
+    ) -> ExpectedTokens:
+        """From one (first position, tokens) per request; tokens may be empty, where nothing is known."""
         flat: list[int] = []
         spans: list[tuple[int, int, int]] = []
         for first, tokens in known:
             spans.append((len(flat), first, len(tokens)))
             flat.extend(tokens)
-        if not flat:
-            return None
         pin = torch.device(device).type == "cuda"
-        tokens_host = torch.tensor(flat, dtype=torch.int64).to(torch.int32)
+        tokens_host = torch.tensor(flat or [0], dtype=torch.int64).to(torch.int32)
         spans_host = torch.tensor(spans, dtype=torch.int64)
         if pin:
             tokens_host, spans_host = tokens_host.pin_memory(), spans_host.pin_memory()

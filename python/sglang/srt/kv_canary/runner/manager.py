@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,16 @@ import torch
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.backend import select_backend
-from sglang.srt.kv_canary.plan_input import PlanInput
+from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.first_error import FirstError
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.host_clock import HostClock
-from sglang.srt.kv_canary.runner.launcher import Launcher
+from sglang.srt.kv_canary.runner.launcher import Launcher, launch_endpoints_per_forward
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.runner.step_observer import CopyPoint, StepObserver, Summary
 from sglang.srt.kv_canary.runner.violation_manager import ViolationManager
@@ -91,6 +92,14 @@ class CanaryManager:
         self._uncopied = False  # something was launched behind the last copy
 
     # Life cycle
+
+    def warm_up(self, plans: Iterable[ForwardPlan]) -> None:
+        """Run `plans` while nothing is armed, so that their kernels are compiled; they check and write nothing."""
+        with self.disarmed():
+            for plan in plans:
+                self._note_launch("WARM_UP")
+                for side in (Side.HEAD, Side.TAIL):
+                    launch_endpoints_per_forward(self.launcher, plan, side)
 
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over: from now on every forward is checked. Captured graphs obey too."""
