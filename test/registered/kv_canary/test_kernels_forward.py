@@ -63,7 +63,7 @@ class Rig:
 
     def forward(self, plan) -> int:
         for side in (Side.HEAD, Side.TAIL):
-            self.twin.run("check_and_write", (plan,), (side,))
+            self.twin.check_and_write(plan, side)
             rows = self.twin.assert_equal()
         return rows
 
@@ -251,10 +251,10 @@ def test_full_ring_keeps_whole_rows(capacity: int):
     rig = Rig(ring_capacity=capacity)
     rig.twin.state = make_state(request_rows=ROWS)  # the reference keeps every row
     plans = rig.pool.extend({1: 900, 2: 5}), rig.pool.decode([1, 2])
-    rig.twin.run("check_and_write", (plans[0],), (Side.HEAD,))
+    rig.twin.check_and_write(plans[0], Side.HEAD)
     for position in range(900):
         rig.twin.poke("v_head", rig.slot(1, position), record.WORD_IDENTITY, position * 3)
-    rig.twin.run("check_and_write", (plans[1],), (Side.HEAD,))
+    rig.twin.check_and_write(plans[1], Side.HEAD)
     states = rig.twin.state, rig.twin.kernel_state
     total, kernel_total = (int(state.violations.total) for state in states)
     assert kernel_total == total > 890
@@ -274,7 +274,7 @@ def test_empty_and_tiny_batches():
         verify=replace(plan.verify, rows=plan.verify.rows[:0], base_lens=plan.verify.base_lens[:0]),
         write=replace(plan.write, out_cache_loc=plan.write.out_cache_loc[:0]),
     )
-    rig.twin.run("check_and_write", (empty,), (Side.TAIL,))
+    rig.twin.check_and_write(empty, Side.TAIL)
     rig.twin.assert_equal()
 
 

@@ -6,6 +6,7 @@ SGLang: it owns the request rows, hands out slots, and describes forwards as pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,10 +14,13 @@ import torch
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels import reference
-from sglang.srt.kv_canary.plan_input import ForwardPlan, VerifyPlan, WritePlan
+from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Mode
+from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 __all__ = ["ContentShape", "Pool", "Twin", "kernel_device", "make_group", "make_state"]
@@ -244,16 +248,34 @@ class Twin:
         self.kernel_group = replace(self.group, **copies)
         self.kernel_state = _clone_state(self.state)
 
-    def run(self, name: str, before: tuple, after: tuple = (), with_state: bool = True) -> None:
-        """Call function `name` of both backends with (*before, group, *after, state)."""
+    def run(self, name: str, call: Callable) -> None:
+        """`call(function `name`, group, state)` with each backend's own."""
         from sglang.srt.kv_canary.kernels import triton_backend
 
-        for backend, group, state in (
-            (reference, self.group, self.state),
-            (triton_backend, self.kernel_group, self.kernel_state),
-        ):
-            tail = (state,) if with_state else ()
-            getattr(backend, name)(*before, group, *after, *tail)
+        call(getattr(reference, name), self.group, self.state)
+        call(getattr(triton_backend, name), self.kernel_group, self.kernel_state)
+
+    def check_and_write(self, plan: ForwardPlan, side: Side) -> None:
+        self.run("check_and_write", lambda f, group, state: f(plan, group, side, state))
+
+    def check_and_write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:
+        self.run("check_and_write_content", lambda f, group, state: f(plan, group, state, mode))
+
+    def check_list(self, plan: SweepVerifyPlan) -> None:
+        self.run("check_list", lambda f, group, state: f(plan, group, state))
+
+    def check_list_content(self, plan: SweepVerifyPlan, mode: ContentMode) -> None:
+        self.run("check_list_content", lambda f, group, state: f(plan, group, state, mode))
+
+    def apply_slot_event(
+        self, kind: SlotEventKind, slots: torch.Tensor | None, page_size: int = 1
+    ) -> None:
+        self.run(
+            "apply_slot_event", lambda f, group, state: f(kind, slots, group, state, page_size)
+        )
+
+    def copy_records(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.run("copy_records", lambda f, group, state: f(group, source, target))
 
     def poke(self, half_side: str, slot: int, word: int, value: int) -> None:
         """Overwrite one record word in both copies."""

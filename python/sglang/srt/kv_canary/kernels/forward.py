@@ -46,6 +46,11 @@ def full_limit_of(group: CanaryBufferGroup) -> int:
     return group.num_slots * group.stride if lut is None else lut.shape[0]
 
 
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`tensor` itself where its elements are adjacent, as nearly always; the kernels take no strides."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
 def _tile_bits(write: WritePlan) -> int:
     """0 where a lane per token is enough: it walks over the request's earlier tokens."""
     uniform = write.ext_lens is None
@@ -85,14 +90,14 @@ def check_and_write(
         state.violations.rows,
         state.anchors,
         group.chain_source,
-        verify.rows,
-        verify.base_lens,
-        write.ext_lens,
-        write.starts,
-        write.parents,
-        write.input_ids,
-        write.positions,
-        write.out_cache_loc,
+        dense(verify.rows),
+        dense(verify.base_lens),
+        dense(write.ext_lens),
+        dense(write.starts),
+        dense(write.parents),
+        dense(write.input_ids),
+        dense(write.positions),
+        dense(write.out_cache_loc),
         plan.req_to_token,
         group.swa_index_lut,
         group.k_head if head else group.k_tail,

@@ -3,6 +3,21 @@
 Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 """
 
+from sglang.srt.kv_canary.kernels.content import (
+    check_and_write_content,
+    check_list_content,
+    prepare,
+)
 from sglang.srt.kv_canary.kernels.forward import check_and_write
+from sglang.srt.kv_canary.kernels.slots import apply_slot_event, copy_records
+from sglang.srt.kv_canary.kernels.sweep import check_list
 
-__all__ = ["check_and_write"]
+__all__ = [
+    "apply_slot_event",
+    "check_and_write",
+    "check_and_write_content",
+    "check_list",
+    "check_list_content",
+    "copy_records",
+    "prepare",
+]

@@ -1,0 +1,208 @@
+"""Allocator events and moved records: one launch per event for all records of a group."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.device_record import (
+    ALLOCATED,
+    BAD_DOUBLE_FREE,
+    CHAIN,
+    CONTENT,
+    FORWARD_DONE,
+    FORWARD_MASK,
+    FREED,
+    LIVE,
+    MODE_SHIFT,
+    NEVER_WRITTEN,
+    STATE_SHIFT,
+    UNFILLED,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    Report,
+    append_rows,
+    position_of,
+    state_of,
+    token_of,
+)
+from sglang.srt.kv_canary.kernels.jit import jit, sum_of
+from sglang.srt.kv_canary.slot_event import SlotEventKind
+
+ALLOC = tl.constexpr(int(SlotEventKind.ALLOC))
+FREE = tl.constexpr(int(SlotEventKind.FREE))
+CLEAR = tl.constexpr(int(SlotEventKind.CLEAR))
+UNFILL = tl.constexpr(int(SlotEventKind.UNFILL))
+# Bit of the writer word that is set between the phases of a FREE, to find slots that the call frees twice. It lies
+# in the state, of which no used value has it.
+_FREEING = tl.constexpr(-(1 << 63))
+
+
+@jit
+def _mark(records, slots, usable, word, KIND: tl.constexpr):
+    """Apply the event to one record of each slot. Applying it twice changes nothing more."""
+    words = records + slots * WORDS
+    writer = tl.load(words + WRITER, mask=usable, other=0)
+    if KIND == UNFILL:
+        tl.store(words + WRITER, word, mask=usable)
+        tl.store(words + CONTENT, writer * 0, mask=usable)
+    else:
+        writer = writer & ~_FREEING
+        state = state_of(writer)
+        if KIND == ALLOC:
+            allocated = writer ^ ((FREED ^ ALLOCATED) << STATE_SHIFT)
+            tl.store(words + WRITER, allocated, mask=usable & (state == FREED))
+        else:
+            tl.store(words + CONTENT, writer, mask=usable & (state == LIVE))
+            freed = (state == LIVE) | (state == ALLOCATED) | (state == UNFILLED)
+            # Others get their own word back, without the mark.
+            tl.store(words + WRITER, tl.where(freed, word, writer), mask=usable)
+
+
+@jit
+def _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND: tl.constexpr):
+    _mark(k_head, slots, usable, word, KIND)
+    _mark(k_tail, slots, usable, word, KIND)
+    if v_head is not None:
+        _mark(v_head, slots, usable, word, KIND)
+        _mark(v_tail, slots, usable, word, KIND)
+
+
+@jit
+def _report_double_free(report, k_head, slots, usable, SINGLE: tl.constexpr):
+    """Report slots that are free already, or, where pages are single slots, that this call frees twice."""
+    words = k_head + slots * WORDS
+    if SINGLE:
+        marks = tl.full(slots.shape, _FREEING, tl.int64)
+        writer = tl.atomic_or(words + WRITER, marks, mask=usable)
+        repeated = writer < 0
+        writer = writer & ~_FREEING
+        repeated = repeated & (state_of(writer) != NEVER_WRITTEN)
+    else:
+        writer = tl.load(words + WRITER, mask=usable, other=0)
+        repeated = tl.full(slots.shape, False, tl.int1)
+    twice = usable & (repeated | (state_of(writer) == FREED))
+    if sum_of(twice.to(tl.int32), 0) > 0:
+        identity = tl.load(words, mask=usable, other=0)
+        append_rows(
+            report,
+            0,
+            tl.where(twice, BAD_DOUBLE_FREE, 0),
+            slots,
+            slots,
+            UNKNOWN,
+            UNKNOWN,
+            position_of(identity),
+            UNKNOWN,
+            token_of(identity),
+            UNKNOWN,
+            tl.load(words + CHAIN, mask=usable, other=0),
+            UNKNOWN,
+            UNKNOWN,
+            0,
+            writer,
+            tl.load(words + CONTENT, mask=usable, other=0),
+        )
+
+
+@jit
+def _listed(slot_list, size, num_slots, item, BLOCK: tl.constexpr):
+    """(slots, usable) of a block of the list; of every slot where there is no list."""
+    at = item * BLOCK + tl.arange(0, BLOCK)
+    slots = at if slot_list is None else tl.load(slot_list + at, mask=at < size, other=0)
+    slots = slots.to(tl.int64)
+    usable = (slots > 0) & (slots < num_slots)
+    return tl.where(usable, slots, 0), usable
+
+
+@jit(
+    do_not_specialize=["size", "num_slots", "capacity", "tag", "page_size", "mode", "state"],
+    do_not_specialize_on_alignment=["slot_list"],
+)
+def slot_event_kernel(
+    summary,
+    ring,
+    slot_list,  # None: every slot
+    k_head,
+    k_tail,
+    v_head,  # None: the group has only K
+    v_tail,
+    size,
+    num_slots,
+    capacity,
+    tag,
+    page_size,
+    mode,
+    state,
+    KIND: tl.constexpr,
+    CHECK: tl.constexpr,  # phases of a FREE; both only in a single program
+    MARK: tl.constexpr,
+    SINGLE: tl.constexpr,  # pages are single slots
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    forward = tl.load(summary + FORWARD_DONE)
+    word = (
+        (forward & FORWARD_MASK)
+        | (mode.to(tl.int64) << MODE_SHIFT)
+        | (state.to(tl.int64) << STATE_SHIFT)
+    )
+    items = (size + (BLOCK - 1)) // BLOCK
+    if CHECK:
+        report = Report(summary, ring, capacity, tag, forward)
+        for item in range(program, items, programs):
+            slots, usable = _listed(slot_list, size, num_slots, item, BLOCK)
+            _report_double_free(report, k_head, slots, usable, SINGLE)
+        tl.debug_barrier()
+    if MARK:
+        for item in range(program, items, programs):
+            slots, usable = _listed(slot_list, size, num_slots, item, BLOCK)
+            if KIND == FREE and not SINGLE:
+                # Neighbours in the list mostly lie in one page: the first of them marks it.
+                at = item * BLOCK + tl.arange(0, BLOCK)
+                before = tl.load(slot_list + at - 1, mask=(at > 0) & (at < size), other=-1)
+                page = slots // page_size
+                same = (before > 0) & (before < num_slots)
+                usable = usable & ~(same & (before.to(tl.int64) // page_size == page))
+                for place in range(page_size):
+                    slot = page * page_size + place
+                    inside = usable & (slot < num_slots)
+                    _mark_all(k_head, k_tail, v_head, v_tail, slot, inside, word, KIND)
+            else:
+                _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND)
+
+
+@jit(
+    do_not_specialize=["size", "num_slots"],
+    do_not_specialize_on_alignment=["source_list", "target_list"],
+)
+def copy_kernel(
+    source_list,
+    target_list,
+    k_head,
+    k_tail,
+    v_head,
+    v_tail,
+    size,
+    num_slots,
+    BLOCK: tl.constexpr,  # >= size
+):
+    """Copy whole records; program i does the i-th buffer, and reads all of it before it writes."""
+    records = k_head
+    if tl.program_id(0) == 1:
+        records = k_tail
+    if v_head is not None:
+        if tl.program_id(0) == 2:
+            records = v_head
+        if tl.program_id(0) == 3:
+            records = v_tail
+    lane = tl.arange(0, BLOCK)[:, None]
+    word = tl.arange(0, WORDS)[None, :]
+    listed = lane < size
+    source = tl.load(source_list + lane, mask=listed, other=0).to(tl.int64)
+    target = tl.load(target_list + lane, mask=listed, other=0).to(tl.int64)
+    listed = listed & (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots)
+    values = tl.load(records + source * WORDS + word, mask=listed, other=0)
+    tl.debug_barrier()
+    tl.store(records + target * WORDS + word, values, mask=listed)
