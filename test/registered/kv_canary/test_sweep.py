@@ -347,8 +347,20 @@ def test_events_state_slots_seconds_and_findings(tmp_path: Path, monkeypatch: An
     assert (clean["findings"], clean["passes"]) == (0, rig.sweep.sweep_passes)
     assert clean["seconds"] > 0
     rig.pool.k_buffer[0][rig.cached_slots(PROMPT)[3]] += 1
+    rig.passes(4)
+    findings = [event["findings"] for event in _events(events, "sweep_pass")]
+    assert findings[-3:] == [1, 1, 1]
+    assert rig.manager.violations.reported - sum(findings) in (0, 1)  # of the pass under way
+
+
+def test_findings_that_stay_are_not_logged_each_pass(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    rig = SweptRig(event_file=str(events))
+    rig.serve(PROMPT, ANSWER)
     rig.passes(1)
-    assert _events(events, "sweep_pass")[-1]["findings"] == 1
+    rig.pool.k_buffer[0][rig.cached_slots(PROMPT)[3]] += 1
+    rig.passes(20)
+    assert len([e for e in _events(events, "sweep_pass") if e["findings"]]) <= 3
 
 
 def test_short_passes_are_counted_but_not_all_logged(tmp_path: Path, caplog: Any) -> None:

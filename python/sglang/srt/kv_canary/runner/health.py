@@ -55,6 +55,7 @@ class HealthCheck(StepObserver):
         self._ticks = 0
         self._checked_tick = self._heard_tick = 0
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
+        self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
         self.checks = 0
         self.failures = 0
@@ -77,16 +78,21 @@ class HealthCheck(StepObserver):
         if not manager.armed:
             self._last = None
         elif self._last is None:
-            self._last, self._checked_tick = summary, self._ticks
+            self._start_period(summary)
         elif self._ticks - self._checked_tick >= self._config.health_check_interval:
             between = CountsBetween(self._last, summary)
-            self._last, self._checked_tick = summary, self._ticks
-            self._check(between, issued)
+            expected = {k: n - self._sweeps_checked.get(k, 0) for k, n in issued.items()}
+            self._start_period(summary)
+            self._check(between, expected)
+
+    def _start_period(self, summary: Summary) -> None:
+        self._last, self._checked_tick = summary, self._ticks
+        self._sweeps_checked = self._sweeps_now()
 
     def _sweeps_now(self) -> dict[PoolKind, int]:
         return dict(self._sweep.launches) if self._sweep else {}
 
-    def _check(self, between: CountsBetween, sweeps_issued: dict[PoolKind, int]) -> None:
+    def _check(self, between: CountsBetween, sweeps: dict[PoolKind, int]) -> None:
         problems: list[str] = []
         silent: list[str] = []
         forwards = between.forwards_launched
@@ -97,7 +103,7 @@ class HealthCheck(StepObserver):
             problems.append(
                 f"the device counted {between.forwards_done} of {forwards} forwards launched"
             )
-        silent += self._silent_sweeps(between.later, sweeps_issued)
+        silent += self._silent_sweeps(between, sweeps)
         if silent:
             problems.insert(0, f"did not run: {', '.join(silent)}")
         self._conclude(problems, tuple(silent), between)
@@ -119,16 +125,15 @@ class HealthCheck(StepObserver):
                     bad.append(tag.name)
         return [f"no content fingerprints of what was written at {', '.join(bad)}"] if bad else []
 
-    def _silent_sweeps(self, summary: Summary, issued: dict[PoolKind, int]) -> list[str]:
-        """SWEEP tags that have run less often than had been issued before the copy was started.
+    def _silent_sweeps(self, between: CountsBetween, expected: dict[PoolKind, int]) -> list[str]:
+        """SWEEP tags that have run less often than `expected`, the least number issued between the two copies.
 
-        One copy is under way at a time, so what was issued when the previous one arrived lies before this one.
+        One copy is under way at a time: what was issued when a copy arrived lies behind it, and before the next.
         """
-        silent = []
-        for tag in tags_of(self._groups, (Side.SWEEP,)):
-            if int(summary.counters[tag.id, Counter.LAUNCHES]) < issued.get(tag.kind, 0):
-                silent.append(tag.name)
-        return silent
+        tags = tags_of(self._groups, (Side.SWEEP,))
+        return [
+            t.name for t in tags if between.grown(t, Counter.LAUNCHES) < expected.get(t.kind, 0)
+        ]
 
     def _conclude(
         self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None = None

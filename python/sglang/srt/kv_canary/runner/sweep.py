@@ -62,6 +62,7 @@ EVENT_EVERY_S = (
 )
 IDLE_CONTENT_FACTOR = 16  # times the content budget of a step, where no step is lengthened
 PATIENCE_TICKS = 16  # how long a pass waits for the last of its findings to be decoded
+CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SweepPass:
     chunks: int = 0
     seconds: float = 0.0
     launches: Counter[PoolKind] = field(default_factory=Counter)  # of the orchestrator, at the end
+    closed_tick: int = 0
     confirmed_tick: int | None = None  # when the device's counters showed all of them
 
 
@@ -134,9 +136,11 @@ class SweepOrchestrator(StepObserver):
         self._said_nothing = False
         self._next_log = self._next_event = 0.0
         self._unlogged = 0
+        self._had_findings = False
         self.sweep_passes = 0  # completed, and confirmed by the device's counters
         self.sweep_seconds = 0.0  # of completed passes
         self.launches: Counter[PoolKind] = Counter()  # per group, ever
+        self._counted: Counter[PoolKind] = Counter()  # the same as the device counts it
 
     # What drives it
 
@@ -159,10 +163,11 @@ class SweepOrchestrator(StepObserver):
         return self.maybe_run_sweep(manager, idle=True)
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
-        """Confirms passes whose launches the device has counted."""
-        for done in self._closing:
-            if done.confirmed_tick is None and self._has_run(done, summary):
-                done.confirmed_tick = self._tick
+        """Takes over how many launches the device has counted."""
+        for kind in self.launches:
+            tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
+            self._counted[kind] = int(summary.counters[tag, DeviceCounter.LAUNCHES])
+        self._confirm()
 
     def maybe_run_sweep(self, manager: CanaryManager, idle: bool = False) -> bool:
         """One tick: continues the pass under way, or starts one that is due. Returns whether anything was launched."""
@@ -171,7 +176,7 @@ class SweepOrchestrator(StepObserver):
         self._tick += 1
         self._finish_confirmed(manager)
         if self._pass is None:
-            if self._tick < self._next_start:
+            if self._tick < self._next_start or self._must_wait():
                 return False
             if self._tree is None:
                 self._say_nothing_to_walk("no prefix cache is attached")
@@ -180,6 +185,13 @@ class SweepOrchestrator(StepObserver):
         return self._advance(manager, idle)
 
     # One pass
+
+    def _must_wait(self) -> bool:
+        """Whether findings of the last pass may still come in, which the next one must not count as its own."""
+        if not self._closing:
+            return False
+        last = self._closing[-1]
+        return last.confirmed_tick is not None or self._tick - last.closed_tick < CONFIRM_TICKS
 
     def _begin(self, manager: CanaryManager) -> None:
         self._begun += 1
@@ -231,19 +243,16 @@ class SweepOrchestrator(StepObserver):
 
     def _close(self, done: SweepPass) -> None:
         done.seconds = time.monotonic() - done.started
-        done.launches = self.launches.copy()
-        if not done.chunks or not done.slots:
-            done.confirmed_tick = self._tick
+        done.launches, done.closed_tick = self.launches.copy(), self._tick
         self._closing.append(done)
         self._pass = None
+        self._confirm()
 
-    def _has_run(self, done: SweepPass, summary: Summary) -> bool:
-        """Whether the device has counted as many sweep launches as had been issued when the pass ended."""
-        for kind, issued in done.launches.items():
-            tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
-            if int(summary.counters[tag, DeviceCounter.LAUNCHES]) < issued:
-                return False
-        return True
+    def _confirm(self) -> None:
+        """Confirms passes of which the device has counted every launch issued up to their end."""
+        for done in self._closing:
+            if done.confirmed_tick is None and done.launches <= self._counted:
+                done.confirmed_tick = self._tick
 
     def _finish_confirmed(self, manager: CanaryManager) -> None:
         while self._closing and self._closing[0].confirmed_tick is not None:
@@ -260,7 +269,9 @@ class SweepOrchestrator(StepObserver):
         self.sweep_seconds += done.seconds
         self._unlogged += 1
         now = time.monotonic()
-        if findings or now >= self._next_event:
+        is_news = findings > 0 and not self._had_findings
+        self._had_findings = findings > 0
+        if is_news or now >= self._next_event:
             self._next_event = now + EVENT_EVERY_S
             self._sink.emit(
                 {
@@ -274,7 +285,7 @@ class SweepOrchestrator(StepObserver):
                     "findings": findings,
                 }
             )
-        if findings or now >= self._next_log:
+        if is_news or now >= self._next_log:
             self._next_log = now + LOG_EVERY_S
             log = logger.error if findings else logger.info
             log("%s", _pass_line(done, findings, self._unlogged))
