@@ -31,7 +31,7 @@ help:
 	@echo 'also: make setup | lint | format | wheel | clean'
 
 demo: $(READY_STAMP)
-	@$(RUN) -m sglang.srt.kv_canary demo $(ARGS)
+	@$(RUN) -W ignore -m sglang.srt.kv_canary demo $(ARGS)
 
 test: $(READY_STAMP)
 	@$(RUN) -m pytest -q $(ARGS)

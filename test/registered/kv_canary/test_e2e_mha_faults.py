@@ -3,13 +3,17 @@
 import asyncio
 import random
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.kv_canary.cli.demo import Demo, Tally
+from sglang.srt.kv_canary.cli.demo_faults import DemoFault
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.e2e import CanaryE2EBase, is_explained
+from sglang.test.kv_canary.serving import Serving
 from sglang.test.kv_canary.traffic import random_tokens
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
@@ -156,6 +160,37 @@ class TestMHAFaults(CanaryE2EBase):
         event = self.assert_violation("CHAIN", slot=slot, reader="victim", writer="heir")
         assert "POSITION" in event["reasons"]
         self.assert_all_explained(self.done)
+
+    # The demo's verdict
+
+    def cached_byte(self, name: str, done: dict[str, Any]) -> Callable[[Serving], Awaitable[dict]]:
+        """A fault of the demo that flips a byte which is then read, and answers with `done` beside the truth."""
+
+        async def act(serving: Serving) -> dict[str, Any]:
+            prompt = random_tokens(random.Random(name), 40)
+            await serving.generate(f"{name}-writer", prompt, 1)
+            answer = await serving.send("flip_bytes", cached=prompt).executed()
+            await serving.generate(f"{name}-reader", prompt, 1)
+            return {**answer, **done}
+
+        return act
+
+    def test_demo_tells_caught_missed_and_false_alarms_apart(
+        self, capsys: pytest.CaptureFixture
+    ) -> None:
+        demo = Demo(self.serving)
+        demo.new_violations()
+        demo.inject(1, DemoFault("caught", "", self.cached_byte("caught", {}), "CONTENT"))
+        assert demo.tally == Tally(caught=1, injected=1)
+        assert demo.tally.good
+        demo.inject(2, DemoFault("missed", "", self.cached_byte("missed", {}), "TOKEN"))
+        assert demo.tally == Tally(caught=1, injected=2)
+        assert not demo.tally.good
+        assert "NOT CAUGHT" in capsys.readouterr().out
+        elsewhere = self.cached_byte("elsewhere", {"slots": [], "request_ids": []})
+        demo.inject(3, DemoFault("false alarm", "", elsewhere, "CONTENT"))
+        assert demo.tally == Tally(caught=1, injected=3, false_alarms=1)
+        assert "FALSE ALARM" in capsys.readouterr().out
 
     def test_violation_of_a_neighbour_would_not_be_explained(self) -> None:
         """The tests' own measure: an innocent slot and request are told apart."""

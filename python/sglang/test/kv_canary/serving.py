@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ REQUEST_TIMEOUT_S = 300.0
 POLL_S = 0.01
 
 
-class Serving:
+class Serving(ABC):
     """What an engine and a server have in common: a folder with the model, the events and the controls.
 
     A context manager. `flags` are fields of `ServerArgs` that override the mode's; `env` is added to the
@@ -68,20 +69,31 @@ class Serving:
 
     # Serving
 
-    def __enter__(self) -> Serving:
-        raise NotImplementedError
+    @abstractmethod
+    def __enter__(self) -> Serving: ...
 
-    def __exit__(self, *_: object) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
 
     @property
+    @abstractmethod
     def alive(self) -> bool:
         """Whether it still serves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which uses this object as a `traffic.Client`."""
-        raise NotImplementedError
+
+    @abstractmethod
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]: ...
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    async def flush(self) -> bool: ...
 
     # Events
 

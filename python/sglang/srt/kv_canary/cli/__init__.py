@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,11 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         commands.add_parser(command.name, help=command.help, add_help=False)
     args, rest = parser.parse_known_args(argv)
+    _be_quiet()
     if problem := _sglang_problem():
         print(problem, file=sys.stderr)
         return 1
     module = next(c.module for c in COMMANDS if c.name == args.command)
     return importlib.import_module(f"{__name__}.{module}").main(rest)
+
+
+def _be_quiet() -> None:
+    """What SGLang's imports warn of says nothing about the command; also in processes that it starts."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
 
 
 def _sglang_problem() -> str:
@@ -69,8 +79,11 @@ def _sglang_problem() -> str:
 
 
 def _use_cpu_engine_without_gpu() -> None:
-    """SGLang asks this variable when its modules are imported."""
+    """SGLang asks for the first variable when its modules are imported."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # more threads fight with the engine's processes

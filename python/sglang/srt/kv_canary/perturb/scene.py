@@ -37,8 +37,8 @@ class Outcome:
 
     slots: tuple[int, ...] = ()  # full slots that are not what their readers expect
     request_ids: tuple[str, ...] = ()  # requests that were damaged
-    rows: tuple[int, ...] = ()  # request rows that no request has
     detail: str = ""
+    rows: tuple[int, ...] = ()  # request rows that no request has
     around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
     after_forward: Callable[[], None] | None = None
 

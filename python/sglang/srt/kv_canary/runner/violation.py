@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.record import REASON_HELP, Column, Mode, Reason, State
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 
@@ -163,7 +163,7 @@ def render(violation: Violation) -> str:
     lines = [f"kv-canary violation #{v.sequence}: {' + '.join(v.reasons)} at {v.tag}, {where}"]
     lines += [f"  what       {REASON_HELP[Reason[name]]}" for name in v.reasons]
     lines += _differences(v)
-    lines.append(f"  checked by {v.reader.text()}")
+    lines.append(_finder(v))
     if v.writer is not None:
         lines.append(f"  written by {v.writer.text()}")
     if v.freed is not None:
@@ -171,6 +171,14 @@ def render(violation: Violation) -> str:
     if v.state is not None:
         lines.append(f"  record     {v.state}{_predecessor(v)}")
     return "\n".join(lines)
+
+
+def _finder(v: Violation) -> str:
+    if Reason.DOUBLE_FREE.name in v.reasons:
+        return f"  freed again after forward {v.reader.forward} ({v.reader.mode})"
+    if v.tag.startswith(Side.SWEEP.value):
+        return f"  checked by the sweep, after forward {v.reader.forward} ({v.reader.mode})"
+    return f"  checked by {v.reader.text()}"
 
 
 def _differences(v: Violation) -> list[str]:
