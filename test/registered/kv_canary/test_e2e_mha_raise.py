@@ -20,12 +20,20 @@ REQUESTS = 1000
 class TestMHARaise(CanaryE2EBase):
     """The tests run in this order; the last one ends the server."""
 
-    flags: ClassVar = {"kv_canary": "raise", "kv_canary_real_data": "all"}
+    flags: ClassVar = {"kv_canary": "raise", "kv_canary_real_data": "all", "log_level": "warning"}
+    env: ClassVar = {
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",  # SGLang's own default
+        # Every few steps SGLang takes a request back, and prefills prompt and answer again later. It keeps the last
+        # one that runs, so the fault below always finds its victim.
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "20",
+    }
 
     def test_1000_clean_requests_raise_no_alarm(self) -> None:
         report = self.serve(TrafficShape(REQUESTS, seed=7))
         assert (report.requests, report.flushes) == (REQUESTS, 3)
         assert report.aborts > 20
+        assert self.serving.stderr.count("Testing retraction") > 20
         self.assert_no_violations()
         counters = self.settle()
         assert sorted(counters) == sorted(self.mode.tags("HEAD") + self.mode.tags("TAIL"))
