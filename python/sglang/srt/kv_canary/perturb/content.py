@@ -20,7 +20,7 @@ def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     sources = group.content(half)
     if not sources:
         raise ValueError("no content is covered: start with --kv-canary-real-data partial or all")
-    row = bytes_of(sources[index], _slot_in(group, target.slot))
+    row = bytes_of(sources[index], slot_in(group, target.slot))
     row[:count] ^= 0x55
     return Outcome(
         (target.slot,),
@@ -35,7 +35,7 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     if target is None:
         return None
     loc = torch.tensor([target.slot], dtype=torch.int64, device=scene.rows.device)
-    layers = _attention_layers(scene.model_runner.model)
+    layers = _storing_layers(scene)
     for layer in layers:
         heads = layer.tp_k_head_num
         key = torch.full(
@@ -60,14 +60,18 @@ def bytes_of(source: ContentSource, slot: int) -> torch.Tensor:
     return flat[start : start + source.row_bytes]
 
 
-def _slot_in(group: Any, full_slot: int) -> int:
+def slot_in(group: Any, full_slot: int) -> int:
     """`full_slot` in the group's own slot space."""
     if group.swa_index_lut is not None:
         return int(group.swa_index_lut[full_slot])
     return full_slot // group.stride
 
 
-def _attention_layers(model: Any) -> list[Any]:
+def _storing_layers(scene: Scene) -> list[Any]:
+    """Attention layers that store into the pool; MLA models have others for the same layer, which do not."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+    modules = scene.model_runner.model.modules()
+    layers = [module for module in modules if isinstance(module, RadixAttention)]
+    latent_dim = getattr(scene.pool, "kv_cache_dim", None)
+    return [layer for layer in layers if latent_dim in (None, layer.qk_head_dim)]

@@ -29,7 +29,9 @@ FAULTS: dict[str, Fault] = {
     "wrong_row": inputs.wrong_row,
     "wrong_length": inputs.wrong_length,
     "stale_mapping": swa_mapping.stale_mapping,
+    "shared_swa_slot": swa_mapping.shared_swa_slot,
     "evicted_in_window": swa_mapping.evicted_in_window,
+    "early_eviction": swa_mapping.early_eviction,
 }
 
 

@@ -1,4 +1,7 @@
-"""Faults in the life of a slot: freed while it is read, handed out twice, freed twice."""
+"""Faults in the life of a slot: freed while it is read, handed out twice, freed twice.
+
+With `kind`, in one pool of a SWA model only: a SWA slot that is freed while the mapping still names it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.kv_canary.perturb.content import slot_in
 from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
 from sglang.srt.kv_canary.record import WORD_WRITER, State
 from sglang.srt.kv_canary.record import unpack_writer as unpack
@@ -16,10 +20,11 @@ def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     target = scene.pick(args)
     if target is None:
         return None
-    slots = _free(scene, target.slot)
+    allocator, slot = _owner(scene, target.slot, args)
+    slots = _free(scene, allocator, slot)
     detail = f"freed {target}"
     if args.get("hand_out_next", False):
-        _move_to_front(scene.allocator)
+        _move_to_front(allocator)
         detail += ", to be handed out next"
     return Outcome(slots, target.request_ids, detail)
 
@@ -29,29 +34,40 @@ def allocate_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     target = scene.pick(args)
     if target is None:
         return None
-    slots = _free(scene, target.slot)
-    _move_to_front(scene.allocator)
-    scene.allocator.alloc(scene.allocator.page_size)
+    allocator, slot = _owner(scene, target.slot, args)
+    slots = _free(scene, allocator, slot)
+    _move_to_front(allocator)
+    allocator.alloc(allocator.page_size)
     return Outcome(slots, target.request_ids, f"freed and allocated again, not written: {target}")
 
 
 def double_free(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Free a slot that is free already; the free list itself is put right again."""
-    slot = _freed_slot(scene)
+    allocator, _ = _owner(scene, 0, args)
+    slot = _freed_slot(scene, allocator, args)
     if slot is None:
         return None
-    before = scene.allocator.free_pages
-    slots = _free(scene, slot)
-    scene.allocator.free_pages = before
+    before = allocator.free_pages
+    slots = _free(scene, allocator, slot)
+    allocator.free_pages = before
     return Outcome(slots, (), f"freed slot {slot}, which was free already")
 
 
-def _free(scene: Scene, slot: int) -> tuple[int, ...]:
+def _owner(scene: Scene, full_slot: int, args: dict[str, Any]) -> tuple[Any, int]:
+    """The allocator that `kind` names, default the whole one, and `full_slot` as it numbers it."""
+    kind = args.get("kind")
+    if kind is None:
+        return scene.allocator, full_slot
+    part = getattr(scene.allocator, f"{kind.lower()}_attn_allocator")
+    return part, slot_in(scene.group(kind), full_slot)
+
+
+def _free(scene: Scene, allocator: Any, slot: int) -> tuple[int, ...]:
     """Free through SGLang's allocator; returns the slots that this gives back."""
-    page = scene.allocator.page_size
+    page = allocator.page_size
     first = slot // page * page
     slots = range(first, first + page)
-    scene.allocator.free(torch.tensor(slots, dtype=torch.int64, device=scene.rows.device))
+    allocator.free(torch.tensor(slots, dtype=torch.int64, device=scene.rows.device))
     return tuple(slots)
 
 
@@ -63,9 +79,9 @@ def _move_to_front(allocator: Any) -> None:
     allocator.free_pages = torch.cat([pages[last].view(1), rest])
 
 
-def _freed_slot(scene: Scene) -> int | None:
-    records, page = scene.group().k_head, scene.allocator.page_size
-    for number in scene.allocator.free_pages.tolist():
+def _freed_slot(scene: Scene, allocator: Any, args: dict[str, Any]) -> int | None:
+    records, page = scene.group(args.get("kind", "FULL")).k_head, allocator.page_size
+    for number in allocator.free_pages.tolist():
         slot = number * page
         if unpack(int(records[slot, WORD_WRITER]))[3] == State.FREED:
             return slot

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.perturb.content import slot_in
 from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
 
 # What is damaged -> (word, bits that are flipped).
@@ -23,12 +24,13 @@ def damage_record(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     if target is None:
         return None
     what, half, side = args["what"], args.get("half", "K"), args.get("side", "HEAD")
-    records = scene.group(args.get("kind", "FULL")).records(half, side)
+    group = scene.group(args.get("kind", "FULL"))
+    records, slot = group.records(half, side), slot_in(group, target.slot)
     if what == "zero":
-        records[target.slot] = 0
+        records[slot] = 0
     elif what in DAMAGE:
         word, bits = DAMAGE[what]
-        records[target.slot, word] ^= record.to_signed64(bits)
+        records[slot, word] ^= record.to_signed64(bits)
     else:
         raise ValueError(f"what={what!r}: choose from {', '.join([*DAMAGE, 'zero'])}")
     return Outcome((target.slot,), target.request_ids, f"{side} {half} record, {what}, of {target}")

@@ -1,42 +1,57 @@
-"""Faults in the full-to-SWA mapping: stale, evicted inside the window, shared."""
+"""Faults in the full-to-SWA mapping: stale, shared, evicted inside the window."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
 
 
 def stale_mapping(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Map a slot in the window to the SWA slot of another position of the same request.
-
-    Two full slots then share one SWA slot, which is also what a mapping that was not updated looks like.
-    """
-    return _remap(scene, args, shared=True)
-
-
-def evicted_in_window(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Map a slot in the window to 0, which means evicted."""
-    return _remap(scene, args, shared=False)
-
-
-def _remap(scene: Scene, args: dict[str, Any], shared: bool) -> Outcome | None:
+    """Map a slot in the window to the SWA slot of the position before it, of the same request."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
-    reader, lut = readers[0], scene.group("SWA").swa_index_lut
-    position = args.get("position", reader.prefix - 3)
+    position = args.get("position", readers[0].prefix - 3)
+    return _remap(scene, readers[0], position, scene.slot(readers[0], position - 1))
+
+
+def shared_swa_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Map a slot in the window to the SWA slot that another request of the batch has at that position."""
+    readers = scene.pick_readers(2, args)
+    if not readers:
+        return None
+    position = args.get("position", min(r.prefix for r in readers) - 3)
+    return _remap(scene, readers[0], position, scene.slot(readers[1], position))
+
+
+def evicted_in_window(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Map a slot to 0, which means evicted; by default one in the window."""
+    readers = scene.pick_readers(1, args)
+    if not readers:
+        return None
+    return _remap(scene, readers[0], args.get("position", readers[0].prefix - 3), None)
+
+
+def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:
+    """SGLang believes from now on that the window is `slots` shorter; `slots` < 0 takes that back."""
+    tree_cache, slots = scene.manager.radix_cache, args["slots"]
+    tree_cache.sliding_window_size -= slots
+    return Outcome(detail=f"SGLang keeps {tree_cache.sliding_window_size} tokens of the window")
+
+
+def _remap(scene: Scene, reader: Reader, position: int, like: int | None) -> Outcome:
+    """For one forward, map `position` as full slot `like` is mapped; None: evicted."""
+    lut = scene.group("SWA").swa_index_lut
     slot = scene.slot(reader, position)
-    other = scene.slot(reader, position - 1)
-    before = int(lut[slot])
-    now = int(lut[other]) if shared else 0
+    before, now = int(lut[slot]), 0 if like is None else int(lut[like])
     lut[slot] = now
 
     def undo() -> None:
         lut[slot] = before
 
     return Outcome(
-        (slot, before, now) if now else (slot, before),
+        (slot, before) if like is None else (slot, before, now),
         (reader.request_id,),
         f'full slot {slot} (position {position} of request "{reader.request_id}") mapped to SWA slot '
         f"{now} instead of {before}",

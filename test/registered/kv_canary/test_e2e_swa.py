@@ -1,0 +1,186 @@
+"""SWA models on a real server: clean while the window slides and slots are reused, and every fault is caught.
+
+The clean traffic never lets running requests share a prefix, because this release of SGLang then frees slots that
+one of them reads; the last test shows that the canary reports that (see `family_traffic`).
+"""
+
+import asyncio
+import random
+import sys
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
+from sglang.test.kv_canary.e2e import CanaryE2EBase
+from sglang.test.kv_canary.family_traffic import FamilyShape, drive_families
+from sglang.test.kv_canary.fault_cases import (
+    DECODE,
+    Case,
+    FaultCases,
+    content_cases,
+    record_cases,
+    tags,
+)
+from sglang.test.kv_canary.traffic import random_tokens
+
+register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
+
+WINDOW = consts.SWA_WINDOW
+FULL, SWA = tags("HEAD TAIL", "K V", "FULL"), tags("HEAD TAIL", "K V", "SWA")
+HEAD, TAIL = tags("HEAD", "K V", "FULL", "SWA"), tags("TAIL", "K V", "FULL", "SWA")
+EXTEND = {"mode": "EXTEND", "min_prefix": 0}
+
+CASES = [
+    *content_cases("FULL", "K V", layers=2),
+    *content_cases("SWA", "K V", layers=2),
+    Case("write_outside_plan", "CONTENT", TAIL, DECODE),
+    Case("other_requests_slot", "CHAIN", FULL + SWA, DECODE),
+    Case("swap_entries", "POSITION", FULL + SWA, DECODE),
+    Case("padding_slot", "UNMAPPED_SLOT", FULL + SWA, DECODE),
+    Case("never_written_slot", "NEVER_WRITTEN", FULL, DECODE),
+    Case("slot_out_of_range", "SLOT_OUT_OF_RANGE", HEAD, DECODE),
+    Case("free_live_slot", "USE_AFTER_FREE", FULL, DECODE),
+    Case("free_live_slot", "USE_AFTER_FREE", SWA, {**DECODE, "kind": "SWA"}),
+    Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", SWA, {**DECODE, "kind": "SWA"}),
+    Case("double_free", "DOUBLE_FREE", ("HEAD_K_SWA",), {"kind": "SWA"}),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
+    Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
+    Case("stale_mapping", "POSITION", SWA, DECODE),
+    Case("shared_swa_slot", "CHAIN", SWA, DECODE),
+    Case("evicted_in_window", "SWA_EVICTED_IN_WINDOW", SWA, DECODE),
+    *record_cases("SWA", "K V"),
+]
+
+
+class TestSWARaise(CanaryE2EBase):
+    """SGLang's defaults: overlap scheduling, chunked prefill, radix cache."""
+
+    mode_name = "swa"
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+
+    def test_clean_while_the_window_slides_and_slots_are_reused(self) -> None:
+        shape = FamilyShape(240, seed=3)
+        report = self.run(drive_families(self.serving, shape))
+        assert (report.requests, report.flushes) == (shape.requests, shape.rounds)
+        assert report.aborts > 3
+        self.assert_no_violations()
+        counters = self.settle()
+        assert {*counters} == {*FULL, *SWA, *tags("SWEEP", "K V", "FULL", "SWA")}
+        for tag in FULL + SWA:
+            assert counters[tag]["checked"] == counters[tag]["eligible"] > 50_000, tag
+            assert counters[tag]["written"] > 20 * 1024, "each SWA slot was written 20 times"
+        for tag in SWA:
+            assert counters[tag]["out_of_window"] > 100_000, tag
+            assert counters[tag]["idx_divergence"] > 50_000, tag
+
+
+class TestSWAFaults(FaultCases):
+    """Without overlap, where eviction comes as close to the window as it ever does."""
+
+    mode_name = "swa"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "disable_overlap_schedule": True,
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_fault(self, case: Case) -> None:
+        self.run_case(case, f"{case}-{CASES.index(case)}")
+
+    def test_clean_without_overlap(self) -> None:
+        report = self.run(drive_families(self.serving, FamilyShape(96, seed=4, name="clean")))
+        assert report.requests == 96
+        self.assert_no_violations()
+
+    # The window's bounds
+
+    @pytest.mark.parametrize(("beyond", "caught"), [(0, True), (1, False)])
+    def test_eviction_is_reported_in_the_window_only(self, beyond: int, caught: bool) -> None:
+        """At prefix p, position p - W is the first that the forward reads; the one before it is none of its own."""
+        prefix = 30 + 2 * WINDOW
+        args = {"min_prefix": prefix, "position": prefix - WINDOW - beyond, **DECODE}
+        injection = self.inject("evicted_in_window", **args)
+        self.serve_two(f"bounds-{beyond}", answer=3 * WINDOW)
+        done = injection.answer()
+        if caught:
+            self.assert_reported_at("SWA_EVICTED_IN_WINDOW", SWA)
+            assert {e["expected_position"] for e in self.violations()} == {prefix - WINDOW}
+            self.assert_all_explained(done)
+        else:
+            self.assert_no_violations()
+
+    @pytest.mark.parametrize(("slots", "caught"), [(1, False), (2, True)])
+    def test_sglang_evicting_too_early(self, slots: int, caught: bool) -> None:
+        """Its own eviction keeps one slot more than the window: one less is still right, two are not."""
+        self.inject("early_eviction", slots=slots).answer()
+        try:
+            self.serve_two(f"early-{slots}", answer=3 * WINDOW)
+        finally:
+            self.inject("early_eviction", slots=-slots).answer()
+        if caught:
+            self.assert_reported_at("SWA_EVICTED_IN_WINDOW", SWA)
+        else:
+            self.assert_no_violations()
+
+    # Slots that change hands
+
+    def test_freed_swa_slot_goes_to_another_request(self) -> None:
+        """The mapping stays: two full slots share a SWA slot, as with a tombstone that was freed twice."""
+
+        async def victim_then_heir() -> None:
+            victim_prompt, heir_prompt = random_tokens(random.Random("swa"), 40), [9] * 40
+            victim = asyncio.ensure_future(self.serving.generate("victim", victim_prompt, 60))
+            self.done = await self.inject(
+                "free_live_slot",
+                rid="victim",
+                kind="SWA",
+                position=38,
+                hand_out_next=True,
+                **DECODE,
+            ).executed()
+            await self.serving.generate("heir", heir_prompt, 4)
+            await victim
+
+        self.run(victim_then_heir())
+        event = self.assert_violation("CHAIN", slot=self.done["slots"][0], reader="victim")
+        assert event["writer"]["request_id"] == "heir"
+        assert event["tag"] in SWA
+
+    def test_fault_of_sglang_itself_is_reported(self) -> None:
+        """No injection. SGLang frees full slots of a prefix that a running request has locked and reads.
+
+        The cached prefix loses the SWA slots of its first 64 tokens; `reader` matches all of it, and `usurper`, whose
+        prompt ends among those 64, computes them anew and has its own slots put into the tree instead.
+        """
+        rng = random.Random("own fault")
+        firsts = rng.sample(range(consts.FIRST_TOKEN, consts.VOCAB_SIZE), 6)
+        prompts = [[first, *random_tokens(rng, 199)] for first in firsts]
+        shared = prompts[0]
+        for number, prompt in enumerate([*prompts[:5], prompts[5][:64]]):
+            self.generate(f"filler-{number}", prompt, 1)
+        self.assert_no_violations()
+
+        async def both() -> None:
+            reader = self.serving.generate("reader", shared + random_tokens(rng, 10), 60)
+            usurper = self.serving.generate("usurper", shared[:40] + random_tokens(rng, 8), 2)
+            await asyncio.gather(reader, usurper)
+
+        self.run(both())
+        event = self.assert_violation("USE_AFTER_FREE", "HEAD_K_FULL", reader="reader")
+        assert event["writer"]["request_id"] == "filler-0"
+        assert event["freed"] is not None
+        assert {e["reader"]["request_id"] for e in self.violations()} == {"reader"}
+        assert all(e["expected_position"] <= 40 for e in self.violations())
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
