@@ -184,6 +184,11 @@ class SweepOrchestrator(StepObserver):
             self._begin(manager)
         return self._advance(manager, idle)
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no pass is under way."""
+        return self._pass is None
+
     # One pass
 
     def _must_wait(self) -> bool:
