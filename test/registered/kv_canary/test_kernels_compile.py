@@ -67,6 +67,7 @@ triton_backend.check_and_write(decode, draft, Side.HEAD, state)
 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
     triton_backend.check_and_write_content(decode, group, state, mode)
+triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
 
@@ -81,6 +82,7 @@ triton_backend.copy_records(group, listed, listed)
 KERNELS = {
     "forward_kernel": 4,
     "content_kernel": 2,
+    "fingerprint_kernel": 1,
     "list_kernel": 1,
     "content_list_kernel": 1,
     "slot_event_kernel": 5,

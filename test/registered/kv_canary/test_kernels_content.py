@@ -7,7 +7,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Side
-from sglang.srt.kv_canary.kernels import triton_backend
+from sglang.srt.kv_canary.kernels import reference, triton_backend
 from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.record import Column, Reason
@@ -185,6 +185,19 @@ def test_list(mode: ContentMode):
     assert int(twin.kernel_state.counters[2, Counter.CONTENT_CHECKED]) == 40
 
 
+@MODES
+def test_fingerprints_of_a_list(mode: ContentMode):
+    for name in ("584 bytes, paged", "10 bytes, odd addresses"):
+        group = make_group(SLOTS, content=LAYOUTS[name])
+        slots = torch.tensor([5, 1, 0, SLOTS - 1, 77, 5, 8, 9, 10], device=kernel_device())
+        for listed in (slots, slots.int()[::2], slots[:0]):
+            expected = reference.content_fingerprint(group.k_content, listed.long(), mode)
+            actual = triton_backend.content_fingerprint(group.k_content, listed, mode)
+            assert torch.equal(actual, expected)
+    nothing = triton_backend.content_fingerprint((), slots, mode)
+    assert torch.equal(nothing, reference.content_fingerprint((), slots, mode))
+
+
 def test_unarmed_does_nothing():
     twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
     for state in (twin.state, twin.kernel_state):
@@ -209,7 +222,7 @@ def test_tables_follow_the_group():
         k_content=other.k_content,
         v_content=other.v_content,
     )
-    addresses = triton_backend.prepare(moved)[0].table[:, 0].tolist()
+    addresses = triton_backend.prepare(moved)[0][1].table[:, 0].tolist()
     assert addresses == [other.k_content[0].address, other.v_content[0].address]
 
 

@@ -12,7 +12,11 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.content_kernel import content_kernel, content_list_kernel
+from sglang.srt.kv_canary.kernels.content_kernel import (
+    content_kernel,
+    content_list_kernel,
+    fingerprint_kernel,
+)
 from sglang.srt.kv_canary.kernels.device_content import TABLE_COLUMNS
 from sglang.srt.kv_canary.kernels.forward import (
     batch_vector,
@@ -36,9 +40,8 @@ PROGRAMS_PER_SM = 8
 
 @dataclass(frozen=True, slots=True)
 class ContentLaunch:
-    """What one launch fingerprints: one half, or both where their words have the same size."""
+    """Sources of one half, or of both where their words have the same size, as one launch reads them."""
 
-    halves: tuple[str, ...]
     table: torch.Tensor  # int64[sources, TABLE_COLUMNS], see device_content
     sizes: tuple[int, int]  # sources of the first and the second half
     unit: int  # bytes per word
@@ -93,15 +96,18 @@ def _table(sources: list[tuple[int, ContentSource]], device: torch.device) -> to
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, TABLE_COLUMNS.value)
 
 
-def _launch(group: CanaryBufferGroup, halves: tuple[str, ...]) -> ContentLaunch:
-    parts = [group.content(half) for half in halves]
+def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
     sources = [source for part in parts for source in part]
+    if sources[0].data.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the tables of these content sources do not exist yet and cannot be made while a CUDA graph is captured: "
+            "call prepare(group) before"
+        )
     unit = content_unit(parts[0])
     strides = [n for s in sources for n in (s.address, s.page_stride, s.token_stride)]
     page_sizes = {s.page_size for s in sources}
     return ContentLaunch(
-        halves=halves,
-        table=_table([pair for part in parts for pair in enumerate(part)], group.k_head.device),
+        table=_table([pair for part in parts for pair in enumerate(part)], sources[0].data.device),
         sizes=(len(parts[0]), len(parts[1]) if len(parts) > 1 else 0),
         unit=unit,
         page_size=page_sizes.pop() if len(page_sizes) == 1 else 0,
@@ -111,30 +117,39 @@ def _launch(group: CanaryBufferGroup, halves: tuple[str, ...]) -> ContentLaunch:
     )
 
 
-# Records of K HEAD -> (ids of the content tuples) -> launches; an entry goes when its group's records go.
-_prepared = WeakIdKeyDictionary()
+# What the hot path looks up instead of building it. Entries go with the tensor that they are kept under; the ids of
+# tuples that are gone may come back, so the keys hold addresses too.
+_launches: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first source's buffer -> parts -> launch
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # K HEAD records -> contents -> launches
 
 
-def prepare(group: CanaryBufferGroup) -> tuple[ContentLaunch, ...]:
-    """The launches that cover the group's content. The first call copies tables to the device and waits for it;
-    it raises RuntimeError while a CUDA graph is captured."""
-    of_group = _prepared.setdefault(group.k_head, {})
-    key = (id(group.k_content), id(group.v_content))
-    if key not in of_group:
-        if group.k_head.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the content tables of group {group.kind.value} do not exist yet and cannot be made while a CUDA "
-                "graph is captured: call prepare(group) before"
-            )
-        halves = tuple(half for half in group.halves if group.content(half))
-        together = len({content_unit(group.content(half)) for half in halves}) <= 1
-        parts = ((halves,) if together else tuple((half,) for half in halves)) if halves else ()
-        of_group[key] = tuple(_launch(group, part) for part in parts)
-    return of_group[key]
+def _launch_of(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
+    first, last = parts[0][0], parts[-1][-1]
+    known = _launches.setdefault(first.data, {})
+    key = (*map(id, parts), id(last), first.address, last.address)
+    if key not in known:
+        known[key] = _make_launch(parts)
+    return known[key]
 
 
-def _second_records(group: CanaryBufferGroup, launch: ContentLaunch) -> torch.Tensor | None:
-    return group.records(launch.halves[1], "TAIL") if len(launch.halves) > 1 else None
+def prepare(group: CanaryBufferGroup) -> tuple[tuple[tuple[str, ...], ContentLaunch], ...]:
+    """(halves, launch) of each launch that covers the group's content.
+
+    The first call copies tables to the device and waits for it; it raises RuntimeError while a CUDA graph is captured.
+    """
+    known = _groups.setdefault(group.k_head, {})
+    halves = tuple(half for half in group.halves if group.content(half))
+    parts = tuple(group.content(half) for half in halves)
+    key = (halves, *map(id, parts), *(part[0].address for part in parts))
+    if key not in known:
+        together = len({content_unit(part) for part in parts}) <= 1
+        cuts = [halves] if together and halves else [(half,) for half in halves]
+        known[key] = tuple((cut, _launch_of(tuple(map(group.content, cut)))) for cut in cuts)
+    return known[key]
+
+
+def _second_records(group: CanaryBufferGroup, halves: tuple[str, ...]) -> torch.Tensor | None:
+    return group.records(halves[1], "TAIL") if len(halves) > 1 else None
 
 
 def check_and_write_content(
@@ -143,13 +158,13 @@ def check_and_write_content(
     """Fingerprint the forward's new slots, and re-read some of its prefix, every k-th position."""
     budget = state.capacities.content_budget_bytes // max(1, content_bytes_per_slot(group, mode))
     num_rows, context = plan.req_to_token.shape
-    for launch in prepare(group):
+    for halves, launch in prepare(group):
         constants = launch.constants(mode)
         slots = constants["SLOTS"]
         visits = min(
             plan.batch_size * -(-context // slots), budget // slots + 1 + 2 * plan.batch_size
         )
-        items = len(launch.halves) * (visits + -(-plan.num_tokens // slots))
+        items = len(halves) * (visits + -(-plan.num_tokens // slots))
         content_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
             state.summary,
             state.violations.rows,
@@ -159,8 +174,8 @@ def check_and_write_content(
             dense(plan.write.out_cache_loc),
             plan.req_to_token,
             group.swa_index_lut,
-            group.records(launch.halves[0], "TAIL"),
-            _second_records(group, launch),
+            group.records(halves[0], "TAIL"),
+            _second_records(group, halves),
             launch.table,
             plan.verify.prefix_delta,
             plan.batch_size,
@@ -174,7 +189,7 @@ def check_and_write_content(
             window_of(plan, group),
             max(1, budget),
             state.violations.capacity,
-            CanaryLaunchTag(group.kind, launch.halves[0], Side.TAIL).id,
+            CanaryLaunchTag(group.kind, halves[0], Side.TAIL).id,
             *launch.sizes,
             STRIDE=group.stride,
             BATCH=batch_vector(plan.batch_size),
@@ -183,25 +198,47 @@ def check_and_write_content(
         )
 
 
+def content_fingerprint(
+    sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
+) -> torch.Tensor:
+    """Fingerprint int64[n] of `slots` int[n], which must lie in the pool (in the group's own slot space)."""
+    out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
+    if not sources or slots.numel() == 0:
+        return out
+    launch = _launch_of((sources,))
+    constants = launch.constants(mode)
+    items = -(-slots.numel() // constants["SLOTS"])
+    fingerprint_kernel[grid_of(items, slots.device, PROGRAMS_PER_SM)](
+        dense(slots),
+        out,
+        launch.table,
+        slots.numel(),
+        launch.sizes[0],
+        num_warps=NUM_WARPS,
+        **constants,
+    )
+    return out
+
+
 def check_list_content(
     plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
 ) -> None:
     """Compare the content of a flat list of slots (in the group's slot space; 0 = skip)."""
     size = plan.slots.shape[0]
-    for launch in prepare(group):
+    for halves, launch in prepare(group):
         constants = launch.constants(mode)
-        items = len(launch.halves) * -(-size // constants["SLOTS"])
+        items = len(halves) * -(-size // constants["SLOTS"])
         content_list_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
             state.summary,
             state.violations.rows,
             dense(plan.slots),
-            group.records(launch.halves[0], "TAIL"),
-            _second_records(group, launch),
+            group.records(halves[0], "TAIL"),
+            _second_records(group, halves),
             launch.table,
             size,
             group.num_slots,
             state.violations.capacity,
-            CanaryLaunchTag(group.kind, launch.halves[0], Side.SWEEP).id,
+            CanaryLaunchTag(group.kind, halves[0], Side.SWEEP).id,
             *launch.sizes,
             num_warps=NUM_WARPS,
             **constants,

@@ -287,3 +287,35 @@ def content_list_kernel(
         count(report, 0, CONTENT_CHECKED, checked)
     if second_checked > 0:
         count(report, 1, CONTENT_CHECKED, second_checked)
+
+
+@jit(do_not_specialize=["list_size", "sources"], do_not_specialize_on_alignment=["slot_list"])
+def fingerprint_kernel(
+    slot_list,
+    out,
+    table,
+    list_size,
+    sources,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Fingerprints of listed slots."""
+    items = (list_size + (SLOTS - 1)) // SLOTS
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        at = item * SLOTS + tl.arange(0, SLOTS)
+        inside = at < list_size
+        slots = tl.load(slot_list + at, mask=inside, other=0).to(tl.int64)
+        now = fingerprint(
+            Sources(table, sources),
+            slots,
+            inside,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        tl.store(out + at, now, mask=inside)

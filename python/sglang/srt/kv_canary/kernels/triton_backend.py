@@ -6,6 +6,7 @@ Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 from sglang.srt.kv_canary.kernels.content import (
     check_and_write_content,
     check_list_content,
+    content_fingerprint,
     prepare,
 )
 from sglang.srt.kv_canary.kernels.forward import check_and_write
@@ -18,6 +19,7 @@ __all__ = [
     "check_and_write_content",
     "check_list",
     "check_list_content",
+    "content_fingerprint",
     "copy_records",
     "prepare",
 ]
