@@ -1,0 +1,117 @@
+"""Real EAGLE servers for end-to-end tests, on any device: a scripted target and a draft that is often right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from sglang.test.kv_canary.e2e import CanaryE2EBase
+from sglang.test.kv_canary.mode_config import MODES, ModeConfig
+from sglang.test.kv_canary.scripted_models import successor, write_scripted_eagle
+from sglang.test.kv_canary.scripted_models import write_scripted_llama as write_target
+from sglang.test.kv_canary.serving import Serving
+from sglang.test.kv_canary.spec_fill_ins import INTERPRETED, eagle_on_cpu
+from sglang.test.kv_canary.traffic import random_tokens
+
+_MHA = MODES["mha"]
+# Short requests: on a CPU every attention kernel is interpreted. At most 8 requests of 72 tokens at once.
+POOL_SLOTS = 640
+CHUNK = 16  # most prompts take two chunks or more
+
+MODES["eagle"] = ModeConfig(
+    name="eagle",
+    write_model=write_target,
+    pools=("FULL",),
+    halves=("K", "V"),
+    server_args={
+        **_MHA.server_args,
+        "load_format": "auto",
+        "max_total_tokens": POOL_SLOTS,
+        "max_running_requests": 8,
+        "chunked_prefill_size": CHUNK,
+        "context_length": 256,
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+    cpu_args={
+        **_MHA.cpu_args,
+        "attention_backend": "triton",
+        "triton_attention_num_kv_splits": 1,
+        "disable_cuda_graph": True,
+    },
+    cuda_args=_MHA.cuda_args,
+    cpu_fill_ins=(eagle_on_cpu,),
+)
+V1 = {"disable_overlap_schedule": True}
+V2 = {"disable_overlap_schedule": False}
+
+
+class EagleE2EBase(CanaryE2EBase):
+    """`speculation`: fields of `ServerArgs`, e.g. V1 or V2. Violations are told apart by runner."""
+
+    mode_name = "eagle"
+    speculation: ClassVar[Mapping[str, Any]] = V2
+    env: ClassVar[Mapping[str, str]] = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._drafts = tempfile.TemporaryDirectory(prefix="kv_canary_draft_")
+        draft = cls.write_draft(Path(cls._drafts.name))
+        cls.flags = {**cls.flags, **cls.speculation, "speculative_draft_model_path": draft}
+        if not torch.cuda.is_available():
+            cls.env = {**cls.env, **INTERPRETED}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls._drafts.cleanup()
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        """Write the draft model; returns its path."""
+        return write_scripted_eagle(folder)
+
+    async def together(self, requests: list[tuple[str, list[int], int]]) -> None:
+        """Serve (request id, prompt, output tokens) at once."""
+        await asyncio.gather(*(self.serving.generate(*request) for request in requests))
+
+    def converse(self, name: str, rounds: int = 2) -> None:
+        """Clean traffic: shared prefixes, duplicates at once, second turns over the answers of the first."""
+        self.run(_conversations(self.serving, name, rounds))
+
+
+async def _conversations(serving: Serving, name: str, rounds: int) -> None:
+    rng = random.Random(name)
+    shared, said = random_tokens(rng, 20), []
+    for turn in range(rounds):
+        prompts = [shared[: rng.randrange(20)] + random_tokens(rng, 5) for _ in range(3)]
+        prompts += [[*before, *random_tokens(rng, 3)] for before in said[:3]]
+        prompts.append(list(prompts[0]))  # the same at once
+        answers = await asyncio.gather(
+            *(
+                serving.generate(f"{name}-{turn}-{i}", prompt, rng.randrange(2, 10))
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        said = [p + a for p, a in zip(prompts, answers, strict=True)]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == scripted_answer(prompt, len(answer)), (
+                "the model answers something else"
+            )
+
+
+def scripted_answer(prompt: list[int], count: int) -> list[int]:
+    """What the scripted target generates."""
+    follow, answer = successor().tolist(), [prompt[-1]]
+    for _ in range(count):
+        answer.append(follow[answer[-1]])
+    return answer[1:]

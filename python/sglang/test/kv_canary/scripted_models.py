@@ -1,0 +1,94 @@
+"""Tiny Llama and EAGLE models with made-up weights: every token has one successor, which the draft mostly guesses.
+
+With random weights no draft token is ever accepted. Here attention and MLP add nothing to the residual stream,
+so that the next token depends on the last one only; K and V are those of random projections all the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sglang.test.kv_canary.tiny_models import TINY_LLAMA, _write
+
+# One head: interpreted attention kernels cost some milliseconds per head.
+_CONFIG = {**TINY_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1}
+_HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
+_LOGIT = 12.0  # of the successor; a random other token has a few at most
+
+
+def successor() -> torch.Tensor:
+    """int64[vocabulary]: the token that the target model generates after each token."""
+    return torch.randperm(_VOCAB, generator=torch.Generator().manual_seed(7))
+
+
+def _embeddings() -> torch.Tensor:
+    """Rows of root mean square 1, as RMSNorm leaves them."""
+    rows = torch.randn(_VOCAB, _HIDDEN, generator=torch.Generator().manual_seed(8))
+    return rows / rows.square().mean(1, keepdim=True).sqrt()
+
+
+def _head() -> torch.Tensor:
+    """Row successor(t) points where the embedding of t does."""
+    head = torch.empty(_VOCAB, _HIDDEN)
+    head[successor()] = _embeddings() * (_LOGIT / _HIDDEN)
+    return head
+
+
+def _layer(config: dict, prefix: str, seed: int, inputs: int = _HIDDEN) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    width, inner = config["head_dim"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    weights = {
+        "self_attn.q_proj": random(q, inputs),
+        "self_attn.k_proj": random(kv, inputs),
+        "self_attn.v_proj": random(kv, inputs),
+        "self_attn.o_proj": torch.zeros(_HIDDEN, q),
+        "mlp.gate_proj": random(inner, _HIDDEN),
+        "mlp.up_proj": random(inner, _HIDDEN),
+        "mlp.down_proj": torch.zeros(_HIDDEN, inner),
+        "input_layernorm": torch.ones(_HIDDEN),
+        "post_attention_layernorm": torch.ones(_HIDDEN),
+    }
+    return {f"{prefix}{name}.weight": value for name, value in weights.items()}
+
+
+def write_scripted_llama(folder: str | Path) -> str:
+    """A target model that `successor` describes; load it with `load_format="auto"`. Returns the path."""
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head()}
+    weights["model.norm.weight"] = torch.ones(_HIDDEN)
+    for layer in range(_CONFIG["num_hidden_layers"]):
+        weights |= _layer(_CONFIG, f"model.layers.{layer}.", seed=layer)
+    return _save(folder, _CONFIG, weights)
+
+
+def write_scripted_eagle(folder: str | Path, blur: float = 0.27) -> str:
+    """An EAGLE draft model for it. `blur` 0 always guesses right; the default is often right, often second best."""
+    generator = torch.Generator().manual_seed(9)
+    noise = torch.randn(_HIDDEN, _HIDDEN, generator=generator) * blur
+    config = {
+        **_CONFIG,
+        "architectures": ["LlamaForCausalLMEagle"],
+        "num_hidden_layers": 1,
+    }
+    weights = {
+        # The embedding of the token, and nothing of the target's hidden state.
+        "fc.weight": torch.cat([torch.eye(_HIDDEN) + noise, torch.zeros(_HIDDEN, _HIDDEN)], 1),
+        "fc.bias": torch.zeros(_HIDDEN),
+    }
+    weights |= _layer(config, "layers.0.", seed=11)
+    del weights["layers.0.input_layernorm.weight"]
+    return _save(folder, config, weights)
+
+
+def _save(folder: str | Path, config: dict, weights: dict[str, torch.Tensor]) -> str:
+    from safetensors.torch import save_file
+
+    path = _write(folder, config)
+    save_file({k: v.contiguous() for k, v in weights.items()}, Path(path) / "model.safetensors")
+    return path
