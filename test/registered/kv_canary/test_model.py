@@ -36,7 +36,10 @@ from sglang.test.kv_canary.histories import (
 )
 from sglang.test.kv_canary.world import CONTENT_SHAPES, WorldSpec
 
-register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+# numpy's word on how Triton's interpreter turns its 0-d values into integers
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class Effort:
 
 
 EFFORTS = {
-    REFERENCE: Effort(120, 20),
-    INTERPRETER: Effort(6, 8),  # a program takes milliseconds there
+    REFERENCE: Effort(80, 20),
+    INTERPRETER: Effort(20, 10),  # a program takes milliseconds there
     CUDA: Effort(400, 24),
 }
 
@@ -220,8 +223,6 @@ def explore(effort: Effort):
 
 @pytest.fixture(params=available_backends(), ids=lambda b: b.name)
 def backend(request) -> Backend:
-    if not request.param.is_built():
-        pytest.skip("triton backend not built")
     return request.param
 
 
@@ -248,7 +249,7 @@ def test_every_prediction_comes_true(backend):
         seen.update(history.reasons_seen)
 
     run()
-    if effort.examples >= 100:
+    if effort.examples >= 80:
         assert set(seen) == set(Reason), "the histories no longer reach every check"
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
-REFERENCE_MODULE = "sglang.srt.kv_canary.kernels.reference"
-TRITON_MODULE = "sglang.srt.kv_canary.kernels.triton_backend"
+TRITON = "sglang.srt.kv_canary.kernels.triton_backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,23 +18,21 @@ class Backend:
     name: str
     module_name: str
     device: str
-    ordered: bool  # verifies before it writes: a slot that one request reads and another writes is no race
+    # Verifies before it writes: a slot that one request reads and another writes is no race.
+    ordered: bool
+    # Sets the writer word's highest bit while a FREE runs: a record that has it by damage counts as freed twice.
+    marks_frees: bool
 
     @property
     def functions(self) -> ModuleType:
         return import_module(self.module_name)
 
-    def is_built(self) -> bool:
-        """Whether it has all functions of the reference."""
-        if find_spec(self.module_name) is None:
-            return False
-        names = import_module(REFERENCE_MODULE).__all__
-        return all(hasattr(self.functions, name) for name in names)
 
-
-REFERENCE = Backend("reference", REFERENCE_MODULE, "cpu", ordered=True)
-INTERPRETER = Backend("triton-interpreter", TRITON_MODULE, "cpu", ordered=False)
-CUDA = Backend("triton-cuda", TRITON_MODULE, "cuda", ordered=False)
+REFERENCE = Backend(
+    "reference", "sglang.srt.kv_canary.kernels.reference", "cpu", ordered=True, marks_frees=False
+)
+INTERPRETER = Backend("triton-interpreter", TRITON, "cpu", ordered=False, marks_frees=True)
+CUDA = Backend("triton-cuda", TRITON, "cuda", ordered=False, marks_frees=True)
 
 
 def available_backends() -> tuple[Backend, ...]:

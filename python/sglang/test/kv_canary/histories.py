@@ -11,14 +11,17 @@ from collections import Counter as Tally
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import HALVES
 from sglang.srt.kv_canary.record import (
     PREV_ANCHOR,
     PREV_UNREACHABLE,
     RECORD_WORDS,
+    WORD_WRITER,
     Column,
     Mode,
     Reason,
+    State,
 )
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import Header
@@ -423,6 +426,8 @@ class History:
         sources = [self._swa_slot(source) if g.lut else source for g, _ in self._groups()]
         if 0 in sources:
             return
+        if self.spec.content_mode is ContentMode.PARTIAL and not self._all_live(sources):
+            return  # the content word of a freed record is no fingerprint, and nobody moves such slots
         target = self._take_page()
         targets = [self._swa_slot(target) if g.lut else target for g, _ in self._groups()]
         for (g, model), old, new in zip(self._groups(), sources, targets, strict=True):
@@ -437,6 +442,14 @@ class History:
         if not any(source in other.slots for other in self.rows):
             self._free_swa([source])
             self._free_full([source])
+
+    def _all_live(self, slots: Sequence[int]) -> bool:
+        """Whether the groups' slots, one of each, have live TAIL records."""
+        return all(
+            model.records[half, "TAIL"][slot].state == State.LIVE
+            for (_, model), slot in zip(self._groups(), slots, strict=True)
+            for half in model.halves
+        )
 
     def _do_sweep(self, op: Sweep) -> None:
         g, model = self._group(op.group)
@@ -489,6 +502,8 @@ class History:
         half = model.halves[op.half % len(model.halves)]
         side = ("HEAD", "TAIL")[op.side % 2]
         slot, word, bit = self._pick_slot(op.slot, model), op.word % RECORD_WORDS, op.bit % 64
+        if word == WORD_WRITER and bit == 63 and self.world.backend.marks_frees:
+            bit = 62
         self.world.flip_record(g, half, side, slot, word, bit)
         model.flip(half, side, slot, word, bit)
 

@@ -705,11 +705,15 @@ class Oracle:
                 stored.set_writer(self.done, 0, mode, State.FREED)
 
     def copy(self, sources: list[int], targets: list[int], group: GroupModel) -> None:
-        """Records move with the bytes of their slots."""
-        for records in group.records.values():
+        """Records follow the bytes of their slots, which have moved; PARTIAL reads other bytes in other slots."""
+        for (half, side), records in group.records.items():
             copies = [Record(*records[slot].words) for slot in sources]
             for slot, copied in zip(targets, copies, strict=True):
                 records[slot] = copied
+                is_partial = self.content_mode is ContentMode.PARTIAL and side == "TAIL"
+                if is_partial and copied.content and copied.state == State.LIVE:
+                    layouts = group.content.get(half, ())
+                    records[slot].content = fingerprint(layouts, slot, self.content_mode)
 
 
 def _known_token(request: Request, position: int) -> int:

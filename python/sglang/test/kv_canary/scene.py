@@ -57,15 +57,38 @@ class Scene(World):
         content: bool = True,
     ) -> list[Violation]:
         """A forward of one request. `known`: the tokens from position 0 that the host has for it."""
-        self.upload()
         request = Request(row, prefix, len(tokens), 0, 0, tuple(known))
         positions = tuple(positions or range(prefix, prefix + len(tokens)))
-        plan = self.plan(Forward((request,), tuple(tokens), positions, tuple(slots), mode))
-        self.head(plan)
-        self.run_layers(slots)
-        self.tail(plan)
+        forward = Forward((request,), tuple(tokens), positions, tuple(slots), mode)
+        return self.run(forward, content=content)
+
+    def verify_drafts(
+        self, row: int, tokens: Sequence[int], parents: Sequence[int], accepted: Sequence[int]
+    ) -> list[Violation]:
+        """The target verifies a draft tree; the tokens numbered `accepted` become the request's."""
+        slots, prefix = self.allocate(len(tokens)), self.lengths[row]
+        request = Request(row, prefix, len(tokens), 0)
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        positions = tuple(prefix + depth for depth in depths)
+        forward = Forward(
+            (request,), tuple(tokens), positions, tuple(slots), Mode.TARGET_VERIFY, tuple(parents)
+        )
+        found = self.run(forward, uniform=True)
+        self.table[row][prefix : prefix + len(accepted)] = [slots[i] for i in accepted]
+        self.lengths[row] += len(accepted)
+        return found
+
+    def run(self, forward: Forward, *, content: bool = True, **plan) -> list[Violation]:
+        """HEAD, layers, TAIL and content of one forward; its violations."""
+        self.upload()
+        launched = self.plan(forward, **plan)
+        self.head(launched)
+        self.run_layers(forward.out_slots)
+        self.tail(launched)
         if content:
-            self.content(plan)
+            self.content(launched)
         return self.take_violations()
 
     def run_layers(self, slots: Iterable[int]) -> None:

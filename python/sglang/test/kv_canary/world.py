@@ -20,6 +20,7 @@ from sglang.srt.kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Reason
+from sglang.srt.kv_canary.runner.launcher import Launcher
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
 from sglang.test.kv_canary.backends import REFERENCE, Backend
@@ -337,7 +338,9 @@ class World:
         self.kernels.apply_slot_event(kind, tensor, g.group, self.state, self.spec.page_size)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], g: GroupWorld) -> None:
-        self.kernels.copy_records(g.group, self._index(sources), self._index(targets))
+        """Records follow bytes that were moved before."""
+        launcher = Launcher(self.kernels, (g.group,), self.state, self.spec.content_mode)
+        launcher.copy_records(g.group, self._index(sources), self._index(targets))
 
     def flip_record(self, g: GroupWorld, half: str, side: str, slot: int, word: int, bit: int):
         """Flip one bit of a record in device memory."""
