@@ -64,7 +64,7 @@ class TestSweepAndMetrics(CanaryE2EBase):
         samples = self.scrape()
         (active,) = samples["sglang:kv_canary_active"]
         assert active.value == 1
-        wanted = {"mode": "log", "content": "all", "tp_rank": "0", "role": "target"}
+        wanted = {"mode": "log", "content": "all", "tp_rank": "0", "runner": "target"}
         assert wanted.items() <= active.labels.items()
         assert active.labels["model_name"] == self.serving.server_args["model_path"]
         assert self.metric("healthy") == 1

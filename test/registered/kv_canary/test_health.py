@@ -16,6 +16,7 @@ from sglang.srt.kv_canary.runner.async_copy import FutureTensors
 from sglang.srt.kv_canary.runner.health import LEAST_SILENT_STEPS, HealthCheck
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
+from sglang.srt.kv_canary.runner.violation_reporter import LAST_WORDS_ENV
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.tree_rig import TreeRig
 
@@ -119,11 +120,14 @@ def test_swa_tags_are_named_too(events: str, monkeypatch: Any) -> None:
     }
 
 
-def test_raise_ends_with_the_tags(monkeypatch: Any) -> None:
+def test_raise_ends_with_the_tags_as_its_last_words(tmp_path: Path, monkeypatch: Any) -> None:
+    last_words = tmp_path / "last_words"
+    monkeypatch.setenv(LAST_WORDS_ENV, str(last_words))
     rig = WatchedRig(mode=CanaryMode.RAISE)
     _stop(monkeypatch, "check_and_write")
-    with pytest.raises(CanaryHealthError, match=r"did not run: HEAD_K_FULL, TAIL_K_FULL"):
+    with pytest.raises(CanaryHealthError, match=r"did not run: HEAD_K_FULL, TAIL_K_FULL") as info:
         rig.steps(2 * PERIOD + 1)
+    assert last_words.read_text() == f"{info.value}\n"
 
 
 def test_missing_fingerprints_are_unhealthy(events: str, monkeypatch: Any) -> None:

@@ -30,7 +30,7 @@ from sglang.test.kv_canary.tree_rig import TreeRig
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
 DOCS = Path(__file__).parents[3] / "docs"
-LABELS = {"model_name": "tiny", "tp_rank": 0, "role": "target"}
+LABELS = {"model_name": "tiny", "tp_rank": 0, "runner": "target"}
 
 
 class MeasuredRig(TreeRig):
@@ -118,12 +118,12 @@ def test_stopped_kernels_show(monkeypatch: Any) -> None:
 
 def test_target_and_draft_share_the_families(monkeypatch: Any) -> None:
     rig = MeasuredRig(monkeypatch)
-    draft = MetricsExporter(rig.manager.groups, {**LABELS, "role": "draft"}, rig.families)
+    draft = MetricsExporter(rig.manager.groups, {**LABELS, "runner": "draft"}, rig.families)
     rig.manager.observers.append(draft)
     rig.serve(list(range(100, 130)), range(5))
     rig.settle()
-    assert rig.value("forwards_total") == rig.value("forwards_total", role="draft") == 6
-    assert rig.value("sweep_passes_total", role="draft") is None
+    assert rig.value("forwards_total") == rig.value("forwards_total", runner="draft") == 6
+    assert rig.value("sweep_passes_total", runner="draft") is None
 
 
 def test_labels_are_those_of_sglangs_scheduler() -> None:
@@ -179,7 +179,7 @@ def test_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
         for labels in re.findall(r"by \(([^)]*)\)", expression)
         for label in labels.split(",")
     }
-    assert grouped <= {"model_name", "tp_rank", "role"} | {x for m in METRICS for x in m.labels}
+    assert grouped <= {"model_name", "tp_rank", "runner"} | {x for m in METRICS for x in m.labels}
 
 
 def test_the_alerts_use_metrics_that_exist() -> None:

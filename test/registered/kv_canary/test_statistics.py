@@ -53,7 +53,7 @@ def test_counts_of_an_interval_are_exact(tmp_path: Path, caplog: Any) -> None:
     assert event["coverage"] == 1.0
     assert (event["violations"], event["moot"], event["overwritten"]) == (0, 0, 0)
     assert event["host_us_per_step"] > 0
-    assert "kv-canary statistics, target, steps 1 to 11" in caplog.text
+    assert "kv-canary statistics, target runner, steps 1 to 11" in caplog.text
 
 
 def test_no_line_before_the_interval_is_over(tmp_path: Path) -> None:

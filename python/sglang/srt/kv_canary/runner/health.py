@@ -171,7 +171,6 @@ class HealthCheck(StepObserver):
         self._sink.emit(
             {
                 "event": "health",
-                "role": self._role,
                 "healthy": not problems,
                 "problems": problems,
                 "tags": list(tags),

@@ -30,7 +30,7 @@ class Metric:
 
     name: str  # without PREFIX
     help: str
-    labels: tuple[str, ...] = ()  # besides SGLang's own and `role`
+    labels: tuple[str, ...] = ()  # besides SGLang's own and `runner`
 
     @property
     def full_name(self) -> str:
@@ -213,6 +213,6 @@ def build_metrics_exporter(
     sweep: SweepOrchestrator | None,
 ) -> MetricsExporter:
     """The exporter of one manager of this process."""
-    labels = {**metric_labels(server_args, model_runner), "role": manager.identity.role}
+    labels = {**metric_labels(server_args, model_runner), "runner": manager.identity.role}
     families = MetricFamilies.of_process(tuple(labels))
     return MetricsExporter(manager.groups, labels, families, health, sweep)

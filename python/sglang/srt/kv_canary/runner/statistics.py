@@ -46,7 +46,7 @@ class StatisticsReporter(StepObserver):
             event = self._event(manager, CountsBetween(self._last, summary))
             self._start_from(manager, summary)
             self._sink.emit(event)
-            logger.info("%s", statistics_line(event))
+            logger.info("%s", statistics_line(event, self._role))
 
     def _start_from(self, manager: CanaryManager, summary: Summary) -> None:
         self._last, self._host_ns = summary, manager.clock.spent_ns
@@ -57,7 +57,6 @@ class StatisticsReporter(StepObserver):
         host_us = (manager.clock.spent_ns - self._host_ns) / 1000
         return {
             "event": "statistics",
-            "role": self._role,
             "from_step": between.earlier.step,
             "to_step": between.later.step,
             "forwards": between.forwards_launched,
@@ -73,13 +72,13 @@ class StatisticsReporter(StepObserver):
         }
 
 
-def statistics_line(event: dict[str, Any]) -> str:
+def statistics_line(event: dict[str, Any], role: str) -> str:
     """The event as one line of the log."""
     e = event
     checked = " ".join(f"{tag} {count}" for tag, count in e["checked"].items())
     coverage = "none live" if e["coverage"] is None else f"{100 * e['coverage']:.1f} %"
     return (
-        f"kv-canary statistics, {e['role']}, steps {e['from_step']} to {e['to_step']}, {e['forwards']} forwards: "
+        f"kv-canary statistics, {role} runner, steps {e['from_step']} to {e['to_step']}, {e['forwards']} forwards: "
         f"slots checked {checked}; coverage {coverage}; host {e['host_us_per_step']} us a step; so far "
         f"{e['sweep_passes']} sweep passes, {e['violations']} violations, {e['moot']} moot, "
         f"{e['overwritten']} ring rows overwritten"

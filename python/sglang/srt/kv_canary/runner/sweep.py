@@ -120,11 +120,9 @@ class SweepOrchestrator(StepObserver):
         config: CanaryConfig,
         groups: tuple[CanaryBufferGroup, ...],
         sink: EventSink,
-        role: str = "target",
     ) -> None:
         self._config = config
         self._sink = sink
-        self._role = role
         self._legs = legs_of(groups, config.content_mode)
         self._left_out = [g.kind.value for g in groups if g.stride != 1]
         self._tree: Any | None = None
@@ -281,7 +279,6 @@ class SweepOrchestrator(StepObserver):
             self._sink.emit(
                 {
                     "event": "sweep_pass",
-                    "role": self._role,
                     "pass": done.number,
                     "passes": self.sweep_passes,
                     "slots": dict(done.slots),
@@ -312,7 +309,7 @@ class SweepOrchestrator(StepObserver):
             return
         self._said_nothing = True
         logger.warning("kv-canary sweep: nothing to walk: %s", why)
-        self._sink.emit({"event": "sweep_nothing_to_walk", "role": self._role, "reason": why})
+        self._sink.emit({"event": "sweep_nothing_to_walk", "reason": why})
 
 
 def _findings(manager: CanaryManager) -> int:
