@@ -15,6 +15,8 @@ from sglang.srt.kv_canary.plan_input import ForwardPlan, WritePlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 PROGRAMS_PER_SM = 4
+NUM_WARPS = 4
+TILE_WARPS = 8  # of launches that scan chunks
 NO_WINDOW = 2**31 - 1
 LONGEST_WALK = 64
 _BATCH_SIZES = (16, 64, 256, 1024, 4096, 16384)  # few, so that serving meets few compilations
@@ -128,5 +130,5 @@ def check_and_write(
         BLOCK=VERIFY_BLOCK,
         TILE_BITS=tile_bits,
         SINGLE=write.ext_lens is None and write.tokens_per_request == 1,
-        num_warps=8 if tile_bits > 8 else 4,
+        num_warps=TILE_WARPS if tile_bits else NUM_WARPS,
     )
