@@ -161,6 +161,16 @@ class TestMHAFaults(CanaryE2EBase):
         assert "POSITION" in event["reasons"]
         self.assert_all_explained(self.done)
 
+    def test_same_slot_freed_twice_again_later_is_reported_again(self) -> None:
+        slots = []
+        for number in (1, 2):
+            self.serve_two(f"again-{number}")
+            assert self.run(self.serving.flush())
+            slots += self.inject("double_free").answer()["slots"]
+            self.serve_two(f"after-{number}")
+            assert len(self.violations()) == number
+        assert slots[0] == slots[1]
+
     # The demo's verdict
 
     def cached_byte(self, name: str, done: dict[str, Any]) -> Callable[[Serving], Awaitable[dict]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
 from sglang.srt.kv_canary.perturb.faults import FAULTS, read_counters
@@ -54,20 +57,22 @@ class PerturbObserver(StepObserver):
                 return original(forward_batch, *args, **kwargs)
             readers = readers_of(forward_batch, context.requests)
             outcomes = self._act(Scene(manager, self._model_runner, forward_batch, readers))
-            with _HeadDamage(self._model_runner.model, outcomes):
-                result = original(forward_batch, *args, **kwargs)
-            for outcome in outcomes:
-                if outcome.after_forward is not None:
-                    outcome.after_forward()
-            return result
+            try:
+                with _HeadDamage(self._model_runner.model, outcomes):
+                    return original(forward_batch, *args, **kwargs)
+            finally:
+                for outcome in outcomes:
+                    if outcome.after_forward is not None:
+                        outcome.after_forward()
 
         self._model_runner.forward = forward
 
     def _act(self, scene: Scene) -> list[Outcome]:
         """Execute what can be executed now, and answer it."""
         outcomes = []
-        for command in list(self._waiting.values()):
-            outcome, answer = _execute(command, scene)
+        with _device_at_rest(scene.rows.device):
+            executed = [(c, *_execute(c, scene)) for c in self._waiting.values()]
+        for command, outcome, answer in executed:
             if answer is None:
                 continue
             del self._waiting[command.name]
@@ -75,6 +80,16 @@ class PerturbObserver(StepObserver):
             if outcome is not None:
                 outcomes.append(outcome)
         return outcomes
+
+
+@contextmanager
+def _device_at_rest(device: torch.device) -> Iterator[None]:
+    """Faults touch what SGLang's schedule stream and forward stream both use."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, Any] | None]:

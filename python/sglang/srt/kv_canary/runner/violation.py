@@ -58,7 +58,10 @@ class Violation:
 
     @property
     def key(self) -> tuple:
-        """Equal for repeated findings of the same fault by the same reader."""
+        """Equal for repeated findings of the same fault by the same reader.
+
+        A slot that was written or freed since is another fault: the sweep and the allocator have no request id.
+        """
         return (
             self.tag,
             self.reasons,
@@ -66,6 +69,8 @@ class Violation:
             self.full_slot,
             self.reader.row,
             self.reader.request_id,
+            self.writer and self.writer.forward,
+            self.freed and self.freed.forward,
         )
 
     def as_event(self) -> dict:
