@@ -1,6 +1,7 @@
 """EAGLE on a real server: no alarm on clean traffic, and faults in the target's and the draft's pool are told apart."""
 
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.eagle_serving import V1, V2, EagleE2EBase
 from sglang.test.kv_canary.fault_cases import Case, tags, two_prompts
+from sglang.test.kv_canary.scripted_models import write_scripted_eagle3
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
 
@@ -89,8 +91,8 @@ class TestEagleV2(EagleFaults):
         self.assert_all_explained(done)
 
 
-class TestEagleV1(EagleFaults):
-    speculation: ClassVar = V1
+class TestEagleV1Pages(EagleFaults):
+    speculation: ClassVar = {**V1, "page_size": 4}
 
     def test_clean(self) -> None:
         self.converse("v1")
@@ -113,6 +115,18 @@ class TestEagleV1Trees(EagleFaults):
     )
     def test_fault_in_one_pool(self, role: str, case: Case) -> None:
         self.check(role, case, f"{role}-{case}")
+
+
+class TestEagle3(EagleFaults):
+    speculation: ClassVar = {**V2, "speculative_algorithm": "EAGLE3"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_eagle3(folder)
+
+    def test_clean(self) -> None:
+        self.converse("eagle3")
+        self.assert_no_violations()
 
 
 if __name__ == "__main__":

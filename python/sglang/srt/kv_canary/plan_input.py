@@ -201,7 +201,7 @@ class PlanInput:
 
 def _without_padding(rows: torch.Tensor, first_slots: torch.Tensor) -> torch.Tensor:
     """Rows of draft-extend, padded ones as row 0: its graphs keep stale rows there, with slot 0."""
-    return torch.where(first_slots == 0, 0, rows)
+    return rows * (first_slots != 0)  # torch.where with a number would copy it to the device
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ def _embeddings() -> torch.Tensor:
     return rows / rows.square().mean(1, keepdim=True).sqrt()
 
 
-def _head() -> torch.Tensor:
-    """Row successor(t) points where the embedding of t does."""
+def _head(follow: torch.Tensor) -> torch.Tensor:
+    """An output layer that answers the embedding of token t with follow[t]."""
     head = torch.empty(_VOCAB, _HIDDEN)
-    head[successor()] = _embeddings() * (_LOGIT / _HIDDEN)
+    head[follow] = _embeddings() * (_LOGIT / _HIDDEN)
     return head
 
 
@@ -60,7 +60,7 @@ def _layer(config: dict, prefix: str, seed: int, inputs: int = _HIDDEN) -> dict[
 
 def write_scripted_llama(folder: str | Path) -> str:
     """A target model that `successor` describes; load it with `load_format="auto"`. Returns the path."""
-    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head()}
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
     weights["model.norm.weight"] = torch.ones(_HIDDEN)
     for layer in range(_CONFIG["num_hidden_layers"]):
         weights |= _layer(_CONFIG, f"model.layers.{layer}.", seed=layer)
@@ -83,6 +83,26 @@ def write_scripted_eagle(folder: str | Path, blur: float = 0.27) -> str:
     }
     weights |= _layer(config, "layers.0.", seed=11)
     del weights["layers.0.input_layernorm.weight"]
+    return _save(folder, config, weights)
+
+
+def write_scripted_eagle3(folder: str | Path) -> str:
+    """An EAGLE3 draft model for it, which sees the target's token and so guesses its first draft token right."""
+    config = {
+        **_CONFIG,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": _VOCAB,
+        # What layer 0 of the target hands on: one hidden state, which passes fc by.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0]},
+    }
+    weights = {
+        "fc.weight": torch.eye(_HIDDEN),
+        "norm.weight": torch.ones(_HIDDEN),
+        "layers.0.hidden_norm.weight": torch.ones(_HIDDEN),
+        "lm_head.weight": _head(successor()[successor()]),
+    }
+    weights |= _layer(config, "layers.0.", seed=12, inputs=2 * _HIDDEN)
     return _save(folder, config, weights)
 
 
