@@ -122,8 +122,8 @@ def test_states(state: int):
     rig = Rig()
     rig.forward(rig.pool.extend({1: 300}))
     word = record.pack_writer(1, 1, 1, int(state))
-    for side in ("k_head", "v_tail"):
-        for position in (0, 7, 8, 299):
+    for side in ("k_head", "k_tail", "v_head", "v_tail"):
+        for position in (0, 7, 8, 299) if side in ("k_head", "v_tail") else (7, 299):
             rig.twin.poke(side, rig.slot(1, position), record.WORD_WRITER, word)
             rig.twin.poke(side, rig.slot(1, position), record.WORD_CONTENT, 99)
     rows = rig.forward(rig.pool.decode([1]))

@@ -64,6 +64,10 @@ def test_sweep_list(halves: str):
     assert twin.assert_equal() == 0
     assert int(twin.kernel_state.counters[2, Counter.CHECKED]) == 900
     names = [name for name in ("k_head", "k_tail", "v_head", "v_tail") if name[0].upper() in halves]
+    # the next slot, whose predecessor this is, lies in the kernel's next block
+    flip(twin, names[-1], plan.slots[255], record.WORD_CHAIN)
+    twin.check_list(plan)
+    assert twin.assert_equal() == 2
     for i, name in enumerate(names):
         for word in (record.WORD_IDENTITY, record.WORD_CHAIN, record.WORD_WRITER):
             flip(twin, name, plan.slots[40 * i + 9 * word], word)

@@ -19,6 +19,7 @@ from sglang.srt.kv_canary.kernels.content_kernel import (
 )
 from sglang.srt.kv_canary.kernels.device_content import TABLE_COLUMNS
 from sglang.srt.kv_canary.kernels.forward import (
+    INT32_MAX,
     batch_vector,
     dense,
     full_limit_of,
@@ -187,7 +188,7 @@ def check_and_write_content(
             full_limit_of(group),
             group.num_slots,
             window_of(plan, group),
-            max(1, budget),
+            max(1, min(budget, INT32_MAX)),
             state.violations.capacity,
             CanaryLaunchTag(group.kind, halves[0], Side.TAIL).id,
             *launch.sizes,

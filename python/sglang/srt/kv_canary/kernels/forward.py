@@ -17,7 +17,8 @@ from sglang.srt.kv_canary.state import CanaryDeviceState
 PROGRAMS_PER_SM = 4
 NUM_WARPS = 4
 TILE_WARPS = 8  # of launches that scan chunks
-NO_WINDOW = 2**31 - 1
+INT32_MAX = 2**31 - 1  # larger arguments would change types, and compile a kernel anew
+NO_WINDOW = INT32_MAX
 LONGEST_WALK = 64
 _BATCH_SIZES = (16, 64, 256, 1024, 4096, 16384)  # few, so that serving meets few compilations
 
@@ -119,7 +120,7 @@ def check_and_write(
         full_limit_of(group),
         group.num_slots,
         window_of(plan, group),
-        max(1, state.capacities.verify_budget_slots // VERIFY_BLOCK),
+        max(1, min(state.capacities.verify_budget_slots, INT32_MAX) // VERIFY_BLOCK),
         state.violations.capacity,
         CanaryLaunchTag(group.kind, "K", side).id,
         0 if expected is None else expected.spans.shape[0],
