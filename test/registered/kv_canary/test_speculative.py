@@ -1,0 +1,352 @@
+"""Speculative decoding below the engine: plans of all forwards, draft trees, draft chains, moved and unfilled slots."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
+from sglang.srt.kv_canary.record import Mode
+from sglang.srt.kv_canary.runner.launcher import launch_endpoints_per_forward
+from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
+from sglang.srt.kv_canary.state import Header
+from sglang.srt.kv_canary.wiring import speculative
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.plugins import load_plugins
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.spec_rig import SpecRig, _linked
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+CHAIN = SpeculationShape(num_steps=3, topk=1, draft_tokens=4)
+TREE = SpeculationShape(num_steps=3, topk=2, draft_tokens=5)
+# Tokens 1 and 2 follow the bonus token 0, token 3 follows 2, token 4 follows 3.
+TREE_PARENTS = (-1, 0, 0, 2, 3)
+CHAIN_PARENTS = (-1, 0, 1, 2)
+ALL_TAGS = {f"{side}_{half}_FULL" for side in ("HEAD", "TAIL") for half in ("K", "V")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hooks() -> None:
+    """Hooks on allocators and pools, as SGLang applies them."""
+    load_plugins()
+
+
+# Trees
+
+
+def test_tree_width_is_what_a_runner_needs():
+    assert [CHAIN.tree_width(is_draft) for is_draft in (False, True)] == [1, 1]
+    assert [TREE.tree_width(is_draft) for is_draft in (False, True)] == [5, 2]
+    assert (CHAIN.inner_draft_forwards, SpeculationShape().inner_draft_forwards) == (2, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 3))
+def test_parents_of_random_trees(choices, copies):
+    tree = [-1, *(choice % (i + 1) for i, choice in enumerate(choices))]
+    parents = parents_of_tree(*_linked(tree, copies))
+    assert parents.tolist() == [tree] * copies
+
+
+# Plans
+
+
+def batch(mode: ForwardMode, **fields) -> ForwardBatch:
+    """Two requests, rows 1 and 2, with 5 and 7 tokens in the cache."""
+    defaults = {
+        "batch_size": 2,
+        "input_ids": torch.arange(8),
+        "req_pool_indices": torch.tensor([1, 2]),
+        "seq_lens": torch.tensor([5, 7]),
+        "out_cache_loc": torch.arange(20, 28),
+        "seq_lens_sum": 12,
+        "positions": torch.arange(8),
+    }
+    return ForwardBatch(forward_mode=mode, **{**defaults, **fields})
+
+
+def plan(plan_input: PlanInput, forward_batch: ForwardBatch) -> ForwardPlan:
+    found = plan_input.fill_from_forward_batch(forward_batch)
+    assert found is not None
+    return found
+
+
+def prefixes(found: ForwardPlan) -> list[int]:
+    return (found.verify.base_lens + found.verify.prefix_delta).tolist()
+
+
+@pytest.fixture
+def rows() -> torch.Tensor:
+    return torch.zeros(4, 32, dtype=torch.int32)
+
+
+def test_verify_brings_as_many_tokens_for_each_request(rows):
+    found = plan(PlanInput.allocate(rows), batch(ForwardMode.TARGET_VERIFY))
+    assert prefixes(found) == [5, 7]
+    assert (found.write.tokens_per_request, found.write.mode) == (4, Mode.TARGET_VERIFY)
+    assert found.write.parents is None
+    trees = PlanInput.allocate(rows, tree_width=4)
+    assert plan(trees, batch(ForwardMode.TARGET_VERIFY)).write.parents is trees.parents
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_only_the_first_inner_draft_forward_verifies(rows, step):
+    draft = PlanInput.allocate(rows, is_draft=True, tree_width=4).at_inner_step(step)
+    found = plan(draft, batch(ForwardMode.DECODE))
+    assert prefixes(found) == [5 + step, 7 + step]
+    assert found.verify.already_verified == (step > 0)
+    assert (found.write.tokens_per_request, found.write.mode) == (4, Mode.DRAFT_DECODE)
+    assert set(found.write.parents.tolist()) == {-1}
+
+
+def test_a_targets_decode_is_no_draft(rows):
+    found = plan(PlanInput.allocate(rows), batch(ForwardMode.DECODE))
+    assert prefixes(found) == [4, 6]
+    assert found.write.mode == Mode.DECODE
+
+
+def test_draft_extend_v2_skips_stale_rows_of_padding(rows):
+    slots = torch.tensor([20, 21, 22, 23, 0, 0, 0, 0])
+    padded = batch(ForwardMode.DRAFT_EXTEND_V2, seq_lens=torch.tensor([9, 1]), out_cache_loc=slots)
+    found = plan(PlanInput.allocate(rows, is_draft=True), padded)
+    assert found.verify.rows.tolist() == [1, 0]
+    assert prefixes(found)[0] == 5
+    assert found.write.tokens_per_request == 4
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_draft_extend_v1_counts_accepted_tokens_only(rows, graph):
+    accepted = batch(
+        ForwardMode.DRAFT_EXTEND,
+        seq_lens=torch.tensor([8, 8], dtype=torch.int32),
+        extend_seq_lens=torch.tensor([3, 1], dtype=torch.int32),
+        extend_prefix_lens=torch.tensor([2, 2]),  # of the prefill: SGLang leaves them as they are
+        extend_start_loc=None if graph else torch.tensor([0, 3]),
+    )
+    found = plan(PlanInput.allocate(rows, is_draft=True), accepted)
+    assert prefixes(found) == [5, 7]
+    assert found.write.starts.tolist() == [0, 3]
+    assert found.write.ext_lens.tolist() == [3, 1]
+    assert found.verify.rows.tolist() == [1, 2]
+
+
+def test_draft_extend_v1_skips_stale_rows_of_padding(rows):
+    slots = torch.tensor([20, 21, 0, 0, 0, 0, 0, 0])
+    padded = batch(
+        ForwardMode.DRAFT_EXTEND,
+        seq_lens=torch.tensor([7, 1], dtype=torch.int32),
+        extend_seq_lens=torch.tensor([2, 4], dtype=torch.int32),
+        out_cache_loc=slots,
+    )
+    assert plan(PlanInput.allocate(rows, is_draft=True), padded).verify.rows.tolist() == [1, 0]
+
+
+# Steps
+
+
+def scratch(rig: SpecRig, row: int) -> torch.Tensor:
+    """v1's slots of one draft: allocated, and given back before they are used. int64[1, topk, steps]."""
+    before = rig.allocator.backup_state()
+    slots = rig.allocator.alloc(rig.shape.topk * rig.shape.num_steps)
+    rig.allocator.restore_state(before)
+    start = rig.lengths[row]
+    rig.rows.req_to_token[row, start : start + len(slots)] = slots.int()
+    return slots.view(1, rig.shape.topk, rig.shape.num_steps)
+
+
+def v1_step(rig: SpecRig, row: int, drafts: list[int], tree, path: list[int], bonus: int) -> None:
+    """One step of v1 in which the draft tokens of `path` (numbers in the tree, 0 first) are accepted."""
+    rig.draft_decode([row], scratch(rig, row))
+    slots = rig.verify([row], [drafts], tree)[0]
+    tokens = [([rig.bonus(row), *drafts])[i] for i in path[1:]] + [bonus]
+    accept(rig, row, slots, path)
+    rig.draft_extend([row], [tokens])
+    rig.accept(row, tokens)
+
+
+def accept(rig: SpecRig, row: int, slots: torch.Tensor, path: list[int]) -> None:
+    """What SGLang's v1 does behind a verify: unfilled for the draft, rejected slots freed, the row compacted."""
+    verified = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.TARGET_VERIFY)
+    speculative._around_accept(lambda *_: None, None, verified)
+    rejected = [i for i in range(len(slots)) if i not in path]
+    rig.allocator.free(slots[rejected])
+    start = rig.lengths[row]
+    rig.rows.req_to_token[row, start : start + len(path)] = slots[path].int()
+
+
+@pytest.mark.parametrize(
+    ("shape", "tree", "paths"),
+    [
+        (CHAIN, CHAIN_PARENTS, [[0], [0, 1], [0, 1, 2, 3]]),
+        (TREE, TREE_PARENTS, [[0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4]]),
+    ],
+    ids=["chain", "tree"],
+)
+def test_accepted_paths_continue_the_request(shape, tree, paths):
+    with SpecRig(shape) as rig:
+        rig.prefill(1, range(10, 22))
+        for number, path in enumerate(paths * 3):
+            drafts = [100 * number + i for i in range(1, shape.draft_tokens)]
+            v1_step(rig, 1, drafts, tree, path, bonus=900 + number)
+        assert rig.findings() == set()
+
+
+def test_a_tree_taken_for_a_chain_is_found():
+    """The twin of the clean run: without its parents, a tree's positions and chains are wrong."""
+    with SpecRig(TREE) as rig:
+        rig.prefill(1, range(10, 22))
+        rig.target._single_forwards[0]._plan_input = PlanInput.allocate(rig.rows.req_to_token)
+        v1_step(rig, 1, [101, 102, 103, 104], TREE_PARENTS, [0, 2, 3], bonus=900)
+        rig.verify([1], [[1, 2, 3, 4]], TREE_PARENTS)
+        found = rig.findings()
+        assert ("target", "HEAD_K_FULL", "WRITE_POSITION") in found
+        assert ("target", "TAIL_V_FULL", "CHAIN") in found
+
+
+def test_another_requests_slot_is_found_by_both_runners():
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        rig.prefill(2, range(40, 52))
+        rig.rows.req_to_token[1, 6] = rig.rows.req_to_token[2, 6]
+        v1_step(rig, 1, [1, 2, 3], CHAIN_PARENTS, [0], bonus=900)
+        found = {(role, tag) for role, tag, reason in rig.findings() if reason == "CHAIN"}
+        assert found == {(role, tag) for role in ("target", "draft") for tag in ALL_TAGS}
+
+
+def test_draft_kv_of_another_request_is_found_in_the_draft_pool():
+    """Draft-extend writes into the slots of another request that is as long: only the draft pool is damaged."""
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        rig.prefill(2, range(40, 52))
+        slots = rig.verify([1, 2], [[1, 2, 3], [4, 5, 6]], CHAIN_PARENTS)
+        rig.rows.req_to_token[1:3, 12:16] = slots.flip(0).int()  # while the draft model runs
+        rig.draft_extend([1, 2], [[1, 2], [4, 5]])
+        rig.rows.req_to_token[1:3, 12:16] = slots.int()
+        for row, tokens in ((1, [1, 2]), (2, [4, 5])):
+            rig.accept(row, tokens)
+        rig.draft_decode([1], scratch(rig, 1))
+        found = rig.findings()
+        assert {role for role, _, _ in found} == {"draft"}
+        assert {tag for _, tag, reason in found if reason == "CHAIN"} == ALL_TAGS
+
+
+# Draft chains
+
+
+def duplicate_behind_a_chunk_end(chain_to_target: bool) -> set[tuple[str, str, str]]:
+    """Two equal prompts, chunked differently; the second is moved to the first one's slots, up to a chunk's end."""
+    prompt = list(range(10, 30))
+    with SpecRig(CHAIN, chain_to_target=chain_to_target) as rig:
+        rig.prefill(1, prompt, chunks=[8], prediction=700)
+        rig.prefill(2, prompt, prediction=700)
+        rig.rows.req_to_token[2, :8] = rig.rows.req_to_token[1, :8]
+        rig.draft_decode([2], scratch(rig, 2))
+        return rig.findings()
+
+
+def test_draft_chains_survive_prefixes_that_are_put_together():
+    """At the chunk's end the draft model was fed a prediction, so that the two prompts' draft tokens differ."""
+    assert duplicate_behind_a_chunk_end(chain_to_target=True) == set()
+
+
+def test_chains_over_draft_tokens_would_raise_false_alarms():
+    """Why the chain of a draft pool steps from the target's: a chain of its own breaks on the same traffic."""
+    found = duplicate_behind_a_chunk_end(chain_to_target=False)
+    assert {(role, reason) for role, _, reason in found} == {("draft", "CHAIN")}
+
+
+# Unfilled slots
+
+
+def finish_and_reuse(mark: bool) -> set[tuple[str, str, str]]:
+    """A request finishes in a verify, without draft-extend; the next one reads all of its slots from the cache."""
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        rig.draft_decode([1], scratch(rig, 1))
+        slots = rig.verify([1], [[1, 2, 3]], CHAIN_PARENTS)[0]
+        if mark:
+            accept(rig, 1, slots, [0, 1, 2])
+        rig.accept(1, [1, 2, 900])
+        cached = rig.rows.req_to_token[1, : rig.lengths[1]].tolist()
+        rig.prefill(2, [*rig.tokens[1], 50, 51], cached=cached)
+        return rig.findings()
+
+
+def test_slots_without_draft_kv_are_no_fault():
+    assert finish_and_reuse(mark=True) == set()
+
+
+def test_slots_without_draft_kv_must_be_marked():
+    assert {role for role, _, _ in finish_and_reuse(mark=False)} == {"draft"}
+
+
+def test_an_unfilled_slot_can_be_freed_and_read_too_late():
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        slots = rig.verify([1], [[1, 2, 3]], CHAIN_PARENTS)[0]
+        accept(rig, 1, slots, [0, 1, 2, 3])
+        rig.accept(1, [1, 2, 3, 900])
+        rig.draft_decode([1], scratch(rig, 1))
+        assert rig.findings() == set()
+        rig.allocator.free(slots[1:2])
+        rig.draft_decode([1], scratch(rig, 1))
+        assert {(role, reason) for role, _, reason in rig.findings()} == {
+            ("draft", "USE_AFTER_FREE")
+        }
+
+
+# Moved slots
+
+
+@pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_records_move_with_their_bytes(content, hooked, monkeypatch):
+    """Pages and topk > 1: the accepted path is moved to the front of the request's draft slots."""
+    monkeypatch.setenv("SGLANG_NATIVE_MOVE_KV_CACHE", "1")  # the other way is a Triton kernel
+    with SpecRig(TREE, content=content, page_size=4) as rig:
+        rig.prefill(1, range(10, 22))
+        slots = rig.verify([1], [[1, 2, 3, 4]], TREE_PARENTS)[0]
+        source, target = slots[[0, 2, 3]], slots[:3]
+        move = MHATokenToKVPool.move_kv_cache
+        (move if hooked else move.__wrapped__)(rig.target_pool, target, source)
+        rig.accept(1, [2, 3, 900])
+        rig.verify([1], [[5, 6, 7, 8]], TREE_PARENTS)
+        reasons = {reason for _, _, reason in rig.findings()}
+        assert reasons == (set() if hooked else {"POSITION", "CHAIN", "CONTENT"})
+
+
+# Graphs
+
+
+def test_replays_count_every_inner_forward():
+    """The device counts a HEAD per inner forward of a replayed draft graph; so must the host.
+
+    No graph can be captured without a GPU: its replay is stood in for by the launches that it holds.
+    """
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        runner = SimpleNamespace(model_runner=SimpleNamespace(), speculative_num_steps=3)
+        context.by_runner[id(runner.model_runner)] = rig.draft
+        decode = batch(ForwardMode.DECODE, batch_size=1, req_pool_indices=torch.tensor([1]))
+        decode.seq_lens = torch.tensor([12])
+        speculative._before_draft_replay(runner, decode)
+        for step in range(CHAIN.inner_draft_forwards):
+            decode.positions = torch.tensor([12 + step])
+            decode.out_cache_loc = torch.tensor([50 + step])
+            inner = plan(rig.draft.plan_input.at_inner_step(step), decode)
+            for side in (Side.HEAD, Side.TAIL):
+                launch_endpoints_per_forward(rig.draft.launcher, inner, side)
+        assert int(rig.draft.state.summary[Header.FORWARD_DONE]) == rig.draft.forward_ct
+        assert rig.findings() == set()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
