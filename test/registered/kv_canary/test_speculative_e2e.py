@@ -77,7 +77,7 @@ class TestEagleV2(EagleFaults):
 
     def test_clean(self) -> None:
         self.converse("v2", rounds=3)
-        self.assert_no_violations()
+        self.assert_clean()
 
     @pytest.mark.parametrize(("role", "case"), CASES, ids=str)
     def test_fault_in_one_pool(self, role: str, case: Case) -> None:
@@ -96,7 +96,7 @@ class TestEagleV1Pages(EagleFaults):
 
     def test_clean(self) -> None:
         self.converse("v1")
-        self.assert_no_violations()
+        self.assert_clean()
 
 
 class TestEagleV1Trees(EagleFaults):
@@ -108,7 +108,7 @@ class TestEagleV1Trees(EagleFaults):
 
     def test_clean(self) -> None:
         self.converse("trees")
-        self.assert_no_violations()
+        self.assert_clean()
 
     @pytest.mark.parametrize(
         ("role", "case"), [*flips("target", VERIFY)[:1], *flips("draft", DRAFT)[1:]], ids=str
@@ -126,7 +126,7 @@ class TestEagle3(EagleFaults):
 
     def test_clean(self) -> None:
         self.converse("eagle3")
-        self.assert_no_violations()
+        self.assert_clean()
 
 
 if __name__ == "__main__":

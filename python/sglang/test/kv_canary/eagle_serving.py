@@ -55,11 +55,15 @@ V2 = {"disable_overlap_schedule": False}
 
 
 class EagleE2EBase(CanaryE2EBase):
-    """`speculation`: fields of `ServerArgs`, e.g. V1 or V2. Violations are told apart by runner."""
+    """`speculation`: fields of `ServerArgs`, e.g. V1 or V2. With sweeps, and a health check every few steps."""
 
     mode_name = "eagle"
     speculation: ClassVar[Mapping[str, Any]] = V2
-    env: ClassVar[Mapping[str, str]] = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+    flags: ClassVar[Mapping[str, Any]] = {**CanaryE2EBase.flags, "kv_canary_sweep_interval": 1}
+    env: ClassVar[Mapping[str, str]] = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "5",
+    }
 
     @classmethod
     def setup_class(cls) -> None:
@@ -87,6 +91,15 @@ class EagleE2EBase(CanaryE2EBase):
     def converse(self, name: str, rounds: int = 2) -> None:
         """Clean traffic: shared prefixes, duplicates at once, second turns over the answers of the first."""
         self.run(_conversations(self.serving, name, rounds))
+
+    def assert_clean(self) -> None:
+        """Nothing was found, and every launch of both runners ran as often as it should have."""
+        self.assert_no_violations()
+        health = self.serving.events("health")
+        assert {event["runner"] for event in health} == {"target", "draft"}
+        assert [event["problems"] for event in health if not event["healthy"]] == []
+        counters = self.settle()
+        assert all(counters[tag]["written"] for tag in self.mode.tags("TAIL"))
 
 
 async def _conversations(serving: Serving, name: str, rounds: int) -> None:
