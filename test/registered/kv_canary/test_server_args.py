@@ -180,7 +180,9 @@ CASES = {
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
-    "speculative decoding other than EAGLE and EAGLE3": {"speculative_algorithm": "NGRAM"},
+    "speculative decoding other than EAGLE, EAGLE3 and STANDALONE": {
+        "speculative_algorithm": "NGRAM"
+    },
     "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
     "adaptive speculative decoding": {
         "speculative_algorithm": "EAGLE",

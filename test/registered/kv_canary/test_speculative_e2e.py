@@ -9,7 +9,11 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.eagle_serving import V1, V2, EagleE2EBase
 from sglang.test.kv_canary.fault_cases import Case, tags, two_prompts
-from sglang.test.kv_canary.scripted_models import write_scripted_eagle3
+from sglang.test.kv_canary.scripted_models import (
+    OFTEN_RIGHT,
+    write_scripted_eagle3,
+    write_scripted_llama,
+)
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
 
@@ -126,6 +130,20 @@ class TestEagle3(EagleFaults):
 
     def test_clean(self) -> None:
         self.converse("eagle3")
+        self.assert_clean()
+
+
+class TestStandalone(EagleFaults):
+    """A whole model that drafts. Its prefix cache keeps the last slot of each prompt, too."""
+
+    speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
+
+    def test_clean(self) -> None:
+        self.converse("standalone")
         self.assert_clean()
 
 

@@ -58,19 +58,30 @@ def _layer(config: dict, prefix: str, seed: int, inputs: int = _HIDDEN) -> dict[
     return {f"{prefix}{name}.weight": value for name, value in weights.items()}
 
 
-def write_scripted_llama(folder: str | Path) -> str:
-    """A target model that `successor` describes; load it with `load_format="auto"`. Returns the path."""
-    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+def _blurred(blur: float) -> torch.Tensor:
+    """Nearly the identity: what it makes of a hidden state is answered with the same token, mostly."""
+    noise = torch.randn(_HIDDEN, _HIDDEN, generator=torch.Generator().manual_seed(9))
+    return torch.eye(_HIDDEN) + noise * blur
+
+
+def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
+    """A target model that `successor` describes; load it with `load_format="auto"`. Returns the path.
+
+    `blur`: as for `write_scripted_eagle`, for a whole model that drafts.
+    """
+    head = _head(successor()) @ _blurred(blur)
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": head}
     weights["model.norm.weight"] = torch.ones(_HIDDEN)
     for layer in range(_CONFIG["num_hidden_layers"]):
         weights |= _layer(_CONFIG, f"model.layers.{layer}.", seed=layer)
     return _save(folder, _CONFIG, weights)
 
 
-def write_scripted_eagle(folder: str | Path, blur: float = 0.27) -> str:
-    """An EAGLE draft model for it. `blur` 0 always guesses right; the default is often right, often second best."""
-    generator = torch.Generator().manual_seed(9)
-    noise = torch.randn(_HIDDEN, _HIDDEN, generator=generator) * blur
+OFTEN_RIGHT = 0.27  # 7 of 10 tokens; the second guess is right for one of the others
+
+
+def write_scripted_eagle(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
+    """An EAGLE draft model for it; `blur` 0 always guesses right."""
     config = {
         **_CONFIG,
         "architectures": ["LlamaForCausalLMEagle"],
@@ -78,7 +89,7 @@ def write_scripted_eagle(folder: str | Path, blur: float = 0.27) -> str:
     }
     weights = {
         # The embedding of the token, and nothing of the target's hidden state.
-        "fc.weight": torch.cat([torch.eye(_HIDDEN) + noise, torch.zeros(_HIDDEN, _HIDDEN)], 1),
+        "fc.weight": torch.cat([_blurred(blur), torch.zeros(_HIDDEN, _HIDDEN)], 1),
         "fc.bias": torch.zeros(_HIDDEN),
     }
     weights |= _layer(config, "layers.0.", seed=11)

@@ -56,6 +56,14 @@ class UnsupportedCase:
     how_to_go_on: str
 
 
+_SPECULATION = (
+    None,
+    "EAGLE",
+    "EAGLE3",
+    "STANDALONE",
+    "NEXTN",
+)  # NEXTN: SGLang resolves it to EAGLE
+
 UNSUPPORTED: tuple[UnsupportedCase, ...] = (
     UnsupportedCase(
         "PD disaggregation",
@@ -94,15 +102,15 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Remove --dllm-algorithm.",
     ),
     UnsupportedCase(
-        "speculative decoding other than EAGLE and EAGLE3",
-        lambda args: args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN"),
-        "forwards of STANDALONE, NGRAM, DFLASH, FROZEN_KV_MTP and registered algorithms.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+        "speculative decoding other than EAGLE, EAGLE3 and STANDALONE",
+        lambda args: args.speculative_algorithm not in _SPECULATION,
+        "forwards of NGRAM, DFLASH, FROZEN_KV_MTP and of registered algorithms.",
+        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
     ),
     UnsupportedCase(
         "multi-layer EAGLE",
         lambda args: args.speculative_algorithm is not None and args.enable_multi_layer_eagle,
-        "forwards of the draft layers, each of which also rewrites slots before the accepted tokens.",
+        "its later layers rewrite slots before the accepted tokens, which other requests share and read meanwhile.",
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
     ),
     UnsupportedCase(
