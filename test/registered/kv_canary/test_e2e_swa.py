@@ -10,6 +10,7 @@ import sys
 from typing import ClassVar
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import consts
@@ -180,6 +181,37 @@ class TestSWAFaults(FaultCases):
         assert event["freed"] is not None
         assert {e["reader"]["request_id"] for e in self.violations()} == {"reader"}
         assert all(e["expected_position"] <= 40 for e in self.violations())
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the tests above run Triton attention on a GPU"
+)
+class TestSWATritonAttention(FaultCases):
+    """The backend that translates slots by itself, interpreted: its layers store and read where the canary looks."""
+
+    mode_name = "swa"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "attention_backend": "triton",
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all", "TRITON_INTERPRET": "1"}
+
+    def test_clean(self) -> None:
+        prompt = random_tokens(random.Random("triton"), 60)
+        for number, length in enumerate((60, 60, 40)):
+            self.generate(f"triton-{number}", [*prompt[:length], number, 7], 3)
+        self.assert_no_violations()
+        counters = self.settle()
+        assert counters["TAIL_V_SWA"]["content_checked"] > 200
+        assert counters["TAIL_V_SWA"]["out_of_window"] > 200
+
+    def test_stale_mapping(self) -> None:
+        injection = self.inject("stale_mapping", **DECODE)
+        self.serve_two("triton-stale", answer=6)
+        done = injection.answer()
+        self.assert_reported_at("POSITION", SWA)
+        self.assert_all_explained(done)
 
 
 if __name__ == "__main__":
