@@ -452,6 +452,12 @@ def test_padding_requests_and_tokens_are_silent(scene):
     assert set(scene.records(scene.full, "K", "HEAD")) == {*scene.table[1][:3], slot}
 
 
+def test_a_padding_token_of_a_real_request_is_silent(scene):
+    """What is written to slot 0 is nobody's, whatever its token and position."""
+    assert_clean(scene.forward(1, 0, [5, 6, 0], [20, 21, 0], positions=[0, 1, 99], known=[5, 6, 8]))
+    assert scene.counter("HEAD_K_FULL", Counter.WRITTEN) == 2
+
+
 # -- what the forward was fed ----------------------------------------------------------------------------------
 
 

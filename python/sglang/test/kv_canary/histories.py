@@ -147,7 +147,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """The records are told of slots that nobody freed, allocated or left unfilled; the mapping stays."""
+    """The records are told of slots, mostly held ones, that nobody freed or allocated; the mapping stays."""
 
     slots: tuple[int, ...]
     group: int = 0
@@ -403,7 +403,7 @@ class History:
     def _do_allocator_event(self, op: AllocatorEvent) -> None:
         g, model = self._group(op.group)
         span = model.num_slots + 3  # the last ones lie outside
-        slots = [pick % span for pick in op.slots]
+        slots = [p % span if p % 3 == 0 else self._pick_slot(p, model) for p in op.slots]
         self._event(op.event, slots, g, model)
 
     def _do_clear(self, op: Clear) -> None:
@@ -574,7 +574,7 @@ class History:
             if not 0 < request.row < self.spec.request_rows or not request.count:
                 continue
             row = self.rows[request.row]
-            if len(row.slots) != request.prefix + request.count:
+            if request.prefix < 0 or len(row.slots) != request.prefix + request.count:
                 continue  # a made-up request
             path = [request.count - 1]
             while (parent := forward.parent(request, path[0])) >= 0:
