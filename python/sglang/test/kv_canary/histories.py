@@ -254,7 +254,7 @@ class History:
         self._compare_rows(predicted, found, operation)
         self._compare_records(operation)
         headers = self.world.headers()
-        expected_headers = {
+        expected_headers = dict.fromkeys(Header, 0) | {
             Header.FORWARD_DONE: self.oracle.done,
             Header.FORWARD_RUNNING: self.oracle.running,
             Header.ARMED: int(self.oracle.armed),
