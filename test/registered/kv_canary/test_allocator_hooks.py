@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -198,3 +199,7 @@ def test_an_allocator_that_nobody_watches_is_left_alone(rig: ManagerRig) -> None
     other.free(other.alloc(4))
     assert rig.manager.ledger._events == []
     assert PoolKind.FULL in {g.kind for g in rig.manager.groups}
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +61,7 @@ def test_anchors_are_stable_and_distinct() -> None:
     assert len({anchor_of(k) for k in ("a", "b", "ab")}) == 3
     # The value is part of the record format: it must not change silently.
     assert anchor_of("a") == -3837880752741967926
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,5 +1,6 @@
 """Each check once, for a person to read: a fault that trips it, and the twin without the fault, which is silent."""
 
+import sys
 from itertools import chain
 
 import pytest
@@ -810,3 +811,7 @@ def test_a_record_moves_with_its_bytes(backend):
     assert_clean(scene.decode(1))
     scene.flip_byte("K", 0, target)
     assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=target)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,6 +1,7 @@
 """Settings: every value that is not allowed is refused with its name, the value and what is allowed."""
 
 import dataclasses
+import sys
 from types import MappingProxyType
 
 import pytest
@@ -156,3 +157,7 @@ def test_variables_are_declared_as_sglangs_own(monkeypatch):
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         CanaryConfig().mode = CanaryMode.LOG
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,7 @@ def test_a_reporter_that_raises_does_not_silence_the_others(events: str, monkeyp
             rig.decode_request(rig.req, 40 + i)
         rig.lengths[rig.req.req_pool_idx] += 1  # decode() did not get that far
     assert "TAIL_K_FULL" in _health_events(events)[-1]["tags"]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -98,3 +98,7 @@ def test_compiles_for_hopper(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     assert Counter(line.split()[0] for line in result.stdout.splitlines()) == KERNELS
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

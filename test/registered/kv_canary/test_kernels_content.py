@@ -1,5 +1,7 @@
 """Content fingerprints: the Triton kernels store, compare and report exactly what the torch reference does."""
 
+import sys
+
 import pytest
 import torch
 
@@ -232,3 +234,7 @@ def test_tables_are_not_made_while_a_graph_is_captured():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="prepare"):
         triton_backend.prepare(group)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -3,6 +3,7 @@
 On a machine without a GPU the kernels run interpreted, on one with a GPU natively; the tests are the same.
 """
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -333,3 +334,7 @@ def test_prefix_that_an_earlier_forward_verified():
         rig.twin.poke("k_head", rig.slot(1, position), record.WORD_CHAIN, 1)
     plan = rig.pool.decode([1, 2])
     assert rig.forward(replace(plan, verify=replace(plan.verify, already_verified=True))) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

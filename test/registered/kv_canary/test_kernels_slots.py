@@ -1,5 +1,7 @@
 """Sweep lists, allocator events and moved records: the Triton kernels do exactly what the torch reference does."""
 
+import sys
+
 import pytest
 import torch
 
@@ -181,3 +183,7 @@ def test_moved_records(limit: int, monkeypatch):
     twin.assert_equal()
     twin.copy_records(slots[:0], slots[:0])
     twin.assert_equal()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

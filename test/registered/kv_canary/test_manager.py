@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,7 @@ def test_warm_up_checks_and_writes_nothing_and_is_counted() -> None:
     rig.extend(1, range(20))
     assert rig.settle() == []
     assert rig.manager.forward_ct == int(rig.manager.state.summary[0]) == 3
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

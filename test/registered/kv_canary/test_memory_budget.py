@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -58,3 +59,7 @@ def test_off_changes_nothing() -> None:
 
 def test_no_memory_left_stays_sglangs_own_error() -> None:
     assert budget_without_records(-5, 0) == -5
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -196,3 +196,7 @@ def test_the_alerts_use_metrics_that_exist() -> None:
 def test_every_metric_is_documented() -> None:
     documented = _names_in((DOCS / "metrics.md").read_text())
     assert documented == KNOWN
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -3,6 +3,7 @@
 One suite, three executions: the torch reference, and Triton's kernels, interpreted or, where there is a GPU, natively.
 """
 
+import sys
 from collections import Counter as Tally
 from dataclasses import dataclass
 from zlib import crc32
@@ -317,3 +318,7 @@ def test_a_full_ring_keeps_the_newest_rows_and_counts_all(backend):
     assert len(rows) == 12 * 4  # HEAD and TAIL of K and V
     assert history.world.take_rows() == []
     assert len({row[0] for row in history.world.state.violations.rows.tolist()}) == 8
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

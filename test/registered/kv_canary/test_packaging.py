@@ -181,3 +181,7 @@ def test_requirement_files_pin_exact_versions() -> None:
     loose = [line for line in lines if not re.fullmatch(r"[\w.]+: [\w.-]+==[\w.]+", line)]
     assert lines
     assert loose == []
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

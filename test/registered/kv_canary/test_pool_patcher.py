@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -486,3 +487,7 @@ def test_pools_command(capsys: pytest.CaptureFixture[str]) -> None:
     tables = json.loads(capsys.readouterr().out)
     assert {row["status"] for row in tables["pools"]} == {"covered", "refused"}
     assert {row["status"] for row in tables["paths"]} <= {status.value for status in PathStatus}
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -362,3 +363,7 @@ def test_without_content_there_are_no_sources() -> None:
     pool, allocator = pools.make_swa_pool()
     groups = attach_canary_buffers(pool, allocator=allocator, content=False, sliding_window_size=8)
     assert [group.content(half) for group in groups for half in group.halves] == [()] * 4
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

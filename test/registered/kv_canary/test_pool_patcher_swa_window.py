@@ -156,3 +156,7 @@ def test_dsv4_reads_one_token_less_than_the_window_says() -> None:
         pool, allocator=allocator, content=False, sliding_window_size=ATTENTION_WINDOW
     )
     assert groups[0].window == 127
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -6,6 +6,7 @@ token path that each slot was written with. So position and predecessor are chec
 
 import ast
 import importlib.util
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -552,3 +553,7 @@ def test_a_walk_never_waits_for_the_gpu():
     assert sum(chunk.num_slots for chunk in chunks) == cache.total_size()
     for chunk in chunks:
         check_segments(chunk)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

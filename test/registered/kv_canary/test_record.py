@@ -1,5 +1,7 @@
 """The record layout and its arithmetic: what every backend, and every reader of an event file, relies on."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -324,3 +326,7 @@ def test_words_are_as_wide_as_the_alignment_allows(rows, unit):
 def test_a_buffer_with_gaps_inside_its_rows_is_refused():
     with pytest.raises(ValueError, match="contiguous rows"):
         ContentSource.of_rows(torch.zeros(4, 4, 4).transpose(1, 2))
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

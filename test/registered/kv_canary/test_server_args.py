@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pickle
+import sys
 
 import pytest
 
@@ -315,3 +316,7 @@ def test_installing_twice_is_once(make_args):
     before = dict(vars(ServerArgs))
     install_server_args()
     assert dict(vars(ServerArgs)) == before
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

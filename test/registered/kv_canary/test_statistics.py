@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,7 @@ def test_idle_ticks_do_not_count_as_cost_of_a_step(tmp_path: Path) -> None:
     assert spent > 0
     rig.idle(20)
     assert rig.manager.clock.spent_ns == spent
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,7 @@ def test_a_pool_without_a_window_has_no_lines(tmp_path: Path) -> None:
     rig.serve(list(range(30)), range(5))
     rig.settle()
     assert events.read_text() == ""
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -430,3 +431,7 @@ def test_draft_runners_do_not_sweep() -> None:
 
     assert SweepOrchestrator in kinds("target")
     assert SweepOrchestrator not in kinds("draft")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

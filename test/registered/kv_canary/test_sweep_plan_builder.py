@@ -1,5 +1,7 @@
 """The plan of a sweep: the walk's entries in the slot space that is swept; evicted slots cannot trip a check."""
 
+import sys
+
 import pytest
 import torch
 
@@ -207,3 +209,7 @@ def test_a_plan_never_waits_for_the_gpu():
         expected = build_verify_plan_radix_sweep(host, lut.cpu(), anchor_of)
         assert as_lists(plan) == as_lists(expected)
     assert plans[1].anchors.tolist().count(9) == 2
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -100,7 +100,6 @@ class CanaryConfig:
     verify_budget_slots: int = default_of("VERIFY_BUDGET_SLOTS")
     content_budget_bytes: int = default_of("CONTENT_BUDGET_BYTES")
     ring_capacity: int = default_of("RING_CAPACITY")
-    max_batch_size: int = default_of("MAX_BATCH_SIZE")
     token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
     event_file: str = default_of("EVENT_FILE")  # "" is off
     log_every_s: float = default_of("LOG_EVERY_S")

@@ -121,17 +121,10 @@ SETTINGS: tuple[EnvSetting, ...] = (
         minimum=1,
     ),
     EnvSetting(
-        "MAX_BATCH_SIZE",
-        EnvInt,
-        4096,
-        "Rows of workspace: the largest batch of one forward.",
-        minimum=1,
-    ),
-    EnvSetting(
         "TOKEN_CHECK",
         EnvStr,
         "tail",
-        "Which tokens are compared with the host's own token list: none, the batch's tail, or all.",
+        "Which tokens are compared with the host's own token list on a prefill: none, the last 32 of each cached prefix (tail), or all.",
         choices=("none", "tail", "all"),
     ),
     EnvSetting(

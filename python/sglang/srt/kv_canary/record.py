@@ -34,7 +34,9 @@ class State(IntEnum):
     LIVE = 1
     FREED = 2
     ALLOCATED = 3  # handed out again after a free, not written since
-    UNFILLED = 4  # draft pools: the target wrote the slot and the draft model did not; never a fault
+    UNFILLED = (
+        4  # draft pools: the target wrote the slot and the draft model did not; never a fault
+    )
 
 
 class Mode(IntEnum):
@@ -136,6 +138,9 @@ MIX_MULTIPLIER_2 = 0x94D049BB133111EB
 CONTENT_SOURCE_SALT = 1 << 40
 CONTENT_BASE = 0x243F6A8885A308D3  # first 64 bits of pi's fraction: an all-zero slot has a non-zero fingerprint
 SECTOR_BYTES = 32  # what content mode `partial` reads of each layer
+SECTOR_COST_BYTES = (
+    512  # what that takes from the content budget: scattered reads are dear (docs/performance.md)
+)
 
 
 def to_signed64(value: int) -> int:

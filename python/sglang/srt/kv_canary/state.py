@@ -20,6 +20,8 @@ class Header(IntEnum):
     ARMED = 2  # 0 during warm-up and graph capture: nothing is checked or written
     VIOLATIONS = 3  # rows ever appended to the ring
 
+    RING_LOCK = 7  # taken by kernels while an append overflows the ring
+
 
 HEADER_WORDS = 8
 
@@ -39,7 +41,6 @@ class Counter(IntEnum):
 
 NUM_COUNTERS = len(Counter)
 SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
-CONTENT_WORKSPACE_ITEMS = 8192  # fingerprints that one launch may split over several programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,6 @@ class CanaryDeviceState:
     summary: torch.Tensor  # int64[SUMMARY_WORDS]
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
-    content_workspace: torch.Tensor  # int64[workspace items, 2]: partial sums and arrival counts
     capacities: CanaryLaunchCapacities
 
     @classmethod
@@ -82,9 +82,6 @@ class CanaryDeviceState:
             summary=summary,
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
-            content_workspace=torch.zeros(
-                CONTENT_WORKSPACE_ITEMS, 2, dtype=torch.int64, device=device
-            ),
             capacities=capacities,
         )
 
@@ -95,7 +92,7 @@ class CanaryDeviceState:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.summary, self.violations.rows, self.anchors, self.content_workspace)
+        tensors = (self.summary, self.violations.rows, self.anchors)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_armed(self, armed: bool) -> None:

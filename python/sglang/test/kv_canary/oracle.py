@@ -552,7 +552,7 @@ class Oracle:
         """Every k-th position, with the k that keeps the bytes read within the budget."""
         layouts = [layout for half in group.halves for layout in group.content.get(half, ())]
         if self.content_mode is ContentMode.PARTIAL:
-            slot_bytes = record.SECTOR_BYTES * len(layouts)
+            slot_bytes = record.SECTOR_COST_BYTES * len(layouts)
         else:
             slot_bytes = sum(layout.row_bytes for layout in layouts)
         budget = max(1, self.content_budget_bytes // max(1, slot_bytes))

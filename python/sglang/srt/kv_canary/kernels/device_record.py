@@ -60,9 +60,7 @@ FORWARD_DONE = tl.constexpr(int(Header.FORWARD_DONE))
 FORWARD_RUNNING = tl.constexpr(int(Header.FORWARD_RUNNING))
 ARMED = tl.constexpr(int(Header.ARMED))
 VIOLATIONS = tl.constexpr(int(Header.VIOLATIONS))
-RING_LOCK = tl.constexpr(
-    HEADER_WORDS - 1
-)  # last header word: held while a program writes ring rows
+RING_LOCK = tl.constexpr(Header.RING_LOCK.value)
 FIRST_COUNTER = tl.constexpr(HEADER_WORDS)
 COUNTERS = tl.constexpr(NUM_COUNTERS)
 LAUNCHES = tl.constexpr(int(Counter.LAUNCHES))

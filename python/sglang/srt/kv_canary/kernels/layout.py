@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.record import SECTOR_BYTES
+from sglang.srt.kv_canary.record import SECTOR_COST_BYTES
 
 VERIFY_BLOCK = 256  # slots of one request per verify work item
 WRITE_TILE = 1024  # tokens of one request per chain scan work item
@@ -28,8 +28,8 @@ def content_unit(sources: tuple[ContentSource, ...]) -> int:
 
 
 def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
-    """Bytes that one content check of a slot reads, all halves together."""
+    """What one content check of a slot takes from the content budget, all halves together."""
     sources = group.k_content + group.v_content
     if mode is ContentMode.PARTIAL:
-        return SECTOR_BYTES * len(sources)
+        return SECTOR_COST_BYTES * len(sources)
     return sum(s.row_bytes for s in sources)

@@ -51,11 +51,12 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
     def calculate_pool_sizes(available_bytes: int, page_size: int) -> Any:
         pools = 1 + _draft_runners(server_args)
         records = record_bytes_of(original(available_bytes, page_size), halves, pools)
+        if available_bytes <= 0:
+            return original(available_bytes, page_size)
         left = budget_without_records(available_bytes, records)
         logger.info(
-            "kv-canary takes %.3f GB of the KV budget of %.3f GB for its records",
-            (available_bytes - left) / 2**30,
-            available_bytes / 2**30,
+            "kv-canary: %.2f %% of the KV budget are kept for its records",
+            100 * (1 - left / available_bytes),
         )
         return original(left, page_size)
 
