@@ -394,7 +394,10 @@ class TestStaleLocationIsCaught:
     @pytest.fixture
     def manager_rig(self) -> Iterator[ManagerRig]:
         rig = ManagerRig(
-            real=make_swa_pool(size=128, size_swa=96, head_num=HEADS, head_dim=HEAD_DIM),
+            real=make_swa_pool(
+                size=128, size_swa=96, head_num=HEADS, head_dim=HEAD_DIM, device=DEVICE
+            ),
+            device=DEVICE,
             sliding_window_size=WINDOW,
         )
         use_running_translation(rig.pool)
