@@ -81,7 +81,7 @@ def worlds(**changes):
         "window": st.sampled_from([1, 4, 9]),
         "token_offset": st.sampled_from([0, 0, 1]),
         "verify_budget_slots": st.sampled_from([1 << 18, 512, 1]),
-        "content_budget_bytes": st.sampled_from([1 << 24, 256, 1]),
+        "content_budget_bytes": st.sampled_from([1 << 24, 4096, 256, 1]),
         "index_dtype": index_dtypes,
         "lut_dtype": index_dtypes,
     }
@@ -107,7 +107,7 @@ long_specs = st.builds(
     swa_slots=st.sampled_from([0, 600]),
     window=st.sampled_from([260, 300]),
     verify_budget_slots=st.sampled_from([1 << 18, 768, 256]),
-    content_budget_bytes=st.sampled_from([4096, 1 << 14]),
+    content_budget_bytes=st.sampled_from([4096, 1 << 16]),
 )
 
 
