@@ -190,7 +190,10 @@ def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
 
 
 def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
-    return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
+    """Slots that SGLang handed out, in the group's slot space."""
+    if group.swa_index_lut is not None:
+        return group.swa_index_lut[full_slots.long()]
+    return full_slots if group.stride == 1 else full_slots // group.stride
 
 
 def _after_move(
