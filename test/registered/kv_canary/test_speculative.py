@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.kernels import reference, triton_backend
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
 from sglang.srt.kv_canary.record import Mode
+from sglang.srt.kv_canary.runner import manager
 from sglang.srt.kv_canary.runner.launcher import launch_endpoints_per_forward
 from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
 from sglang.srt.kv_canary.state import Header
@@ -23,7 +25,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.spec_rig import SpecRig, _linked
 
-register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 CHAIN = SpeculationShape(num_steps=3, topk=1, draft_tokens=4)
 TREE = SpeculationShape(num_steps=3, topk=2, draft_tokens=5)
@@ -39,6 +41,12 @@ def _hooks() -> None:
     load_plugins()
 
 
+@pytest.fixture(autouse=True, params=[reference, triton_backend], ids=["torch", "triton"])
+def _backend(request, monkeypatch) -> None:
+    """All of it with both implementations of the kernels; Triton's is interpreted where there is no GPU."""
+    monkeypatch.setattr(manager, "select_backend", lambda _: request.param)
+
+
 # Trees
 
 
@@ -48,7 +56,9 @@ def test_tree_width_is_what_a_runner_needs():
     assert (CHAIN.inner_draft_forwards, SpeculationShape().inner_draft_forwards) == (2, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 3))
 def test_parents_of_random_trees(choices, copies):
     tree = [-1, *(choice % (i + 1) for i, choice in enumerate(choices))]
@@ -193,7 +203,7 @@ def accept(rig: SpecRig, row: int, slots: torch.Tensor, path: list[int]) -> None
 def test_accepted_paths_continue_the_request(shape, tree, paths):
     with SpecRig(shape) as rig:
         rig.prefill(1, range(10, 22))
-        for number, path in enumerate(paths * 3):
+        for number, path in enumerate(paths):
             drafts = [100 * number + i for i in range(1, shape.draft_tokens)]
             v1_step(rig, 1, drafts, tree, path, bonus=900 + number)
         assert rig.findings() == set()

@@ -124,7 +124,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "TOKEN_CHECK",
         EnvStr,
         "tail",
-        "Which tokens are compared with the host's own token list on a prefill: none, the last 32 of each cached prefix (tail), or all.",
+        "Prefill tokens compared with the host's own list: none, the last 32 of each cached prefix (tail), or all.",
         choices=("none", "tail", "all"),
     ),
     EnvSetting(

@@ -6,12 +6,16 @@ from collections import Counter
 
 import torch
 
-from sglang.srt.kv_canary.record import Column, Reason
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
+from sglang.srt.kv_canary.record import Column, Reason, unpack_writer
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.violation import Violation, decode_row
+from sglang.srt.kv_canary.runner.violation import decode_row
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.state import ViolationLog
+
+MAX_UNSEEDED = 65536  # SWA records remembered whose chain had nothing to start from
 
 
 class ViolationManager:
@@ -27,6 +31,7 @@ class ViolationManager:
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken over from the ring
         self._unsettled: list[torch.Tensor] = []
+        self._unseeded: dict[tuple[int, int], None] = {}  # (SWA slot, writer word), oldest first
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -79,9 +84,28 @@ class ViolationManager:
         if int(row[Column.REASONS]) == Reason.SWA_EVICTED_IN_WINDOW:
             # The schedule stream unmaps a duplicate before it re-points the row: a reader in between sees 0.
             moot = moot or self._recorder.was_rewritten(forward, reader)
+        moot = moot or self._has_no_seed(row)
         self.moot += moot
         return moot
 
-    def snapshot(self) -> list[Violation]:
-        """Rows that wait for their forward's result, decoded (tools and shutdown)."""
-        return [decode_row(row, self._recorder) for row in self._unsettled]
+    def _has_no_seed(self, row: torch.Tensor) -> bool:
+        """Whether an SWA chain starts anew because its writer may have met that same unmapped moment.
+
+        Its predecessor was unreadable then, so the chain that it wrote fits nothing; later readers of the same
+        record are told by what was remembered.
+        """
+        if int(row[Column.REASONS]) != Reason.CHAIN:
+            return False
+        if CanaryLaunchTag.from_id(int(row[Column.TAG])).kind is not PoolKind.SWA:
+            return False
+        word = int(row[Column.WRITER])
+        key = (int(row[Column.SLOT]), word)
+        writer_forward, writer_row, _, _ = unpack_writer(word)
+        if key not in self._unseeded and not self._recorder.was_rewritten(
+            writer_forward, writer_row
+        ):
+            return False
+        if len(self._unseeded) >= MAX_UNSEEDED:
+            self._unseeded.pop(next(iter(self._unseeded)))
+        self._unseeded[key] = None
+        return True
