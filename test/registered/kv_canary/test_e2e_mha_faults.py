@@ -4,7 +4,6 @@ import asyncio
 import random
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from sglang.srt.kv_canary.cli.demo import Demo, Tally
 from sglang.srt.kv_canary.cli.demo_faults import DemoFault
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.kv_canary.e2e import CanaryE2EBase, is_explained
+from sglang.test.kv_canary.e2e import is_explained
+from sglang.test.kv_canary.fault_cases import DECODE, Case, FaultCases, record_cases
 from sglang.test.kv_canary.serving import Serving
 from sglang.test.kv_canary.traffic import random_tokens
 
@@ -20,42 +20,7 @@ register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 HEAD = ("HEAD_K_FULL", "HEAD_V_FULL")
 TAIL = ("TAIL_K_FULL", "TAIL_V_FULL")
-DECODE = {"mode": "DECODE"}
 EXTEND = {"mode": "EXTEND", "min_prefix": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A fault and the one reason that it must be reported with, at exactly these endpoints."""
-
-    fault: str
-    reason: str
-    tags: tuple[str, ...]
-    args: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        own = [str(v) for k, v in self.args.items() if k not in ("mode", "min_prefix")]
-        return "-".join([self.fault, *own])
-
-
-def record_cases() -> list[Case]:
-    """Each word of each record: only the endpoint whose record is damaged may speak."""
-    reasons = {
-        "position": "POSITION",
-        "token": "CHAIN",  # a decode does not know the token, but the chain has it mixed in
-        "chain": "CHAIN",
-        "state": "BAD_STATE",
-        "zero": "NEVER_WRITTEN",
-    }
-    cases = []
-    for side, half in (("HEAD", "K"), ("HEAD", "V"), ("TAIL", "K"), ("TAIL", "V")):
-        for what, reason in reasons.items():
-            args = {**DECODE, "what": what, "side": side, "half": half}
-            cases.append(Case("damage_record", reason, (f"{side}_{half}_FULL",), args))
-    for half in ("K", "V"):
-        args = {**DECODE, "what": "content", "side": "TAIL", "half": half}
-        cases.append(Case("damage_record", "CONTENT", (f"TAIL_{half}_FULL",), args))
-    return cases
 
 
 CASES = [
@@ -78,24 +43,12 @@ CASES = [
     Case("wrong_position", "WRITE_POSITION", HEAD, EXTEND),
     Case("wrong_row", "ROW_OUT_OF_RANGE", HEAD, DECODE),
     Case("wrong_length", "LENGTH_OUT_OF_RANGE", HEAD, DECODE),
-    *record_cases(),
+    *record_cases("FULL", "K V"),
 ]
 
 
-class TestMHAFaults(CanaryE2EBase):
+class TestMHAFaults(FaultCases):
     env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
-
-    def serve_two(self, name: str) -> None:
-        """Two requests with nothing in common, together; each prefilled at once and decoded for a while."""
-        rng = random.Random(name)
-        prompts = [random_tokens(rng, 30) for _ in range(2)]
-
-        async def both() -> None:
-            await asyncio.gather(
-                *(self.serving.generate(f"{name}-{i}", p, 24) for i, p in enumerate(prompts))
-            )
-
-        self.run(both())
 
     def test_clean_twin(self) -> None:
         self.serve_two("clean")
@@ -103,11 +56,7 @@ class TestMHAFaults(CanaryE2EBase):
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:
-        injection = self.inject(case.fault, **case.args)
-        self.serve_two(f"{case}-{CASES.index(case)}")
-        done = injection.answer()
-        assert {e["tag"] for e in self.violations() if case.reason in e["reasons"]} == {*case.tags}
-        self.assert_all_explained(done)
+        self.run_case(case, f"{case}-{CASES.index(case)}")
 
     # Faults in the prefix cache
 

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+import torch
+
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.traffic import random_tokens
 
-__all__ = ["Case", "FaultCases", "content_cases", "record_cases", "tags"]
+__all__ = ["DECODE", "Case", "FaultCases", "content_cases", "record_cases", "tags"]
 
 DECODE = {"mode": "DECODE"}
+# What they damage would crash the model, so it is put right again as soon as HEAD has seen it.
+UNDONE_AFTER_HEAD = ("slot_out_of_range", "wrong_row", "wrong_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,10 @@ class FaultCases(CanaryE2EBase):
 
     def run_case(self, case: Case, name: str) -> dict[str, Any]:
         """Inject, serve, and compare; returns the injection's answer."""
+        if torch.cuda.is_available() and case.fault in UNDONE_AFTER_HEAD:
+            pytest.skip(
+                "undone between HEAD and the model, where a decode CUDA graph lets nothing in"
+            )
         injection = self.inject(case.fault, **case.args)
         self.serve_two(name)
         done = injection.answer()
