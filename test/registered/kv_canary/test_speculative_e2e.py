@@ -1,10 +1,12 @@
 """EAGLE on a real server: no alarm on clean traffic, and faults in the target's and the draft's pool are told apart."""
 
+import random
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.eagle_serving import V1, V2, EagleE2EBase
@@ -14,8 +16,9 @@ from sglang.test.kv_canary.scripted_models import (
     write_scripted_eagle3,
     write_scripted_llama,
 )
+from sglang.test.kv_canary.traffic import random_tokens
 
-register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=100, suite="stage-a-test-cpu")
 
 VERIFY = {"mode": "TARGET_VERIFY"}
 DRAFT = {"mode": "DECODE"}
@@ -64,11 +67,17 @@ class EagleFaults(EagleE2EBase):
         return injection.answer()
 
     def reported(self, runner: str, reason: str) -> set[str]:
-        """Tags at which `runner` found it."""
+        """Tags at which `runner` found it in a forward; a sweep may be there first."""
         found = [e for e in self.violations() if e["runner"] == runner]
-        return {e["tag"] for e in found if reason in e["reasons"]}
+        return {
+            e["tag"] for e in found if reason in e["reasons"] and not e["tag"].startswith("SWEEP")
+        }
 
     def check(self, role: str, case: Case, name: str) -> None:
+        if role == "draft" and torch.cuda.is_available():
+            pytest.skip(
+                "draft graphs are replayed past ModelRunner.forward, where faults are injected"
+            )
         done = self.inject_and_serve(role, case, name)
         other = {"target": "draft", "draft": "target"}[role]
         assert self.reported(role, case.reason) == {*case.tags}
@@ -86,6 +95,28 @@ class TestEagleV2(EagleFaults):
     @pytest.mark.parametrize(("role", "case"), CASES, ids=str)
     def test_fault_in_one_pool(self, role: str, case: Case) -> None:
         self.check(role, case, f"{role}-{case}")
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_damaged_draft_kv_in_the_prefix_cache(self, half: str) -> None:
+        """Also under CUDA graphs: the damage is done while the server is idle."""
+        prompt = random_tokens(random.Random(half), 14)
+        self.generate(f"{half}-writer", prompt, 2)
+        injection = self.serving.send(
+            "flip_bytes", role="draft", cached=prompt, position=6, half=half
+        )
+        done = injection.answer()
+        self.generate(f"{half}-reader", prompt, 2)
+        event = self.assert_violation(
+            "CONTENT",
+            f"TAIL_{half}_FULL",
+            runner="draft",
+            slot=done["slots"][0],
+            stored_token=prompt[7],  # slot 6 holds the token at position 7
+            reader=f"{half}-reader",
+            writer=f"{half}-writer",
+        )
+        assert event["stored_position"] == 6
+        self.assert_all_explained(done)
 
     def test_slot_freed_under_both_pools(self) -> None:
         case = Case("free_live_slot", "USE_AFTER_FREE", EVERYWHERE, VERIFY)
