@@ -5,9 +5,11 @@
 #
 # Variables
 #   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
+#   JOBS             test files that run at a time; default 2
 #   TORCH_INDEX_URL  set to https://download.pytorch.org/whl/cpu where plain PyPI's torch brings CUDA packages
 
 VENV ?= .venv
+JOBS ?= 2
 TORCH_INDEX_URL ?=
 ARGS ?=
 PYTHON = $(shell for python in python3.11 python3 python; do \
@@ -34,7 +36,7 @@ demo: $(READY_STAMP)
 	@$(RUN) -W ignore -m sglang.srt.kv_canary demo $(ARGS)
 
 test: $(READY_STAMP)
-	@$(RUN) -m pytest -q $(ARGS)
+	@$(RUN) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY_STAMP)
 	@$(VENV)/bin/ruff check .
