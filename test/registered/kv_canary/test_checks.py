@@ -199,6 +199,13 @@ def test_a_page_is_freed_whole_and_once(backend):
     assert_violation(scene.free([9]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=9)
 
 
+def test_a_page_that_the_pool_cuts_off_is_freed_up_to_its_end(backend):
+    scene = Scene(WorldSpec(num_slots=42, page_size=4), backend)
+    scene.forward(1, 0, [1, 2], [40, 41])
+    assert_clean(scene.free([40, 41]))
+    assert [writer(scene, slot)[3] for slot in (40, 41)] == [State.FREED] * 2
+
+
 def test_a_flush_frees_every_slot(scene):
     scene.prefill(1, [5, 6, 8])
     scene.event(SlotEventKind.CLEAR, None, scene.full)
