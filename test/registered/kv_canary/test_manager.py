@@ -11,7 +11,11 @@ import pytest
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
-from sglang.srt.kv_canary.runner.warm_up import prefill_plans
+from sglang.srt.kv_canary.runner.warm_up import (
+    prefill_plans,
+    warm_up_slot_events,
+    warm_up_sweep,
+)
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -228,6 +232,9 @@ def test_warm_up_checks_and_writes_nothing_and_is_counted() -> None:
     plans = prefill_plans(rig.rows.req_to_token, rig.manager.config, max_batch_size=64)
     assert [plan.batch_size for plan in plans] == [1, 17]
     rig.manager.warm_up(plans)
+    warm_up_slot_events(rig.manager.launcher, page_size=1)
+    with rig.manager.disarmed():
+        warm_up_sweep(rig.manager.launcher)
     assert int(rig.manager.groups[0].k_head.abs().sum()) == 0
     assert rig.manager.armed
     rig.extend(1, range(20))

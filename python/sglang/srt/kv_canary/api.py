@@ -17,7 +17,11 @@ from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.observers import build_observers
-from sglang.srt.kv_canary.runner.warm_up import prefill_plans
+from sglang.srt.kv_canary.runner.warm_up import (
+    prefill_plans,
+    warm_up_slot_events,
+    warm_up_sweep,
+)
 from sglang.srt.kv_canary.speculation import SpeculationShape
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
@@ -41,13 +45,20 @@ def install_canary(
     verify_hooks_applied()
     manager = _build_manager(config, server_args, model_runner)
     if torch.device(manager.identity.device).type != "cpu":
-        rows = model_runner.req_to_token_pool.req_to_token
-        manager.warm_up(prefill_plans(rows, config, manager.state.capacities.max_batch_size))
+        _compile_launches(manager, model_runner)
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
     manager.observers.extend(build_observers(manager, server_args, model_runner))
     return manager
+
+
+def _compile_launches(manager: CanaryManager, model_runner: Any) -> None:
+    rows = model_runner.req_to_token_pool.req_to_token
+    manager.warm_up(prefill_plans(rows, manager.config, manager.state.capacities.max_batch_size))
+    warm_up_slot_events(manager.launcher, model_runner.token_to_kv_pool_allocator.page_size)
+    if manager.config.sweep_interval:
+        warm_up_sweep(manager.launcher)
 
 
 def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) -> CanaryManager:

@@ -39,7 +39,7 @@ PATHS: tuple[PathSupport, ...] = (
     PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE"),
     PathSupport("speculative: draft and draft-extend, top-k 1", _COVERED, "v1 and v2"),
     PathSupport("speculative: draft trees, top-k > 1", _COVERED, "v1, as SGLang runs them"),
-    PathSupport("speculative: multi-layer draft, MTP", _REFUSED, "layers rewrite shared slots"),
+    PathSupport("speculative: multi-layer EAGLE", _REFUSED, "layers rewrite shared slots"),
     PathSupport("speculative: NGRAM, DFLASH, frozen-KV MTP", _REFUSED),
     PathSupport("moved slots (move_kv_cache)", _COVERED, "records move with the bytes"),
     PathSupport("retraction and resume", _COVERED),

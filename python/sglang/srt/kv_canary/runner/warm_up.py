@@ -1,4 +1,4 @@
-"""Compiles, at start-up, what prefills launch; else the first requests would wait for the compiler.
+"""Compiles, at start-up, what prefills, frees and sweeps launch; else the first requests would wait for the compiler.
 
 Decode launches need none of this: graph capture runs them.
 """
@@ -9,12 +9,15 @@ import torch
 
 from sglang.srt.kv_canary.config import CanaryConfig, TokenCheck
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.plan_input import ForwardPlan, VerifyPlan, WritePlan
+from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Mode
+from sglang.srt.kv_canary.runner.launcher import Launcher, launch_endpoints_sweep
+from sglang.srt.kv_canary.slot_event import SlotEventKind
 
 # One batch size for each vector length that the kernels are compiled for; larger prefill batches are rare.
 BATCH_SIZES = (1, 17, 65)
 TOKENS_PER_REQUEST = 2
+MANY_SLOTS = 4096  # more than one program frees at once
 
 
 def prefill_plans(
@@ -49,3 +52,26 @@ def _prefill_plan(req_to_token: torch.Tensor, config: CanaryConfig, size: int) -
         req_to_token=req_to_token,
         expected=expected,
     )
+
+
+def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
+    """Every allocator event, of slot 0 only, which none of them touches; `free()` is given int32 and int64."""
+    for group in launcher.groups:
+        device = group.k_head.device
+        for kind in (SlotEventKind.ALLOC, SlotEventKind.FREE):
+            for dtype in (torch.int32, torch.int64):
+                for count in (1, MANY_SLOTS):
+                    slots = torch.zeros(count, dtype=dtype, device=device)
+                    launcher.backend.apply_slot_event(kind, slots, group, launcher.state, page_size)
+        # Nothing is live yet, so clearing changes nothing.
+        launcher.backend.apply_slot_event(
+            SlotEventKind.CLEAR, None, group, launcher.state, page_size
+        )
+
+
+def warm_up_sweep(launcher: Launcher) -> None:
+    """The sweep's launches, on a list of padding slots; nothing may be armed."""
+    for group in launcher.groups:
+        zeros = torch.zeros(1, dtype=torch.int64, device=group.k_head.device)
+        for anchors in (None, zeros):
+            launch_endpoints_sweep(launcher, SweepVerifyPlan(zeros, zeros, zeros, anchors), group)
