@@ -64,7 +64,9 @@ class Launcher:
             fingerprints = self.backend.content_fingerprint(
                 group.content(half), slots, self.content_mode
             )
-            known = tail[slots, record.WORD_CONTENT] != 0
+            states = (tail[slots, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
+            # A freed record keeps its last writer in the content word.
+            known = (tail[slots, record.WORD_CONTENT] != 0) & (states == record.State.LIVE)
             tail[slots, record.WORD_CONTENT] = torch.where(known, fingerprints, 0)
 
 
