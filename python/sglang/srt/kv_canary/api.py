@@ -37,7 +37,8 @@ def install_canary(
     """Protect the KV pools of `model_runner`; None when `--kv-canary` is none.
 
     Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when
-    something that was asked to be protected cannot be.
+    something that was asked to be protected cannot be. `token_oracle_manager` is not used yet: inputs are
+    compared with the host's token lists only (SGLANG_KV_CANARY_TOKEN_CHECK).
     """
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:

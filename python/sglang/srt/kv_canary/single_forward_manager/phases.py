@@ -37,10 +37,6 @@ class PhaseTracker:
         self._entered_by = "nobody"
         self._outside = False
 
-    @property
-    def inside_outer_bracket(self) -> bool:
-        return self._outside
-
     def enter(self, phase: Phase) -> None:
         """Raises CanaryPhaseError, and goes back to IDLE, when `phase` may not follow the current one."""
         caller = _caller()

@@ -49,10 +49,10 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
 
     @functools.wraps(original)
     def calculate_pool_sizes(available_bytes: int, page_size: int) -> Any:
-        pools = 1 + _draft_runners(server_args)
-        records = record_bytes_of(original(available_bytes, page_size), halves, pools)
         if available_bytes <= 0:
             return original(available_bytes, page_size)
+        pools = 1 + _draft_runners(server_args)
+        records = record_bytes_of(original(available_bytes, page_size), halves, pools)
         left = budget_without_records(available_bytes, records)
         logger.info(
             "kv-canary: %.2f %% of the KV budget are kept for its records",
