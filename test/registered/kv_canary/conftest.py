@@ -1,8 +1,29 @@
-"""Environment that SGLang reads at import: the CPU engine where there is no GPU."""
+"""Environment that SGLang reads at import: the CPU engine where there is no GPU. Failures are told at once."""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+
+class FailuresAtOnce:
+    """Prints each failure when it comes: a run that is ended from outside tells what it has found so far."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_sep("!", f"{report.when} of {report.nodeid} failed")
+            self._terminal.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)  # the terminal is there by then
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that has the terminal; workers of pytest-xdist have none."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal), "kv_canary_failures_at_once")

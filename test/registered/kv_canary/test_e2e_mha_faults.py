@@ -1,6 +1,5 @@
 """Every check fires on a real server with an MHA pool, at the right endpoints, and accuses nobody else."""
 
-import asyncio
 import random
 import sys
 from collections.abc import Awaitable, Callable
@@ -12,7 +11,7 @@ from sglang.srt.kv_canary.cli.demo import Demo, Tally
 from sglang.srt.kv_canary.cli.demo_faults import DemoFault
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.e2e import is_explained
-from sglang.test.kv_canary.fault_cases import DECODE, Case, FaultCases, record_cases
+from sglang.test.kv_canary.fault_cases import DECODE, Case, FaultCases, record_cases, two_prompts
 from sglang.test.kv_canary.serving import Serving
 from sglang.test.kv_canary.traffic import random_tokens
 
@@ -93,22 +92,14 @@ class TestMHAFaults(FaultCases):
         self.assert_all_explained(done)
 
     def test_live_slot_freed_and_handed_out_names_the_new_owner(self) -> None:
-        async def victim_then_heir() -> None:
-            rng = random.Random("heir")
-            victim = asyncio.ensure_future(
-                self.serving.generate("victim", random_tokens(rng, 40), 200)
-            )
-            self.done = await self.inject(
-                "free_live_slot", rid="victim", hand_out_next=True, **DECODE
-            ).executed()
-            await self.serving.generate("heir", random_tokens(rng, 40), 4)
-            await victim
-
-        self.run(victim_then_heir())
-        slot = self.done["slots"][0]
-        event = self.assert_violation("CHAIN", slot=slot, reader="victim", writer="heir")
+        injection = self.inject("free_live_slot", rid="victim", hand_out_next=True, **DECODE)
+        self.serve_heir_and_victim(*two_prompts("heir", 40))
+        done = injection.answer()
+        event = self.assert_violation(
+            "CHAIN", slot=done["slots"][0], reader="victim", writer="heir"
+        )
         assert "POSITION" in event["reasons"]
-        self.assert_all_explained(self.done)
+        self.assert_all_explained(done)
 
     def test_same_slot_freed_twice_again_later_is_reported_again(self) -> None:
         slots = []
@@ -137,6 +128,7 @@ class TestMHAFaults(FaultCases):
     def test_demo_tells_caught_missed_and_false_alarms_apart(
         self, capsys: pytest.CaptureFixture
     ) -> None:
+        self.expect_violations()
         demo = Demo(self.serving)
         demo.new_violations()
         demo.inject(1, DemoFault("caught", "", self.cached_byte("caught", {}), "CONTENT"))

@@ -51,14 +51,14 @@ class TestMLARaise(CanaryE2EBase):
     env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
 
     def test_clean(self) -> None:
-        report = self.serve(TrafficShape(400, seed=8))
-        assert (report.requests, report.flushes) == (400, 3)
-        assert report.aborts > 5
+        report = self.serve(TrafficShape(150, seed=8))
+        assert (report.requests, report.flushes) == (150, 3)
+        assert report.aborts > 2
         self.assert_no_violations()
         counters = self.settle()
         assert {*counters} == {*HEAD, *TAIL, "SWEEP_K_FULL"}
         for tag in HEAD + TAIL:
-            assert counters[tag]["checked"] == counters[tag]["eligible"] > 100_000, tag
+            assert counters[tag]["checked"] == counters[tag]["eligible"] > 30_000, tag
         assert counters["TAIL_K_FULL"]["content_checked"] == counters["TAIL_K_FULL"]["checked"]
 
 
@@ -78,8 +78,8 @@ class TestMLAFaults(FaultCases):
         self.run_case(case, f"{case}-{CASES.index(case)}")
 
     def test_clean_without_overlap(self) -> None:
-        report = self.serve(TrafficShape(100, seed=9, flushes=1, name="clean"))
-        assert report.requests == 100
+        report = self.serve(TrafficShape(50, seed=9, flushes=1, name="clean"))
+        assert report.requests == 50
         self.assert_no_violations()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.kv_canary.config import CanaryMode, ContentMode
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.errors import CanaryHealthError
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.runner.async_copy import FutureTensors
@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.runner.health import LEAST_SILENT_STEPS, HealthCheck
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
 from sglang.srt.kv_canary.runner.violation_reporter import LAST_WORDS_ENV
+from sglang.srt.kv_canary.state import Header
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.tree_rig import TreeRig
 
@@ -110,15 +111,46 @@ def test_swa_tags_are_named_too(events: str, monkeypatch: Any) -> None:
     rig = WatchedRig("swa", event_file=events)
     original = reference.check_and_write
 
-    def without_swa(plan: Any, group: Any, side: Side, state: Any) -> None:
+    def without_swa(plan: Any, group: Any, *launch: Any) -> None:
         if group.swa_index_lut is None:
-            original(plan, group, side, state)
+            original(plan, group, *launch)
 
     monkeypatch.setattr(reference, "check_and_write", without_swa)
     rig.steps(2 * PERIOD + 1)
     assert set(_health_events(events)[-1]["tags"]) == {
         f"{side}_{half}_SWA" for side in ("HEAD", "TAIL") for half in ("K", "V")
     }
+
+
+def test_a_lost_check_of_the_prefix_is_named_though_its_records_are_written(
+    events: str, monkeypatch: Any
+) -> None:
+    rig = WatchedRig(event_file=events)
+    original = reference.check_and_write
+
+    def without_branch(plan: Any, group: Any, side: Side, state: Any, part: Part) -> None:
+        original(plan, group, side, state, part & Part.WRITE if side is Side.TAIL else part)
+
+    monkeypatch.setattr(reference, "check_and_write", without_branch)
+    rig.steps(2 * PERIOD + 1)
+    assert set(_health_events(events)[-1]["tags"]) == {"TAIL_K_FULL", "TAIL_V_FULL"}
+
+
+def test_checks_lost_in_some_graphs_are_told_by_the_others(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events)
+    original, launched = reference.check_and_write, []
+
+    def mostly(plan: Any, group: Any, side: Side, state: Any, part: Part) -> None:
+        launched.append(side)
+        lost = side is Side.TAIL and launched.count(Side.TAIL) % 5 == 0
+        original(plan, group, side, state, part & Part.WRITE if lost else part)
+
+    rig.steps(2 * PERIOD + 2)
+    assert rig.health.healthy
+    monkeypatch.setattr(reference, "check_and_write", mostly)
+    rig.steps(2 * PERIOD + 1)
+    (problem,) = _health_events(events)[-1]["problems"]
+    assert "TAIL of FULL ran" in problem
 
 
 def test_raise_ends_with_the_tags_as_its_last_words(tmp_path: Path, monkeypatch: Any) -> None:
@@ -148,7 +180,7 @@ def test_no_fingerprints_are_expected_without_content_checks(monkeypatch: Any) -
     assert rig.health.healthy
 
 
-@pytest.mark.parametrize("surplus", [1, -1])
+@pytest.mark.parametrize("surplus", [1, -2])  # the first copy may have been one ahead
 def test_the_device_must_have_counted_every_forward_once(surplus: int, events: str) -> None:
     rig = WatchedRig(event_file=events)
     rig.steps(PERIOD + 2)
@@ -159,6 +191,27 @@ def test_the_device_must_have_counted_every_forward_once(surplus: int, events: s
     rig.steps(PERIOD + 2)  # nothing new happened since
     assert rig.health.healthy
     assert _health_events(events)[-1]["healthy"]
+
+
+def test_a_copy_that_caught_the_next_forward_is_no_illness(events: str, monkeypatch: Any) -> None:
+    """Nothing makes later forwards wait for a copy. What lasts is told at the next check."""
+    rig = WatchedRig(event_file=events)
+    from_host = Summary.from_host
+
+    def late(summary: Any, point: Any, forward_ct: int) -> Summary:
+        caught = summary.clone()
+        caught[Header.FORWARD_DONE] += 1
+        return from_host(caught, point, forward_ct + 1)
+
+    for copies in (1, PERIOD):  # the first of all, and one later on
+        monkeypatch.setattr(Summary, "from_host", late)
+        rig.steps(copies)
+        monkeypatch.undo()
+        rig.steps(2 * PERIOD)
+        assert rig.health.failures == 0
+    monkeypatch.setattr(Summary, "from_host", late)
+    rig.steps(2 * PERIOD + 1)
+    assert "1 forwards more" in _health_events(events)[-1]["problems"][0]
 
 
 def test_a_model_that_raises_is_not_the_canarys_illness() -> None:
@@ -178,6 +231,15 @@ def test_an_idle_server_is_not_unhealthy(monkeypatch: Any) -> None:
     _stop(monkeypatch, "check_and_write")  # would be found if anything were expected
     rig.idle(5 * PERIOD)
     assert rig.health.healthy
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_the_first_request_after_a_long_idle_time_finds_a_healthy_server(sweep: bool) -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE, sweep=sweep, sweep_interval=0 if not sweep else 1)
+    rig.steps(PERIOD)
+    rig.idle(2 * LEAST_SILENT_STEPS)
+    rig.steps(PERIOD)
+    assert rig.health.failures == 0
 
 
 def test_sweeps_that_stop_are_found_on_an_idle_server(events: str, monkeypatch: Any) -> None:

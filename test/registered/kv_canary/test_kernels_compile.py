@@ -12,6 +12,8 @@ register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 # In a process of its own, because the kernels are defined for the compiler there, not for the interpreter.
 PROGRAM = """
+from dataclasses import replace
+
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -42,13 +44,13 @@ def compile_only(self, *args, grid, warmup, **keywords):
 JITFunction.run = compile_only
 
 from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import Side
-from sglang.srt.kv_canary.kernels import forward, triton_backend
+from sglang.srt.kv_canary.endpoint import Part, Side
+from sglang.srt.kv_canary.kernels import launch, triton_backend
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.kv_canary.kernel_cases import ContentShape, Pool, make_group, make_state
 
-forward.sm_count = lambda device: 132
+launch.sm_count = lambda device: 132
 device = torch.device("cpu")
 state, pool = make_state(device), Pool(device, 200, 100, 8)
 group = make_group(200, device=device, content=ContentShape((64, 64)))
@@ -58,12 +60,29 @@ prefill, decode = pool.extend({1: 9, 2: 1}), pool.decode([1, 2], known=True)
 tree = pool.tree_verify([1, 2], [[-1, 0, 0], [-1, 0, 1]])
 
 triton_backend.check_and_write(prefill, group, Side.HEAD, state)
-triton_backend.check_and_write(decode, group, Side.TAIL, state)
+for part in (Part.BOTH, Part.VERIFY, Part.WRITE):
+    triton_backend.check_and_write(decode, group, Side.TAIL, state, part)
 lut = torch.zeros(200, dtype=torch.int32)
 swa = make_group(200, device=device, halves="K", window=8, swa_index_lut=lut)
 triton_backend.check_and_write(tree, swa, Side.HEAD, state)
+for plan in (prefill, decode):
+    located = replace(plan.write, swa_out_cache_loc=plan.write.out_cache_loc.int())
+    triton_backend.check_and_write(replace(plan, write=located), swa, Side.HEAD, state)
 draft = make_group(200, device=device, chain_source=group.k_head)
 triton_backend.check_and_write(decode, draft, Side.HEAD, state)
+
+strided = make_group(
+    50, device=device, halves="K", stride=4, chain_base=swa, content=ContentShape((64, 64))
+)
+for side in (Side.HEAD, Side.TAIL):
+    triton_backend.check_and_write(prefill, strided, side, state)
+triton_backend.check_and_write(decode, strided, Side.HEAD, state)
+for part in (Part.VERIFY, Part.WRITE):
+    triton_backend.check_and_write(decode, strided, Side.TAIL, state, part)
+triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL)
+triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL)
+triton_backend.check_list(sweep, strided, state)
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16)
 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
     triton_backend.check_and_write_content(decode, group, state, mode)
@@ -80,12 +99,13 @@ triton_backend.copy_records(group, listed, listed)
 """
 
 KERNELS = {
-    "forward_kernel": 4,
-    "content_kernel": 2,
+    "forward_kernel": 8,
+    "strided_kernel": 5,
+    "content_kernel": 4,
     "fingerprint_kernel": 1,
-    "list_kernel": 1,
+    "list_kernel": 2,
     "content_list_kernel": 1,
-    "slot_event_kernel": 5,
+    "slot_event_kernel": 6,
     "copy_kernel": 1,
 }
 

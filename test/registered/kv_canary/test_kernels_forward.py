@@ -11,8 +11,9 @@ import torch
 
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
+from sglang.srt.kv_canary.plan_input import ForwardPlan
 from sglang.srt.kv_canary.record import Column, Reason, State
 from sglang.srt.kv_canary.state import Counter
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -51,6 +52,12 @@ SHAPES = {
 }
 
 
+# What one forward launches: TAIL in one launch, or verified beside the layers and written behind them.
+TOGETHER = ((Side.HEAD, Part.BOTH), (Side.TAIL, Part.BOTH))
+APART = ((Side.HEAD, Part.BOTH), (Side.TAIL, Part.VERIFY), (Side.TAIL, Part.WRITE))
+ALL_APART = ((Side.HEAD, Part.WRITE), (Side.HEAD, Part.VERIFY), *APART[1:])
+
+
 class Rig:
     """A pool with a twin; every forward runs HEAD and TAIL on both and compares."""
 
@@ -62,9 +69,9 @@ class Rig:
         self.pool = Pool(kernel_device(), SLOTS, CONTEXT, ROWS, index_dtype=dtype, offset=offset)
         self.twin = Twin(make_group(SLOTS, **options), make_state(request_rows=ROWS, **state))
 
-    def forward(self, plan) -> int:
-        for side in (Side.HEAD, Side.TAIL):
-            self.twin.check_and_write(plan, side)
+    def forward(self, plan, launches=TOGETHER) -> int:
+        for side, part in launches:
+            self.twin.check_and_write(plan, side, part)
             rows = self.twin.assert_equal()
         return rows
 
@@ -99,6 +106,32 @@ def test_clean_history(shape: str, dtype: torch.dtype):
     rig.forward(pool.pad(pool.decode([7, 3, 9]), 5))
     assert rig.forward(pool.target_verify([9, 3, 1], drafts=4)) == 0
     assert rig.counter(0 if rig.twin.group.window is None else 8, Counter.LAUNCHES) == 5
+
+
+@pytest.mark.parametrize("launches", [APART, ALL_APART])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_apart_do_what_both_do(shape: str, launches):
+    def damaged_history(launches) -> Rig:
+        rig = Rig(shape)
+        pool, slots = rig.pool, rig.twin.group.num_slots
+        rig.forward(pool.extend({1: 700, 3: VERIFY_BLOCK + 1}), launches)
+        rig.forward(pool.decode([1, 3]), launches)
+        for position, side in ((650, "k_head"), (660, "k_tail"), (690, "k_tail")):
+            rig.twin.poke(side, rig.slot(1, position), record.WORD_CHAIN, 5)
+        pool.req_to_token[3, 100] = 2 * slots
+        wrong = pool.decode([3, 1])
+        wrong.write.positions[0] += 1
+        assert rig.forward(pool.pad(wrong, 3), launches) > 0
+        rig.forward(pool.target_verify([1, 3], drafts=4), launches)
+        return rig
+
+    together, apart = damaged_history(TOGETHER), damaged_history(launches)
+    for name in ("k_head", "k_tail", "v_head", "v_tail"):
+        expected = getattr(together.twin.kernel_group, name)
+        assert expected is None or torch.equal(expected, getattr(apart.twin.kernel_group, name))
+    states = together.twin.kernel_state, apart.twin.kernel_state
+    assert torch.equal(*(state.counters for state in states))
+    assert ring_rows(states[0]) == ring_rows(states[1])
 
 
 def test_every_record_word_on_every_side():
@@ -213,6 +246,52 @@ def test_written_slots_that_the_mapping_has_not():
     assert rig.forward(rig.pool.decode([1, 2])) > 2
 
 
+def located(rig: Rig, plan: ForwardPlan) -> ForwardPlan:
+    """`plan` with what attention uses: the mapping as it is now, int32."""
+    swa = rig.twin.group.swa_index_lut[plan.write.out_cache_loc.long()].to(torch.int32)
+    return replace(plan, write=replace(plan.write, swa_out_cache_loc=swa))
+
+
+@pytest.mark.parametrize("shape", ["SWA, int64 mapping", "SWA, int32 mapping"])
+def test_location_that_attention_writes_to(shape: str):
+    """In tiles, by decodes with padding, by trees: silent while it is the mapping's, reported where it is not."""
+    rig = Rig(shape)
+    pool = rig.pool
+    assert rig.forward(located(rig, pool.extend({1: WRITE_TILE + 30, 2: 5}))) == 0
+    plan = located(rig, pool.pad(pool.decode([1, 2]), 3))
+    plan.write.swa_out_cache_loc[2:] = 9  # padding is written to slot 0, wherever that is
+    assert rig.forward(plan) == 0
+    plans = [
+        located(rig, pool.extend({2: 3, 1: WRITE_TILE + 40})),
+        located(rig, pool.decode([2, 1])),
+        located(rig, pool.tree_verify([1, 2], [[-1, 0, 0], [-1, 0, 1]])),
+    ]
+    for number, plan in enumerate(plans, 1):
+        for token in (0, -1):
+            before = int(plan.write.swa_out_cache_loc[token])
+            plan.write.swa_out_cache_loc[token] = before ^ 1
+        assert rig.forward(plan) == number * 4  # K and V of two tokens, HEAD only
+        assert rig.reasons() == Reason.WRITE_LOCATION
+
+
+@pytest.mark.parametrize(
+    ("mapped", "stored", "reason"),
+    [
+        (0, 0, None),
+        (0, 5, Reason.WRITE_LOCATION),
+        (7, 0, Reason.WRITE_LOCATION),
+        (SLOTS, 5, Reason.SLOT_OUT_OF_RANGE),
+    ],
+)
+def test_location_where_the_mapping_has_none(mapped: int, stored: int, reason: Reason | None):
+    rig = Rig("SWA, int64 mapping")
+    plan = located(rig, rig.pool.extend({1: 30}))
+    rig.twin.group.swa_index_lut[plan.write.out_cache_loc[3]] = mapped
+    plan.write.swa_out_cache_loc[3] = stored
+    assert rig.forward(plan) == (0 if reason is None else 2)
+    assert rig.reasons() == (reason or Reason(0))
+
+
 def test_budget_visits_every_block_in_turn():
     rig = Rig(verify_budget_slots=3 * VERIFY_BLOCK)
     rig.forward(rig.pool.extend({1: 2000, 2: 700, 3: 10, 4: 1}))
@@ -223,7 +302,7 @@ def test_budget_visits_every_block_in_turn():
     steps = torch.tensor(checked).diff()
     assert int(steps.max()) <= 3 * VERIFY_BLOCK
     rig.twin.poke("k_head", rig.slot(1, 1500), record.WORD_CHAIN, 1)
-    rows = [rig.forward(rig.pool.decode([3, 1, 4, 2])) for _ in range(5)]
+    rows = [rig.forward(rig.pool.decode([3, 1, 4, 2])) for _ in range(10)]  # 2 k
     assert rows[-1] >= 2
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
-from sglang.srt.kv_canary.runner.warm_up import (
-    prefill_plans,
-    warm_up_slot_events,
-    warm_up_sweep,
-)
+from sglang.srt.kv_canary.kernels import reference
+from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.kernel_cases import make_state
 from sglang.test.kv_canary.manager_rig import ManagerRig
+from sglang.test.kv_canary.pool_fixtures import make_nsa_pool
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -73,6 +78,21 @@ def test_use_after_free_names_the_free_and_the_writer() -> None:
         "TAIL_V_FULL",
     }
     assert all(v.freed.forward == 1 and v.writer.request_id == "req-1" for v in violations)
+
+
+def test_every_group_whose_slots_an_allocator_hands_out_hears_of_its_frees() -> None:
+    """NSA: the indexer's keys lie in the slots of the latent rows."""
+    real = make_nsa_pool()
+    groups = attach_canary_buffers(real.pool, content=False)
+    state = make_state(torch.device("cpu"))
+    ledger = SlotLedger(reference, groups, state)
+    for group in groups:
+        group.k_head[70, record.WORD_WRITER] = record.pack_writer(1, 1, 1, record.State.LIVE)
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, torch.tensor([70]), 64)
+    ledger.record(SlotEventKind.FREE, PoolKind.SWA, torch.tensor([71]), 64)  # of nobody's
+    assert ledger.apply() == len(groups) == 2
+    for group in groups:
+        assert record.unpack_writer(int(group.k_head[70, record.WORD_WRITER]))[3] == 2
 
 
 def test_a_freed_slot_that_is_handed_out_and_written_again_is_clean() -> None:
@@ -227,19 +247,70 @@ def test_the_ring_says_how_many_rows_were_overwritten() -> None:
     assert len(rig.reported) == 8
 
 
-def test_warm_up_checks_and_writes_nothing_and_is_counted() -> None:
-    rig = ManagerRig(mode=CanaryMode.RAISE)
-    plans = prefill_plans(rig.rows.req_to_token, rig.manager.config, max_batch_size=64)
-    assert [plan.batch_size for plan in plans] == [1, 17]
-    rig.manager.warm_up(plans)
-    warm_up_slot_events(rig.manager.launcher, page_size=1)
-    with rig.manager.disarmed():
-        warm_up_sweep(rig.manager.launcher)
-    assert int(rig.manager.groups[0].k_head.abs().sum()) == 0
-    assert rig.manager.armed
+def test_the_ring_is_copied_while_kernels_append_to_it() -> None:
+    """Rows that were not there when the copy began are left for the next one, whatever lies in their places."""
+    rig = ManagerRig()
     rig.extend(1, range(20))
-    assert rig.settle() == []
-    assert rig.manager.forward_ct == int(rig.manager.state.summary[0]) == 3
+    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
+    rig.result(rig.decode([1]))
+    ring, violations = rig.manager.state.violations, rig.manager.violations
+    rig.settle()
+    total, rows, known = ring.total.clone(), ring.rows.clone(), len(rig.reported)
+    rig.manager.groups[0].k_head[rig.slot(1, 9), 1] ^= 1
+    rig.decode([1])
+    assert ring.total > total
+    violations._on_rows((total, rows, ring.total), None)
+    assert violations.busy
+    found = rig.settle()[known:]
+    assert {v.expected_position for v in found} >= {9, 10}
+    assert all(v.reasons == ("CHAIN",) for v in found)
+    assert violations.overwritten == 0
+
+
+def test_a_full_disk_under_the_event_file_neither_stops_serving_nor_silences_reports(
+    caplog,
+) -> None:
+    rig = ManagerRig(event_file="/dev/full")
+    rig.extend(1, range(20))
+    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
+    rig.decode([1])
+    assert rig.settle() != []
+    assert "cannot write to its event file" in caplog.text
+    assert "CHAIN at HEAD_K_FULL" in caplog.text
+
+
+def test_an_event_behind_a_torn_one_gets_a_line_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    sink = EventSink(str(tmp_path / "events.jsonl"), 0)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+    sink.emit({"event": "torn"})
+    monkeypatch.undo()
+    sink.for_runner("draft").emit({"event": "whole"})
+    sink.emit({"event": "another"})
+    _, *lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["whole", "another"]
+
+
+class _CudaSlots(torch.Tensor):
+    """Slots that say they are on a GPU and remember which streams use them; there is none to build real ones on."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def record_stream(self, stream: str) -> None:
+        self.used_on = stream
+
+
+def test_slots_of_events_that_are_merged_stay_allocated_until_they_are_read(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "forward stream")
+    groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
+    ledger = SlotLedger(SimpleNamespace(apply_slot_event=lambda *_: None), groups, None)
+    freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(3)]
+    for slots in freed:
+        ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert ledger.apply() == 1
+    assert [slots.used_on for slots in freed] == ["forward stream"] * 3
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class Effort:
 
 
 EFFORTS = {
-    REFERENCE: Effort(40, 20),
-    INTERPRETER: Effort(6, 10),  # a program takes milliseconds there
+    REFERENCE: Effort(30, 20),
+    INTERPRETER: Effort(4, 10),  # a program takes milliseconds there
     CUDA: Effort(30, 40),
 }
 
@@ -105,6 +105,9 @@ WORLDS = {
     "swa": worlds(swa_slots=48),
     "swa-pages": worlds(swa_slots=32, page_size=4),
     "draft": worlds(has_draft=True, token_offset=1),
+    "strided": worlds(page_size=4, stride=4),
+    "strided-swa": worlds(page_size=8, stride=4, swa_slots=48),
+    "strided-by-two": worlds(page_size=4, stride=2, swa_slots=32),
 }
 # A prefix of more than one block of 256 slots, and a small budget: blocks rotate within a request.
 long_specs = st.builds(
@@ -133,7 +136,9 @@ def jobs(most_tokens: int = 9):
 def steps(*, faulty: bool, most_tokens: int = 9):
     faults, during = st.just(()), st.just(())
     if faulty:
-        what = st.sampled_from(["token", "position", "out_slot", "known", "row", "length"])
+        what = st.sampled_from(
+            ["token", "position", "out_slot", "location", "known", "row", "length"]
+        )
         index = st.one_of(st.just(0), number)  # often several faults of one token
         fault = st.builds(InputFault, what=what, index=index, value=number, kind=small)
         faults = st.one_of(st.just(()), st.lists(fault, min_size=1, max_size=3).map(tuple))
@@ -146,6 +151,7 @@ def steps(*, faulty: bool, most_tokens: int = 9):
         parents=st.lists(small, max_size=4).map(tuple),
         already_verified=st.sampled_from([False] * 7 + [True]),
         padding=st.sampled_from([0, 0, 1, 3]),
+        locates=st.sampled_from([True, True, False]),
         known=st.sampled_from(["none", "tail", "all"]),
         ending=st.sampled_from(["full"] * 8 + ["no content", "aborted"]),
         seed=number,

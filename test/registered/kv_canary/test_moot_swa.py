@@ -7,9 +7,17 @@ import sys
 import pytest
 
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.kv_canary.runner.violation import render
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.hooked import (
+    cache_request,
+    cache_under,
+    hook_in,
+    make_request,
+)
 from sglang.test.kv_canary.manager_rig import ManagerRig
 from sglang.test.kv_canary.pool_fixtures import make_swa_pool
+from sglang.test.kv_canary.tree_rig import TreeRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -64,6 +72,93 @@ def test_a_foreign_slot_in_a_rewritten_row_is_reported_all_the_same() -> None:
     rig.recorder.row_rewritten(2)
     rig.result(step)
     assert "HEAD_K_SWA" in {v.tag for v in rig.settle() if "CHAIN" in v.reasons}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> TreeRig:
+    """Over SGLang's own prefix cache, through the plugin's hooks."""
+    rig = TreeRig("swa")
+    hook_in(rig, monkeypatch)
+    return rig
+
+
+def _prefill_and_cache_in_flight(rig: TreeRig, row: int, tokens: range) -> None:
+    """As SGLang does with every chunk but the last."""
+    step = rig.extend(row, tokens)
+    cache_request(rig.tree, make_request(rig.tree, row, tokens), len(tokens))
+    rig.result(step)
+
+
+def test_a_row_that_is_cached_in_flight_without_duplicates_hides_no_fault(served: TreeRig) -> None:
+    _prefill_and_cache_in_flight(served, 1, TOKENS)
+    _prefill_and_cache_in_flight(served, 2, range(40, 50))
+    assert served.settle() == []
+    mapping = served.pool.full_to_swa_index_mapping
+    for position in range(4, 8):
+        mapping[served.slot(2, position)] = mapping[served.slot(1, position)]
+    served.result(served.decode([2]))
+    found = {(v.tag, v.reasons, v.expected_position) for v in served.settle()}
+    assert ("HEAD_K_SWA", ("CHAIN",), 8) in found
+    assert served.manager.violations.moot == 0
+
+
+def test_a_row_whose_duplicates_the_cache_frees_in_flight_is_no_alarm(served: TreeRig) -> None:
+    _prefill_and_cache_in_flight(served, 1, TOKENS)
+    served.result(served.extend(2, TOKENS))
+    request = make_request(served.tree, 2, TOKENS)
+    count = len(TOKENS)
+    served.result(cache_under(served, served.tree, request, count, lambda: served.decode([2])))
+    assert served.slot(2, 0) == served.slot(1, 0)
+    for _ in range(3):
+        served.result(served.decode([2]))
+    assert served.settle() == []
+    assert served.manager.violations.moot > 0
+
+
+def test_a_chunk_whose_own_slots_the_cache_frees_in_flight_is_no_alarm(served: TreeRig) -> None:
+    _prefill_and_cache_in_flight(served, 1, TOKENS)
+    request = make_request(served.tree, 2, [*TOKENS, 60, 61])
+    served.result(
+        cache_under(served, served.tree, request, len(TOKENS), lambda: served.extend(2, TOKENS))
+    )
+    served.result(served.extend(2, [60, 61]))
+    assert served.slot(2, 0) == served.slot(1, 0)
+    assert served.settle() == []
+    assert served.manager.violations.moot == 2 * len(TOKENS)  # WRITE_LOCATION of K and V
+
+
+def _chunk_unmapped_before_head(*, meanwhile: str) -> ManagerRig:
+    """A queued chunk whose slots the host unmaps between the translation that attention uses and HEAD."""
+    real = make_swa_pool(size=128, size_swa=96, head_num=2, head_dim=8)
+    rig = ManagerRig(real=real, sliding_window_size=8)
+    rig.extend(1, TOKENS)
+    rig.after_translation = lambda batch: rig.allocator.free_swa(batch.out_cache_loc[:4])
+    step = rig.extend(2, TOKENS)
+    rig.after_translation = None
+    if meanwhile == "rewritten":
+        rig.recorder.row_rewritten(2)
+        rig.rows.req_to_token[2, : len(TOKENS)] = rig.rows.req_to_token[1, : len(TOKENS)]
+    elif meanwhile == "released":
+        rig.recorder.row_released(2)
+    rig.result(step)
+    return rig
+
+
+@pytest.mark.parametrize("meanwhile", ["rewritten", "released"])
+def test_a_location_that_the_host_takes_back_is_no_alarm(meanwhile: str) -> None:
+    rig = _chunk_unmapped_before_head(meanwhile=meanwhile)
+    assert rig.settle() == []
+    assert rig.manager.violations.moot == 8  # K and V of four tokens
+
+
+def test_the_same_of_a_request_that_nobody_touched_is_reported() -> None:
+    found = _chunk_unmapped_before_head(meanwhile="nothing").settle()
+    assert {(v.tag, v.reasons) for v in found} == {
+        ("HEAD_K_SWA", ("WRITE_LOCATION",)),
+        ("HEAD_V_SWA", ("WRITE_LOCATION",)),
+    }
+    assert {v.slot for v in found} == {0}
+    assert "is mapped to no SWA slot, attention stores to" in render(found[0])
 
 
 if __name__ == "__main__":

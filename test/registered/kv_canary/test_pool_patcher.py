@@ -270,10 +270,6 @@ EMPTY: dict[str, tuple[Callable[[], RealPool], list[PoolKind]]] = {
         lambda: _without(pools.make_dsv4_pool(), "c4_kv_pool"),
         [SWA, C4_INDEXER, C128],
     ),
-    "dsv4-none-swa": (
-        lambda: _without(pools.make_dsv4_pool(), "swa_kv_pool"),
-        [C4, C4_INDEXER, C128],
-    ),
 }
 
 
@@ -321,10 +317,14 @@ def _no_op() -> RealPool:
     ("make", "why"),
     [
         (_hisparse_nsa, "HiSparseNSATokenToKVPool .* is refused: HiSparse swaps rows"),
+        (
+            lambda: pools.make_dsv4_pool(size_swa=0),
+            "C4 slots and no SWA slots on this rank, so nothing tells which 4 tokens",
+        ),
         (lambda: pools.make_dsv4_pool(enable_hisparse=True), "HiSparseC4DevicePool .* is refused"),
         (_no_op, "prefill-only-disable-kv-cache"),
     ],
-    ids=["hisparse-nsa", "hisparse-c4", "no-op"],
+    ids=["hisparse-nsa", "dsv4-no-swa-slots", "hisparse-c4", "no-op"],
 )
 def test_refused_by_name_and_left_as_it_was(make: Callable[[], RealPool], why: str) -> None:
     real = make()

@@ -181,22 +181,23 @@ CASES = {
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
-    "speculative decoding other than EAGLE, EAGLE3 and STANDALONE": {
-        "speculative_algorithm": "NGRAM"
-    },
+    "DFLASH speculative decoding": {"speculative_algorithm": "DFLASH"},
+    "a speculative algorithm registered by a plugin": {"speculative_algorithm": "MY_OWN"},
     "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
-    "adaptive speculative decoding": {
-        "speculative_algorithm": "EAGLE",
-        "speculative_adaptive": True,
-    },
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
-    "pipeline parallelism": {"pp_size": 2},
     "context parallelism": {"attn_cp_size": 2},
-    "DP attention": {"enable_dp_attention": True},
+    "speculative decoding in step with other ranks": {
+        "enable_dp_attention": True,
+        "speculative_algorithm": "EAGLE",
+    },
+    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "multi-item scoring": {"enable_mis": True},
     "torch.compile of the model": {"enable_torch_compile": True},
+    "CUDA graph debug mode": {"debug_cuda_graph": True},
     "Ray": {"use_ray": True},
     "gRPC mode": {"grpc_mode": True},
+    "more than 16,384 running requests": {"max_running_requests": 16385},
     "this device": {"device": "npu"},
 }
 NOT_BY_A_FIELD = {"encoder-decoder model", "sweep over the C++ radix tree"}
@@ -215,6 +216,40 @@ def test_unsupported_case_is_refused_by_name(name, make_args):
         setattr(args, field, value)
     refuses(args, name)
     args.kv_canary = "none"
+    check_request(args)
+
+
+@pytest.mark.parametrize("device", ["xpu", "npu", "musa", "mps"])
+def test_a_device_without_kernels_is_refused(device, make_args):
+    """ROCm's GPUs are `cuda` to torch and to SGLang."""
+    args = make_args(kv_canary="log")
+    for covered in ("cuda", "cpu"):
+        args.device = covered
+        check_request(args)
+    args.device = device
+    refuses(args, "this device")
+
+
+@pytest.mark.parametrize(
+    "flags", [{"moe_a2a_backend": "deepep"}, {"moe_dense_tp_size": 1}], ids=str
+)
+def test_speculation_is_refused_where_batches_are_padded_to_other_ranks(flags, make_args):
+    args = make_args(kv_canary="log")
+    for field, value in flags.items():
+        assert hasattr(args, field), "SGLang has no such field"
+        setattr(args, field, value)
+    check_request(args)
+    args.speculative_algorithm = "EAGLE"
+    refuses(args, "speculative decoding in step with other ranks")
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "NGRAM", "FROZEN_KV_MTP"]
+)
+def test_covered_speculation_is_let_through(algorithm, make_args):
+    args = make_args(kv_canary="log")
+    args.speculative_algorithm = algorithm
+    args.speculative_adaptive = algorithm.startswith("EAGLE")
     check_request(args)
 
 

@@ -1,14 +1,15 @@
 """Speculative decoding below the engine: plans of all forwards, draft trees, draft chains, moved and unfilled slots."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.config import ContentMode, TokenCheck
 from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.kernels import reference, triton_backend
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
@@ -20,10 +21,12 @@ from sglang.srt.kv_canary.state import Header
 from sglang.srt.kv_canary.wiring import speculative
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.cuda_graph_runner import DecodeInputBuffers
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.kv_canary.spec_rig import SpecRig, _linked
+from sglang.test.kv_canary.ngram_fill_ins import PairCorpus, reconstruct_indices
+from sglang.test.kv_canary.spec_rig import SpecRig, _linked, accept, scratch, v1_step
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
@@ -41,13 +44,69 @@ def _hooks() -> None:
     load_plugins()
 
 
-@pytest.fixture(autouse=True, params=[reference, triton_backend], ids=["torch", "triton"])
-def _backend(request, monkeypatch) -> None:
+@pytest.fixture(params=[reference, triton_backend], ids=["torch", "triton"])
+def both_backends(request, monkeypatch) -> None:
     """All of it with both implementations of the kernels; Triton's is interpreted where there is no GPU."""
     monkeypatch.setattr(manager, "select_backend", lambda _: request.param)
 
 
+BOTH_BACKENDS = pytest.mark.usefixtures("both_backends")
+
+
 # Trees
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=9), max_size=4), st.integers(1, 4))
+def test_a_tries_trees_reach_the_plan_as_parents(said, breadth):
+    """From the mask that NGRAM's trie hands out, padding included, to one parent per token."""
+    width, corpus = 6, PairCorpus(draft_token_num=6, max_bfs_breadth=breadth)
+    corpus.insert(said)
+    _, mask = corpus.match_stateful([0, 1], [[1], [2]], [1, 1])
+    positions = torch.empty(2 * width, dtype=torch.int64)
+    index, child, sibling = torch.empty(3, 2, width, dtype=torch.int64).unbind()
+    lengths = torch.tensor([5, 7])
+    reconstruct_indices(
+        torch.from_numpy(mask).bool(), lengths, positions, index, child, sibling, 2, width
+    )
+    parents, positions = parents_of_tree(child, sibling), positions.view(2, width)
+    assert parents[:, 0].tolist() == [-1, -1]
+    assert positions[:, 0].tolist() == lengths.tolist()
+    behind = positions.gather(1, parents[:, 1:]) + 1
+    assert positions[:, 1:].tolist() == behind.tolist()
+    masks = torch.from_numpy(mask).view(2, width, width)
+    for request in range(2):
+        for token in range(1, width):
+            parent = int(parents[request, token])
+            own = torch.nn.functional.one_hot(torch.tensor(token), width)
+            assert masks[request, token].tolist() == (masks[request, parent] + own).tolist()
+
+
+def test_the_shape_of_ngram_is_a_tree_of_any_breadth():
+    args = SimpleNamespace(
+        speculative_algorithm="NGRAM",
+        speculative_adaptive=False,
+        speculative_num_steps=None,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=8,
+    )
+    shape = SpeculationShape.from_server_args(args)
+    assert (shape.tree_width(is_draft=False), shape.inner_draft_forwards) == (8, 1)
+
+
+@pytest.mark.parametrize(("steps", "most"), [(2, 6), (8, 8)])
+def test_the_shape_of_adaptive_speculation_is_its_largest(steps, most, tmp_path):
+    config = tmp_path / "adaptive.json"
+    config.write_text('{"candidate_steps": [1, 6]}')
+    args = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_adaptive=True,
+        speculative_adaptive_config=str(config),
+        speculative_num_steps=steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=steps + 1,
+    )
+    assert SpeculationShape.from_server_args(args).inner_draft_forwards == most - 1
 
 
 def test_tree_width_is_what_a_runner_needs():
@@ -56,9 +115,7 @@ def test_tree_width_is_what_a_runner_needs():
     assert (CHAIN.inner_draft_forwards, SpeculationShape().inner_draft_forwards) == (2, 1)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 3))
 def test_parents_of_random_trees(choices, copies):
     tree = [-1, *(choice % (i + 1) for i, choice in enumerate(choices))]
@@ -105,6 +162,50 @@ def test_verify_brings_as_many_tokens_for_each_request(rows):
     assert found.write.parents is None
     trees = PlanInput.allocate(rows, tree_width=4)
     assert plan(trees, batch(ForwardMode.TARGET_VERIFY)).write.parents is trees.parents
+
+
+def test_verify_skips_stale_rows_of_padding(rows):
+    """SGLang's graphs keep the rows of the replay before, whose requests and slots may be gone, at length 1."""
+    width, most = 4, 2
+    buffers = DecodeInputBuffers.create(
+        device=torch.device("cpu"),
+        max_bs=most,
+        max_num_token=most * width,
+        hidden_size=8,
+        vocab_size=16,
+        dtype=torch.float32,
+        dp_size=1,
+        pp_size=1,
+        is_encoder_decoder=False,
+        require_mlp_tp_gather=False,
+        seq_len_fill_value=1,
+        encoder_len_fill_value=0,
+        num_tokens_per_bs=width,
+        cache_loc_dtype=torch.int64,
+        enable_mamba_track=False,
+        ne_token_table=None,
+    )
+    for count in (2, 1):
+        real = batch(ForwardMode.TARGET_VERIFY)
+        real.req_pool_indices, real.seq_lens = real.req_pool_indices[:count], real.seq_lens[:count]
+        for name in ("input_ids", "positions", "out_cache_loc"):
+            setattr(real, name, getattr(real, name)[: count * width])
+        buffers.populate_from_forward_batch(
+            forward_batch=real,
+            raw_bs=count,
+            raw_num_token=count * width,
+            bs=most,
+            seq_len_fill_value=1,
+            require_gathered_buffer=False,
+            num_tokens_per_bs=width,
+            nsa_enable_prefill_cp=False,
+            enable_num_token_non_padded_flag=False,
+        )
+        fields = ("input_ids", "req_pool_indices", "seq_lens", "positions", "out_cache_loc")
+        padded = batch(ForwardMode.TARGET_VERIFY, **{n: getattr(buffers, n) for n in fields})
+        assert padded.req_pool_indices.tolist() == [1, 2]
+        found = plan(PlanInput.allocate(rows), padded)
+        assert found.verify.rows.tolist() == [1, 2 if count == most else 0]
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -162,36 +263,7 @@ def test_draft_extend_v1_skips_stale_rows_of_padding(rows):
 # Steps
 
 
-def scratch(rig: SpecRig, row: int) -> torch.Tensor:
-    """v1's slots of one draft: allocated, and given back before they are used. int64[1, topk, steps]."""
-    before = rig.allocator.backup_state()
-    slots = rig.allocator.alloc(rig.shape.topk * rig.shape.num_steps)
-    rig.allocator.restore_state(before)
-    start = rig.lengths[row]
-    rig.rows.req_to_token[row, start : start + len(slots)] = slots.int()
-    return slots.view(1, rig.shape.topk, rig.shape.num_steps)
-
-
-def v1_step(rig: SpecRig, row: int, drafts: list[int], tree, path: list[int], bonus: int) -> None:
-    """One step of v1 in which the draft tokens of `path` (numbers in the tree, 0 first) are accepted."""
-    rig.draft_decode([row], scratch(rig, row))
-    slots = rig.verify([row], [drafts], tree)[0]
-    tokens = [([rig.bonus(row), *drafts])[i] for i in path[1:]] + [bonus]
-    accept(rig, row, slots, path)
-    rig.draft_extend([row], [tokens])
-    rig.accept(row, tokens)
-
-
-def accept(rig: SpecRig, row: int, slots: torch.Tensor, path: list[int]) -> None:
-    """What SGLang's v1 does behind a verify: unfilled for the draft, rejected slots freed, the row compacted."""
-    verified = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.TARGET_VERIFY)
-    speculative._around_accept(lambda *_: None, None, verified)
-    rejected = [i for i in range(len(slots)) if i not in path]
-    rig.allocator.free(slots[rejected])
-    start = rig.lengths[row]
-    rig.rows.req_to_token[row, start : start + len(path)] = slots[path].int()
-
-
+@BOTH_BACKENDS
 @pytest.mark.parametrize(
     ("shape", "tree", "paths"),
     [
@@ -209,6 +281,7 @@ def test_accepted_paths_continue_the_request(shape, tree, paths):
         assert rig.findings() == set()
 
 
+@BOTH_BACKENDS
 def test_a_tree_taken_for_a_chain_is_found():
     """The twin of the clean run: without its parents, a tree's positions and chains are wrong."""
     with SpecRig(TREE) as rig:
@@ -221,6 +294,7 @@ def test_a_tree_taken_for_a_chain_is_found():
         assert ("target", "TAIL_V_FULL", "CHAIN") in found
 
 
+@BOTH_BACKENDS
 def test_another_requests_slot_is_found_by_both_runners():
     with SpecRig(CHAIN) as rig:
         rig.prefill(1, range(10, 22))
@@ -231,6 +305,7 @@ def test_another_requests_slot_is_found_by_both_runners():
         assert found == {(role, tag) for role in ("target", "draft") for tag in ALL_TAGS}
 
 
+@BOTH_BACKENDS
 def test_draft_kv_of_another_request_is_found_in_the_draft_pool():
     """Draft-extend writes into the slots of another request that is as long: only the draft pool is damaged."""
     with SpecRig(CHAIN) as rig:
@@ -248,6 +323,32 @@ def test_draft_kv_of_another_request_is_found_in_the_draft_pool():
         assert {tag for _, tag, reason in found if reason == "CHAIN"} == ALL_TAGS
 
 
+# The host's token lists
+
+
+def prefill_with_clamped_placeholders(media: list[object] | None, monkeypatch) -> set[str]:
+    """A prompt whose placeholders SGLang has clamped to the vocabulary before it feeds them to the draft model."""
+    prompt = [5, 6, 2_000_000_007, 2_000_000_007, 8, 9]
+    fed = [*(min(token, 999) for token in prompt[1:]), 77]
+    with SpecRig(CHAIN) as rig:
+        rig.draft.config = replace(rig.draft.config, token_check=TokenCheck.ALL)
+        rig.media = media
+        monkeypatch.setattr(context, "requests", [SimpleNamespace(fill_ids=prompt)])
+        slots = rig.allocate(1, 0, len(prompt))
+        rig._extend(rig.target, 1, 0, prompt, slots, rig.target_pool)
+        rig._extend(rig.draft, 1, 0, fed, slots, rig.draft_pool)
+        return {reason for _, _, reason in rig.findings()}
+
+
+def test_clamped_placeholders_of_images_are_no_fault(monkeypatch):
+    assert prefill_with_clamped_placeholders([None, object()], monkeypatch) == set()
+
+
+@pytest.mark.parametrize("media", [None, [None]])
+def test_wrong_tokens_of_a_text_prompt_are_found_in_the_draft(media, monkeypatch):
+    assert prefill_with_clamped_placeholders(media, monkeypatch) == {"WRITE_TOKEN"}
+
+
 # Draft chains
 
 
@@ -262,11 +363,13 @@ def duplicate_behind_a_chunk_end(chain_to_target: bool) -> set[tuple[str, str, s
         return rig.findings()
 
 
+@BOTH_BACKENDS
 def test_draft_chains_survive_prefixes_that_are_put_together():
     """At the chunk's end the draft model was fed a prediction, so that the two prompts' draft tokens differ."""
     assert duplicate_behind_a_chunk_end(chain_to_target=True) == set()
 
 
+@BOTH_BACKENDS
 def test_chains_over_draft_tokens_would_raise_false_alarms():
     """Why the chain of a draft pool steps from the target's: a chain of its own breaks on the same traffic."""
     found = duplicate_behind_a_chunk_end(chain_to_target=False)
@@ -290,14 +393,17 @@ def finish_and_reuse(mark: bool) -> set[tuple[str, str, str]]:
         return rig.findings()
 
 
+@BOTH_BACKENDS
 def test_slots_without_draft_kv_are_no_fault():
     assert finish_and_reuse(mark=True) == set()
 
 
+@BOTH_BACKENDS
 def test_slots_without_draft_kv_must_be_marked():
     assert {role for role, _, _ in finish_and_reuse(mark=False)} == {"draft"}
 
 
+@BOTH_BACKENDS
 def test_an_unfilled_slot_can_be_freed_and_read_too_late():
     with SpecRig(CHAIN) as rig:
         rig.prefill(1, range(10, 22))
@@ -316,7 +422,9 @@ def test_an_unfilled_slot_can_be_freed_and_read_too_late():
 # Moved slots
 
 
+@BOTH_BACKENDS
 @pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
+@BOTH_BACKENDS
 @pytest.mark.parametrize("hooked", [True, False])
 def test_records_move_with_their_bytes(content, hooked, monkeypatch):
     """Pages and topk > 1: the accepted path is moved to the front of the request's draft slots."""
@@ -336,6 +444,7 @@ def test_records_move_with_their_bytes(content, hooked, monkeypatch):
 # Graphs
 
 
+@BOTH_BACKENDS
 def test_replays_count_every_inner_forward():
     """The device counts a HEAD per inner forward of a replayed draft graph; so must the host.
 

@@ -443,6 +443,33 @@ class TestStaleLocationIsCaught:
     def test_clean_twin(self, manager_rig: ManagerRig) -> None:
         assert self.serve(manager_rig, stale_to=None) == []
 
+    def test_a_free_slot_that_nobody_reads(self, manager_rig: ManagerRig) -> None:
+        """Stale before HEAD: the layers store there, and HEAD says so, since no reader ever would."""
+        rig = manager_rig
+        rig.extend(1, range(10, 20))
+        free = int(rig.allocator.swa_attn_allocator.free_pages[-1])
+
+        def make_stale(batch: ForwardBatch) -> None:
+            current.kept.swa[1] = free
+
+        rig.after_translation = make_stale
+        rig.extend(2, range(30, 40))
+        rig.after_translation = None
+        assert (rig.pool.swa_kv_pool.get_key_buffer(0)[free] != 0).any()
+        for _ in range(3):
+            rig.decode([1, 2])
+        found = rig.settle()
+        assert [(v.tag, v.reasons) for v in found] == [
+            ("HEAD_K_SWA", ("WRITE_LOCATION",)),
+            ("HEAD_V_SWA", ("WRITE_LOCATION",)),
+        ]
+        full_slot = rig.slot(2, 1)
+        mapped = int(rig.pool.full_to_swa_index_mapping[full_slot])
+        assert {(v.full_slot, v.slot, v.attention_slot) for v in found} == {
+            (full_slot, mapped, free)
+        }
+        assert {(v.reader.row, v.reader.forward, v.expected_position) for v in found} == {(2, 2, 1)}
+
 
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

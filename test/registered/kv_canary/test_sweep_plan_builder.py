@@ -9,11 +9,13 @@ from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.radix_cache_walker import (
     RadixCacheWalker,
     RadixCacheWalkResult,
+    UnsupportedRadixCacheError,
     WalkSegment,
     walk_radix_cache_for_canary,
 )
 from sglang.srt.kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE
 from sglang.srt.kv_canary.sweep_plan_builder import (
+    build_strided_sweep_plan,
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
@@ -65,6 +67,44 @@ def test_an_evicted_slot_becomes_the_padding_slot_and_an_evicted_predecessor_unr
         [0, 1, 2, 3],
         [PREV_ANCHOR, 11, PREV_UNREACHABLE, 13],
     )
+
+
+def test_a_strided_plan_has_each_slot_once_with_the_position_of_its_last_token():
+    slots = [*range(8, 16), *range(40, 44)]
+    plan = build_strided_sweep_plan(walk_of(slots, [PREV_ANCHOR, *slots[:-1]]), 4)
+    assert as_lists(plan) == ([2, 3, 10], [3, 7, 11], [PREV_ANCHOR, 2, 3])
+
+
+@pytest.mark.parametrize("room", [1, 3, 4, 5, 8, 11, 100])
+def test_a_strided_plan_does_not_care_where_the_budget_cuts_the_walk(room):
+    """Prefixes of a real tree with pages of 8, walked in chunks of any size."""
+    real = make_tree("radix", page_size=8)
+    real.insert(range(24))
+    real.insert([*range(8), *range(100, 120)])
+    real.insert(range(500, 516), extra_key="salt")
+
+    def listed(max_slots):
+        walker = RadixCacheWalker(real.cache, unlocked_only=False, swa_resident_only=False)
+        rows = []
+        while (chunk := walker.next_chunk(max_slots=max_slots)) is not None:
+            plan = build_strided_sweep_plan(chunk, 4, anchor_of=lambda key: 7 if key else 0)
+            anchors = [0] * plan.slots.shape[0] if plan.anchors is None else plan.anchors.tolist()
+            rows += list(zip(*as_lists(plan), anchors, strict=True))
+        return sorted(rows)
+
+    whole = listed(None)
+    assert len(whole) == len({row[0] for row in whole}) == (24 + 16 + 16) // 4
+    assert [row[3] for row in whole].count(7) == 1
+    assert listed(room) == whole
+
+
+def test_a_tree_whose_pages_cut_slots_is_refused():
+    walker = RadixCacheWalker(make_tree("radix", page_size=8).cache, False, False)
+    walker.refuse_pages_not_of(8)
+    with pytest.raises(
+        UnsupportedRadixCacheError, match="stand for 128 tokens, and its pages of 8"
+    ):
+        walker.refuse_pages_not_of(128)
 
 
 def test_what_the_walk_calls_unreachable_stays_so():

@@ -1,6 +1,8 @@
 """The value that a request's chain starts from: equal tokens in another namespace are another prefix.
 
-SGLang keeps LoRA id and cache salt in a request's `extra_key`, under which the prefix cache stores it.
+SGLang keeps LoRA id and cache salt in a request's `extra_key`, under which the prefix cache stores it. It keeps no
+weight epoch there: after an update without a flush it gives prefixes of the old weights to new requests, and an epoch
+in the anchor would call that damage. An update with a flush clears the allocators: reading on is use after free.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
@@ -17,12 +16,7 @@ from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.observers import build_observers
-from sglang.srt.kv_canary.runner.warm_up import (
-    prefill_plans,
-    warm_up_slot_events,
-    warm_up_sweep,
-)
-from sglang.srt.kv_canary.speculation import SpeculationShape
+from sglang.srt.kv_canary.speculation import SpeculationShape, draft_keeps_kv
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.model_runner import wrap_model_forward
@@ -30,11 +24,13 @@ from sglang.srt.kv_canary.wiring.startup_check import verify_hooks_applied
 
 __all__ = ["install_canary", "register_pool_attacher"]
 
+logger = logging.getLogger(__name__)
+
 
 def install_canary(
     *, server_args: Any, model_runner: Any, token_oracle_manager: Any = None
 ) -> CanaryManager | None:
-    """Protect the KV pools of `model_runner`; None when `--kv-canary` is none.
+    """Protect the KV pools of `model_runner`; None when `--kv-canary` is none, or it is a draft that keeps no KV.
 
     Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when
     something that was asked to be protected cannot be. `token_oracle_manager` is not used yet: inputs are
@@ -44,22 +40,17 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
+    if model_runner.is_draft_worker and not draft_keeps_kv(server_args):
+        logger.info(
+            "kv-canary: the draft model keeps no KV; what it reads is checked as the target's"
+        )
+        return None
     manager = _build_manager(config, server_args, model_runner)
-    if torch.device(manager.identity.device).type != "cpu":
-        _compile_launches(manager, model_runner)
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
     manager.observers.extend(build_observers(manager, server_args, model_runner))
     return manager
-
-
-def _compile_launches(manager: CanaryManager, model_runner: Any) -> None:
-    rows = model_runner.req_to_token_pool.req_to_token
-    manager.warm_up(prefill_plans(rows, manager.config, manager.state.capacities.max_batch_size))
-    warm_up_slot_events(manager.launcher, model_runner.token_to_kv_pool_allocator.page_size)
-    if manager.config.sweep_interval:
-        warm_up_sweep(manager.launcher)
 
 
 def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) -> CanaryManager:
@@ -77,16 +68,26 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
         raise startup_error(f"{error}.", f"the KV pool {type(pool).__name__}") from error
     if is_draft:
         groups = _chained_to_target(groups)
+    elif speculation.topk > 1 and any(group.stride != 1 for group in groups):
+        raise startup_error(
+            f"draft trees ({server_args.speculative_algorithm}, {speculation.topk} tokens wide) do not complete slots "
+            "that stand for several tokens.",
+            f"the compressed slots of {type(pool).__name__}",
+        )
     role = "draft" if is_draft else "target"
     rows = model_runner.req_to_token_pool.req_to_token
+    pp_rank = model_runner.pp_rank if server_args.pp_size > 1 else None
+    dp_rank = model_runner.dp_rank if server_args.dp_size > 1 else None
     if context.sink is None:
-        context.sink = EventSink(config.event_file, model_runner.tp_rank)
+        context.sink = EventSink(config.event_file, model_runner.tp_rank, pp_rank, dp_rank)
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(
             role=role,
             rank=model_runner.tp_rank,
             device=str(groups[0].k_head.device),
+            pp_rank=pp_rank,
+            dp_rank=dp_rank,
         ),
         groups=groups,
         plan_input=PlanInput.allocate(rows, is_draft, speculation.tree_width(is_draft)),
@@ -113,6 +114,11 @@ def _chained_to_target(groups: tuple[CanaryBufferGroup, ...]) -> tuple[CanaryBuf
         for group in manager.groups
     }
     for group in groups:
+        if group.stride != 1:
+            raise startup_error(
+                f"the draft pool has {group.kind.value} slots, each of which stands for {group.stride} tokens.",
+                "the draft model's KV",
+            )
         if group.kind not in sources:
             raise startup_error(
                 f"the draft pool has {group.kind.value} slots and the target's pools do not.",

@@ -24,6 +24,11 @@ class PoolKind(str, Enum):
     def index(self) -> int:
         return list(PoolKind).index(self)
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether one slot stands for several tokens."""
+        return self in (PoolKind.C4, PoolKind.C128, PoolKind.C4_INDEXER)
+
 
 @dataclass(frozen=True, slots=True)
 class ContentSource:
@@ -67,16 +72,18 @@ class CanaryBufferGroup:
     v_head: torch.Tensor | None = None
     v_tail: torch.Tensor | None = None
     swa_index_lut: torch.Tensor | None = None  # int64/int32 [num_full_slots (+1)], 0 = evicted
-    kv_token_id_vs_position_offset: int = (
-        0  # 1: slot p holds the K/V of the token at position p + 1
-    )
+    # 1: slot p holds the K/V of the token at position p + 1
+    kv_token_id_vs_position_offset: int = 0
     k_content: tuple[ContentSource, ...] = ()
     v_content: tuple[ContentSource, ...] = ()
-    stride: int = 1  # tokens that one slot stands for
+    # Tokens that one slot stands for: full slots s * stride .. s * stride + stride - 1
+    stride: int = 1
     window: int | None = None  # prefix tokens that the next token still reads; None = all
     # Records whose chain words this group's chains step from, int64[>= num_slots, 4]; None: its own.
     # Draft pools take the target's, of the same slots (see docs/speculative.md).
     chain_source: torch.Tensor | None = None
+    # Strided groups: the group of stride 1 whose chains they take over, written before in the same forward.
+    chain_base: CanaryBufferGroup | None = None
 
     def __post_init__(self) -> None:
         for name in ("k_head", "k_tail", "v_head", "v_tail"):
@@ -88,6 +95,24 @@ class CanaryBufferGroup:
                 f"{self.kind.value}.chain_source: expected records of at least {self.num_slots} slots, "
                 f"got {self.chain_source.shape[0]}"
             )
+
+        if self.stride != 1:
+            self._check_strided()
+        elif self.chain_base is not None:
+            raise ValueError(f"{self.kind.value}: chain_base is for strided groups, got stride 1")
+
+    def _check_strided(self) -> None:
+        name, base = self.kind.value, self.chain_base
+        if self.stride < 2 or self.stride & (self.stride - 1):
+            raise ValueError(f"{name}: expected a stride that is a power of two, got {self.stride}")
+        if base is None or base.stride != 1:
+            raise ValueError(
+                f"{name}: a slot stands for {self.stride} tokens, so that its chain is that of a group with "
+                f"stride 1; expected one as chain_base, got {base and base.kind.value}"
+            )
+        for field in ("v_head", "swa_index_lut", "window", "chain_source"):
+            if getattr(self, field) is not None:
+                raise ValueError(f"{name}: a strided group has no {field}")
 
     def _check_records(self, name: str, records: torch.Tensor | None) -> None:
         if records is None:
@@ -102,6 +127,11 @@ class CanaryBufferGroup:
                 f"{self.kind.value}.{name}: expected contiguous int64{list(expected)}, "
                 f"got {records.dtype} {list(records.shape)}"
             )
+
+    @property
+    def allocator_kind(self) -> PoolKind:
+        """Pool kind of the allocator that hands out the group's slots."""
+        return PoolKind.FULL if self.swa_index_lut is None else PoolKind.SWA
 
     @property
     def num_slots(self) -> int:

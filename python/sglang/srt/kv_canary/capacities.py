@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_REQUESTS = 16384  # in one batch: the kernels keep one lane for each in every program
+
 
 @dataclass(frozen=True, slots=True)
 class CanaryLaunchCapacities:

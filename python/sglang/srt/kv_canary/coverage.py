@@ -9,7 +9,6 @@ from enum import Enum
 class PathStatus(str, Enum):
     COVERED = "covered"
     REFUSED = "refused"  # the server does not start with it and the canary together
-    NOT_YET = "not yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class PathSupport:
     note: str = ""
 
 
-_COVERED, _REFUSED, _NOT_YET = PathStatus.COVERED, PathStatus.REFUSED, PathStatus.NOT_YET
+_COVERED, _REFUSED = PathStatus.COVERED, PathStatus.REFUSED
 
 PATHS: tuple[PathSupport, ...] = (
     PathSupport("decode", _COVERED),
@@ -31,29 +30,39 @@ PATHS: tuple[PathSupport, ...] = (
     PathSupport("overlap scheduling", _COVERED),
     PathSupport("decode CUDA graphs", _COVERED),
     PathSupport("piecewise prefill CUDA graphs", _COVERED),
-    PathSupport("breakable CUDA graphs", _NOT_YET, "bracketed like decode graphs, never run"),
+    PathSupport("breakable CUDA graphs", _COVERED),
     PathSupport("tensor parallelism", _COVERED, "each rank checks its own pool"),
-    PathSupport("pipeline parallelism", _REFUSED, "several batches in flight"),
-    PathSupport("data-parallel attention (idle batches)", _REFUSED, "padded forwards, never run"),
+    PathSupport("pipeline parallelism", _COVERED, "each stage its own layers; not run on a GPU"),
+    PathSupport(
+        "data-parallel attention (idle batches)", _COVERED, "no speculation; not run on a GPU"
+    ),
     PathSupport("split prefill", _REFUSED, "only PD multiplexing uses it"),
-    PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE"),
-    PathSupport("speculative: draft and draft-extend, top-k 1", _COVERED, "v1 and v2"),
-    PathSupport("speculative: draft trees, top-k > 1", _COVERED, "v1, as SGLang runs them"),
-    PathSupport("speculative: multi-layer EAGLE", _REFUSED, "layers rewrite shared slots"),
-    PathSupport("speculative: NGRAM, DFLASH, frozen-KV MTP", _REFUSED),
+    PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE, NGRAM"),
+    PathSupport("speculative: draft and draft-extend, top-k 1", _COVERED, "v1, v2, adaptive"),
+    PathSupport("speculative: draft trees, top-k > 1", _COVERED, "v1, as SGLang runs them; NGRAM"),
+    PathSupport("speculative: multi-layer EAGLE", _REFUSED, "later layers rewrite shared slots"),
+    PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV; not run on a GPU"),
+    PathSupport("speculative: DFLASH", _REFUSED, "draft KV is stored outside of forwards"),
+    PathSupport("speculative: registered by a plugin", _REFUSED, "forwards are not known"),
     PathSupport("moved slots (move_kv_cache)", _COVERED, "records move with the bytes"),
     PathSupport("retraction and resume", _COVERED),
     PathSupport("flush_cache", _COVERED),
+    PathSupport("weight update, also under running requests", _COVERED, "with and without a flush"),
     PathSupport(
-        "weight update", _NOT_YET, "without a flush, old and new prefixes are told apart by nothing"
+        "release and resume of memory (memory saver)",
+        _COVERED,
+        "slots are freed with it; not run on a GPU",
     ),
-    PathSupport("release and resume of memory (memory saver)", _NOT_YET),
+    PathSupport("streaming sessions", _COVERED, "tested on SGLang's sessions, never served"),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
-    PathSupport("two-batch overlap", _NOT_YET),
+    PathSupport("two-batch overlap", _REFUSED, "never run"),
+    PathSupport(
+        "multi-item scoring (--enable-mis)", _REFUSED, "positions start anew with each item"
+    ),
     PathSupport("PD multiplexing", _REFUSED),
     PathSupport("diffusion language models", _REFUSED, "slots are rewritten until denoised"),
     PathSupport("cross attention (encoder-decoder)", _REFUSED, "slots without tokens"),
-    PathSupport("sweep of cached prefixes", _COVERED, "not of strided groups (DSV4 c4, c128)"),
+    PathSupport("sweep of cached prefixes", _COVERED),
     PathSupport(
         "prefill-decode disaggregation", _REFUSED, "transfers derive geometry from the buffer lists"
     ),

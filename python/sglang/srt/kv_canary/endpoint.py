@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntFlag
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 
@@ -23,6 +23,14 @@ class Side(str, Enum):
 HALVES = ("K", "V")
 
 
+class Part(IntFlag):
+    """What a launch does of a forward's plan."""
+
+    VERIFY = 1  # the prefixes
+    WRITE = 2  # the new tokens
+    BOTH = VERIFY | WRITE
+
+
 @dataclass(frozen=True, slots=True)
 class CanaryLaunchTag:
     """The endpoint's name in counters and violations, e.g. TAIL_K_SWA; `id` is what the device stores."""
@@ -38,6 +46,11 @@ class CanaryLaunchTag:
     @property
     def name(self) -> str:
         return f"{self.side.value}_{self.half}_{self.kind.value}"
+
+    @staticmethod
+    def kind_of(name: str) -> PoolKind:
+        """The pool kind in a tag's name."""
+        return PoolKind(name.split("_", 2)[2])
 
     @classmethod
     def from_id(cls, tag_id: int) -> CanaryLaunchTag:

@@ -45,6 +45,8 @@ class WritePlan:
     tokens_per_request: int = 1
     mode: int = Mode.NONE
     parents: torch.Tensor | None = None  # int32[>= tokens]
+    # int32[tokens], where attention stores the tokens in the SWA pool; None: nobody knows ahead. Compared only.
+    swa_out_cache_loc: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,15 @@ class ForwardPlan:
 
 class UnsupportedForwardError(ValueError):
     """A forward whose slots the canary cannot derive."""
+
+
+def refuse_trees(plan: ForwardPlan) -> None:
+    """Raises UnsupportedForwardError for draft trees, whose tokens do not lie at their position's place in a page."""
+    if plan.write.parents is not None:
+        raise UnsupportedForwardError(
+            "kv-canary: draft trees (top-k above 1) do not complete slots that stand for several tokens; "
+            "expected tokens that follow each other"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +160,9 @@ class PlanInput:
 
     def _target_verify(self, fb, expected) -> ForwardPlan:
         """seq_lens leave the draft tokens out; each request brings as many."""
-        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0)
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[::tokens])
+        verify = VerifyPlan(rows, fb.seq_lens, 0)
         return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
 
     def _draft_decode(self, fb) -> ForwardPlan:
@@ -194,13 +206,27 @@ class PlanInput:
 
     def _plan(self, fb, verify, ext_lens, starts, tokens, mode, parents, expected) -> ForwardPlan:
         write = WritePlan(
-            fb.input_ids, fb.positions, fb.out_cache_loc, ext_lens, starts, tokens, mode, parents
+            fb.input_ids,
+            fb.positions,
+            fb.out_cache_loc,
+            ext_lens,
+            starts,
+            tokens,
+            mode,
+            parents,
+            _swa_location_of_attention(fb),
         )
         return ForwardPlan(verify, write, self.req_to_token, expected)
 
 
+def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:
+    """The SWA slots that attention was given for this forward's new tokens, one for each; None: none were."""
+    swa = fb.out_cache_loc_swa
+    return swa if swa is not None and swa.shape == fb.out_cache_loc.shape else None
+
+
 def _without_padding(rows: torch.Tensor, first_slots: torch.Tensor) -> torch.Tensor:
-    """Rows of draft-extend, padded ones as row 0: its graphs keep stale rows there, with slot 0."""
+    """Rows of the batch, padded ones as row 0: graphs keep stale rows there, with slot 0 and a length of 1 or more."""
     return rows * (first_slots != 0)  # torch.where with a number would copy it to the device
 
 
@@ -214,6 +240,5 @@ class SweepVerifyPlan:
     slots: torch.Tensor
     positions: torch.Tensor
     prev_slots: torch.Tensor
-    anchors: torch.Tensor | None = (
-        None  # int64[n], the expected anchor where prev is PREV_ANCHOR; None = 0
-    )
+    # int64[n], the expected anchor where prev is PREV_ANCHOR; None = 0
+    anchors: torch.Tensor | None = None

@@ -142,6 +142,15 @@ class RadixCacheWalker:
         self._fill(chunk)
         return self._gather(chunk)
 
+    def refuse_pages_not_of(self, stride: int) -> None:
+        """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
+        page_size = getattr(self._cache, "page_size", 1)
+        if page_size % stride:
+            raise _unsupported(
+                self._cache,
+                f"the model's pools have slots that stand for {stride} tokens, and its pages of {page_size} cut them",
+            )
+
     def empty_result(self) -> RadixCacheWalkResult:
         """A chunk with n = 0."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)

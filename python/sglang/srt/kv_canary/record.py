@@ -11,7 +11,8 @@ from enum import IntEnum, IntFlag
 RECORD_WORDS = 4
 RECORD_BYTES = 8 * RECORD_WORDS
 
-WORD_IDENTITY = 0  # token id (low 32 bits, signed) and position (high 32 bits)
+# Token id, of strided slots `chain_fold` (low 32 bits, signed), and position (high 32 bits)
+WORD_IDENTITY = 0
 WORD_CHAIN = 1  # chain hash up to and including this token
 WORD_CONTENT = 2  # content fingerprint; a freed record keeps its last writer word here
 WORD_WRITER = 3  # forward counter (32 bits), request row (20), mode (8), state (4)
@@ -34,9 +35,8 @@ class State(IntEnum):
     LIVE = 1
     FREED = 2
     ALLOCATED = 3  # handed out again after a free, not written since
-    UNFILLED = (
-        4  # draft pools: the target wrote the slot and the draft model did not; never a fault
-    )
+    # Draft pools: the target wrote the slot and the draft model did not; never a fault
+    UNFILLED = 4
 
 
 class Mode(IntEnum):
@@ -75,6 +75,7 @@ class Reason(IntFlag):
     DOUBLE_FREE = 1 << 13
     ROW_OUT_OF_RANGE = 1 << 14
     LENGTH_OUT_OF_RANGE = 1 << 15
+    WRITE_LOCATION = 1 << 16
 
 
 REASON_HELP: dict[Reason, str] = {
@@ -94,6 +95,7 @@ REASON_HELP: dict[Reason, str] = {
     Reason.DOUBLE_FREE: "the slot was freed although it was free already",
     Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token",
     Reason.LENGTH_OUT_OF_RANGE: "the request's length lies outside of req_to_token",
+    Reason.WRITE_LOCATION: "attention stores the new token in another SWA slot than the mapping says",
 }
 
 
@@ -118,6 +120,8 @@ class Column(IntEnum):
     READER_FORWARD = 15
     WRITER = 16  # the stored writer word (of the free, when the record is freed)
     LAST_WRITER = 17  # writer word before the free; 0 when the record is not freed
+    # Of a new token: the SWA slot that attention stores it in, where known ahead
+    ATTENTION_SLOT = 18
 
 
 VIOLATION_COLUMNS = len(Column)
@@ -138,9 +142,8 @@ MIX_MULTIPLIER_2 = 0x94D049BB133111EB
 CONTENT_SOURCE_SALT = 1 << 40
 CONTENT_BASE = 0x243F6A8885A308D3  # first 64 bits of pi's fraction: an all-zero slot has a non-zero fingerprint
 SECTOR_BYTES = 32  # what content mode `partial` reads of each layer
-SECTOR_COST_BYTES = (
-    512  # what that takes from the content budget: scattered reads are dear (docs/performance.md)
-)
+# What that takes from the content budget: scattered reads are dear (docs/performance.md)
+SECTOR_COST_BYTES = 512
 
 
 def to_signed64(value: int) -> int:
@@ -171,6 +174,17 @@ def chain_step(previous: int, token: int, position: int) -> int:
     """Word 1 of the slot that follows `previous`, as a signed int64."""
     mixed = mix64(to_unsigned64(pack_identity(token, position)))
     return to_signed64(to_unsigned64(previous) * CHAIN_MULTIPLIER + mixed)
+
+
+def chain_fold(chain: int, previous: int, stride: int) -> int:
+    """Token field (32 bits, signed) of a slot that stands for `stride` tokens.
+
+    `chain` is that of the slot's last token and `previous` that of its predecessor's, `stride` tokens before:
+    chain - previous * A^stride, what the tokens in between have added, mixed and cut to 32 bits.
+    """
+    power = pow(CHAIN_MULTIPLIER, stride, 1 << 64)
+    mixed = mix64(to_unsigned64(to_unsigned64(chain) - to_unsigned64(previous) * power))
+    return to_signed64(mixed << 32) >> 32
 
 
 def pack_writer(forward: int, row: int, mode: int, state: int) -> int:

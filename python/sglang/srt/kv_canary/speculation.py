@@ -12,7 +12,8 @@ import torch
 class SpeculationShape:
     """Sizes of one speculative step; those of no speculation by default."""
 
-    num_steps: int = 1  # draft tokens behind each other
+    # Draft tokens behind each other; the most of them, where it changes as the server runs
+    num_steps: int = 1
     topk: int = 1  # branches per draft step
     draft_tokens: int = 1  # tokens per request that a target verify checks
 
@@ -20,10 +21,14 @@ class SpeculationShape:
     def from_server_args(cls, server_args: Any) -> SpeculationShape:
         if server_args.speculative_algorithm is None:
             return cls()
+        draft_tokens = server_args.speculative_num_draft_tokens or 1
+        if server_args.speculative_algorithm == "NGRAM":
+            # Trees of any shape, whatever its breadth: what the trie does not fill is padded below the root.
+            return cls(topk=draft_tokens, draft_tokens=draft_tokens)
         return cls(
-            server_args.speculative_num_steps or 1,
+            _most_steps(server_args),
             server_args.speculative_eagle_topk or 1,
-            server_args.speculative_num_draft_tokens or 1,
+            draft_tokens,
         )
 
     @property
@@ -36,6 +41,28 @@ class SpeculationShape:
         if self.topk == 1:
             return 1
         return self.topk if is_draft else self.draft_tokens
+
+
+def draft_keeps_kv(server_args: Any) -> bool:
+    """Whether a draft model, if there is one, stores K and V of its own.
+
+    That of FROZEN_KV_MTP attends to the target's, of the prefix that the target verify behind it reads and checks.
+    """
+    return server_args.speculative_algorithm not in ("NGRAM", "FROZEN_KV_MTP")
+
+
+def _most_steps(server_args: Any) -> int:
+    """Adaptive speculation moves between candidates, all of which have their graphs captured at start-up."""
+    steps = server_args.speculative_num_steps or 1
+    if not server_args.speculative_adaptive:
+        return steps
+    from sglang.srt.speculative.adaptive_spec_params import (
+        AdaptiveSpeculativeParams,
+        load_adaptive_config,
+    )
+
+    config = load_adaptive_config(server_args.speculative_adaptive_config)
+    return AdaptiveSpeculativeParams(steps, config).max_steps
 
 
 def parents_of_tree(next_token: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:

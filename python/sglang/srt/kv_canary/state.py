@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.endpoint import NUM_TAGS
-from sglang.srt.kv_canary.record import VIOLATION_COLUMNS
+from sglang.srt.kv_canary.record import UNKNOWN, VIOLATION_COLUMNS
 
 
 class Header(IntEnum):
@@ -55,7 +55,10 @@ class ViolationLog:
         if capacity <= 0:
             raise ValueError(f"ring capacity must be positive, got {capacity}")
         return cls(
-            torch.zeros(capacity, VIOLATION_COLUMNS, dtype=torch.int64, device=total.device), total
+            torch.full(
+                (capacity, VIOLATION_COLUMNS), UNKNOWN, dtype=torch.int64, device=total.device
+            ),
+            total,
         )
 
     @property

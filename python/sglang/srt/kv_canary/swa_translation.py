@@ -3,7 +3,8 @@
 SGLang keeps such translations in places that somebody must remember to bring up to date (bug class: a stale one
 writes K/V into a slot that has meanwhile gone to another request). Here the value belongs to one forward. What
 is asked for is compared with what was translated, by address, so that a value that does not apply is never given.
-The kernels do not read it: they translate by themselves, so that they see where a token should have been written.
+The kernels do not use it: they translate by themselves, so that they see where a token should have been written, and
+compare. What is kept and what the mapping says differ only where one of them is stale.
 """
 
 from __future__ import annotations

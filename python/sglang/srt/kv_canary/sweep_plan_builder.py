@@ -16,7 +16,7 @@ from sglang.srt.kv_canary.record import PREV_UNREACHABLE
 
 _WARM_UP_POWERS = 16  # up to 32,768 words, the columns of a chunk of 8,192 nodes
 
-__all__ = ["build_verify_plan_radix_sweep", "warm_up_sweep_plan"]
+__all__ = ["build_strided_sweep_plan", "build_verify_plan_radix_sweep", "warm_up_sweep_plan"]
 
 
 def build_verify_plan_radix_sweep(
@@ -44,6 +44,50 @@ def build_verify_plan_radix_sweep(
     if swa_index_lut is not None:
         slots, prev_slots = _to_swa(slots, prev_slots, swa_index_lut)
     return SweepVerifyPlan(slots, walk_result.positions, prev_slots, anchors)
+
+
+def build_strided_sweep_plan(
+    walk_result: RadixCacheWalkResult,
+    stride: int,
+    anchor_of: Callable[[str | None], int] | None = None,
+) -> SweepVerifyPlan:
+    """The plan for the slots of a strided group that the walk's slots stand for; the same `anchor_of`.
+
+    Every `stride`-th of the walk's slots is the first one of a strided slot, and its predecessor the last one of the
+    strided slot before. A tree whose pages are multiples of `stride` holds such a slot whole or not at all, wherever a
+    budget cuts the walk. Does not wait for the device; does not modify `walk_result`.
+    """
+    plan = build_verify_plan_radix_sweep(walk_result, anchor_of=anchor_of)
+    picked = _first_tokens(walk_result, stride)
+    slots, positions, prev_slots = (
+        column.index_select(0, picked) for column in (plan.slots, plan.positions, plan.prev_slots)
+    )
+    has_prev = prev_slots > 0
+    return SweepVerifyPlan(
+        slots.div_(stride, rounding_mode="floor"),
+        positions.add_(stride - 1),
+        torch.where(has_prev, prev_slots.div(stride, rounding_mode="floor"), prev_slots),
+        None if plan.anchors is None else plan.anchors.index_select(0, picked),
+    )
+
+
+def _first_tokens(walk_result: RadixCacheWalkResult, stride: int) -> torch.Tensor:
+    """int64[m], the entries whose position is a multiple of `stride`; computed from what the host knows."""
+    device = walk_result.slot_indices.device
+    firsts, counts = [], []
+    total = 0
+    for segment in walk_result.segments:
+        skipped = -segment.position % stride
+        count = -(-(segment.length - skipped) // stride) if segment.length > skipped else 0
+        if count:
+            firsts.append(segment.start + skipped - stride * total)
+            counts.append(count)
+            total += count
+    if not counts:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    starts, repeats = copy_to_device(firsts + counts, device).chunk(2)
+    offsets = torch.repeat_interleave(starts, repeats, output_size=total)
+    return offsets + stride * torch.arange(total, device=device)
 
 
 def _to_swa(
@@ -100,3 +144,4 @@ def warm_up_sweep_plan(device: torch.device | str) -> None:
     while (chunk := walker.next_chunk(max_slots=1)) is not None:
         for anchor_of in (None, lambda extra_key: 1):
             build_verify_plan_radix_sweep(chunk, torch.zeros_like(slots), anchor_of)
+            build_strided_sweep_plan(chunk, 2, anchor_of)

@@ -35,3 +35,21 @@ SWA_POOL_FULL_SLOTS = 2048
 SWA_POOL_RATIO = 0.5
 # An answer of 80 tokens makes a request evict behind its window twice: after 1, 32 and 63 decoded tokens.
 LONG_ANSWER = 80
+
+# DeepSeek-V4: pages of 256 tokens, a window of 128, both fixed by the model. A family's prefix has up to 700 tokens, a
+# turn adds up to 200 and an answer has 12 or 160: 700 + 3 * (200 + 160) = 1780 tokens at most, within 2048, and 4 pages
+# on average. `_evict_swa` frees SWA pages below n - 128 - 256, rounded down to a page: a request of more than 640
+# tokens gives its first page back, which most requests with a long prefix do.
+DSV4_PREFIX_MAX, DSV4_OWN_MAX, DSV4_LONG_ANSWER = 700, 200, 160
+DSV4_CONTEXT_LENGTH = 2048
+DSV4_CHUNK = (
+    256  # chunks end at pages; slots of 4 and 128 tokens are completed in the middle of answers
+)
+DSV4_RUNNING_REQUESTS = 8
+# 8 requests at once hold 8 * 4 = 32 pages on average and 8 * 7 = 56 at most; 48 pages run full, so that prefixes are
+# evicted and c4 and c128 rows written again. Of SWA slots a request needs its window, a chunk and the margin of a
+# page, 4 pages at most, so 8 * 4 = 32: 24 pages make prefixes lose their SWA slots while their full slots stay. 480
+# requests of about 450 new tokens (after prefix hits) write each of the 6144 SWA slots some 35 times, each of the
+# 12288 / 4 c4 slots some 17 times.
+DSV4_FULL_SLOTS = 48 * 256
+DSV4_SWA_RATIO = 0.5

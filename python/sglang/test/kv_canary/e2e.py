@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from sglang.srt.kv_canary.runner.violation import Violation, render
@@ -31,37 +31,53 @@ def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
 class CanaryE2EBase:
     """Starts `transport` with the mode `mode_name` once per test class.
 
-    Subclasses set the class attributes. Each test sees the violations since its own start only.
+    Subclasses set the class attributes. Each test sees the violations since the end of the one before, and fails when
+    there are any although it has injected nothing.
     """
 
     mode_name: ClassVar[str] = "mha"
     transport: ClassVar[type[Serving]] = CanaryServer
     flags: ClassVar[Mapping[str, Any]] = {"kv_canary": "log", "kv_canary_real_data": "all"}
     env: ClassVar[Mapping[str, str]] = {}
+    plugins: ClassVar[Sequence[Callable[[], None]]] = ()
+    ends_server: ClassVar[bool] = False  # one of the tests does, the last one
 
     serving: ClassVar[Serving]
+    _seen: ClassVar[int]  # violations up to the end of the test before
 
     @classmethod
     def setup_class(cls) -> None:
         cls.mode = MODES[cls.mode_name]
-        cls.serving = cls.transport(cls.mode, cls.flags, cls.env).__enter__()
+        cls.serving = cls.transport(cls.mode, cls.flags, cls.env, cls.plugins).__enter__()
+        cls._seen = 0
 
     @classmethod
     def teardown_class(cls) -> None:
         cls.serving.__exit__(None, None, None)
 
     def setup_method(self) -> None:
-        self._seen = len(self.serving.events("violation"))
         self._injected: list[Injection] = []
+        self._expects_violations = False
 
     def teardown_method(self) -> None:
-        """No damage is handed on to the next test."""
+        """No damage is handed on to the next test, and no false alarm goes unseen."""
         if not self.serving.alive:
+            assert self.ends_server, f"the server has ended:\n{self.serving.stderr}"
             return
         for injection in self._injected:
             injection.withdraw()
-        assert self.run(self.serving.flush()), "the server was not idle after the test"
-        self.settle()
+        try:
+            assert self.run(self.serving.flush()), "the server was not idle after the test"
+            if self._injected or self._expects_violations:
+                self.settle()
+            else:
+                self.assert_no_violations()
+        finally:
+            type(self)._seen = len(self.serving.events("violation"))
+
+    def expect_violations(self) -> None:
+        """For a test that provokes them without `inject`."""
+        self._expects_violations = True
 
     # Drive
 
@@ -89,9 +105,14 @@ class CanaryE2EBase:
 
         The server must be idle. A first idle tick hands over what the last step found, so two are enough.
         """
-        ranks = range(self.serving.server_args.get("tp_size", 1))
+        args = self.serving.server_args
+        ranks = [
+            {"rank": tp, "pp_rank": pp}
+            for pp in range(args.get("pp_size", 1))
+            for tp in range(args.get("tp_size", 1))
+        ]
         for _ in range(2):
-            answers = [self.serving.send("counters", rank).answer() for rank in ranks]
+            answers = [self.serving.send("counters", **rank).answer() for rank in ranks]
         return answers[0]["counters"]
 
     def violations(self) -> list[dict[str, Any]]:
@@ -102,6 +123,19 @@ class CanaryE2EBase:
     def assert_no_violations(self) -> None:
         found = self.violations()
         assert not found, f"{len(found)} violations in a clean run:\n{_rendered(found)}"
+
+    def assert_healthy(self) -> None:
+        """Every health check so far found that all launches ran as often as they should have, on every runner."""
+        health = self.serving.events("health")
+        assert health, (
+            "no health check: is SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL above the steps run?"
+        )
+        assert [event["problems"] for event in health if not event["healthy"]] == []
+
+    def reported_in_forwards(self, reason: str) -> set[str]:
+        """Tags at which a forward found it; a sweep may be there first."""
+        found = [event for event in self.violations() if reason in event["reasons"]]
+        return {event["tag"] for event in found if not event["tag"].startswith("SWEEP")}
 
     def assert_violation(
         self, reason: str, tag: str | None = None, **expected: Any

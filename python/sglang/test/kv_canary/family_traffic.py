@@ -34,6 +34,9 @@ class FamilyShape:
     abort_share: float = 0.05
     long_share: float = 0.2  # answers long enough for the window to slide while they are decoded
     name: str = "f"  # request ids start with it
+    prefix_max: int = consts.PREFIX_MAX  # tokens of a family's prefix
+    own_max: int = consts.OWN_MAX  # tokens that a turn adds at most
+    long_answer: int = consts.LONG_ANSWER
 
 
 async def drive_families(client: Client, shape: FamilyShape) -> TrafficReport:
@@ -60,7 +63,7 @@ def _family(
     rng: random.Random, shape: FamilyShape, name: str, first: int, requests: int
 ) -> list[Conversation]:
     """Conversations with `requests` turns in all, which start with parts of one prefix."""
-    prefix = [first, *random_tokens(rng, consts.PREFIX_MAX)]
+    prefix = [first, *random_tokens(rng, shape.prefix_max)]
     found: list[Conversation] = []
     while requests > 0:
         count = min(requests, rng.randrange(1, consts.TURNS_MAX + 1))
@@ -77,8 +80,8 @@ def _ending(turn: Turn) -> tuple[int, float | None]:
 
 
 def _turn(rng: random.Random, shape: FamilyShape) -> Turn:
-    own = tuple(random_tokens(rng, rng.randrange(1, consts.OWN_MAX)))
+    own = tuple(random_tokens(rng, rng.randrange(1, shape.own_max)))
     if rng.random() < shape.abort_share:
-        return Turn(own, consts.LONG_ANSWER, rng.uniform(0.0, 0.3))
+        return Turn(own, shape.long_answer, rng.uniform(0.0, 0.3))
     long = rng.random() < shape.long_share
-    return Turn(own, consts.LONG_ANSWER if long else rng.randrange(1, consts.NEW_MAX))
+    return Turn(own, shape.long_answer if long else rng.randrange(1, consts.NEW_MAX))

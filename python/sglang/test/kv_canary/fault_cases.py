@@ -95,6 +95,15 @@ class FaultCases(CanaryE2EBase):
 
         self.run(both())
 
+    def serve_heir_and_victim(self, heir: list[int], victim: list[int]) -> None:
+        """Two prompts in one batch, `heir` before `victim`, so that the next free slot goes to the heir."""
+        body = {
+            "rid": ["heir", "victim"],
+            "input_ids": [heir, victim],
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True},
+        }
+        self.serving.post("/generate", body)
+
     def run_case(self, case: Case, name: str) -> dict[str, Any]:
         """Inject, serve, and compare; returns the injection's answer."""
         if torch.cuda.is_available() and case.fault in UNDONE_AFTER_HEAD:

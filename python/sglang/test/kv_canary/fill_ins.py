@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["mla_on_torch_native", "plugin_path", "swa_on_torch_native"]
+__all__ = [
+    "dp_attention_on_torch_native",
+    "mla_on_torch_native",
+    "plugin_path",
+    "swa_on_torch_native",
+    "without_pinned_memory",
+]
 
 _DISTRIBUTION = "kv_canary_fill_ins"
 
@@ -89,3 +95,61 @@ def _register_mla(*_: Any, **__: Any) -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+
+
+# DP attention: SGLang pads batches to the other ranks' sizes, from pinned memory, and exchanges tokens by operators
+# that exist for CUDA only.
+
+
+def dp_attention_on_torch_native() -> None:
+    """Batches are padded as on the Triton backend, with one token in slot 0 of row 0; gloo exchanges the tokens."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+    replaced = {
+        f"{group}.all_gather_into_tensor": _all_gather_into_tensor,
+        f"{group}.reduce_scatter_tensor": _reduce_scatter_tensor,
+        "sglang.srt.layers.dp_attention.memcpy_triton": _copy_tokens,
+    }
+    for target, function in replaced.items():
+        HookRegistry.register(target, function, HookType.REPLACE)
+    sync = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
+    HookRegistry.register(sync, without_pinned_memory, HookType.AROUND)
+
+
+def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `original`, which asks torch.tensor for pinned memory, where there is none."""
+    tensor = torch.tensor
+    torch.tensor = lambda *a, pin_memory=False, **k: tensor(*a, **k)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        torch.tensor = tensor
+
+
+def _all_gather_into_tensor(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+
+
+def _reduce_scatter_tensor(group: Any, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """gloo has no reduce-scatter."""
+    total = input.clone()
+    torch.distributed.all_reduce(total, group=group.device_group)
+    return output.copy_(total.tensor_split(group.world_size)[group.rank_in_group])
+
+
+def _copy_tokens(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dim: int,
+    offset: torch.Tensor,
+    count: torch.Tensor,
+    offset_src: bool,
+) -> None:
+    first, count = int(offset), int(count)
+    if offset_src:
+        dst[:count] = src[first : first + count]
+    else:
+        dst[first : first + count] = src[:count]

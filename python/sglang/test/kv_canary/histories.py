@@ -97,7 +97,7 @@ Damage = FlipRecord | FlipContent | Alias | Remap
 
 @dataclass(frozen=True, slots=True)
 class InputFault:
-    """Wrong input of a forward: 'token', 'position', 'out_slot', 'known', 'row' or 'length'."""
+    """Wrong input of a forward: 'token', 'position', 'out_slot', 'location', 'known', 'row' or 'length'."""
 
     what: str
     index: int
@@ -119,6 +119,9 @@ class Step:
     parents: tuple[int, ...] = ()  # of style 'tree'
     already_verified: bool = False
     padding: int = 0  # padding requests at the end
+    locates: bool = (
+        True  # whether it is known ahead where attention stores the new tokens in the SWA pool
+    )
     known: str = "none"  # which tokens the host knows: 'none', 'tail' or 'all'
     ending: str = (
         "full"  # 'full', 'no content' (that launch is missing) or 'aborted' (the model raised)
@@ -402,8 +405,12 @@ class History:
 
     def _do_allocator_event(self, op: AllocatorEvent) -> None:
         g, model = self._group(op.group)
-        span = model.num_slots + 3  # the last ones lie outside
-        slots = [p % span if p % 3 == 0 else self._pick_slot(p, model) for p in op.slots]
+        stride = model.stride
+        span = (model.num_slots + 3) * stride  # the last ones lie outside
+        slots = [
+            p % span if p % 3 == 0 else self._pick_slot(p, model) * stride + p % stride
+            for p in op.slots
+        ]
         self._event(op.event, slots, g, model)
 
     def _do_clear(self, op: Clear) -> None:
@@ -473,10 +480,12 @@ class History:
 
     def _walk(self, model: GroupModel):
         """What a prefix cache would yield for the slots that requests hold."""
+        stride = model.stride
         for index, row in enumerate(self.rows):
             previous = PREV_ANCHOR
-            for position, full_slot in enumerate(row.slots):
-                slot, _ = model.locate(full_slot)
+            for number in range(len(row.slots) // stride):
+                slot, _ = model.locate(row.slots[number * stride])
+                position = (number + 1) * stride - 1
                 if slot is not None:
                     yield SweepEntry(slot, position, previous, self.world.anchors[index])
                 previous = PREV_UNREACHABLE if slot is None else slot
@@ -608,14 +617,27 @@ class History:
         for job in op.jobs:
             self._add_job(draft, job, rng)
         for fault in op.faults:
-            self._add_input_fault(draft, fault)
+            if fault.what != "location":
+                self._add_input_fault(draft, fault)
         if not draft.requests:
             return None
         for _ in range(op.padding):
             count = draft.each or 0
             draft.add(Request(0, 0, count, 0), [0] * count, [0] * count, [0] * count)
         self._drop_conflicts(draft)
-        return draft.forward()
+        return replace(draft.forward(), swa_out_slots=self._swa_out_slots(draft))
+
+    def _swa_out_slots(self, draft: _Draft) -> tuple[int, ...] | None:
+        """What SGLang translates the new slots to right before the forward, some of it stale by then."""
+        if not draft.step.locates:
+            return None
+        lut = self.world.swa.lut if self.world.swa else [0] * self.spec.num_slots
+        slots = [lut[s] if 0 <= s < self.spec.num_slots else 0 for s in draft.out_slots]
+        for fault in draft.step.faults:
+            if fault.what == "location" and slots:
+                stale = _odd_value(fault, self.spec.swa_slots or self.spec.num_slots)
+                slots[fault.index % len(slots)] = stale
+        return tuple(slots)
 
     def _add_job(self, draft: _Draft, job: Job, rng: random.Random) -> None:
         index = self._row_index(job.row)
@@ -700,6 +722,8 @@ class History:
                 written |= self._slots_read(draft, model)
             for i, full_slot in enumerate(draft.out_slots):
                 slot, _ = model.locate(full_slot)
+                if not model.completes(full_slot):
+                    continue
                 if slot in written:
                     draft.out_slots[i] = 0
                 elif slot is not None:
@@ -709,7 +733,8 @@ class History:
         read = set()
         for r in draft.requests:
             if 0 < r.row < self.spec.request_rows and 0 <= r.prefix <= self.spec.context_len:
-                positions = range(model.window_start(r.prefix), r.prefix)
+                end = r.prefix - r.prefix % model.stride  # of the last slot that is complete
+                positions = range(model.window_start(r.prefix), end, model.stride)
                 read |= {model.locate(self.world.table[r.row][p])[0] for p in positions}
         return read - {None}
 

@@ -15,7 +15,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
@@ -255,8 +255,8 @@ class Twin:
         call(getattr(reference, name), self.group, self.state)
         call(getattr(triton_backend, name), self.kernel_group, self.kernel_state)
 
-    def check_and_write(self, plan: ForwardPlan, side: Side) -> None:
-        self.run("check_and_write", lambda f, group, state: f(plan, group, side, state))
+    def check_and_write(self, plan: ForwardPlan, side: Side, part: Part = Part.BOTH) -> None:
+        self.run("check_and_write", lambda f, group, state: f(plan, group, side, state, part))
 
     def check_and_write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:
         self.run("check_and_write_content", lambda f, group, state: f(plan, group, state, mode))

@@ -5,7 +5,8 @@ The only stand-in is the model: each forward writes random K and V through the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, ContentMode
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import PlanInput
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang.srt.kv_canary.wiring.swa_location import translated_once
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.kv_canary.pool_fixtures import RealPool, make_mha_pool
@@ -37,11 +40,12 @@ class ManagerRig:
         device: str = "cpu",
         event_file: str = "",
         sliding_window_size: int | None = None,
+        context_len: int = CONTEXT,
         **settings: Any,
     ) -> None:
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
         self.device = device
-        self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT, device, enable_memory_saver=False)
+        self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
         self.recorder = FlightRecorder()
         config = CanaryConfig(mode=mode, content_mode=content, log_every_s=0.0, **settings)
         groups = attach_canary_buffers(
@@ -58,7 +62,7 @@ class ManagerRig:
             CanaryLaunchCapacities.from_args(
                 max_running_requests=MAX_REQUESTS,
                 request_rows=self.rows.req_to_token.shape[0],
-                context_len=CONTEXT,
+                context_len=context_len,
                 ring_capacity=config.ring_capacity,
                 verify_budget_slots=config.verify_budget_slots,
                 content_budget_bytes=config.content_budget_bytes,
@@ -68,6 +72,9 @@ class ManagerRig:
         )
         self.lengths = dict.fromkeys(range(1, MAX_REQUESTS + 1), 0)
         self.reported: list[Any] = []
+        self.after_translation: Callable[[ForwardBatch], None] | None = None
+        self.on_batch: Callable[[ForwardBatch], Any] = lambda batch: None  # may change it
+        self.expected: Callable[[ForwardBatch], ExpectedTokens | None] = lambda batch: None
         self.manager.violations._reporter.log_or_raise_violation = self._collect(
             self.manager.violations._reporter.log_or_raise_violation
         )
@@ -85,21 +92,27 @@ class ManagerRig:
     def extend(self, row: int, tokens: Sequence[int], fail: bool = False) -> Any:
         """Prefill `tokens` behind what the row holds; returns the step, whose result is not in yet."""
         prefix = self.lengths[row]
-        slots = self.allocator.alloc(len(tokens))
+        slots = self._alloc_extend(row, len(tokens))
         self.rows.req_to_token[row, prefix : prefix + len(tokens)] = slots.int()
         batch = self._batch(
             ForwardMode.EXTEND, [row], tokens, range(prefix, prefix + len(tokens)), slots
         )
-        batch.extend_prefix_lens = torch.tensor([prefix], device=self.device)
-        batch.extend_seq_lens = torch.tensor([len(tokens)], device=self.device)
-        batch.extend_start_loc = torch.tensor([0], device=self.device)
+        for name, value in (
+            ("extend_prefix_lens", prefix),
+            ("extend_seq_lens", len(tokens)),
+            ("extend_start_loc", 0),
+        ):
+            setattr(batch, name, torch.tensor([value], dtype=torch.int32, device=self.device))
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [prefix], [len(tokens)]
         step = self._run(batch, slots, fail)
         self.lengths[row] = prefix + len(tokens)
         return step
 
-    def decode(self, rows: Sequence[int], tokens: Sequence[int] | None = None) -> Any:
-        """One token for each row."""
-        slots = self.allocator.alloc(len(rows))
+    def decode(
+        self, rows: Sequence[int], tokens: Sequence[int] | None = None, begin_step: bool = True
+    ) -> Any:
+        """One token for each row. `begin_step` False: a step has been begun, and the caller ends it."""
+        slots = self._alloc_decode(rows)
         for row, slot in zip(rows, slots, strict=True):
             self.rows.req_to_token[row, self.lengths[row]] = slot.int()
         positions = [self.lengths[row] for row in rows]
@@ -107,10 +120,21 @@ class ManagerRig:
             ForwardMode.DECODE, rows, tokens or [7 + p for p in positions], positions, slots
         )
         batch.seq_lens = torch.tensor([p + 1 for p in positions], device=self.device)
-        step = self._run(batch, slots, False)
+        step = self._run(batch, slots, False) if begin_step else self._forward(batch, slots, False)
         for row in rows:
             self.lengths[row] += 1
         return step
+
+    def idle(self) -> Any:
+        """A forward without requests, as a data parallel rank runs beside others."""
+        slots = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return self._run(self._batch(ForwardMode.IDLE, [], [], [], slots), slots, False)
+
+    def _alloc_extend(self, row: int, count: int) -> torch.Tensor:
+        return self.allocator.alloc(count)
+
+    def _alloc_decode(self, rows: Sequence[int]) -> torch.Tensor:
+        return self.allocator.alloc(len(rows))
 
     def _batch(self, mode, rows, tokens, positions, slots) -> ForwardBatch:
         return ForwardBatch(
@@ -127,13 +151,32 @@ class ManagerRig:
     def _run(self, batch: ForwardBatch, slots: torch.Tensor, fail: bool) -> Any:
         step = self.recorder.begin_step((r, f"req-{r}") for r in batch.req_pool_indices.tolist())
         try:
-            with self.manager.with_ops_outside_graph(), self.manager.bracket_model_forward(batch):
-                self._model(slots)
-                if fail:
-                    raise RuntimeError("the model failed")
+            self._forward(batch, slots, fail)
         finally:
             self.recorder.end_step()
         return step
+
+    def _forward(self, batch: ForwardBatch, slots: torch.Tensor, fail: bool) -> None:
+        self.on_batch(batch)
+        with (
+            self.manager.with_ops_outside_graph(expected=self.expected(batch)),
+            self._translated(batch),
+            self.manager.bracket_model_forward(batch),
+        ):
+            self._model(slots)
+            if fail:
+                raise RuntimeError("the model failed")
+
+    @contextmanager
+    def _translated(self, batch: ForwardBatch) -> Iterator[None]:
+        """New slots are translated right before HEAD, as `wiring.swa_location` has it."""
+        if getattr(self.pool, "full_to_swa_index_mapping", None) is None:
+            yield
+            return
+        with translated_once(self.pool, batch):
+            if self.after_translation is not None:
+                self.after_translation(batch)
+            yield
 
     def _model(self, slots: torch.Tensor) -> None:
         for layer_id in range(self.pool.start_layer, self.pool.start_layer + self.pool.layer_num):

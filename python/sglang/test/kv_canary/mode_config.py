@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,13 @@ from typing import Any
 import torch
 
 from sglang.test.kv_canary import consts
-from sglang.test.kv_canary.fill_ins import mla_on_torch_native, swa_on_torch_native
+from sglang.test.kv_canary.fill_ins import (
+    dp_attention_on_torch_native,
+    mla_on_torch_native,
+    swa_on_torch_native,
+)
 from sglang.test.kv_canary.tiny_models import (
+    write_short_deepseek_v4,
     write_tiny_deepseek_v2,
     write_tiny_gemma4,
     write_tiny_llama,
@@ -85,7 +91,53 @@ MODES: dict[str, ModeConfig] = {
         cuda_args=_CUDA,
         cpu_fill_ins=(mla_on_torch_native,),
     ),
+    # Each rank has all heads and requests of its own, and runs idle or padded forwards while the other one computes.
+    "mla_dp": ModeConfig(
+        name="mla_dp",
+        write_model=write_tiny_deepseek_v2,
+        pools=("FULL",),
+        halves=("K",),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.MHA_POOL_SLOTS,
+            "tp_size": 2,
+            "dp_size": 2,
+            "enable_dp_attention": True,
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        cpu_fill_ins=(mla_on_torch_native, dp_attention_on_torch_native),
+    ),
+    # Needs a GPU: see why_dsv4_cannot_be_served.
+    "dsv4": ModeConfig(
+        name="dsv4",
+        write_model=write_short_deepseek_v4,
+        pools=("SWA", "C4", "C128", "C4_INDEXER"),
+        halves=("K",),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.DSV4_FULL_SLOTS,
+            "swa_full_tokens_ratio": consts.DSV4_SWA_RATIO,
+            "chunked_prefill_size": consts.DSV4_CHUNK,
+            "context_length": consts.DSV4_CONTEXT_LENGTH,
+            "max_running_requests": consts.DSV4_RUNNING_REQUESTS,
+        },
+        cuda_args={"device": "cuda", "dtype": "bfloat16"},  # SGLang chooses backend and page size
+        env={"SGLANG_DSV4_FP4_EXPERTS": "0"},  # the experts' weights are FP8
+    ),
 }
+
+
+def why_dsv4_cannot_be_served() -> str:
+    """What this machine lacks for the mode `dsv4`; "" where nothing is known to be missing."""
+    if not torch.cuda.is_available():
+        return "DeepSeek-V4 needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"DeepSeek-V4's kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
+    modules = ("flash_mla", "deep_gemm", "tilelang")  # that deepseek_v4_backend and mhc import
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"DeepSeek-V4 needs the modules {', '.join(missing)}, not installed" if missing else ""
 
 
 def server_args_of(mode: ModeConfig) -> dict[str, Any]:

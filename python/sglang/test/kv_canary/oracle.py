@@ -16,7 +16,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK
+from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, turn_of
 from sglang.srt.kv_canary.record import UNKNOWN, Column, Mode, Reason, State
 from sglang.srt.kv_canary.state import Counter
 
@@ -50,6 +50,7 @@ class Forward:
         None  # per token, numbered within its request; None: the one before
     )
     already_verified: bool = False
+    swa_out_slots: tuple[int, ...] | None = None  # where attention stores the tokens; None: unknown
 
     def parent(self, request: Request, index: int) -> int:
         """The token of its request that token `index` follows; -1: the prefix."""
@@ -192,6 +193,8 @@ class GroupModel:
     lut: list[int] | None = None
     content: dict[str, tuple[ContentLayout, ...]] = field(default_factory=dict)
     chain_source: RecordTable | None = None  # whose chains this group's step from; None: its own
+    stride: int = 1  # tokens that one slot stands for
+    base: GroupModel | None = None  # of a strided group: whose chains it takes over
 
     def __post_init__(self) -> None:
         sides = ("HEAD", "TAIL")
@@ -202,13 +205,13 @@ class GroupModel:
 
     def locate(self, full_slot: int) -> tuple[int | None, Reason]:
         """The slot in the group's own slot space, or why there is none."""
-        limit = self.num_slots if self.lut is None else len(self.lut)
-        if full_slot == 0:
-            return None, Reason.UNMAPPED_SLOT
-        if not 0 < full_slot < limit:
+        limit = self.num_slots * self.stride if self.lut is None else len(self.lut)
+        if not 0 <= full_slot < limit:
             return None, Reason.SLOT_OUT_OF_RANGE
+        if full_slot < self.stride:
+            return None, Reason.UNMAPPED_SLOT
         if self.lut is None:
-            return full_slot, NO_REASON
+            return full_slot // self.stride, NO_REASON
         slot = self.lut[full_slot]
         if slot == 0:
             return None, Reason.SWA_EVICTED_IN_WINDOW
@@ -226,6 +229,10 @@ class GroupModel:
     def chains(self, records: RecordTable) -> RecordTable:
         """The table whose chains those of `records` step from."""
         return records if self.chain_source is None else self.chain_source
+
+    def completes(self, full_slot: int) -> bool:
+        """Whether a token that is given this slot is the last one of a slot of the group."""
+        return full_slot % self.stride == self.stride - 1
 
     def window_start(self, prefix: int) -> int:
         return 0 if self.window is None else max(0, prefix - self.window)
@@ -276,7 +283,10 @@ class Oracle:
             for request in forward.requests:
                 self._check_request(request, tag)
             self._verify_prefixes(forward, group, half, Side.HEAD)
-            self._write_head(forward, group, half)
+            if group.stride == 1:
+                self._write_head(forward, group, half)
+            else:
+                self._write_strided(forward, group, half)
 
     def tail(self, forward: Forward, group: GroupModel) -> None:
         """Verify and write TAIL; the forward is done."""
@@ -314,13 +324,16 @@ class Oracle:
         )
 
     def _prefixes(self, forward: Forward, group: GroupModel) -> Iterator[tuple[Request, range]]:
-        """(request, positions that the group reads) of each valid request."""
+        """(request, positions that the group reads) of each valid request: of strided groups, first tokens of slots."""
         for request in forward.requests:
             if self._is_valid(request):
-                first = group.window_start(request.prefix)
+                first, end = group.window_start(request.prefix), request.prefix
                 if forward.already_verified:
-                    first = request.prefix
-                yield request, range(first, request.prefix)
+                    first = end
+                if group.stride != 1:
+                    end -= end % group.stride
+                    first = end if forward.already_verified else 0
+                yield request, range(first, end, group.stride)
 
     def _verify_prefixes(self, forward: Forward, group: GroupModel, half: str, side: Side) -> None:
         """Check the blocks whose turn it is, of every request's prefix, as far as the group reads it."""
@@ -337,7 +350,7 @@ class Oracle:
         budget = max(1, self.verify_budget_slots // VERIFY_BLOCK)
         every = max(1, -(-len(blocks) // budget))
         for index, (request, positions) in enumerate(blocks):
-            if index % every == self.running % every:
+            if index % every == turn_of(self.running, every):
                 for position in positions:
                     self._verify_position(request, position, group, half, side)
         self.counters[tag, Counter.LAUNCHES] += 1
@@ -349,18 +362,21 @@ class Oracle:
         full_slot = self.table[request.row][position]
         slot, unreadable = group.locate(full_slot)
         self.counters[tag, Counter.CHECKED] += 1
-        if slot is not None and slot != full_slot:
+        if group.lut is not None and slot is not None and slot != full_slot:
             self.counters[tag, Counter.IDX_DIVERGENCE] += 1
         self._check_slot(
             records,
             group.chains(records),
             slot,
             unreadable,
+            group.stride,
             tag=tag,
             full_slot=full_slot,
             prev_slot=self._previous(request, position, group),
-            expected_position=position,
-            expected_token=_known_token(request, position + group.token_offset),
+            expected_position=position + group.stride - 1,
+            expected_token=UNKNOWN
+            if group.stride != 1
+            else _known_token(request, position + group.token_offset),
             anchor=self.anchors[request.row],
             reader_row=request.row,
             reader_forward=self.running,
@@ -371,7 +387,7 @@ class Oracle:
             return record.PREV_ANCHOR
         if position == group.window_start(request.prefix):
             return record.PREV_UNREACHABLE
-        slot, _ = group.locate(self.table[request.row][position - 1])
+        slot, _ = group.locate(self.table[request.row][position - group.stride])
         return record.PREV_UNREACHABLE if slot is None else slot
 
     def _check_slot(
@@ -380,6 +396,7 @@ class Oracle:
         chains: RecordTable,
         slot: int | None,
         unreadable: Reason,
+        stride: int = 1,
         *,
         prev_slot: int,
         expected_position: int,
@@ -387,7 +404,7 @@ class Oracle:
         anchor: int,
         **reader: int,
     ) -> None:
-        """The check of design section 5 for one slot."""
+        """Every check of one slot that is read."""
         expected = {
             "prev_slot": prev_slot,
             "expected_position": expected_position,
@@ -397,14 +414,21 @@ class Oracle:
             self._report(unreadable, last_writer=0, **expected, **reader)
             return
         stored = records[slot]
-        expected_chain = self._expected_chain(chains, stored, prev_slot, anchor)
+        previous = self._previous_chain(chains, prev_slot, anchor)
+        expected_chain, wrong_chain = UNKNOWN, False
+        if previous is not None and stride == 1:
+            expected_chain = record.chain_step(previous, stored.token, stored.position)
+            wrong_chain = expected_chain not in (UNKNOWN, stored.chain)
+        elif previous is not None:
+            expected["expected_token"] = record.chain_fold(stored.chain, previous, stride)
+            wrong_chain = expected["expected_token"] != stored.token
         reasons = STATE_REASONS.get(stored.state, Reason.BAD_STATE)
         if stored.state == State.LIVE:
             if stored.position != expected_position:
                 reasons |= Reason.POSITION
             if expected_token not in (UNKNOWN, stored.token):
                 reasons |= Reason.TOKEN
-            if expected_chain not in (UNKNOWN, stored.chain):
+            if wrong_chain:
                 reasons |= Reason.CHAIN
         was_freed = stored.state in (State.FREED, State.ALLOCATED)
         self._report(
@@ -420,17 +444,13 @@ class Oracle:
             **reader,
         )
 
-    def _expected_chain(
-        self, chains: RecordTable, stored: Record, prev_slot: int, anchor: int
-    ) -> int:
-        """Chain that follows from the predecessor, UNKNOWN where that cannot tell."""
+    def _previous_chain(self, chains: RecordTable, prev_slot: int, anchor: int) -> int | None:
+        """The predecessor's chain; None where it cannot tell."""
         if prev_slot == record.PREV_ANCHOR:
-            previous = anchor
-        elif prev_slot > 0 and chains[prev_slot].state == State.LIVE:
-            previous = chains[prev_slot].chain
-        else:
-            return UNKNOWN
-        return record.chain_step(previous, stored.token, stored.position)
+            return anchor
+        if prev_slot > 0 and chains[prev_slot].state == State.LIVE:
+            return chains[prev_slot].chain
+        return None
 
     def _write_head(self, forward: Forward, group: GroupModel, half: str) -> None:
         tag, records = group.tag(half, Side.HEAD), group.records[half, "HEAD"]
@@ -442,8 +462,18 @@ class Oracle:
                 token, position = forward.tokens[at], forward.positions[at]
                 expected_position = request.prefix + forward.depth(request, i)
                 full_slot = forward.out_slots[at]
+                attention_slot = UNKNOWN
+                if group.lut is not None and forward.swa_out_slots is not None:
+                    attention_slot = forward.swa_out_slots[at]
                 self._check_write(
-                    request, expected_position, token, position, full_slot, group, tag
+                    request,
+                    expected_position,
+                    token,
+                    position,
+                    full_slot,
+                    attention_slot,
+                    group,
+                    tag,
                 )
                 slot, _ = group.locate(full_slot)
                 if slot is None:
@@ -475,33 +505,75 @@ class Oracle:
     def _chain_before(
         self, request: Request, position: int, group: GroupModel, chains: RecordTable
     ) -> int:
-        """Chain of the row's slot before `position`; 0 where it cannot be read."""
+        """Chain of the row's slot before the one that begins at `position`; 0 where it cannot be read."""
         if position == 0:
             return self.anchors[request.row]
-        slot, _ = group.locate(self.table[request.row][position - 1])
+        slot, _ = group.locate(self.table[request.row][position - group.stride])
         return 0 if slot is None else chains[slot].chain
+
+    def _write_strided(self, forward: Forward, group: GroupModel, half: str) -> None:
+        """The last token of each slot writes it, with the base group's chain at that token."""
+        tag, records, stride = group.tag(half, Side.HEAD), group.records[half, "HEAD"], group.stride
+        new: list[tuple[int, Record]] = []
+        for request in (r for r in forward.requests if self._is_valid(r)):
+            for i in range(request.count):
+                position, at = request.prefix + i, request.start + i
+                if position % stride != stride - 1:
+                    continue
+                full_slot = forward.out_slots[at]
+                self._check_write(
+                    request, position, None, forward.positions[at], full_slot, UNKNOWN, group, tag
+                )
+                slot, _ = group.locate(full_slot)
+                if slot is None or not group.completes(full_slot):
+                    continue
+                chain = self._base_chain(group, full_slot)
+                if i >= stride:
+                    previous = self._base_chain(group, forward.out_slots[at - stride])
+                else:
+                    first = position - stride + 1
+                    previous = self._chain_before(request, first, group, records)
+                fold = record.chain_fold(chain, previous, stride)
+                word = record.pack_writer(self.running, request.row, forward.mode, State.LIVE)
+                identity = record.pack_identity(fold, forward.positions[at])
+                new.append((slot, Record(identity, chain, 0, word)))
+        for slot, written in new:
+            records[slot] = written
+            self.counters[tag, Counter.WRITTEN] += 1
+
+    def _base_chain(self, group: GroupModel, full_slot: int) -> int:
+        slot, _ = group.base.locate(full_slot)
+        return 0 if slot is None else group.base.records["K", "HEAD"][slot].chain
 
     def _check_write(
         self,
         request: Request,
         expected_position: int,
-        token: int,
+        token: int | None,
         position: int,
         full_slot: int,
+        attention_slot: int,
         group: GroupModel,
         tag: int,
     ) -> None:
-        """Is the forward fed what the request's own list and length say?"""
+        """Is the forward fed what the request's own list and length say, and stored where the mapping says?
+
+        `token` None: that is not compared.
+        """
         if full_slot == 0:
             return
         slot, reasons = group.locate(full_slot)
         reasons &= Reason.SLOT_OUT_OF_RANGE
         out_of_range = bool(reasons)
-        expected_token = _known_token(request, expected_position + group.token_offset)
-        if expected_token not in (UNKNOWN, token):
-            reasons |= Reason.WRITE_TOKEN
+        expected_token = UNKNOWN
+        if token is not None:
+            expected_token = _known_token(request, expected_position + group.token_offset)
+            if expected_token not in (UNKNOWN, token):
+                reasons |= Reason.WRITE_TOKEN
         if position != expected_position:
             reasons |= Reason.WRITE_POSITION
+        if not out_of_range and attention_slot not in (UNKNOWN, slot or 0):
+            reasons |= Reason.WRITE_LOCATION
         self._report(
             reasons,
             tag=tag,
@@ -510,11 +582,12 @@ class Oracle:
             expected_position=expected_position,
             stored_position=position,
             expected_token=expected_token,
-            stored_token=token,
+            stored_token=UNKNOWN if token is None else token,
             reader_row=request.row,
             reader_forward=self.running,
             writer=0,
             last_writer=0,
+            attention_slot=attention_slot,
         )
 
     def _write_tail(self, forward: Forward, group: GroupModel, half: str) -> None:
@@ -523,6 +596,8 @@ class Oracle:
         head, tail = group.records[half, "HEAD"], group.records[half, "TAIL"]
         for full_slot in forward.out_slots:
             slot, _ = group.locate(full_slot)
+            if not group.completes(full_slot):
+                continue
             if slot is None or head[slot].state != State.LIVE:
                 continue
             if head[slot].forward == self.running & record.FORWARD_MASK:
@@ -559,8 +634,11 @@ class Oracle:
         prefixes = list(self._prefixes(forward, group))
         total = sum(len(positions) for _, positions in prefixes)
         every = max(1, -(-total // budget))
-        turn = self.done % every
-        return [(r, p) for r, positions in prefixes for p in positions if p % every == turn]
+        turn = turn_of(self.done, every)
+        stride = group.stride
+        return [
+            (r, p) for r, positions in prefixes for p in positions if p // stride % every == turn
+        ]
 
     def _compare_content(
         self, group: GroupModel, half: str, tag: int, slot: int, full_slot: int, row: int
@@ -590,6 +668,8 @@ class Oracle:
         tail = group.records[half, "TAIL"]
         for full_slot in forward.out_slots:
             slot, _ = group.locate(full_slot)
+            if not group.completes(full_slot):
+                continue
             if slot is not None and tail[slot].forward == self.done & record.FORWARD_MASK:
                 tail[slot].content = fingerprint(group.content[half], slot, self.content_mode)
                 self.counters[tag, Counter.CONTENT_WRITTEN] += 1
@@ -622,6 +702,7 @@ class Oracle:
             group.chains(records),
             entry.slot if inside else None,
             NO_REASON if inside else Reason.SLOT_OUT_OF_RANGE,
+            group.stride,
             tag=tag,
             full_slot=entry.slot,
             prev_slot=prev_slot,
@@ -644,29 +725,35 @@ class Oracle:
                     self._compare_content(group, half, tag, entry.slot, entry.slot, 0)
 
     # -- allocator events ----------------------------------------------------------------------------------
+    # Slots are those that the allocator hands out: of a strided group full slots, of which several are one slot.
 
     def alloc(self, slots: Iterable[int], group: GroupModel) -> None:
         """A freed slot that is handed out again is not readable until it is written."""
         for records in group.records.values():
-            for slot in set(slots):
+            for slot in {slot // group.stride for slot in slots}:
                 if 0 < slot < group.num_slots and records[slot].state == State.FREED:
                     forward, row, mode, _ = record.unpack_writer(records[slot].writer)
                     records[slot].set_writer(forward, row, mode, State.ALLOCATED)
 
     def free(self, slots: Iterable[int], group: GroupModel, page_size: int = 1) -> None:
         """Free the pages of `slots`; a slot that is free already is reported."""
-        slots = [slot for slot in slots if 0 < slot < group.num_slots]
+        slots = list(slots)
         self._check_double_frees(slots, group, page_size)
-        pages = {slot // page_size for slot in slots}
-        for page in pages:
-            for slot in range(page * page_size, (page + 1) * page_size):
-                if slot < group.num_slots:
-                    self._mark_freed(slot, group, Mode.FREE)
+        inside = [slot for slot in slots if 0 < slot // group.stride < group.num_slots]
+        pages = {slot // page_size for slot in inside}
+        freed = {
+            slot // group.stride
+            for page in pages
+            for slot in range(page * page_size, (page + 1) * page_size)
+        }
+        for slot in freed:
+            if slot < group.num_slots:
+                self._mark_freed(slot, group, Mode.FREE)
 
     def unfill(self, slots: Iterable[int], group: GroupModel) -> None:
         """Nothing is known of these slots from now on, until they are written."""
         for records in group.records.values():
-            for slot in slots:
+            for slot in {slot // group.stride for slot in slots}:
                 if 0 < slot < group.num_slots:
                     records[slot].content = 0
                     records[slot].set_writer(self.done, 0, Mode.NONE, State.UNFILLED)
@@ -677,15 +764,20 @@ class Oracle:
 
     def _check_double_frees(self, slots: list[int], group: GroupModel, page_size: int) -> None:
         seen: set[int] = set()
-        for slot in slots:
+        before = -1
+        for full_slot in slots:
+            slot, last, before = full_slot // group.stride, before, full_slot // group.stride
+            if not 0 < slot < group.num_slots or (group.stride != 1 and slot == last):
+                continue  # the first of a slot's tokens speaks for it
             stored = group.records["K", "HEAD"][slot]
             repeated = page_size == 1 and slot in seen and stored.state != State.NEVER_WRITTEN
-            seen.add(slot)
+            if group.stride == 1:
+                seen.add(slot)
             self._report(
                 Reason.DOUBLE_FREE if stored.state == State.FREED or repeated else NO_REASON,
                 tag=group.tag("K", Side.HEAD),
                 slot=slot,
-                full_slot=slot,
+                full_slot=full_slot,
                 stored_position=stored.position,
                 stored_token=stored.token,
                 stored_chain=stored.chain,

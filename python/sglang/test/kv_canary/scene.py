@@ -55,11 +55,18 @@ class Scene(World):
         known: Sequence[int] = (),
         mode: Mode = Mode.EXTEND,
         content: bool = True,
+        swa_out_slots: Sequence[int] | None = None,
     ) -> list[Violation]:
-        """A forward of one request. `known`: the tokens from position 0 that the host has for it."""
+        """A forward of one request. `known`: the tokens from position 0 that the host has for it.
+
+        `swa_out_slots`: where attention stores the tokens in the SWA pool, if that is known ahead.
+        """
         request = Request(row, prefix, len(tokens), 0, 0, tuple(known))
         positions = tuple(positions or range(prefix, prefix + len(tokens)))
-        forward = Forward((request,), tuple(tokens), positions, tuple(slots), mode)
+        located = None if swa_out_slots is None else tuple(swa_out_slots)
+        forward = Forward(
+            (request,), tuple(tokens), positions, tuple(slots), mode, swa_out_slots=located
+        )
         return self.run(forward, content=content)
 
     def verify_drafts(

@@ -10,10 +10,21 @@ from pathlib import Path
 
 import torch
 
-from sglang.test.kv_canary.tiny_models import TINY_LLAMA, _write
+from sglang.test.kv_canary.tiny_models import TINY_GEMMA4, TINY_LLAMA, _write
 
 # One head: interpreted attention kernels cost some milliseconds per head.
 _CONFIG = {**TINY_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1}
+_GEMMA4 = {
+    **TINY_GEMMA4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_global_key_value_heads": 1,
+    "swa_num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "tie_word_embeddings": False,
+}
 _HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
 _LOGIT = 12.0  # of the successor; a random other token has a few at most
 
@@ -77,7 +88,35 @@ def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
     return _save(folder, _CONFIG, weights)
 
 
+def write_scripted_gemma4(folder: str | Path) -> str:
+    """The same as a Gemma 4: one layer that sees 16 tokens, one that sees all, an SWA pool. Returns the path."""
+    config = _GEMMA4
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+    for layer in range(config["num_hidden_layers"]):
+        weights |= _layer(config, f"model.layers.{layer}.", seed=layer)
+    return _save(folder, config, weights)
+
+
 OFTEN_RIGHT = 0.27  # 7 of 10 tokens; the second guess is right for one of the others
+
+
+def write_scripted_gemma4_assistant(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
+    """A draft model for it that attends to its K and V and stores none (FROZEN_KV_MTP). Returns the path."""
+    config = {
+        **_GEMMA4,
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "backbone_hidden_size": _HIDDEN,
+    }
+    weights = {
+        # The embedding of the token, and nothing of the hidden state before it.
+        "pre_projection.weight": torch.cat([_blurred(blur), torch.zeros(_HIDDEN, _HIDDEN)], 1),
+        "post_projection.weight": torch.eye(_HIDDEN),
+        "model.embed_tokens.weight": _embeddings(),
+        "lm_head.weight": _head(successor()),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        weights |= _layer(config, f"model.layers.{layer}.", seed=20 + layer)
+    return _save(folder, config, weights)
 
 
 def write_scripted_eagle(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:

@@ -13,28 +13,35 @@ import tempfile
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
 from sglang.test.kv_canary.fill_ins import plugin_path
 from sglang.test.kv_canary.mode_config import ModeConfig, server_args_of
 
 T = TypeVar("T")
-STARTUP_TIMEOUT_S = 240.0
+STARTUP_TIMEOUT_S = 600.0  # a loaded machine reads what it imports from disk each time
 REQUEST_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds over what takes an idle one milliseconds
 POLL_S = 0.01
+# A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
+SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
+# Below what Linux hands out on its own (from 32768): another process could get such a port before the server binds it.
+SERVER_PORTS = range(11_000, 21_000)
+GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
 
 
 class Serving(ABC):
     """What an engine and a server have in common: a folder with the model, the events and the controls.
 
     A context manager. `flags` are fields of `ServerArgs` that override the mode's; `env` is added to the
-    environment of the processes that serve.
+    environment of the processes that serve; `plugins` are functions that these processes load as plugins of SGLang.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class Serving(ABC):
         mode: ModeConfig,
         flags: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        plugins: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.mode = mode
         self._temporary = tempfile.TemporaryDirectory(prefix="kv_canary_e2e_")
@@ -51,6 +59,7 @@ class Serving(ABC):
         self.controls.mkdir()
         self.server_args = {
             "model_path": mode.write_model(self.folder / "model"),
+            "port": free_port(),
             **server_args_of(mode),
             **(flags or {}),
         }
@@ -63,8 +72,12 @@ class Serving(ABC):
             **mode.env,
             **(env or {}),
         }
-        if mode.cpu_fill_ins and not torch.cuda.is_available():
-            self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", mode.cpu_fill_ins)
+        fill_ins = () if torch.cuda.is_available() else mode.cpu_fill_ins
+        if fill_ins or plugins:
+            self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", (*fill_ins, *plugins))
+        if len(str(self.folder)) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES:
+            self.env["TMPDIR"] = str(self.folder)  # what the processes leave behind goes with it
+            self.env["TORCHINDUCTOR_CACHE_DIR"] = cache_dir()  # but not what they have compiled
         self._commands = 0
 
     # Serving
@@ -79,6 +92,11 @@ class Serving(ABC):
     @abstractmethod
     def alive(self) -> bool:
         """Whether it still serves."""
+
+    @property
+    @abstractmethod
+    def stderr(self) -> str:
+        """What it has written there, where that is not this process's own."""
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -107,38 +125,61 @@ class Serving(ABC):
 
     # Faults
 
-    def send(self, fault: str, rank: int = 0, role: str = "target", **args: Any) -> Injection:
+    def send(
+        self, fault: str, rank: int = 0, role: str = "target", pp_rank: int = 0, **args: Any
+    ) -> Injection:
         """Ask the scheduler process for `fault`; see `perturb.faults`. It may have to wait for a request."""
         self._commands += 1
         command = Command(f"{self._commands:04d}-{fault}", fault, args)
-        controls = ControlFolder(self.controls, address_of(role, rank))
+        controls = ControlFolder(self.controls, address_of(role, rank, pp_rank))
         controls.send(command)
-        return Injection(controls, command)
+        return Injection(self, controls, command)
+
+    def wait_for(
+        self,
+        found: Callable[[], T | None],
+        what: str,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        poll_s: float = POLL_S,
+    ) -> T:
+        """What `found` returns once it is true. Raises TimeoutError, or RuntimeError at once when nothing serves."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = self.alive
+            if value := found():
+                return value
+            if not alive:
+                raise RuntimeError(f"the server ended before {what}:\n{self.stderr}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+            time.sleep(poll_s)
 
 
 class Injection:
     """A command on its way."""
 
-    def __init__(self, controls: ControlFolder, command: Command) -> None:
-        self._controls, self.command = controls, command
+    def __init__(self, serving: Serving, controls: ControlFolder, command: Command) -> None:
+        self._serving, self._controls, self.command = serving, controls, command
 
     def withdraw(self) -> None:
         """Does nothing when it has been executed."""
         if self._controls.answer(self.command.name) is None:
             self._controls.withdraw(self.command.name)
 
-    async def executed(self, timeout_s: float = 30.0) -> dict[str, Any]:
+    async def executed(self) -> dict[str, Any]:
         """`answer` for code that must let requests go on meanwhile."""
-        return await asyncio.to_thread(self.answer, timeout_s)
+        return await asyncio.to_thread(self.answer)
 
-    def answer(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """What was done. Raises TimeoutError when it never could, RuntimeError when it failed."""
-        deadline = time.monotonic() + timeout_s
-        while (answer := self._controls.answer(self.command.name)) is None:
-            if time.monotonic() > deadline:
-                self._controls.withdraw(self.command.name)
-                raise TimeoutError(f"{self.command} was not executed within {timeout_s:g} s")
-            time.sleep(POLL_S)
+    def answer(self) -> dict[str, Any]:
+        """What was done. Raises TimeoutError when it never could, RuntimeError when it failed or nothing serves."""
+        name = self.command.name
+        try:
+            answer = self._serving.wait_for(
+                lambda: self._controls.answer(name), f"{self.command} was executed"
+            )
+        except TimeoutError:
+            self._controls.withdraw(name)
+            raise
         if "error" in answer:
             raise RuntimeError(f"{self.command} failed: {answer['error']}")
         return answer
@@ -161,6 +202,10 @@ class CanaryEngine(Serving):
     @property
     def alive(self) -> bool:
         return True  # the death of a scheduler ends this process, too
+
+    @property
+    def stderr(self) -> str:
+        return ""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.engine.loop.run_until_complete(work)
@@ -186,9 +231,8 @@ class CanaryServer(Serving):
     """`python -m sglang.launch_server`, with its output in `stderr` and `stdout` of the folder."""
 
     def __enter__(self) -> CanaryServer:
-        self.port = _free_port()
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
-        flags = command_line({**self.server_args, "port": self.port})
+        flags = command_line(self.server_args)
         with (self.folder / "stdout").open("w") as out, (self.folder / "stderr").open("w") as err:
             self.process = subprocess.Popen(
                 [*command, *flags], stdout=out, stderr=err, env={**os.environ, **self.env}
@@ -212,7 +256,7 @@ class CanaryServer(Serving):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.server_args['port']}"
 
     @property
     def stderr(self) -> str:
@@ -223,12 +267,28 @@ class CanaryServer(Serving):
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return json.loads(answer.read())
 
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a POST of JSON: parsed where it is JSON, else text. Raises HTTPError for an error status."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def with_session() -> T:
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-            async with aiohttp.ClientSession(timeout=timeout) as self._session:
+            # Else a request may go out on a connection that the server, which keeps idle ones for 5 s, is closing.
+            once = aiohttp.TCPConnector(force_close=True)
+            async with aiohttp.ClientSession(timeout=timeout, connector=once) as self._session:
                 return await work
 
         return asyncio.run(with_session())
@@ -295,21 +355,31 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _free_port() -> int:
-    """Below 50000: SGLang adds 10000 to it for its gRPC port."""
+def free_port() -> int:
+    """A port for a server that is free on this machine, as is the one that SGLang adds for gRPC."""
     while True:
-        port = random.randrange(20000, 50000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+        port = random.choice(SERVER_PORTS)
+        if _can_bind(port) and _can_bind(port + GRPC_PORT_OFFSET):
+            return port
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _kill_tree(pid: int) -> None:
     import psutil
 
     parent = psutil.Process(pid)
-    for process in [*parent.children(recursive=True), parent]:
+    processes = [*parent.children(recursive=True), parent]
+    for process in processes:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    psutil.wait_procs(processes, timeout=30)  # none of them writes to the folder any more

@@ -22,8 +22,10 @@ from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.violation import Violation
 from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
+from sglang.srt.kv_canary.wiring import speculative
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.kv_canary.pool_fixtures import make_mha_pool
@@ -54,12 +56,15 @@ class SpecRig:
         self.reported: list[tuple[str, Violation]] = []
         self.target = self._manager("target", self.target_pool)
         self.draft = self._manager("draft", self.draft_pool, chain_to_target)
+        self.worker = SimpleNamespace(draft_runner=SimpleNamespace(pool=self.draft_pool))
+        self.media: list[object] | None = None  # of the batches to come, as SGLang has them
         self.tokens: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
 
     def __enter__(self) -> SpecRig:
-        for manager, pool in ((self.target, self.target_pool), (self.draft, self.draft_pool)):
-            context.add(manager, SimpleNamespace(pool=pool))
+        context.add(self.target, SimpleNamespace(pool=self.target_pool))
+        context.add(self.draft, self.worker.draft_runner)
+        for manager in context.managers:
             manager.mark_init_finished()
         watch_allocator(self.allocator)
         return self
@@ -69,6 +74,7 @@ class SpecRig:
         context.by_runner.clear()
         context.allocator_kinds.clear()
         context.allocators.clear()
+        context.requests = []
 
     def _manager(self, role: str, pool: Any, chained: bool = False) -> CanaryManager:
         is_draft, rows = role == "draft", self.rows.req_to_token
@@ -123,6 +129,7 @@ class SpecRig:
             ends.append(start + sum(chunks[: len(ends)]) + length)
         for end in [*ends, len(prompt)]:
             slots = self.allocate(row, start, end)
+            context.requests = [SimpleNamespace(fill_ids=list(prompt[:end]))]
             part = list(prompt[start:end])
             self._extend(self.target, row, start, part, slots, self.target_pool)
             rotated = [*part[1:], prediction]
@@ -197,7 +204,23 @@ class SpecRig:
             ForwardMode.DRAFT_EXTEND, rows, [t for a in accepted for t in a], positions, slots
         )
         batch.seq_lens = torch.tensor(lengths)
-        batch.extend_seq_lens = torch.tensor([len(a) for a in accepted], dtype=torch.int32)
+        batch.input_ids = batch.input_ids.int()
+        counts = torch.tensor([len(a) for a in accepted], dtype=torch.int32)
+        batch.extend_seq_lens = counts
+        batch.extend_start_loc = (counts.cumsum(0) - counts).int()
+        with self.draft.with_ops_outside_graph():
+            self._forward(self.draft, batch, self.draft_pool)
+
+    def draft_extend_v2(self, rows: Sequence[int], predicted: Sequence[Sequence[int]]) -> None:
+        """v2: feed the draft model as many tokens per row as were verified, the rejected ones as well."""
+        width = self.shape.draft_tokens
+        spans = [range(self.lengths[row], self.lengths[row] + width) for row in rows]
+        slots = torch.cat([self._slots(r, s) for r, s in zip(rows, spans, strict=True)])
+        positions = [p for span in spans for p in span]
+        tokens = [t for row in predicted for t in row]
+        batch = self._batch(ForwardMode.DRAFT_EXTEND_V2, rows, tokens, positions, slots)
+        batch.input_ids = batch.input_ids.int()
+        batch.seq_lens = torch.tensor([span.stop for span in spans])
         with self.draft.with_ops_outside_graph():
             self._forward(self.draft, batch, self.draft_pool)
 
@@ -215,13 +238,27 @@ class SpecRig:
         return self.rows.req_to_token[row, positions.start : positions.stop].long()
 
     def _extend(self, manager, row, start, tokens, slots, pool) -> None:
+        """A prefill of `context.requests`, whose tokens both runners may compare."""
         positions = range(start, start + len(tokens))
         batch = self._batch(ForwardMode.EXTEND, [row], tokens, positions, slots)
-        batch.extend_prefix_lens = torch.tensor([start])
-        batch.extend_seq_lens = torch.tensor([len(tokens)])
-        batch.extend_start_loc = torch.tensor([0])
-        with manager.with_ops_outside_graph():
-            self._forward(manager, batch, pool)
+        batch.extend_prefix_lens = torch.tensor([start], dtype=torch.int32)
+        batch.extend_seq_lens = torch.tensor([len(tokens)], dtype=torch.int32)
+        batch.extend_start_loc = torch.tensor([0], dtype=torch.int32)
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [start], [len(tokens)]
+        if manager is self.target:
+            expected = expected_tokens_of(manager, batch, context.requests)
+            with manager.with_ops_outside_graph(expected=expected):
+                self._forward(manager, batch, pool)
+            return
+        scheduled = SimpleNamespace(
+            extend_prefix_lens=[start],
+            extend_seq_lens=[len(tokens)],
+            input_embeds=None,
+            multimodal_inputs=self.media,
+        )
+        speculative._around_draft_prefill(
+            lambda *_: self._forward(manager, batch, pool), self.worker, scheduled
+        )
 
     def _batch(self, mode, rows, tokens, positions, slots) -> ForwardBatch:
         return ForwardBatch(
@@ -250,6 +287,36 @@ class SpecRig:
             for _ in range(3):
                 manager.on_idle()
         return {(role, v.tag, reason) for role, v in self.reported for reason in v.reasons}
+
+
+def scratch(rig: SpecRig, row: int) -> torch.Tensor:
+    """v1's slots of one draft: allocated, and given back before they are used. int64[1, topk, steps]."""
+    before = rig.allocator.backup_state()
+    slots = rig.allocator.alloc(rig.shape.topk * rig.shape.num_steps)
+    rig.allocator.restore_state(before)
+    start = rig.lengths[row]
+    rig.rows.req_to_token[row, start : start + len(slots)] = slots.int()
+    return slots.view(1, rig.shape.topk, rig.shape.num_steps)
+
+
+def v1_step(rig: SpecRig, row: int, drafts: list[int], tree, path: list[int], bonus: int) -> None:
+    """One step of v1 in which the draft tokens of `path` (numbers in the tree, 0 first) are accepted."""
+    rig.draft_decode([row], scratch(rig, row))
+    slots = rig.verify([row], [drafts], tree)[0]
+    tokens = [([rig.bonus(row), *drafts])[i] for i in path[1:]] + [bonus]
+    accept(rig, row, slots, path)
+    rig.draft_extend([row], [tokens])
+    rig.accept(row, tokens)
+
+
+def accept(rig: SpecRig, row: int, slots: torch.Tensor, path: list[int]) -> None:
+    """What SGLang's v1 does behind a verify: unfilled for the draft, rejected slots freed, the row compacted."""
+    verified = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.TARGET_VERIFY)
+    speculative._around_accept(lambda *_: None, None, verified)
+    rejected = [i for i in range(len(slots)) if i not in path]
+    rig.allocator.free(slots[rejected])
+    start = rig.lengths[row]
+    rig.rows.req_to_token[row, start : start + len(path)] = slots[path].int()
 
 
 def _linked(tree: Sequence[int], copies: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = [
+    "tiny_llama_weights",
     "write_tiny_deepseek_v2",
     "write_tiny_gemma4",
     "write_tiny_llama",
+    "write_tiny_llama_checkpoint",
     "write_tiny_whisper",
 ]
 
@@ -140,6 +144,75 @@ TINY_DEEPSEEK_V2 = {
 }
 
 
+# The kernels of DeepSeek-V4 are made for its widths, so only layers, experts and the vocabulary are few. FP8 weights:
+# about 0.4 GB of experts and 0.2 GB of attention a layer.
+SHORT_DEEPSEEK_V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 512,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+    "compress_ratios": [0, 4, 128, 4],
+    "compress_rope_theta": 160000,
+    "sliding_window": 128,
+    "window_size": 128,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "num_hash_layers": 0,
+    "n_hash_layers": 0,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "vocab_size": 512,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
 def write_tiny_llama(folder: str | Path) -> str:
     """Write the config of a 2-layer Llama (MHA pool, 2 KV heads of 16) into `folder`; returns the path.
 
@@ -147,6 +220,43 @@ def write_tiny_llama(folder: str | Path) -> str:
     and send `input_ids` below 512.
     """
     return _write(folder, TINY_LLAMA)
+
+
+def tiny_llama_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Random weights of the tiny Llama under the names that checkpoints have."""
+    config, generator = TINY_LLAMA, torch.Generator().manual_seed(seed)
+    hidden, inner, vocab = (
+        config[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
+    shapes["lm_head"] = (vocab, hidden)
+    for i in range(config["num_hidden_layers"]):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    return {
+        f"{name}.weight": 0.1 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def write_tiny_llama_checkpoint(folder: str | Path, seed: int) -> str:
+    """Write the tiny Llama with `tiny_llama_weights(seed)` into `folder`; returns the path."""
+    from safetensors.torch import save_file
+
+    path = write_tiny_llama(folder)
+    save_file(tiny_llama_weights(seed), Path(path) / "model.safetensors")
+    return path
 
 
 def write_tiny_whisper(folder: str | Path) -> str:
@@ -165,6 +275,11 @@ def write_tiny_gemma4(folder: str | Path) -> str:
 def write_tiny_deepseek_v2(folder: str | Path) -> str:
     """Write the config of a 2-layer dense DeepSeek-V2 (MLA pool, 256 + 32 values a slot) into `folder`."""
     return _write(folder, TINY_DEEPSEEK_V2)
+
+
+def write_short_deepseek_v4(folder: str | Path) -> str:
+    """Write the config of a 4-layer DeepSeek-V4 of the real widths into `folder`: SWA, c4, c128 and indexer rows."""
+    return _write(folder, SHORT_DEEPSEEK_V4)
 
 
 def _write(folder: str | Path, config: dict[str, Any]) -> str:

@@ -79,6 +79,7 @@ class WorldSpec:
     v_shapes: str = "two layers"
     content_mode: ContentMode = ContentMode.ALL
     swa_slots: int = 0  # 0: no SWA group
+    stride: int = 1  # above 1: one more group, a slot of which stands for so many tokens
     has_draft: bool = False  # one more group, whose chains step from the FULL group's
     window: int = 6
     token_offset: int = 0
@@ -150,6 +151,7 @@ class GroupWorld:
             g.kv_token_id_vs_position_offset,
             self.lut,
             content,
+            stride=g.stride,
         )
 
     def upload(self) -> None:
@@ -162,13 +164,20 @@ class GroupWorld:
 
 
 def _build_group(
-    spec: WorldSpec, kind: PoolKind, num_slots: int, device: str, **options
+    spec: WorldSpec,
+    kind: PoolKind,
+    num_slots: int,
+    device: str,
+    has_v: bool | None = None,
+    **options,
 ) -> GroupWorld:
+    has_v = spec.has_v if has_v is None else has_v
+
     def records() -> torch.Tensor:
         return torch.zeros(num_slots, record.RECORD_WORDS, dtype=torch.int64, device=device)
 
     shapes = {"K": CONTENT_SHAPES[spec.k_shapes]}
-    if spec.has_v:
+    if has_v:
         shapes["V"] = CONTENT_SHAPES[spec.v_shapes]
     memories = {h: tuple(Memory(s, num_slots, device) for s in ss) for h, ss in shapes.items()}
     sources = {half: tuple(m.source() for m in ms) for half, ms in memories.items()}
@@ -176,8 +185,8 @@ def _build_group(
         kind,
         records(),
         records(),
-        records() if spec.has_v else None,
-        records() if spec.has_v else None,
+        records() if has_v else None,
+        records() if has_v else None,
         kv_token_id_vs_position_offset=spec.token_offset,
         k_content=sources["K"],
         v_content=sources.get("V", ()),
@@ -199,6 +208,12 @@ def _build_draft_group(spec: WorldSpec, target: CanaryBufferGroup, device: str) 
     """Under another kind than the target's, so that the two have counters of their own in one state."""
     options = {"chain_source": target.k_head}
     return _build_group(spec, PoolKind.INDEXER, spec.num_slots, device, **options)
+
+
+def _build_strided_group(spec: WorldSpec, base: CanaryBufferGroup, device: str) -> GroupWorld:
+    options = {"stride": spec.stride, "chain_base": base}
+    slots = spec.num_slots // spec.stride
+    return _build_group(spec, PoolKind.C4, slots, device, has_v=False, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +254,11 @@ class World:
             self.groups.append(self.swa)
         if spec.has_draft:
             self.groups.append(_build_draft_group(spec, self.full.group, self.device))
+        self.strided: GroupWorld | None = None
+        if spec.stride > 1:
+            base = (self.swa or self.full).group
+            self.strided = _build_strided_group(spec, base, self.device)
+            self.groups.append(self.strided)
         self.state = CanaryDeviceState.allocate(_capacities(spec), self.device)
         self.table = [[0] * spec.context_len for _ in range(spec.request_rows)]
         self.anchors = [0] * spec.request_rows
@@ -253,6 +273,8 @@ class World:
         for g, model in zip(self.groups, models, strict=True):
             if g.group.chain_source is not None:
                 model.chain_source = models[0].records["K", "HEAD"]
+            if g.group.stride > 1:
+                model.base = models[1 if self.swa else 0]
         return Oracle(
             models,
             self.table,
@@ -286,6 +308,7 @@ class World:
             requests[0].count if uniform else 0,
             forward.mode,
             self._parents(forward),
+            self._swa_out_cache_loc(forward),
         )
         verify = VerifyPlan(
             self._index([r.row for r in requests]),
@@ -301,6 +324,11 @@ class World:
         if forward.parents is None:
             return None
         return torch.tensor(forward.parents, dtype=torch.int32, device=self.device)
+
+    def _swa_out_cache_loc(self, forward: Forward) -> torch.Tensor | None:
+        if forward.swa_out_slots is None:
+            return None
+        return torch.tensor(forward.swa_out_slots, dtype=torch.int32, device=self.device)
 
     def _index(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=self.spec.index_dtype, device=self.device)
@@ -333,7 +361,7 @@ class World:
             self.kernels.check_list_content(plan, g.group, self.state, self.spec.content_mode)
 
     def event(self, kind: SlotEventKind, slots: Sequence[int] | None, g: GroupWorld) -> None:
-        """An allocator event on slots of the group's own slot space."""
+        """An allocator event, on slots as the allocator of the group's slots knows them."""
         tensor = None if slots is None else self._index(slots)
         self.kernels.apply_slot_event(kind, tensor, g.group, self.state, self.spec.page_size)
 

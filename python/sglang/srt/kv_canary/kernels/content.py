@@ -18,7 +18,7 @@ from sglang.srt.kv_canary.kernels.content_kernel import (
     fingerprint_kernel,
 )
 from sglang.srt.kv_canary.kernels.device_content import TABLE_COLUMNS
-from sglang.srt.kv_canary.kernels.forward import (
+from sglang.srt.kv_canary.kernels.launch import (
     INT32_MAX,
     batch_vector,
     dense,
@@ -165,13 +165,17 @@ def check_and_write_content(
         visits = min(
             plan.batch_size * -(-context // slots), budget // slots + 1 + 2 * plan.batch_size
         )
-        items = len(halves) * (visits + -(-plan.num_tokens // slots))
+        writes = -(-plan.num_tokens // slots)
+        if group.stride != 1:
+            writes = plan.num_tokens // (group.stride * slots) + plan.batch_size
+        items = len(halves) * (visits + writes)
         content_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
             state.summary,
             state.violations.rows,
             dense(plan.verify.rows),
             dense(plan.verify.base_lens),
             dense(plan.write.ext_lens),
+            None if group.stride == 1 else dense(plan.write.starts),
             dense(plan.write.out_cache_loc),
             plan.req_to_token,
             group.swa_index_lut,

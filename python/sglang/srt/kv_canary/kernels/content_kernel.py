@@ -28,7 +28,8 @@ from sglang.srt.kv_canary.kernels.device_record import (
     token_of,
     translate,
 )
-from sglang.srt.kv_canary.kernels.device_spans import Batch, item_of, request_at, split
+from sglang.srt.kv_canary.kernels.device_spans import Batch, item_of, request_at, split, turn_of
+from sglang.srt.kv_canary.kernels.device_strided import completed_by
 from sglang.srt.kv_canary.kernels.jit import jit, sum_of
 
 
@@ -73,16 +74,39 @@ def _write(forward, words, usable, now):
 
 
 @jit
-def _turn_slots(batch, index, piece, phase, every, SLOTS: tl.constexpr):
-    """(full slots, row) of the `piece`-th SLOTS prefix positions of request `index` whose turn it is; 0 beyond."""
+def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: tl.constexpr):
+    """(full slots, row) of the `piece`-th SLOTS prefix positions of request `index` whose turn it is; 0 beyond.
+
+    Of strided groups it is the turn of slots, each found through its first token.
+    """
     row = tl.load(batch.rows + index).to(tl.int64)
     end = tl.load(batch.base_lens + index).to(tl.int64) + batch.prefix_delta
     start = tl.maximum(end - batch.window, 0).to(tl.int32)
+    if STRIDE != 1:
+        end = end // STRIDE
+        start = start // STRIDE
     turn = start + (phase + every - start % every) % every
     # 64 bits: the last lanes may lie far beyond the request.
     position = turn + (piece * SLOTS + tl.arange(0, SLOTS)).to(tl.int64) * every
-    at = batch.req_to_token + row * batch.row_stride + position
+    at = batch.req_to_token + row * batch.row_stride + position * STRIDE
     return tl.load(at, mask=position < end, other=0).to(tl.int64), row
+
+
+@jit
+def _completed_slots(
+    batch,
+    starts,
+    out_cache_loc,
+    num_tokens,
+    index,
+    piece,
+    STRIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Full slots of the last tokens of the piece-th SLOTS slots that request `index` completes; 0 beyond."""
+    _, _, at, lanes = completed_by(batch, starts, num_tokens, index, piece, STRIDE, SLOTS)
+    full = tl.load(out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
+    return tl.where(full % STRIDE == STRIDE - 1, full, 0)
 
 
 CONTENT_INTEGERS = [
@@ -107,7 +131,7 @@ CONTENT_INTEGERS = [
 
 @jit(
     do_not_specialize=CONTENT_INTEGERS,
-    do_not_specialize_on_alignment=["rows", "base_lens", "ext_lens", "out_cache_loc"],
+    do_not_specialize_on_alignment=["rows", "base_lens", "ext_lens", "starts", "out_cache_loc"],
 )
 def content_kernel(
     summary,
@@ -115,6 +139,7 @@ def content_kernel(
     rows,
     base_lens,
     ext_lens,
+    starts,  # of strided groups, else None
     out_cache_loc,
     req_to_token,
     lut,
@@ -172,13 +197,19 @@ def content_kernel(
     offset = half_offset(records, second_records)
 
     request = tl.arange(0, BATCH)
-    _, prefix, _, valid = request_at(batch, request)
+    _, prefix, new, valid = request_at(batch, request)
     start = tl.maximum(prefix - window, 0)
+    if STRIDE != 1:
+        completed = tl.where(valid, (prefix + new) // STRIDE - prefix // STRIDE, 0).to(tl.int32)
+        write_groups = (completed + (SLOTS - 1)) // SLOTS
+        first_writes, writes = split(write_groups)
+        prefix = prefix // STRIDE
+        start = start // STRIDE
+    else:
+        writes = (num_tokens + (SLOTS - 1)) // SLOTS
     eligible = sum_of(tl.where(valid, prefix - start, 0), 0)
     every = tl.maximum((eligible + budget_slots - 1) // budget_slots, 1).to(tl.int32)
-    phase = every * 0
-    if every > 1:
-        phase = (forward % every).to(tl.int32)
+    phase = turn_of(forward, every)
     end = tl.where(valid, prefix, 0).to(tl.int32)
     start = tl.where(valid, start, 0).to(tl.int32)
     # First position from `start` on whose turn it is: positions p with p % every == phase.
@@ -186,7 +217,6 @@ def content_kernel(
     turns = tl.maximum(end - turn + every - 1, 0) // every
     groups = (turns + (SLOTS - 1)) // SLOTS
     first_groups, visits = split(groups)
-    writes = (num_tokens + (SLOTS - 1)) // SLOTS
     items = tl.where(armed, (visits + writes) * HALVES, 0)
 
     checked = tl.full([], 0, tl.int32)
@@ -198,11 +228,25 @@ def content_kernel(
         piece = item // HALVES
         if piece < visits:
             index, first = item_of(piece, first_groups, groups, request)
-            full, row = _turn_slots(batch, index, piece - first, phase, every, SLOTS)
+            full, row = _turn_slots(batch, index, piece - first, phase, every, STRIDE, SLOTS)
         else:
-            token = (piece - visits) * SLOTS + tl.arange(0, SLOTS)
-            full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
             row = tl.full([], 0, tl.int64)
+            piece_written = piece - visits
+            if STRIDE == 1:
+                token = piece_written * SLOTS + tl.arange(0, SLOTS)
+                full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
+            else:
+                index, first = item_of(piece_written, first_writes, write_groups, request)
+                full = _completed_slots(
+                    batch,
+                    starts,
+                    out_cache_loc,
+                    num_tokens,
+                    index,
+                    piece_written - first,
+                    STRIDE,
+                    SLOTS,
+                )
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
         now = fingerprint(

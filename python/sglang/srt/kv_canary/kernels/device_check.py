@@ -34,7 +34,26 @@ from sglang.srt.kv_canary.kernels.jit import jit, sum_of
 
 
 @jit
-def suspicious(records, chained_to, slots, prev_slots, positions, anchors, expected_tokens):
+def chain_fold(chain, previous, STRIDE: tl.constexpr):
+    """`record.chain_fold` of int64 lanes, as int64."""
+    power = tl.full([], MULTIPLIER, tl.int64)
+    for bit in tl.static_range(1, 16):
+        if (STRIDE >> bit) != 0:  # strides are powers of two
+            power = power * power
+    return token_of(mix64(chain - previous * power))
+
+
+@jit
+def suspicious(
+    records,
+    chained_to,
+    slots,
+    prev_slots,
+    positions,
+    anchors,
+    expected_tokens,
+    STRIDE: tl.constexpr = 1,
+):
     """Lanes that may be bad. `slots` are readable; the rest as in `report_lanes`.
 
     Returns (suspicious, identity, chain, writer, previous chain). A predecessor that is not live counts as
@@ -47,11 +66,14 @@ def suspicious(records, chained_to, slots, prev_slots, positions, anchors, expec
     has_prev = prev_slots >= 0
     previous = tl.load(chained_to + prev_slots * WORDS + CHAIN, mask=has_prev, other=0)
     previous = tl.where(prev_slots == PREV_ANCHOR, anchors, previous)
-    expected = previous * MULTIPLIER + mix64(identity)
+    if STRIDE == 1:
+        broken = chain != previous * MULTIPLIER + mix64(identity)
+    else:
+        broken = token_of(identity) != chain_fold(chain, previous, STRIDE)
     chained = has_prev | (prev_slots == PREV_ANCHOR)
     state = state_of(writer)
     bad = (state != LIVE) | (position_of(identity) != positions)
-    bad = bad | (chained & (chain != expected))
+    bad = bad | (chained & broken)
     bad = bad | ((expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens))
     return bad & (state != UNFILLED), identity, chain, writer, previous
 
@@ -71,11 +93,12 @@ def report_lanes(
     expected_tokens,
     rows,
     lane_reasons,
+    STRIDE: tl.constexpr = 1,
 ):
     """Check `lanes` exactly and append what fails.
 
     `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
-    (int32) are not read.
+    (int32) are not read. With a stride the rows' tokens are folds of chains (`record.chain_fold`).
     """
     readable = lanes & (lane_reasons == 0)
     words = records + tl.where(readable, slots, 0) * WORDS
@@ -91,19 +114,26 @@ def report_lanes(
     from_anchor = prev_slots == PREV_ANCHOR
     previous = tl.where(from_anchor, anchors, previous)
     chained = readable & ((has_prev & prev_live) | from_anchor)
-    expected_chain = tl.where(chained, previous * MULTIPLIER + mix64(identity), UNKNOWN)
+    if STRIDE == 1:
+        expected_chain = tl.where(chained, previous * MULTIPLIER + mix64(identity), UNKNOWN)
+        # UNKNOWN doubles as "no chain to compare", as in the reference.
+        wrong_chain = (expected_chain != UNKNOWN) & (chain != expected_chain)
+    else:
+        expected_chain = tl.full(chain.shape, UNKNOWN, tl.int64)
+        fold = chain_fold(chain, previous, STRIDE)
+        wrong_chain = chained & (token_of(identity) != fold)
 
     state = state_of(writer)
     not_live = state_reasons(state)
     reasons = tl.where(position_of(identity) != positions, BAD_POSITION, 0)
     wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
     reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)
-    # UNKNOWN doubles as "no chain to compare", as in the reference.
-    wrong_chain = (expected_chain != UNKNOWN) & (chain != expected_chain)
     reasons = reasons | tl.where(wrong_chain, BAD_CHAIN, 0)
     reasons = tl.where(state == LIVE, reasons, not_live)
     reasons = tl.where(readable, reasons, lane_reasons)
     reasons = tl.where(lanes, reasons, 0)
+    if STRIDE != 1:
+        expected_tokens = tl.where(chained, fold, UNKNOWN)
     freed = readable & ((not_live == BAD_FREED) | (not_live == BAD_ALLOCATED))
 
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:

@@ -49,6 +49,7 @@ BAD_WRITE_POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
 BAD_DOUBLE_FREE = tl.constexpr(int(Reason.DOUBLE_FREE))
 BAD_ROW = tl.constexpr(int(Reason.ROW_OUT_OF_RANGE))
 BAD_LENGTH = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
+BAD_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
 
 MULTIPLIER = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER))
 MULTIPLIER_INVERSE = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER_INVERSE))
@@ -91,6 +92,7 @@ COL_READER_ROW = tl.constexpr(int(Column.READER_ROW))
 COL_READER_FORWARD = tl.constexpr(int(Column.READER_FORWARD))
 COL_WRITER = tl.constexpr(int(Column.WRITER))
 COL_LAST_WRITER = tl.constexpr(int(Column.LAST_WRITER))
+COL_ATTENTION_SLOT = tl.constexpr(int(Column.ATTENTION_SLOT))
 
 
 @jit
@@ -225,10 +227,12 @@ def append_rows(
     reader_row,
     writer,
     last_writer,
+    attention_slot=UNKNOWN,
 ):
     """Append a ring row for each lane with `reasons`. Call it under `if` there are any: it takes a lock.
 
-    The lock keeps rows whole when more rows come in than the ring holds; the newest rows win.
+    The lock keeps rows whole when more rows come in than the ring holds; the newest rows win. The total grows last:
+    the host copies the ring while kernels append to it, and takes every row below the total for written.
     """
     summary, capacity = report.summary, report.capacity
     bad = reasons != 0
@@ -238,7 +242,7 @@ def append_rows(
     taken = tl.full([], 1, tl.int64)
     while tl.atomic_cas(summary + RING_LOCK, free, taken, sem="acquire") != 0:
         pass
-    first = tl.atomic_add(summary + VIOLATIONS, number, sem="relaxed")
+    first = tl.atomic_add(summary + VIOLATIONS, free, sem="relaxed")
     sequence = first + cumsum_of(lanes) - 1
     keep = bad & (sequence >= first + number - capacity)
     row = report.ring + (sequence % capacity) * ROW_COLUMNS
@@ -260,5 +264,7 @@ def append_rows(
     tl.store(row + COL_READER_FORWARD, report.forward, mask=keep)
     tl.store(row + COL_WRITER, writer, mask=keep)
     tl.store(row + COL_LAST_WRITER, last_writer, mask=keep)
+    tl.store(row + COL_ATTENTION_SLOT, attention_slot, mask=keep)
     tl.debug_barrier()
+    tl.atomic_add(summary + VIOLATIONS, number, sem="release")
     tl.atomic_xchg(summary + RING_LOCK, free, sem="release")

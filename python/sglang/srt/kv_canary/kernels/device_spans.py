@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.device_record import UNKNOWN
+from sglang.srt.kv_canary.kernels import layout
+from sglang.srt.kv_canary.kernels.device_record import FORWARD_MASK, UNKNOWN
 from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
+
+TURN_MULTIPLIER = tl.constexpr(layout.TURN_MULTIPLIER)
 
 
 class Batch(NamedTuple):
@@ -37,6 +40,13 @@ class Known(NamedTuple):
     num_spans: Any
     num_tokens: Any
     offset: Any  # slot p holds the token at position p + offset
+
+
+@jit
+def turn_of(forward, every):
+    """`layout.turn_of` of an int64 forward number and an int32 k, as int32."""
+    fraction = (forward * TURN_MULTIPLIER) & FORWARD_MASK
+    return ((fraction * every.to(tl.int64)) >> 32).to(tl.int32)
 
 
 @jit

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from sglang.srt.kv_canary.kernels.device_record import (
     BAD_SLOT,
+    BAD_WRITE_LOCATION,
     BAD_WRITE_POSITION,
     BAD_WRITE_TOKEN,
     CHAIN,
@@ -36,6 +37,7 @@ class Inputs(NamedTuple):
     input_ids: Any
     positions: Any
     out_cache_loc: Any
+    swa_out_cache_loc: Any  # None: not to be compared
     starts: Any
     parents: Any  # None: tokens follow each other
     num_tokens: Any
@@ -56,6 +58,8 @@ def lane_powers(base, BITS: tl.constexpr):
 
 @jit
 def _report_inputs(
+    inputs,
+    at,
     report,
     v_records,
     full,
@@ -73,6 +77,11 @@ def _report_inputs(
     faults = faults | tl.where(position != expected_position, BAD_WRITE_POSITION, 0)
     wrong_token = (expected != UNKNOWN) & (token != expected)
     faults = faults | tl.where(wrong_token, BAD_WRITE_TOKEN, 0)
+    attention_slot = UNKNOWN
+    if inputs.swa_out_cache_loc is not None:
+        attention_slot = tl.load(inputs.swa_out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
+        elsewhere = (attention_slot != slot) & ((slot_reasons & BAD_SLOT) == 0)
+        faults = faults | tl.where(elsewhere, BAD_WRITE_LOCATION, 0)
     faults = tl.where(lanes & (full != 0), faults, 0)
     if sum_of((faults != 0).to(tl.int32), 0) > 0:
         for half in range(1 if v_records is None else 2):
@@ -94,6 +103,7 @@ def _report_inputs(
                 rows,
                 0,
                 0,
+                attention_slot,
             )
 
 
@@ -183,6 +193,8 @@ def write_flat(
     store_record(k_records, slot, keep, identity, chain, writer)
     expected = known_token(known, request, expected_position, lanes)
     _report_inputs(
+        inputs,
+        token_index,
         report,
         v_records,
         full,
@@ -295,6 +307,8 @@ def write_tile(
     expected_position = prefix + in_chunk
     expected = known_token(known, index + lane * 0, expected_position, lanes)
     _report_inputs(
+        inputs,
+        at,
         report,
         v_records,
         full,

@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
-
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Part, Side
+from sglang.srt.kv_canary.kernels import strided
 from sglang.srt.kv_canary.kernels.forward_kernel import forward_kernel
-from sglang.srt.kv_canary.kernels.jit import INTERPRET
+from sglang.srt.kv_canary.kernels.launch import (
+    INT32_MAX,
+    NUM_WARPS,
+    PROGRAMS_PER_SM,
+    batch_vector,
+    dense,
+    full_limit_of,
+    grid_of,
+    verify_items,
+    window_of,
+)
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
 from sglang.srt.kv_canary.plan_input import ForwardPlan, WritePlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
-PROGRAMS_PER_SM = 4
-NUM_WARPS = 4
 TILE_WARPS = 8  # of launches that scan chunks
-INT32_MAX = 2**31 - 1  # larger arguments would change types, and compile a kernel anew
-NO_WINDOW = INT32_MAX
 LONGEST_WALK = 64
-_BATCH_SIZES = (16, 64, 256, 1024, 4096, 16384)  # few, so that serving meets few compilations
-
-
-@lru_cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def grid_of(items: int, device: torch.device, programs_per_sm: int) -> tuple[int]:
-    """A persistent grid for at most `items` work items."""
-    if INTERPRET:
-        return (1,)  # in item order: verify before write, as in the reference
-    return (max(1, min(items, programs_per_sm * sm_count(device))),)
-
-
-def batch_vector(batch_size: int) -> int:
-    """Lanes that hold one request each."""
-    for size in _BATCH_SIZES:
-        if batch_size <= size:
-            return size
-    raise ValueError(f"batch of {batch_size} requests: the kernels take at most {_BATCH_SIZES[-1]}")
-
-
-def full_limit_of(group: CanaryBufferGroup) -> int:
-    """Full slots below this can be translated into the group's slot space."""
-    lut = group.swa_index_lut
-    return group.num_slots * group.stride if lut is None else lut.shape[0]
-
-
-def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`tensor` itself where its elements are adjacent, as nearly always; the kernels take no strides."""
-    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
 def _tile_bits(write: WritePlan) -> int:
@@ -62,31 +33,33 @@ def _tile_bits(write: WritePlan) -> int:
     return WRITE_TILE.bit_length() - 1
 
 
-def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
-    """Prefix tokens that are verified; 0 where an earlier forward of the step did it."""
-    if plan.verify.already_verified:
-        return 0
-    return NO_WINDOW if group.window is None else group.window
-
-
-def verify_items(plan: ForwardPlan, state: CanaryDeviceState) -> int:
-    """No forward visits more blocks than this."""
-    per_request = -(-plan.req_to_token.shape[1] // VERIFY_BLOCK)
-    budget = max(1, state.capacities.verify_budget_slots // VERIFY_BLOCK)
-    return min(plan.batch_size * per_request, budget)
+def _write_items(plan: ForwardPlan, tile_bits: int) -> int:
+    """No forward has more."""
+    if tile_bits:
+        return plan.num_tokens // 2**tile_bits + plan.batch_size
+    return plan.num_tokens // VERIFY_BLOCK + 1
 
 
 def check_and_write(
-    plan: ForwardPlan, group: CanaryBufferGroup, side: Side, state: CanaryDeviceState
+    plan: ForwardPlan,
+    group: CanaryBufferGroup,
+    side: Side,
+    state: CanaryDeviceState,
+    part: Part = Part.BOTH,
 ) -> None:
-    """Verify the prefix of every request and write the records of the forward's new tokens."""
-    head = side is Side.HEAD
+    """Verify the prefix of every request and write the records of the forward's new tokens.
+
+    Where the parts run apart, VERIFY runs between HEAD's and TAIL's WRITE.
+    """
+    if group.stride != 1:
+        strided.check_and_write(plan, group, side, state, part)
+        return
+    head, writes = side is Side.HEAD, Part.WRITE in part
     write, verify, expected = plan.write, plan.verify, plan.expected
-    tile_bits = _tile_bits(write) if head else 0
-    writes = plan.num_tokens // VERIFY_BLOCK + 1
-    if tile_bits:
-        writes = plan.num_tokens // 2**tile_bits + plan.batch_size
-    grid = grid_of(verify_items(plan, state) + writes, plan.req_to_token.device, PROGRAMS_PER_SM)
+    tile_bits = _tile_bits(write) if head and writes else 0
+    items = verify_items(plan, state) if Part.VERIFY in part else 0
+    items += _write_items(plan, tile_bits) if writes else 0
+    grid = grid_of(items, plan.req_to_token.device, PROGRAMS_PER_SM)
     num_rows, context = plan.req_to_token.shape
     forward_kernel[grid](
         state.summary,
@@ -101,6 +74,7 @@ def check_and_write(
         dense(write.input_ids),
         dense(write.positions),
         dense(write.out_cache_loc),
+        dense(write.swa_out_cache_loc) if head and group.swa_index_lut is not None else None,
         plan.req_to_token,
         group.swa_index_lut,
         group.k_head if head else group.k_tail,
@@ -126,10 +100,11 @@ def check_and_write(
         0 if expected is None else expected.spans.shape[0],
         0 if expected is None else expected.tokens.shape[0],
         group.kv_token_id_vs_position_offset,
-        STRIDE=group.stride,
         BATCH=batch_vector(plan.batch_size),
         BLOCK=VERIFY_BLOCK,
         TILE_BITS=tile_bits,
         SINGLE=write.ext_lens is None and write.tokens_per_request == 1,
+        VERIFY=Part.VERIFY in part,
+        WRITE=writes,
         num_warps=TILE_WARPS if tile_bits else NUM_WARPS,
     )

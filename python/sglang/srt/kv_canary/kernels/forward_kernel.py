@@ -42,6 +42,7 @@ from sglang.srt.kv_canary.kernels.device_spans import (
     known_token,
     request_at,
     split,
+    turn_of,
 )
 from sglang.srt.kv_canary.kernels.device_writes import (
     Inputs,
@@ -121,7 +122,7 @@ def _verify_block(
                 row,
                 reasons,
             )
-    if space.lut is None and space.stride == 1:
+    if space.lut is None:
         diverged = tl.full([], 0, tl.int32)
     else:
         diverged = sum_of((lanes & (reasons == 0) & (slot != full)).to(tl.int32), 0)
@@ -129,7 +130,7 @@ def _verify_block(
 
 
 @jit
-def _report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.constexpr):
+def report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.constexpr):
     bad_row = (row < 0) | (row >= batch.num_rows)
     bad_length = (row != 0) & (valid == 0) & (bad_row == 0)
     reasons = tl.where(bad_row, BAD_ROW, tl.where(bad_length, BAD_LENGTH, 0))
@@ -158,7 +159,7 @@ def _report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.
 
 
 @jit
-def _count_launch(
+def count_verified(
     report,
     eligible,
     blocks,
@@ -169,7 +170,10 @@ def _count_launch(
     halves: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count what all programs check together: full blocks visited, less what short last blocks lack."""
+    """Count the launch, and what all programs check together: full blocks visited, less what short last blocks lack.
+
+    A launch that only writes does not count: a lost one shows in the forward counter, a lost check nowhere else.
+    """
     ends = first_blocks + blocks
     visited = (ends - 1 - phase + every) // every - (first_blocks - 1 - phase + every) // every
     last_visited = (blocks > 0) & (((ends - 1) % every) == phase)
@@ -212,6 +216,7 @@ BATCH_VIEWS = [
     "input_ids",
     "positions",
     "out_cache_loc",
+    "swa_out_cache_loc",
     "parents",
     "known_tokens",
 ]
@@ -231,6 +236,7 @@ def forward_kernel(
     input_ids,
     positions,
     out_cache_loc,
+    swa_out_cache_loc,  # where attention stores the tokens; None: not to be compared
     req_to_token,
     lut,
     k_records,
@@ -256,21 +262,25 @@ def forward_kernel(
     num_spans,
     num_known,
     token_offset,
-    STRIDE: tl.constexpr,
     BATCH: tl.constexpr,  # power of two >= batch_size
     BLOCK: tl.constexpr,  # slots per verify item, tokens per decode or TAIL write item
     TILE_BITS: tl.constexpr,  # log2 of the tokens per chunk write item; 0: a lane per token
     SINGLE: tl.constexpr,  # one token per request
+    VERIFY: tl.constexpr,
+    WRITE: tl.constexpr,
 ):
-    """Work items: visited blocks first, then writes; programs take them round robin."""
+    """Programs take the visited blocks, then the writes, round robin."""
     HEAD: tl.constexpr = k_head is None
     halves: tl.constexpr = 1 if v_records is None else 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    forward = tl.load(summary + (FORWARD_DONE if HEAD else FORWARD_RUNNING)) + (1 if HEAD else 0)
+    GIVES_OUT: tl.constexpr = HEAD and WRITE
+    forward = tl.load(summary + (FORWARD_DONE if GIVES_OUT else FORWARD_RUNNING))
+    if GIVES_OUT:
+        forward += 1
     armed = tl.load(summary + ARMED) != 0
     # The word that no program of this launch reads.
-    if program == 0:
+    if WRITE and program == 0:
         if HEAD:
             tl.store(summary + FORWARD_RUNNING, forward)
         else:
@@ -289,10 +299,12 @@ def forward_kernel(
         context,
         window,
     )
-    space = Space(lut, full_limit, num_slots, STRIDE)
+    space = Space(lut, full_limit, num_slots, 1)
     known = Known(known_tokens, known_spans, num_spans, num_known, token_offset)
     report = Report(summary, ring, capacity, tag, forward)
-    inputs = Inputs(input_ids, positions, out_cache_loc, starts, parents, num_tokens, mode)
+    inputs = Inputs(
+        input_ids, positions, out_cache_loc, swa_out_cache_loc, starts, parents, num_tokens, mode
+    )
 
     request = tl.arange(0, BATCH)
     row, prefix, new, valid = request_at(batch, request)
@@ -301,10 +313,10 @@ def forward_kernel(
     blocks = (eligible + (BLOCK - 1)) // BLOCK
     first_blocks, total_blocks = split(blocks)
     every = tl.maximum((total_blocks + budget_blocks - 1) // budget_blocks, 1)
-    phase = every * 0
-    if every > 1:
-        phase = (forward % every).to(tl.int32)
-    visits = tl.maximum(total_blocks - phase + every - 1, 0) // every
+    phase = turn_of(forward, every)
+    visits = total_blocks * 0
+    if VERIFY:
+        visits = tl.maximum(total_blocks - phase + every - 1, 0) // every
     if TILE_BITS == 0:
         writes = (num_tokens + (BLOCK - 1)) // BLOCK
     else:
@@ -312,21 +324,25 @@ def forward_kernel(
         first_tiles, writes = split(tiles)
         powers, tile_power = lane_powers(MULTIPLIER, TILE_BITS)
         inverse_powers, _ = lane_powers(MULTIPLIER_INVERSE, TILE_BITS)
-    items = tl.where(armed, visits + writes, 0)
+    visits = tl.where(armed, visits, 0)
+    writes = tl.where(armed, writes, 0)
 
     # The last program has the fewest items.
     if armed & (program == programs - 1):
-        # Window 0 says that an earlier forward of the step has verified everything.
-        outside = tl.where(valid & (window > 0), window_start, 0)
-        _count_launch(report, eligible, blocks, first_blocks, outside, every, phase, halves, BLOCK)
-        if HEAD:
-            _report_bad_requests(batch, report, row, prefix, valid, request, halves)
+        if VERIFY:
+            # Window 0 says that an earlier forward of the step has verified everything.
+            outside = tl.where(valid & (window > 0), window_start, 0)
+            count_verified(
+                report, eligible, blocks, first_blocks, outside, every, phase, halves, BLOCK
+            )
+        if HEAD and WRITE:
+            report_bad_requests(batch, report, row, prefix, valid, request, halves)
 
     diverged = tl.full([], 0, tl.int32)
     written = tl.full([], 0, tl.int32)
     v_written = tl.full([], 0, tl.int32)
-    for item in range(program, items, programs):
-        if item < visits:
+    if VERIFY:
+        for item in range(program, visits, programs):
             block = phase + item * every
             index, first = item_of(block, first_blocks, blocks, request)
             diverged += _verify_block(
@@ -342,46 +358,49 @@ def forward_kernel(
                 block - first,
                 BLOCK,
             )
-        elif not HEAD:
-            token = (item - visits) * BLOCK + tl.arange(0, BLOCK)
-            full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
-            slot, reasons = translate(space, full)
-            written += copy_head(k_head, k_records, slot, reasons == 0, forward)
-            if halves == 2:
-                v_written += copy_head(v_head, v_records, slot, reasons == 0, forward)
-        elif TILE_BITS == 0:
-            written += write_flat(
-                batch,
-                inputs,
-                space,
-                known,
-                report,
-                anchors,
-                chain_source,
-                k_records,
-                v_records,
-                (item - visits) * BLOCK + tl.arange(0, BLOCK),
-                SINGLE,
-            )
-        else:
-            index, first = item_of(item - visits, first_tiles, tiles, request)
-            written += write_tile(
-                batch,
-                inputs,
-                space,
-                known,
-                report,
-                anchors,
-                chain_source,
-                k_records,
-                v_records,
-                powers,
-                inverse_powers,
-                tile_power,
-                index,
-                item - visits - first,
-                2**TILE_BITS,
-            )
+    if WRITE:
+        first_write = (program + programs - visits % programs) % programs
+        for item in range(first_write, writes, programs):
+            if not HEAD:
+                token = item * BLOCK + tl.arange(0, BLOCK)
+                full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
+                slot, reasons = translate(space, full)
+                written += copy_head(k_head, k_records, slot, reasons == 0, forward)
+                if halves == 2:
+                    v_written += copy_head(v_head, v_records, slot, reasons == 0, forward)
+            elif TILE_BITS == 0:
+                written += write_flat(
+                    batch,
+                    inputs,
+                    space,
+                    known,
+                    report,
+                    anchors,
+                    chain_source,
+                    k_records,
+                    v_records,
+                    item * BLOCK + tl.arange(0, BLOCK),
+                    SINGLE,
+                )
+            else:
+                index, first = item_of(item, first_tiles, tiles, request)
+                written += write_tile(
+                    batch,
+                    inputs,
+                    space,
+                    known,
+                    report,
+                    anchors,
+                    chain_source,
+                    k_records,
+                    v_records,
+                    powers,
+                    inverse_powers,
+                    tile_power,
+                    index,
+                    item - first,
+                    2**TILE_BITS,
+                )
 
     if HEAD and halves == 2:
         v_written = written

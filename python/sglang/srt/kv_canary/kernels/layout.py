@@ -8,6 +8,8 @@ from sglang.srt.kv_canary.record import SECTOR_COST_BYTES
 
 VERIFY_BLOCK = 256  # slots of one request per verify work item
 WRITE_TILE = 1024  # tokens of one request per chain scan work item
+# 2^32 over the golden ratio, whose multiples spread most evenly (Knuth, The Art of Computer Programming 3, 6.4).
+TURN_MULTIPLIER = 0x9E3779B9
 
 
 def blocks_between_visits(total_blocks: int, budget_slots: int) -> int:
@@ -19,6 +21,16 @@ def blocks_between_visits(total_blocks: int, budget_slots: int) -> int:
 def slots_between_visits(total_slots: int, budget_slots: int) -> int:
     """k: the content of every k-th position of a request is re-read."""
     return max(1, -(-total_slots // max(1, budget_slots)))
+
+
+def turn_of(forward: int, k: int) -> int:
+    """Which of the turns 0 .. k - 1 has come in `forward`: forward / golden ratio modulo 1, in k-ths.
+
+    Each comes within 2 k forwards, and within 6 k of those that take part where only every n-th does (draft steps,
+    pipeline stages; n <= 8, k <= 64, counted over 2,000 forwards). forward % k would take k of all, but leave turns out
+    for ever where n and k have a common factor.
+    """
+    return ((forward * TURN_MULTIPLIER & 0xFFFFFFFF) * k) >> 32
 
 
 def content_unit(sources: tuple[ContentSource, ...]) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.forward import dense, grid_of
+from sglang.srt.kv_canary.kernels.launch import dense, grid_of
 from sglang.srt.kv_canary.kernels.slots_kernel import copy_kernel, slot_event_kernel
 from sglang.srt.kv_canary.record import Mode, State
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -16,7 +16,7 @@ BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
 ONE_PROGRAM_SLOTS = 2048  # a FREE of at most so many slots is checked and marked in one launch
-COPY_SLOTS = 2048  # moved in one launch
+COPY_SLOTS = 2048  # moved in one launch, at most
 
 _WRITES: dict[SlotEventKind, tuple[Mode, State]] = {
     SlotEventKind.ALLOC: (Mode.NONE, State.ALLOCATED),
@@ -35,8 +35,8 @@ def apply_slot_event(
 ) -> None:
     """Apply one allocator event to all records of `group`.
 
-    FREE, ALLOC and UNFILL take slots in the group's slot space; a FREE gives back whole pages of `page_size`
-    slots. CLEAR takes None: every slot. Slots outside of the pool are ignored.
+    FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
+    pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
     """
     size = group.num_slots if kind is SlotEventKind.CLEAR else slots.shape[0]
     if size == 0:
@@ -70,6 +70,7 @@ def apply_slot_event(
             CHECK=check,
             MARK=mark,
             SINGLE=page_size == 1,
+            STRIDE=group.stride,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
@@ -98,6 +99,6 @@ def copy_records(
         group.v_tail,
         size,
         group.num_slots,
-        BLOCK=max(32, 1 << (size - 1).bit_length()),
+        BLOCK=COPY_SLOTS,  # the same for all sizes: each would be compiled on its own, while requests wait
         num_warps=8,
     )

@@ -69,8 +69,11 @@ def _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND: tl.cons
 
 
 @jit
-def _report_double_free(report, k_head, slots, usable, SINGLE: tl.constexpr):
-    """Report slots that are free already, or, where pages are single slots, that this call frees twice."""
+def _report_double_free(report, k_head, slots, listed, usable, SINGLE: tl.constexpr):
+    """Report slots that are free already, or, where pages are single slots, that this call frees twice.
+
+    `listed`: what the allocator was given for them.
+    """
     words = k_head + slots * WORDS
     if SINGLE:
         marks = tl.full(slots.shape, _FREEING, tl.int64)
@@ -89,7 +92,7 @@ def _report_double_free(report, k_head, slots, usable, SINGLE: tl.constexpr):
             0,
             tl.where(twice, BAD_DOUBLE_FREE, 0),
             slots,
-            slots,
+            listed,
             UNKNOWN,
             UNKNOWN,
             position_of(identity),
@@ -106,13 +109,26 @@ def _report_double_free(report, k_head, slots, usable, SINGLE: tl.constexpr):
 
 
 @jit
-def _listed(slot_list, size, num_slots, item, BLOCK: tl.constexpr):
-    """(slots, usable) of a block of the list; of every slot where there is no list."""
+def _listed(slot_list, size, num_slots, item, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """(slots, usable, listed slots) of a block of the list; of every slot where there is no list."""
     at = item * BLOCK + tl.arange(0, BLOCK)
-    slots = at if slot_list is None else tl.load(slot_list + at, mask=at < size, other=0)
-    slots = slots.to(tl.int64)
+    if slot_list is None:
+        slots = at.to(tl.int64)
+        listed = slots
+    else:
+        listed = tl.load(slot_list + at, mask=at < size, other=0).to(tl.int64)
+        slots = listed
+        if STRIDE != 1:
+            slots = listed // STRIDE
     usable = (slots > 0) & (slots < num_slots)
-    return tl.where(usable, slots, 0), usable
+    return tl.where(usable, slots, 0), usable, listed
+
+
+@jit
+def _listed_before(slot_list, size, item, BLOCK: tl.constexpr):
+    """What the list has before each entry of a block; -1 at its start."""
+    at = item * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(slot_list + at - 1, mask=(at > 0) & (at < size), other=-1).to(tl.int64)
 
 
 @jit(
@@ -138,6 +154,7 @@ def slot_event_kernel(
     CHECK: tl.constexpr,  # phases of a FREE; both only in a single program
     MARK: tl.constexpr,
     SINGLE: tl.constexpr,  # pages are single slots
+    STRIDE: tl.constexpr,  # listed slots per slot
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -152,21 +169,25 @@ def slot_event_kernel(
     if CHECK:
         report = Report(summary, ring, capacity, tag, forward)
         for item in range(program, items, programs):
-            slots, usable = _listed(slot_list, size, num_slots, item, BLOCK)
-            _report_double_free(report, k_head, slots, usable, SINGLE)
+            slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+            if STRIDE != 1:
+                # The first of a slot's tokens, which are neighbours in the list, speaks for it.
+                before = _listed_before(slot_list, size, item, BLOCK)
+                usable = usable & (slots != before // STRIDE)
+            _report_double_free(report, k_head, slots, listed, usable, SINGLE and STRIDE == 1)
         tl.debug_barrier()
     if MARK:
         for item in range(program, items, programs):
-            slots, usable = _listed(slot_list, size, num_slots, item, BLOCK)
+            slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
             if KIND == FREE and not SINGLE:
                 # Neighbours in the list mostly lie in one page: the first of them marks it.
-                at = item * BLOCK + tl.arange(0, BLOCK)
-                before = tl.load(slot_list + at - 1, mask=(at > 0) & (at < size), other=-1)
-                page = slots // page_size
-                same = (before > 0) & (before < num_slots)
-                usable = usable & ~(same & (before.to(tl.int64) // page_size == page))
-                for place in range(page_size):
-                    slot = page * page_size + place
+                before = _listed_before(slot_list, size, item, BLOCK)
+                page = listed // page_size
+                same = (before // STRIDE > 0) & (before // STRIDE < num_slots)
+                usable = usable & ~(same & (before // page_size == page))
+                first = page * page_size // STRIDE
+                for place in range((page_size + (STRIDE - 1)) // STRIDE):
+                    slot = first + place
                     inside = usable & (slot < num_slots)
                     _mark_all(k_head, k_tail, v_head, v_tail, slot, inside, word, KIND)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.forward import dense, grid_of
+from sglang.srt.kv_canary.kernels.launch import dense, grid_of
 from sglang.srt.kv_canary.kernels.sweep_kernel import list_kernel
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
@@ -33,6 +33,7 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
         group.num_slots,
         state.violations.capacity,
         CanaryLaunchTag(group.kind, "K", Side.SWEEP).id,
+        STRIDE=group.stride,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

@@ -54,6 +54,7 @@ def list_kernel(
     num_slots,
     capacity,
     tag,
+    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program takes BLOCK listed slots at a time."""
@@ -89,6 +90,7 @@ def list_kernel(
             positions,
             anchors,
             unknown,
+            STRIDE,
         )
         bad = bad | _differ(
             k_tail, chain_source, slots, prev_slots, identity, chain, writer, previous
@@ -120,6 +122,7 @@ def list_kernel(
                     unknown,
                     0,
                     reasons,
+                    STRIDE,
                 )
 
     for half in range(1 if v_head is None else 2):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sglang.srt.kv_canary.buffer_group import ContentSource
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+from sglang.srt.kv_canary.perturb.scene import Outcome, Scene, states_of
+from sglang.srt.kv_canary.record import State
 
 
 def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -48,6 +49,17 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     return Outcome(
         (target.slot,), target.request_ids, f"stored K/V of {len(layers)} layers into {target}"
     )
+
+
+def scramble_free_slots(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """No fault: overwrite the bytes of every slot that no request and no prefix holds, as lost memory would be."""
+    group = scene.group(args.get("kind", "FULL"))
+    free = (State.NEVER_WRITTEN, State.FREED)
+    slots = [slot for slot, state in states_of(group).items() if state in free]
+    for source in (*group.k_content, *group.v_content):
+        for slot in slots:
+            bytes_of(source, slot)[:] = 0x55
+    return Outcome(tuple(slots), detail=f"overwrote the bytes of {len(slots)} free slots")
 
 
 def bytes_of(source: ContentSource, slot: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The control folder: commands as files from a tester, answers as files from the scheduler process.
 
 A command is `ADDRESS-NAME.json`, where ADDRESS is the model runner that it is for (`target0`: the target model on
-tensor parallel rank 0). It is answered by `ADDRESS-NAME.done.json`. Both appear by rename, so a reader never
-sees half a file.
+tensor parallel rank 0; `target0.pp1`: on stage 1 of a pipeline). It is answered by `ADDRESS-NAME.done.json`. Both
+appear by rename, so a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 _ANSWER_SUFFIX = ".done.json"
 
 
-def address_of(role: str, rank: int) -> str:
+def address_of(role: str, rank: int, pp_rank: int = 0) -> str:
     """The model runner that a command is for; `role` is "target" or "draft"."""
-    return f"{role}{rank}"
+    return f"{role}{rank}.pp{pp_rank}" if pp_rank else f"{role}{rank}"
 
 
 @dataclass(frozen=True, slots=True)

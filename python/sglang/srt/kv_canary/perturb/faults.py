@@ -15,10 +15,12 @@ Fault = Callable[[Scene, dict[str, Any]], Outcome | None]  # None: not now, ask 
 FAULTS: dict[str, Fault] = {
     "flip_bytes": content.flip_bytes,
     "write_outside_plan": content.write_outside_plan,
+    "scramble_free_slots": content.scramble_free_slots,
     "other_requests_slot": rows.other_requests_slot,
     "swap_entries": rows.swap_entries,
     "padding_slot": rows.padding_slot,
     "never_written_slot": rows.never_written_slot,
+    "freed_slot": rows.freed_slot,
     "slot_out_of_range": rows.slot_out_of_range,
     "free_live_slot": lifetime.free_live_slot,
     "allocate_live_slot": lifetime.allocate_live_slot,
@@ -31,6 +33,7 @@ FAULTS: dict[str, Fault] = {
     "stale_mapping": swa_mapping.stale_mapping,
     "shared_swa_slot": swa_mapping.shared_swa_slot,
     "evicted_in_window": swa_mapping.evicted_in_window,
+    "stale_location": swa_mapping.stale_location,
     "early_eviction": swa_mapping.early_eviction,
 }
 

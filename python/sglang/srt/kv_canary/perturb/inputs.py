@@ -38,7 +38,7 @@ def _change_input(scene: Scene, args: dict[str, Any], name: str, change: Any) ->
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
-    index = _first_token(scene, readers[0])
+    index = first_token(scene, readers[0])
     values = getattr(scene.forward_batch, name)
     before = int(values[index])
     values[index] = change(before)
@@ -49,7 +49,7 @@ def _change_input(scene: Scene, args: dict[str, Any], name: str, change: Any) ->
     )
 
 
-def _first_token(scene: Scene, reader: Reader) -> int:
+def first_token(scene: Scene, reader: Reader) -> int:
     """Index in the batch's tokens of the reader's first new one."""
     starts = scene.forward_batch.extend_start_loc
     return reader.index if starts is None else int(starts[reader.index])

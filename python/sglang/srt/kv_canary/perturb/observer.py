@@ -27,7 +27,8 @@ class PerturbObserver(StepObserver):
 
     def __init__(self, perturb_dir: str, model_runner: Any) -> None:
         role = "draft" if model_runner.is_draft_worker else "target"
-        self._folder = ControlFolder(perturb_dir, address_of(role, model_runner.tp_rank))
+        address = address_of(role, model_runner.tp_rank, model_runner.pp_rank)
+        self._folder = ControlFolder(perturb_dir, address)
         self._model_runner = model_runner
         self._waiting: dict[str, Command] = {}
         self._wrap_forward()
@@ -58,7 +59,10 @@ class PerturbObserver(StepObserver):
             readers = readers_of(forward_batch, context.requests)
             outcomes = self._act(Scene(manager, self._model_runner, forward_batch, readers))
             try:
-                with _HeadDamage(self._model_runner.model, outcomes):
+                with (
+                    _HeadDamage(self._model_runner.model, outcomes),
+                    _batch_damage(manager, outcomes),
+                ):
                     return original(forward_batch, *args, **kwargs)
             finally:
                 for outcome in outcomes:
@@ -103,6 +107,27 @@ def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, 
         return outcome, None if outcome is None else outcome.as_answer()
     except Exception as error:
         return None, {"error": f"{type(error).__name__}: {error}"}
+
+
+@contextmanager
+def _batch_damage(manager: CanaryManager, outcomes: list[Outcome]) -> Iterator[None]:
+    """For one forward: applies `before_head` damage, when everything that attention is given has been made."""
+    damages = [o.before_head for o in outcomes if o.before_head is not None]
+    if not damages:
+        yield
+        return
+    bracket = manager.bracket_model_forward
+
+    def damaged_bracket(forward_batch: Any) -> Any:
+        while damages:
+            damages.pop()(forward_batch)
+        return bracket(forward_batch)
+
+    manager.bracket_model_forward = damaged_bracket
+    try:
+        yield
+    finally:
+        del manager.bracket_model_forward
 
 
 class _HeadDamage:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
-from sglang.srt.kv_canary.record import WORD_WRITER, State
-from sglang.srt.kv_canary.record import unpack_writer as unpack
+from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene, states_of
+from sglang.srt.kv_canary.record import State
 
 
 def other_requests_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -48,6 +47,11 @@ def padding_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 def never_written_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Point one entry at a slot that no forward has written since the start."""
     return _repoint_one(scene, args, lambda: _never_written(scene), "now a slot never written")
+
+
+def freed_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point one entry at a slot that was written once and is free now."""
+    return _repoint_one(scene, args, lambda: _freed(scene), "now a free slot")
 
 
 def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -102,8 +106,14 @@ def _write(rows: torch.Tensor, row: int, entries: dict[int, int]) -> None:
 
 
 def _never_written(scene: Scene) -> int:
-    writers = scene.group().k_head[1:, WORD_WRITER].tolist()
-    fresh = [slot for slot, word in enumerate(writers, 1) if unpack(word)[3] == State.NEVER_WRITTEN]
+    fresh = [s for s, state in states_of(scene.group()).items() if state == State.NEVER_WRITTEN]
     if not fresh:
         raise ValueError("every slot has been written once: use a larger pool")
     return fresh[-1]
+
+
+def _freed(scene: Scene) -> int:
+    freed = [s for s, state in states_of(scene.group()).items() if state == State.FREED]
+    if not freed:
+        raise ValueError("no slot has been freed")
+    return freed[-1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.record import WORD_WRITER, unpack_writer
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.manager import CanaryManager
@@ -32,6 +33,7 @@ class Outcome:
     """What a fault did, for the tester; and what is still to be done.
 
     `around_head`: damage that would crash the model, as (apply, undo) right around the HEAD check.
+    `before_head`: damage to the ForwardBatch that HEAD is about to check, eager forwards only.
     `after_forward`: undoes the damage once the forward has run.
     """
 
@@ -40,6 +42,7 @@ class Outcome:
     detail: str = ""
     rows: tuple[int, ...] = ()  # request rows that no request has
     around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
+    before_head: Callable[[Any], None] | None = None
     after_forward: Callable[[], None] | None = None
 
     def as_answer(self) -> dict[str, Any]:
@@ -135,6 +138,12 @@ class Scene:
         slots = cached_slots(self.manager.radix_cache, tokens)
         position = len(slots) // 2 if position is None else position
         return Target(slots[position], position, None) if position < len(slots) else None
+
+
+def states_of(group: CanaryBufferGroup) -> dict[int, int]:
+    """Slot -> state of its record, without slot 0."""
+    writers = group.k_head[1:, WORD_WRITER].tolist()
+    return {slot: unpack_writer(word)[3] for slot, word in enumerate(writers, 1)}
 
 
 def cached_slots(tree_cache: Any, tokens: list[int]) -> list[int]:

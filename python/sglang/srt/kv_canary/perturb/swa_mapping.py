@@ -1,9 +1,10 @@
-"""Faults in the full-to-SWA mapping: stale, shared, evicted inside the window."""
+"""Faults in the full-to-SWA mapping, stale, shared, evicted inside the window; and in what was translated by it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.kv_canary.perturb.inputs import first_token
 from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
 
 
@@ -31,6 +32,26 @@ def evicted_in_window(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     if not readers:
         return None
     return _remap(scene, readers[0], args.get("position", readers[0].prefix - 3), None)
+
+
+def stale_location(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Let attention store a request's first new token in a free SWA slot: nobody reads it, nobody owns it."""
+    readers = scene.pick_readers(1, args)
+    if not readers:
+        return None
+    allocator, index = scene.allocator.swa_attn_allocator, first_token(scene, readers[0])
+    stale = int(allocator.free_pages[-1]) * allocator.page_size
+    slot = int(scene.forward_batch.out_cache_loc[index])
+
+    def make_stale(forward_batch: Any) -> None:
+        forward_batch.out_cache_loc_swa[index] = stale
+
+    return Outcome(
+        (slot, stale),
+        (readers[0].request_id,),
+        f'full slot {slot} of request "{readers[0].request_id}" stored in the free SWA slot {stale}',
+        before_head=make_stale,
+    )
 
 
 def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:

@@ -25,8 +25,9 @@ def register_pool_attacher(
     """Use `attacher` for `pool_class` (a class, or its qualified name) and its subclasses.
 
     `attacher(pool, options: AttachOptions) -> PoolAttachment` must not change the pool; the most derived
-    class that is registered wins, and a later registration replaces an earlier one. `covers` is shown in the
-    coverage table; `halves` (per group) is what the memory budget reserves for it.
+    class that is registered wins, and a later registration replaces an earlier one. `covers` and `halves` (per
+    group) are shown in the coverage table. The memory budget reserves what the pool class that SGLang itself takes for
+    the model has there.
     """
     name = pool_class if isinstance(pool_class, str) else registry.qualified_name(pool_class)
     registry.add(name, PoolSupport(attacher, dict(halves or {}), covers))
@@ -90,8 +91,8 @@ def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
 def record_bytes_per_slot(pool_class: type | str) -> dict[PoolKind, int]:
     """Bytes of records per slot of each group that pools of this class get, at most.
 
-    For reserving memory before the pool exists: 128 for MHA, 64 for MLA; SWA pools 128 per full and per SWA
-    slot. A c4 slot stands for 4 tokens, a c128 slot for 128. `pool_class` may also be a qualified or
+    For reserving memory before the pool exists: 128 for MHA, 64 for MLA, twice 64 for NSA; SWA pools 128 per full
+    and per SWA slot. A c4 slot stands for 4 tokens, a c128 slot for 128. `pool_class` may also be a qualified or
     a bare class name. Raises UnsupportedPoolError for a class that is refused or unknown.
     """
     name, support = _support_of(pool_class)

@@ -17,7 +17,6 @@ def build_group(
     options: AttachOptions,
     k_content: tuple[ContentSource, ...],
     v_content: tuple[ContentSource, ...] | None = None,
-    stride: int = 1,
 ) -> CanaryBufferGroup:
     """A group with fresh records of `num_slots` slots; it has a V half unless `v_content` is None."""
 
@@ -34,7 +33,6 @@ def build_group(
         kv_token_id_vs_position_offset=options.token_offset,
         k_content=k_content if options.content else (),
         v_content=v_content if options.content and has_v else (),
-        stride=stride,
     )
 
 

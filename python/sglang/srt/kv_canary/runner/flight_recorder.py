@@ -1,7 +1,7 @@
 """Remembers which requests each forward carried, so that a violation can name them, and which of them were dead.
 
 A forward is in flight from its launch until its result is processed by the scheduler. A request whose row is
-given back in that time is dead in that forward: what the forward saw of it is moot (design: moot reads).
+given back in that time is dead in that forward: what the forward saw of it is moot.
 """
 
 from __future__ import annotations

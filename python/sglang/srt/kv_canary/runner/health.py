@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENT_PERIODS = 2  # without any counters from the device
+SILENT_PERIODS = 2  # of steps with forwards, without any counters from the device
 LEAST_SILENT_STEPS = 64
+MOST_UNDER_WAY = 1  # forwards whose HEAD may have run and TAIL not, when the counters are copied
 
 
 class HealthCheck(StepObserver):
@@ -52,8 +53,13 @@ class HealthCheck(StepObserver):
         self._role = role
         self._sweep = sweep
         self._last: Summary | None = None
+        # Forwards that the device has counted and the host not launched, as last reported.
+        self._ahead = 0
+        self._slack = 0  # how much of that a late copy at the start may have been
+        self._doubted = False  # the last check saw another number, which a late copy can explain
         self._ticks = 0
-        self._checked_tick = self._heard_tick = 0
+        self._checked_tick = 0
+        self._unheard_steps = 0  # with forwards, since counters last arrived; idle ticks copy none
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
         self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
@@ -62,10 +68,10 @@ class HealthCheck(StepObserver):
 
     def after_forwards(self, manager: CanaryManager) -> None:
         self._ticks += 1
-        silent = self._ticks - self._heard_tick
+        self._unheard_steps += 1
         limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
-        if manager.armed and silent > limit:
-            self._heard_tick = self._ticks
+        if manager.armed and self._unheard_steps > limit:
+            silent, self._unheard_steps = self._unheard_steps, 0
             self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
 
     def on_idle(self, manager: CanaryManager) -> bool:
@@ -74,10 +80,12 @@ class HealthCheck(StepObserver):
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
         issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
-        self._heard_tick = self._ticks
+        self._unheard_steps = 0
         if not manager.armed:
             self._last = None
         elif self._last is None:
+            self._ahead, self._slack = _ahead(summary), summary.launched_since
+            self._doubted = False
             self._start_period(summary)
         elif self._ticks - self._checked_tick >= self._config.health_check_interval:
             between = CountsBetween(self._last, summary)
@@ -98,19 +106,42 @@ class HealthCheck(StepObserver):
         forwards = between.forwards_launched
         if forwards:
             silent += self._silent_tags(between)
+            problems += self._lost_checks(between)
             problems += self._without_fingerprints(between)
-        if between.forwards_done != forwards:
-            problems.append(
-                f"the device counted {between.forwards_done} of {forwards} forwards launched"
-            )
+        problems += self._miscounted(between.later)
         silent += self._silent_sweeps(between, sweeps)
         if silent:
             problems.insert(0, f"did not run: {', '.join(silent)}")
         self._conclude(problems, tuple(silent), between)
 
+    def _miscounted(self, summary: Summary) -> list[str]:
+        """Whether the device has counted other forwards than the host; what a late copy explains is doubted once."""
+        surplus = _ahead(summary) - self._ahead
+        if -self._slack <= surplus < 0:
+            self._ahead, self._slack, surplus = _ahead(summary), 0, 0
+        explained = 0 <= surplus <= summary.launched_since
+        self._doubted, was_doubted = surplus != 0 and explained, self._doubted
+        if surplus == 0 or (explained and not was_doubted):
+            return []
+        self._ahead = _ahead(summary)
+        kind = "more" if surplus > 0 else "fewer"
+        return [f"the device counted {abs(surplus)} forwards {kind} than were launched"]
+
     def _silent_tags(self, between: CountsBetween) -> list[str]:
         launches = between.by_tag(self._tags, Counter.LAUNCHES)
         return [name for name, count in launches.items() if count <= 0]
+
+    def _lost_checks(self, between: CountsBetween) -> list[str]:
+        """Groups whose TAIL has run less often than their HEAD, which no other counter tells."""
+        problems = []
+        for group in self._groups:
+            head, tail = (
+                between.grown(CanaryLaunchTag(group.kind, group.halves[0], side), Counter.LAUNCHES)
+                for side in PER_FORWARD
+            )
+            if 0 < tail < head - MOST_UNDER_WAY - between.abandoned:
+                problems.append(f"TAIL of {group.kind.value} ran {tail} times, HEAD {head} times")
+        return problems
 
     def _without_fingerprints(self, between: CountsBetween) -> list[str]:
         """Tags whose slots were written without the content fingerprint that was asked for."""
@@ -178,3 +209,7 @@ class HealthCheck(StepObserver):
                 "forwards": between.forwards_launched if between else None,
             }
         )
+
+
+def _ahead(summary: Summary) -> int:
+    return summary.forward_done - summary.forward_launched

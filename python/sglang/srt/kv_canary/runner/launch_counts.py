@@ -26,8 +26,8 @@ class CountsBetween:
         return self.later.forward_launched - self.earlier.forward_launched
 
     @property
-    def forwards_done(self) -> int:
-        return self.later.forward_done - self.earlier.forward_done
+    def abandoned(self) -> int:
+        return self.later.abandoned - self.earlier.abandoned
 
     def grown(self, tag: CanaryLaunchTag, counter: Counter) -> int:
         """How much `counter` of `tag` grew."""

@@ -11,7 +11,12 @@ import torch
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import CanaryEndpoint, Side, build_endpoints_from_group
+from sglang.srt.kv_canary.endpoint import (
+    CanaryEndpoint,
+    Part,
+    Side,
+    build_endpoints_from_group,
+)
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
@@ -36,12 +41,25 @@ class Launcher:
     state: CanaryDeviceState
     content_mode: ContentMode
 
+    def __post_init__(self) -> None:
+        before: list[torch.Tensor] = []
+        for group in self.groups:
+            base = group.chain_base
+            if base is not None and not any(base.k_head is records for records in before):
+                raise ValueError(
+                    f"{group.kind.value} takes over chains of {base.kind.value}, which must come before it, got "
+                    f"{[g.kind.value for g in self.groups]}"
+                )
+            before.append(group.k_head)
+
     @property
     def endpoints(self) -> tuple[CanaryEndpoint, ...]:
         return tuple(e for group in self.groups for e in build_endpoints_from_group(group))
 
-    def check_and_write(self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side) -> None:
-        self.backend.check_and_write(plan, group, side, self.state)
+    def check_and_write(
+        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.BOTH
+    ) -> None:
+        self.backend.check_and_write(plan, group, side, self.state, part)
 
     def check_list(self, plan: SweepVerifyPlan, group: CanaryBufferGroup) -> None:
         self.backend.check_list(plan, group, self.state)
@@ -54,7 +72,15 @@ class Launcher:
     def copy_records(
         self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
     ) -> None:
-        """Records follow their bytes, which were copied between slots (group's slot space, int64[n])."""
+        """Records follow their bytes, which were copied between slots (group's slot space, int64[n]).
+
+        Raises ValueError for a strided group: its bytes cannot be moved token by token, and SGLang never does.
+        """
+        if group.stride != 1:
+            raise ValueError(
+                f"kv-canary: a slot of {group.kind.value} stands for {group.stride} tokens, so its record cannot "
+                "follow tokens that move one by one"
+            )
         self.backend.copy_records(group, source_slots, target_slots)
         if self.content_mode is not ContentMode.PARTIAL:
             return
@@ -70,11 +96,14 @@ class Launcher:
             tail[slots, record.WORD_CONTENT] = torch.where(known, fingerprints, 0)
 
 
-def launch_endpoints_per_forward(launcher: Launcher, plan: ForwardPlan, side: Side) -> None:
-    """All endpoints of `side`; content follows the TAIL of its group."""
+def launch_endpoints_per_forward(
+    launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.BOTH
+) -> None:
+    """All endpoints of `side`; content follows what TAIL of its group writes."""
     for group in launcher.groups:
-        launcher.check_and_write(plan, group, side)
-        if side is Side.TAIL and launcher.content_mode is not ContentMode.NONE:
+        launcher.check_and_write(plan, group, side, part)
+        writes_tail = side is Side.TAIL and Part.WRITE in part
+        if writes_tail and launcher.content_mode is not ContentMode.NONE:
             launcher.check_content(plan, group)
 
 

@@ -43,6 +43,8 @@ class RunnerIdentity:
     role: str  # "target" or "draft"
     rank: int  # tensor parallel rank
     device: str
+    pp_rank: int | None = None  # None: no pipeline parallelism
+    dp_rank: int | None = None  # None: no data parallelism
 
 
 class CanaryManager:
@@ -77,13 +79,16 @@ class CanaryManager:
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.observers: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
+        self.abandoned_ct = 0  # times that the model raised between HEAD and TAIL, or beside them
         self.step_ct = 0
         self.clock = HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
         self.armed = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
-            SingleForwardManager(self.launcher, plan_input.at_inner_step(i), self._note_launch)
+            SingleForwardManager(
+                self.launcher, plan_input.at_inner_step(i), self._note_launch, lambda: self.armed
+            )
             for i in range(num_single_forwards)
         )
         self._active_single_forward = 0
@@ -192,6 +197,7 @@ class CanaryManager:
 
     def _resync_forward_counter(self, launched_before: int) -> None:
         """HEAD gave out a number that TAIL did not confirm: the device will give it out again."""
+        self.abandoned_ct += 1
         done = int(self.state.summary[0])  # an exception is no hot path
         self.forward_ct = max(launched_before, done)
 
@@ -222,7 +228,7 @@ class CanaryManager:
 
     def _start_copy(self) -> None:
         """Copy the counters, unless a copy is under way."""
-        started = self._copy.start(CopyPoint(self.step_ct, self.forward_ct))
+        started = self._copy.start(CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct))
         self._uncopied = not started
 
     def drain(self, wait: bool = False) -> None:
@@ -253,7 +259,7 @@ class CanaryManager:
         attempts.raise_first()
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
-        summary = Summary.from_host(host[0], point)
+        summary = Summary.from_host(host[0], point, self.forward_ct)
         self.violations.observe_total(summary.violations)
         self._tell_observers("on_summary", self, summary)
 
@@ -268,6 +274,8 @@ class CanaryManager:
         return {
             "role": self.identity.role,
             "rank": self.identity.rank,
+            "pp_rank": self.identity.pp_rank,
+            "dp_rank": self.identity.dp_rank,
             "mode": str(self.config.mode),
             "pools": [g.kind.value for g in self.groups],
             "halves": {g.kind.value: list(g.halves) for g in self.groups},

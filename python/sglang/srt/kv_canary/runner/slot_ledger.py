@@ -18,8 +18,8 @@ MAX_WAITING_ALLOCS = 64
 @dataclass(frozen=True, slots=True)
 class SlotEvent:
     kind: SlotEventKind
-    pool_kind: PoolKind
-    slots: torch.Tensor | None  # in the pool kind's slot space; None for CLEAR
+    pool_kind: PoolKind  # of the allocator, FULL or SWA
+    slots: torch.Tensor | None  # that the allocator hands out; None for CLEAR
     page_size: int
 
 
@@ -33,7 +33,10 @@ class SlotLedger:
         state: CanaryDeviceState,
     ) -> None:
         self._backend = backend
-        self._groups = {group.kind: group for group in groups}
+        kinds = dict.fromkeys(group.allocator_kind for group in groups)
+        self._groups = {
+            kind: tuple(group for group in groups if group.allocator_kind is kind) for kind in kinds
+        }
         self._state = state
         self._events: list[SlotEvent] = []
         self._must_apply = False
@@ -45,7 +48,10 @@ class SlotLedger:
         slots: torch.Tensor | None,
         page_size: int,
     ) -> None:
-        """`slots` must not change afterwards: pass a copy of what SGLang may overwrite."""
+        """An event of the allocator of `pool_kind`, FULL or SWA; all groups whose slots it hands out are told.
+
+        `slots` must not change afterwards: pass a copy of what SGLang may overwrite.
+        """
         if pool_kind not in self._groups:
             return
         if kind is SlotEventKind.CLEAR:
@@ -59,14 +65,16 @@ class SlotLedger:
             return 0
         events, self._events, self._must_apply = self._events, [], False
         launches = 0
-        for event in _coalesce(events):
+        for event in events:
             if event.slots is not None and event.slots.is_cuda:
+                # Also of what is merged: its memory goes back to the stream that allocated it as soon as it is merged.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
-            group = self._groups[event.pool_kind]
-            self._backend.apply_slot_event(
-                event.kind, event.slots, group, self._state, event.page_size
-            )
-            launches += 1
+        for event in _coalesce(events):
+            for group in self._groups[event.pool_kind]:
+                self._backend.apply_slot_event(
+                    event.kind, event.slots, group, self._state, event.page_size
+                )
+                launches += 1
         return launches
 
 

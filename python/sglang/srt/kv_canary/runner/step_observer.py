@@ -20,6 +20,7 @@ class CopyPoint:
 
     step: int
     forward_ct: int
+    abandoned_ct: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,20 @@ class Summary:
     step: int
     forward_launched: int  # forwards that the host had launched when the copy was started
     forward_done: int  # the device's own count, of the same moment in stream order
+    abandoned: int  # times that launched forwards raised
+    launched_since: int  # forwards launched while the copy was under way; on a busy GPU it may have caught them too
     violations: int
     counters: torch.Tensor  # int64[NUM_TAGS, NUM_COUNTERS], host
 
     @classmethod
-    def from_host(cls, summary: torch.Tensor, point: CopyPoint) -> Summary:
+    def from_host(cls, summary: torch.Tensor, point: CopyPoint, forward_ct: int) -> Summary:
+        """`forward_ct`: forwards launched by now."""
         return cls(
             step=point.step,
             forward_launched=point.forward_ct,
             forward_done=int(summary[Header.FORWARD_DONE]),
+            abandoned=point.abandoned_ct,
+            launched_since=forward_ct - point.forward_ct,
             violations=int(summary[Header.VIOLATIONS]),
             counters=summary[HEADER_WORDS:].view(NUM_TAGS, NUM_COUNTERS).clone(),
         )

@@ -1,7 +1,8 @@
 """The sweep: every slot that the prefix cache holds is checked again and again, also when no request reads it.
 
 A pass walks the tree in chunks, at most one chunk a step, each within a budget of slots and of host time. It covers
-every pool kind whose slots are those of the tree or reached through the full-to-SWA mapping, all halves and sides.
+every pool kind, all halves and sides: slots of the tree, slots reached through the full-to-SWA mapping, and slots that
+stand for several tokens of the tree (DeepSeek-V4's c4 and c128), whose pages such a tree holds whole.
 
 Why no listed slot can be legitimately unwritten, freed or somebody else's
 --------------------------------------------------------------------------
@@ -47,6 +48,7 @@ from sglang.srt.kv_canary.runner.launcher import launch_endpoints_sweep
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
 from sglang.srt.kv_canary.state import Counter as DeviceCounter
 from sglang.srt.kv_canary.sweep_plan_builder import (
+    build_strided_sweep_plan,
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
@@ -71,19 +73,17 @@ class SweepLeg:
 
     groups: tuple[CanaryBufferGroup, ...]
     swa_resident_only: bool  # leaves out nodes whose SWA slots are freed
-    content_bytes_per_slot: int  # of all groups; 0: content is not checked
+    content_bytes_per_slot: int  # of all groups, per slot of the tree; 0: content is not checked
 
 
 def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
-    """The walks that cover `groups`. Strided groups (one slot for several tokens) are in none."""
+    """The walks that cover `groups`: one for all that the full slots tell, one through the mapping."""
     legs = []
     for through_mapping in (False, True):
-        served = tuple(
-            g for g in groups if g.stride == 1 and (g.swa_index_lut is not None) == through_mapping
-        )
+        served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
         read = 0
         if content is not ContentMode.NONE:
-            read = sum(content_bytes_per_slot(g, content) for g in served)
+            read = sum(-(-content_bytes_per_slot(g, content) // g.stride) for g in served)
         if served:
             legs.append(SweepLeg(served, through_mapping, read))
     return tuple(legs)
@@ -124,7 +124,7 @@ class SweepOrchestrator(StepObserver):
         self._config = config
         self._sink = sink
         self._legs = legs_of(groups, config.content_mode)
-        self._left_out = [g.kind.value for g in groups if g.stride != 1]
+        self._stride = max((g.stride for g in groups), default=1)
         self._tree: Any | None = None
         self._pass: SweepPass | None = None
         self._closing: deque[SweepPass] = deque(maxlen=8)
@@ -150,8 +150,7 @@ class SweepOrchestrator(StepObserver):
             return
         if walker.device.type != "cpu":
             warm_up_sweep_plan(walker.device)
-        if self._left_out:
-            logger.info("kv-canary sweep: not swept: %s", ", ".join(self._left_out))
+        walker.refuse_pages_not_of(self._stride)
         self._tree = tree_cache
 
     def after_forwards(self, manager: CanaryManager) -> None:
@@ -326,12 +325,21 @@ def _plans_of(
 ) -> tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]:
     if not chunk.num_slots:
         return ()
-    plans: dict[int, SweepVerifyPlan] = {}  # groups with one mapping share a plan
+    plans: dict[tuple[int, int], SweepVerifyPlan] = {}  # groups with one slot space share a plan
+    served = []
     for group in leg.groups:
-        key = id(group.swa_index_lut)
+        key = (id(group.swa_index_lut), group.stride)
         if key not in plans:
-            plans[key] = build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
-    return tuple((group, plans[id(group.swa_index_lut)]) for group in leg.groups)
+            plans[key] = _plan_of(chunk, group)
+        if plans[key].slots.shape[0]:
+            served.append((group, plans[key]))
+    return tuple(served)
+
+
+def _plan_of(chunk: RadixCacheWalkResult, group: CanaryBufferGroup) -> SweepVerifyPlan:
+    if group.stride != 1:
+        return build_strided_sweep_plan(chunk, group.stride, anchor_of)
+    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
 
 
 @contextmanager

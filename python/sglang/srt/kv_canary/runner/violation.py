@@ -55,6 +55,8 @@ class Violation:
     writer: Actor | None
     freed: Actor | None
     state: str | None  # of the record; None where the check did not read one
+    # Where attention stores a new token, in the slot space of `slot`
+    attention_slot: int | None = None
 
     @property
     def key(self) -> tuple:
@@ -73,6 +75,11 @@ class Violation:
             self.freed and self.freed.forward,
         )
 
+    @property
+    def token_field(self) -> str:
+        """What the tokens of this row are: ids, or 32 bits of the chain where a slot stands for several tokens."""
+        return "fold" if CanaryLaunchTag.kind_of(self.tag).is_compressed else "token"
+
     def as_event(self) -> dict:
         """A JSON-ready dict; hashes as hexadecimal text."""
         event: dict = {"event": "violation"}
@@ -83,12 +90,13 @@ class Violation:
             elif name.endswith(("_chain", "_content")) and value is not None:
                 value = _hex(value)
             event[name] = list(value) if isinstance(value, tuple) else value
+        event["token_field"] = self.token_field
         return event
 
     @classmethod
     def from_event(cls, event: dict) -> Violation:
         """The inverse of `as_event`; what the event sink adds is ignored."""
-        values = {name: event[name] for name in cls.__slots__}
+        values = {name: event[name] for name in cls.__slots__ if name in event}
         for name, value in values.items():
             if name in ("reader", "writer", "freed"):
                 values[name] = None if value is None else Actor(**value)
@@ -154,6 +162,7 @@ def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
         writer=writer,
         freed=freed,
         state=state,
+        attention_slot=_known(values[Column.ATTENTION_SLOT]),
     )
 
 
@@ -188,17 +197,26 @@ def _finder(v: Violation) -> str:
 
 def _differences(v: Violation) -> list[str]:
     lines = []
+    if Reason.WRITE_LOCATION.name in v.reasons:
+        mapped = f"SWA slot {v.slot}" if v.slot else "no SWA slot"
+        lines.append(
+            f"  location   full slot {v.full_slot} is mapped to {mapped}, attention stores to {v.attention_slot}"
+        )
     for name, expected, stored, show in (
         ("position", v.expected_position, v.stored_position, str),
-        ("token", v.expected_token, v.stored_token, str),
+        (v.token_field, v.expected_token, v.stored_token, str),
         ("chain", v.expected_chain, v.stored_chain, _hex),
     ):
         if expected is not None and stored is not None and expected != stored:
             lines.append(f"  {name:<10} expected {show(expected)}, found {show(stored)}")
+    if v.token_field == "fold" and v.stored_token is not None:
+        lines.append(
+            "  fold       of the chain over the tokens that the slot stands for: no token id"
+        )
     if v.expected_content is not None and v.stored_content is not None:
         lines.append(
             f"  content    written {_hex(v.stored_content)}, now {_hex(v.expected_content)}"
-            f" (position {v.stored_position}, token {v.stored_token})"
+            f" (position {v.stored_position}, {v.token_field} {v.stored_token})"
         )
     return lines
 

@@ -15,7 +15,11 @@ from sglang.srt.kv_canary.runner.violation import decode_row
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.state import ViolationLog
 
-MAX_UNSEEDED = 65536  # SWA records remembered whose chain had nothing to start from
+# The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
+# sees 0. A chunk of the row itself may have its slots unmapped, or mapped anew for others, between the translation
+# that its attention uses and HEAD.
+_SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+MAX_UNSEEDED = 65536  # SWA and compressed records remembered whose chain had nothing to start from
 
 
 class ViolationManager:
@@ -27,11 +31,14 @@ class ViolationManager:
         self._ring = ring
         self._recorder = recorder
         self._reporter = reporter
-        self._copy = DelayedDeviceHostHandler((ring.rows, ring.total), self._on_rows)
+        # In this order, because kernels may append meanwhile: rows below the first total are there, and rows that lie
+        # a ring's length below the second may be others by now.
+        self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken over from the ring
         self._unsettled: list[torch.Tensor] = []
-        self._unseeded: dict[tuple[int, int], None] = {}  # (SWA slot, writer word), oldest first
+        # (kind, slot, writer word), oldest first
+        self._unseeded: dict[tuple[int, int, int], None] = {}
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -56,12 +63,17 @@ class ViolationManager:
         self._settle()
 
     def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
-        rows, total = host[0], int(host[1])
-        first = max(self._fetched, total - rows.shape[0])
+        total, rows, later_total = int(host[0]), host[1], int(host[2])
+        first = max(self._fetched, later_total - rows.shape[0])
         self.overwritten += first - self._fetched
-        self._unsettled += [rows[s % rows.shape[0]].clone() for s in range(first, total)]
-        self._fetched = total
-        self._seen_total = max(self._seen_total, total)
+        for sequence in range(first, total):
+            row = rows[sequence % rows.shape[0]]
+            if int(row[Column.SEQUENCE]) == sequence:
+                self._unsettled.append(row.clone())
+            else:
+                self.overwritten += 1
+        self._fetched = max(first, total)
+        self._seen_total = max(self._seen_total, later_total)
 
     def _settle(self) -> None:
         waiting, settled = [], []
@@ -81,8 +93,7 @@ class ViolationManager:
     def _is_moot(self, row: torch.Tensor) -> bool:
         forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])
         moot = self._recorder.is_moot(forward, reader)
-        if int(row[Column.REASONS]) == Reason.SWA_EVICTED_IN_WINDOW:
-            # The schedule stream unmaps a duplicate before it re-points the row: a reader in between sees 0.
+        if int(row[Column.REASONS]) in _SEEN_OF_A_REWRITTEN_ROW:
             moot = moot or self._recorder.was_rewritten(forward, reader)
         moot = moot or self._has_no_seed(row)
         self.moot += moot
@@ -92,14 +103,15 @@ class ViolationManager:
         """Whether an SWA chain starts anew because its writer may have met that same unmapped moment.
 
         Its predecessor was unreadable then, so the chain that it wrote fits nothing; later readers of the same
-        record are told by what was remembered.
+        record are told by what was remembered. Compressed slots take over chains of SWA slots.
         """
         if int(row[Column.REASONS]) != Reason.CHAIN:
             return False
-        if CanaryLaunchTag.from_id(int(row[Column.TAG])).kind is not PoolKind.SWA:
+        kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
+        if kind is not PoolKind.SWA and not kind.is_compressed:
             return False
         word = int(row[Column.WRITER])
-        key = (int(row[Column.SLOT]), word)
+        key = (kind.index, int(row[Column.SLOT]), word)
         writer_forward, writer_row, _, _ = unpack_writer(word)
         if key not in self._unseeded and not self._recorder.was_rewritten(
             writer_forward, writer_row

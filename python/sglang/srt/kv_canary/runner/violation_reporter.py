@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from sglang.srt.kv_canary.config import CanaryMode
@@ -75,5 +76,6 @@ def leave_last_words(text: str) -> None:
     """Where the main process looks before it kills the process tree."""
     path = os.environ.get(LAST_WORDS_ENV)
     if path:
-        with Path(path).open("a") as file:
+        # Without them the main process has less to say; the error that follows is the same.
+        with suppress(OSError), Path(path).open("a") as file:
             file.write(text + "\n")

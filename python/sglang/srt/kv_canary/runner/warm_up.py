@@ -1,57 +1,16 @@
-"""Compiles, at start-up, what prefills, frees and sweeps launch; else the first requests would wait for the compiler.
-
-Decode launches need none of this: graph capture runs them.
-"""
+"""Compiles, at start-up, what allocator events, moved slots and sweeps launch; forwards are `wiring.warm_up`'s."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from sglang.srt.kv_canary.config import CanaryConfig, TokenCheck
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
-from sglang.srt.kv_canary.record import Mode
+from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.runner.launcher import Launcher, launch_endpoints_sweep
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 
-# One batch size for each vector length that the kernels are compiled for; larger prefill batches are rare.
-BATCH_SIZES = (1, 17, 65)
-TOKENS_PER_REQUEST = 2
 MANY_SLOTS = 4096  # more than one program frees at once
-
-
-def prefill_plans(
-    req_to_token: torch.Tensor, config: CanaryConfig, max_batch_size: int
-) -> list[ForwardPlan]:
-    """Prefills of padding requests only (row 0, slot 0), with the tensor types of SGLang's ForwardBatch."""
-    sizes = [size for size in BATCH_SIZES if size <= max_batch_size]
-    return [_prefill_plan(req_to_token, config, size) for size in sizes]
-
-
-def _prefill_plan(req_to_token: torch.Tensor, config: CanaryConfig, size: int) -> ForwardPlan:
-    device = req_to_token.device
-
-    def of(value: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
-
-    tokens = size * TOKENS_PER_REQUEST
-    expected = None
-    if config.token_check is not TokenCheck.NONE:
-        expected = ExpectedTokens.from_lists([(0, [])] * size, device)
-    return ForwardPlan(
-        verify=VerifyPlan(of(0, size, torch.int64), of(0, size, torch.int32), 0),
-        write=WritePlan(
-            input_ids=of(0, tokens, torch.int64),
-            positions=of(0, tokens, torch.int64),
-            out_cache_loc=of(0, tokens, torch.int64),
-            ext_lens=of(TOKENS_PER_REQUEST, size, torch.int32),
-            starts=torch.arange(0, tokens, TOKENS_PER_REQUEST, dtype=torch.int32, device=device),
-            tokens_per_request=0,
-            mode=Mode.EXTEND,
-        ),
-        req_to_token=req_to_token,
-        expected=expected,
-    )
 
 
 def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
@@ -67,6 +26,20 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
         launcher.backend.apply_slot_event(
             SlotEventKind.CLEAR, None, group, launcher.state, page_size
         )
+
+
+def warm_up_unfills(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
+    """UNFILL of slot 0, given as `dtypes`, one for each group."""
+    for group, dtype in zip(launcher.groups, dtypes, strict=True):
+        slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
+        launcher.backend.apply_slot_event(SlotEventKind.UNFILL, slots, group, launcher.state)
+
+
+def warm_up_moves(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
+    """Slot 0 moves onto itself, given as `dtypes`, one for each group."""
+    for group, dtype in zip(launcher.groups, dtypes, strict=True):
+        slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
+        launcher.copy_records(group, slots, slots)
 
 
 def warm_up_sweep(launcher: Launcher) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
 from sglang.srt.kv_canary.runner.launcher import (
@@ -15,6 +16,7 @@ from sglang.srt.kv_canary.runner.launcher import (
     invoke_plan,
     launch_endpoints_per_forward,
 )
+from sglang.srt.kv_canary.single_forward_manager.graph_branch import GraphBranch
 from sglang.srt.kv_canary.single_forward_manager.phases import Phase, PhaseTracker
 
 if TYPE_CHECKING:
@@ -24,18 +26,26 @@ if TYPE_CHECKING:
 class SingleForwardManager:
     """Phases and launches of one forward (of one inner step, for draft models).
 
-    `on_launch(mode)` is called once for each forward whose launches really run now, not when captured.
+    `on_launch(mode)` is called once for each forward whose launches really run now, not when captured;
+    `is_armed()` says whether forwards check anything yet.
     """
 
     def __init__(
-        self, launcher: Launcher, plan_input: PlanInput, on_launch: Callable[[str], None]
+        self,
+        launcher: Launcher,
+        plan_input: PlanInput,
+        on_launch: Callable[[str], None],
+        is_armed: Callable[[], bool],
     ) -> None:
         self._launcher = launcher
         self._plan_input = plan_input
         self._on_launch = on_launch
+        self._is_armed = is_armed
         self._phases = PhaseTracker()
         self._plan: ForwardPlan | None = None
         self._expected: ExpectedTokens | None = None
+        self._branch = GraphBranch()
+        self._apart = False  # TAIL's parts run apart in this forward
 
     @property
     def phase(self) -> Phase:
@@ -57,13 +67,21 @@ class SingleForwardManager:
         if not capturing:
             self._on_launch(forward_batch.forward_mode.name)
         launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
+        # Disarmed forwards are what runs before a capture: the kernels that it will hold are compiled there.
+        self._apart = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
+        if self._apart:
+            with self._branch.fork() if capturing else nullcontext():
+                launch_endpoints_per_forward(self._launcher, self._plan, Side.TAIL, Part.VERIFY)
 
     def post_ops_maybe_inside_graph(self) -> None:
         """Verify and write TAIL. May be under stream capture."""
         self._phases.enter(Phase.POST_INSIDE)
         plan, self._plan = self._plan, None
-        if plan is not None:
-            launch_endpoints_per_forward(self._launcher, plan, Side.TAIL)
+        if plan is None:
+            return
+        part = Part.WRITE if self._apart else Part.BOTH
+        self._branch.join()
+        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
 
     def note_replay(self, mode: str) -> None:
         """A graph that holds this forward's launches is being replayed."""
@@ -78,7 +96,13 @@ class SingleForwardManager:
     def abandon(self) -> None:
         """The forward raised: back to IDLE, ready for the next one."""
         self._plan = self._expected = None
+        self._branch.abandon()
         self._phases.reset()
+
+
+def _can_verify_beside(plan: ForwardPlan) -> bool:
+    """Not for ragged batches (spec v1's draft-extend), nor where there is nothing to verify."""
+    return plan.write.ext_lens is None and not plan.verify.already_verified
 
 
 def _is_capturing() -> bool:

@@ -42,9 +42,10 @@ def _refuse_unless_simple(allocator: Any) -> None:
 
 
 def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
-    if id(allocator) not in context.allocator_kinds or not allocator.is_not_in_free_group:
+    if not free_index.numel():
         return
-    if free_index.numel():
+    context.frees += 1
+    if id(allocator) in context.allocator_kinds and allocator.is_not_in_free_group:
         # A view of req_to_token, as a rule: the row is rewritten before the event is applied.
         context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
 
@@ -69,6 +70,9 @@ def _hooks() -> tuple[HookSpec, ...]:
     for method in ("alloc_extend", "alloc_decode"):
         target = f"{module}.PagedTokenToKVPoolAllocator.{method}"
         hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, lost))
+    # Counted only: its inner allocators, which are watched, hear of a free group at its end.
+    target = "sglang.srt.mem_cache.swa_memory_pool.SWATokenToKVPoolAllocator.free"
+    hooks.append(HookSpec(target, _before_free, HookType.BEFORE, lost))
     return tuple(hooks)
 
 

@@ -6,27 +6,46 @@ import functools
 import logging
 from typing import Any
 
-from sglang.srt.kv_canary.record import RECORD_BYTES
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.pool_patcher.api import record_bytes_per_slot
+from sglang.srt.kv_canary.speculation import draft_keeps_kv
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 logger = logging.getLogger(__name__)
 
-_SIDES = 2  # HEAD and TAIL
-_SIZES = (  # of SGLang's MemoryPoolConfig, each a slot space with records of its own
-    "swa_max_total_num_tokens",
-    "c4_max_total_num_tokens",
-    "c128_max_total_num_tokens",
-)
 
+def record_bytes_of(config: Any, model_config: Any, is_draft: bool = False) -> int:
+    """Bytes of the records beside the pool that SGLang builds for one model, without those of the padding page.
 
-def record_bytes_of(config: Any, halves: int, pools: int) -> int:
-    """Bytes of all records beside the pools of a MemoryPoolConfig.
-
-    `halves`: 2 for K and V, 1 for latent pools; `pools`: 1, plus one per draft runner, which has its own
-    pool in the same slot space.
+    `config`: the MemoryPoolConfig, which target and draft share; `model_config`: the model's own ModelConfig.
     """
-    slots = config.max_total_num_tokens + sum(getattr(config, name, 0) or 0 for name in _SIZES)
-    return slots * halves * _SIDES * RECORD_BYTES * pools
+    pool_class, slots = _pool_of(config, model_config, is_draft)
+    per_slot = record_bytes_per_slot(pool_class)
+    return sum(size * slots.get(kind, 0) for kind, size in per_slot.items())
+
+
+def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[PoolKind, int]]:
+    """The pool class that `ModelRunner._init_pools` takes, or one of equal halves, and its slots per pool kind.
+
+    FP4 pools have the halves of their base classes, hybrid linear pools those of the MHA or MLA pool inside.
+    """
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_nsa, is_deepseek_v4
+
+    full, swa = config.max_total_num_tokens, config.swa_max_total_num_tokens or 0
+    if is_deepseek_v4(model_config.hf_config):  # its draft has SWA layers only
+        c4 = 0 if is_draft else config.c4_max_total_num_tokens
+        c128 = 0 if is_draft else config.c128_max_total_num_tokens
+        slots = {PoolKind.SWA: swa, PoolKind.C4: c4, PoolKind.C4_INDEXER: c4, PoolKind.C128: c128}
+        return "DeepSeekV4TokenToKVPool", slots
+    if model_config.attention_arch == AttentionArch.MLA:
+        if is_deepseek_nsa(model_config.hf_config):
+            return "NSATokenToKVPool", {PoolKind.FULL: full, PoolKind.INDEXER: full}
+        return "MLATokenToKVPool", {PoolKind.FULL: full}
+    if model_config.is_hybrid_swa:
+        full_slots = config.full_max_total_num_tokens or 0
+        full = full_slots if model_config.full_attention_layer_ids else 0
+        return "SWAKVPool", {PoolKind.FULL: full, PoolKind.SWA: swa}
+    return "MHATokenToKVPool", {PoolKind.FULL: full}
 
 
 def budget_without_records(available_bytes: int, record_bytes: int) -> int:
@@ -45,14 +64,16 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
     if getattr(server_args, "kv_canary", "none") == "none":
         return
     original = configurator.calculate_pool_sizes
-    halves = 1 if model_runner.use_mla_backend else 2
+    draft = _draft_model_config(server_args)
 
     @functools.wraps(original)
     def calculate_pool_sizes(available_bytes: int, page_size: int) -> Any:
         if available_bytes <= 0:
             return original(available_bytes, page_size)
-        pools = 1 + _draft_runners(server_args)
-        records = record_bytes_of(original(available_bytes, page_size), halves, pools)
+        config = original(available_bytes, page_size)
+        records = record_bytes_of(config, model_runner.model_config)
+        if draft is not None:
+            records += record_bytes_of(config, draft, is_draft=True)
         left = budget_without_records(available_bytes, records)
         logger.info(
             "kv-canary: %.2f %% of the KV budget are kept for its records",
@@ -63,12 +84,18 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
     configurator.calculate_pool_sizes = calculate_pool_sizes
 
 
-def _draft_runners(server_args: Any) -> int:
-    if server_args.speculative_algorithm is None:
-        return 0
-    if server_args.enable_multi_layer_eagle:
-        return server_args.speculative_num_steps or 1
-    return 1
+def _draft_model_config(server_args: Any) -> Any | None:
+    """The draft model's ModelConfig, as its worker makes it later; None without a draft that keeps KV."""
+    if server_args.speculative_algorithm is None or not draft_keeps_kv(server_args):
+        return None
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(
+        server_args,
+        model_path=server_args.speculative_draft_model_path,
+        model_revision=server_args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
 
 
 HOOKS = (

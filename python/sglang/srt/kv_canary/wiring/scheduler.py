@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.kv_canary.errors import CanaryPhaseError
+from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
 
 logger = logging.getLogger(__name__)
 
-_STEP = "_kv_canary_step"
 IDLE_TICK_S = 0.01
 
 
@@ -33,20 +34,32 @@ def _around_run_batch(
     finally:
         context.recorder.end_step()
         context.requests = []
-    setattr(result, _STEP, step)
+    # The result cannot carry the step: under pipeline parallelism another one comes back.
+    context.launched[batch.forward_iter] = step
     return result
 
 
 def _around_process_result(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **k: Any
 ) -> Any:
-    step = getattr(result, _STEP, None)
-    if step is not None:
-        context.recorder.result_arrived(step)
+    if context.active:
+        context.recorder.result_arrived(_step_of(batch))
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
         manager.drain()
     return returned
+
+
+def _step_of(batch: Any) -> StepRecord:
+    """Raises CanaryPhaseError for a batch that was not launched: its findings would wait for ever."""
+    step = context.launched.pop(batch.forward_iter, None)
+    if step is None:
+        raise CanaryPhaseError(
+            f"kv-canary: a result arrived for a batch in mode {batch.forward_mode.name} (iteration "
+            f"{batch.forward_iter}) whose launch was not seen. This scheduler loop is not covered; "
+            "start without --kv-canary or report the model and its flags"
+        )
+    return step
 
 
 class _IdleClock:
@@ -74,9 +87,26 @@ def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
         context.recorder.row_released(req.req_pool_idx)
 
 
-def _before_cache_unfinished(req: Any, *a: Any, **k: Any) -> None:
-    if context.active and req.req_pool_idx is not None:
+def _before_session_release(sessions: Any, session_id: str) -> None:
+    """A streaming session puts its row on the pool's free list by itself."""
+    slot = sessions.slots.get(session_id)
+    if context.active and slot is not None and slot.is_holding_kv:
+        context.recorder.row_released(slot.req_pool_idx)
+
+
+def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
+    """A session keeps its row and gives back what lies behind `target`, to be taken anew by its next turn."""
+    if context.active and end > target:
+        context.recorder.row_released(row)
+
+
+def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
+    """A prefix cache that re-points the row to its own slots frees the row's; one that finds no equal frees none."""
+    frees = context.frees
+    returned = original(req, *a, **k)
+    if context.active and context.frees != frees and req.req_pool_idx is not None:
         context.recorder.row_rewritten(req.req_pool_idx)
+    return returned
 
 
 def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
@@ -85,6 +115,10 @@ def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
 
 def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
+    if context.active:
+        from sglang.srt.kv_canary.wiring.warm_up import compile_launches
+
+        compile_launches(scheduler)
     for manager in context.managers:
         manager.mark_init_finished()
         description = manager.describe()
@@ -100,9 +134,15 @@ def active_line(description: dict[str, Any]) -> str:
     pools = ", ".join(f"{kind}[{'+'.join(d['halves'][kind])}]" for kind in d["pools"])
     share = "" if d["share_of_pool"] is None else f" ({100 * d['share_of_pool']:.2f} % of the pool)"
     return (
-        f"kv-canary active: mode {d['mode']}, {d['role']} rank {d['rank']}, pools {pools}, content {d['content']}, "
+        f"kv-canary active: mode {d['mode']}, {d['role']} rank {_rank(d)}, pools {pools}, content {d['content']}, "
         f"slots {sum(d['slots'].values())}, bytes {d['record_bytes'] + d['state_bytes']}{share}"
     )
+
+
+def _rank(description: dict[str, Any]) -> str:
+    ranks = {name: description[f"{name}_rank"] for name in ("dp", "pp")}
+    others = "".join(f" ({name} {rank})" for name, rank in ranks.items() if rank is not None)
+    return f"{description['rank']}{others}"
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -129,9 +169,21 @@ HOOKS = (
         "moot reads would be false alarms",
     ),
     HookSpec(
-        "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
-        _before_cache_unfinished,
+        "sglang.srt.session.streaming_session.StreamingSession.release_session",
+        _before_session_release,
         HookType.BEFORE,
+        "moot reads would be false alarms",
+    ),
+    HookSpec(
+        "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
+        _before_session_trim,
+        HookType.BEFORE,
+        "moot reads would be false alarms",
+    ),
+    HookSpec(
+        "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
+        _around_cache_unfinished,
+        HookType.AROUND,
         "rewritten rows would be false alarms",
     ),
 )

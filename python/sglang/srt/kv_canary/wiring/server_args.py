@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.capacities import MOST_REQUESTS
 from sglang.srt.kv_canary.config import (
     FLAG_MODE,
     FLAG_REAL_DATA,
@@ -62,6 +63,8 @@ _SPECULATION = (
     "EAGLE3",
     "STANDALONE",
     "NEXTN",
+    "NGRAM",
+    "FROZEN_KV_MTP",
 )  # NEXTN: SGLang resolves it to EAGLE
 
 UNSUPPORTED: tuple[UnsupportedCase, ...] = (
@@ -102,22 +105,24 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Remove --dllm-algorithm.",
     ),
     UnsupportedCase(
-        "speculative decoding other than EAGLE, EAGLE3 and STANDALONE",
-        lambda args: args.speculative_algorithm not in _SPECULATION,
-        "forwards of NGRAM, DFLASH, FROZEN_KV_MTP and of registered algorithms.",
-        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
+        "DFLASH speculative decoding",
+        lambda args: args.speculative_algorithm == "DFLASH",
+        "its draft model's KV is stored outside of any forward, straight from the target's hidden states, so that "
+        "there is nothing to bracket.",
+        "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or remove it.",
+    ),
+    UnsupportedCase(
+        "a speculative algorithm registered by a plugin",
+        lambda args: args.speculative_algorithm not in (*_SPECULATION, "DFLASH"),
+        "forwards of a worker that is not SGLang's own: which slots they read and write is not known.",
+        "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or remove it.",
     ),
     UnsupportedCase(
         "multi-layer EAGLE",
         lambda args: args.speculative_algorithm is not None and args.enable_multi_layer_eagle,
-        "its later layers rewrite slots before the accepted tokens, which other requests share and read meanwhile.",
+        "layer i stores the token i + 1 behind a slot's own, which the cached prefix does not determine, and rewrites "
+        "the i slots before the accepted tokens once it is known, while other requests may share and read them.",
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
-    ),
-    UnsupportedCase(
-        "adaptive speculative decoding",
-        lambda args: args.speculative_algorithm is not None and args.speculative_adaptive,
-        "the number of draft forwards, which changes while the server runs.",
-        "Remove --speculative-adaptive.",
     ),
     UnsupportedCase(
         "encoder-decoder model",
@@ -138,12 +143,6 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Set --kv-canary on the language servers only.",
     ),
     UnsupportedCase(
-        "pipeline parallelism",
-        lambda args: args.pp_size > 1,
-        "its event loop keeps several batches in flight, which the flight recorder does not follow.",
-        "Use --pp-size 1.",
-    ),
-    UnsupportedCase(
         "context parallelism",
         lambda args: (
             args.attn_cp_size > 1
@@ -154,16 +153,34 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Remove the context-parallel flags.",
     ),
     UnsupportedCase(
-        "DP attention",
-        lambda args: args.enable_dp_attention,
-        "forwards that are padded or idle to keep step with the other ranks.",
-        "Remove --enable-dp-attention.",
+        "speculative decoding in step with other ranks",
+        lambda args: args.speculative_algorithm is not None and _pads_to_other_ranks(args),
+        "draft and verify forwards that are padded or idle to keep step with the other ranks.",
+        "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+    ),
+    UnsupportedCase(
+        "two-batch overlap",
+        lambda args: args.enable_two_batch_overlap,
+        "forwards whose batch is computed in two halves, which no run has checked yet.",
+        "Remove --enable-two-batch-overlap.",
+    ),
+    UnsupportedCase(
+        "multi-item scoring",
+        lambda args: args.enable_mis,
+        "its positions start anew with each item and do not say where a token lies in the request.",
+        "Remove --enable-mis.",
     ),
     UnsupportedCase(
         "torch.compile of the model",
         lambda args: args.enable_torch_compile,
         "the compiled forward would trace the checks around it.",
         "Remove --enable-torch-compile.",
+    ),
+    UnsupportedCase(
+        "CUDA graph debug mode",
+        lambda args: args.debug_cuda_graph,
+        "its replays run the model eagerly, so that each forward would be counted twice.",
+        "Remove --debug-cuda-graph.",
     ),
     UnsupportedCase(
         "sweep over the C++ radix tree",
@@ -186,13 +203,28 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
         "Remove --grpc-mode.",
     ),
     UnsupportedCase(
+        f"more than {MOST_REQUESTS:,} running requests",
+        lambda args: (args.max_running_requests or 0) > MOST_REQUESTS,
+        "batches that are larger than the kernels take.",
+        f"Set --max-running-requests to {MOST_REQUESTS} or less.",
+    ),
+    UnsupportedCase(
         "this device",
         # None: ServerArgs leaves it unresolved for model_path "dummy", which serves nothing.
-        lambda args: args.device not in ("cuda", "cpu", "xpu", None),
-        "the checks run on cuda, cpu and xpu only.",
-        "Serve on one of these.",
+        lambda args: args.device not in ("cuda", "cpu", None),
+        "the checks run on NVIDIA and AMD GPUs (both are cuda here) and on cpu only.",
+        "Serve with --device cuda or cpu.",
     ),
 )
+
+
+def _pads_to_other_ranks(server_args: Any) -> bool:
+    """As SGLang's `require_mlp_sync`: batches get the sizes that all ranks agree on."""
+    return (
+        server_args.enable_dp_attention
+        or server_args.moe_a2a_backend != "none"
+        or server_args.moe_dense_tp_size == 1
+    )
 
 
 def _model_has(server_args: Any, attribute: str) -> bool:

@@ -37,7 +37,7 @@ from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 
-def _draft_runner(worker: Any) -> Any:
+def draft_runner_of(worker: Any) -> Any:
     """v2 workers have `draft_runner`; a v1 worker is itself the worker of the draft model."""
     return worker.draft_runner if hasattr(worker, "draft_runner") else worker.model_runner
 
@@ -50,7 +50,7 @@ def _inner_forwards(num_steps: int) -> tuple[int, ...]:
 
 
 def _around_draft(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    manager = context.manager_of(_draft_runner(worker))
+    manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, *args, **kwargs)
     with manager.with_ops_outside_graph(_inner_forwards(worker.speculative_num_steps)):
@@ -60,7 +60,7 @@ def _around_draft(original: Callable[..., Any], worker: Any, *args: Any, **kwarg
 def _around_draft_extend(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    manager = context.manager_of(_draft_runner(worker))
+    manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, batch, *args, **kwargs)
     with manager.with_ops_outside_graph():
@@ -70,7 +70,7 @@ def _around_draft_extend(
 def _around_draft_prefill(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    manager = context.manager_of(_draft_runner(worker))
+    manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, batch, *args, **kwargs)
     with manager.with_ops_outside_graph(expected=_expected_tokens(manager, batch)):
@@ -81,7 +81,8 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
     """The prompts' own tokens, as far as the draft model is fed them.
 
     Not those of the cached prefix, and not the last one of each chunk: there SGLang feeds the target's prediction,
-    also where the prompt goes on.
+    also where the prompt goes on. None for a batch with images or other media: its placeholder tokens are clamped to
+    the vocabulary in place while the target runs, and the host's lists are not.
     """
     if manager.config.token_check is not TokenCheck.ALL or not manager.armed:
         return None
@@ -90,13 +91,17 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
     requests = context.requests
     if prefix_lens is None or lengths is None or len(requests) != len(prefix_lens):
         return None
-    if batch.input_embeds is not None:
+    if batch.input_embeds is not None or _has_media(batch):
         return None
     known = [
         (prefix + 1, list(request.fill_ids[prefix + 1 : prefix + length]))
         for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
     ]
     return ExpectedTokens.from_lists(known, manager.identity.device)
+
+
+def _has_media(batch: Any) -> bool:
+    return any(media is not None for media in batch.multimodal_inputs or ())
 
 
 # Inner forwards and trees
@@ -124,7 +129,7 @@ class _InnerForwards:
 def _around_draft_forward(
     original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    runner = _draft_runner(worker)
+    runner = draft_runner_of(worker)
     manager = context.manager_of(runner)
     if manager is None:
         return original(worker, *args, **kwargs)
@@ -184,16 +189,13 @@ def _around_accept(
 
 
 def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
-    for group in manager.groups:
-        slots = _slots_of(group, full_slots)
-        manager.ledger.record(SlotEventKind.UNFILL, group.kind, slots, page_size=1)
+    for kind, group in {group.allocator_kind: group for group in manager.groups}.items():
+        manager.ledger.record(SlotEventKind.UNFILL, kind, _slots_of(group, full_slots), page_size=1)
 
 
 def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
-    """Slots that SGLang handed out, in the group's slot space."""
-    if group.swa_index_lut is not None:
-        return group.swa_index_lut[full_slots.long()]
-    return full_slots if group.stride == 1 else full_slots // group.stride
+    """Full slots as the allocator of the group's slots knows them."""
+    return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
 
 
 def _after_move(

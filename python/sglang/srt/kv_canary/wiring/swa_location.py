@@ -11,6 +11,9 @@ backend exchanges it in the middle of a forward, wrapping backends have several,
 batch than the one whose slots the layers write. Inside the bracket a capture holds the translation, made
 from the buffers that the graph reads, so that each replay translates what it is given, however late that arrived.
 Where the model is run without the bracket (captured prefill pieces), each layer translates afresh.
+
+It lies outside of the canary's bracket, so that HEAD finds in `out_cache_loc_swa` what the layers are going to use, and
+compares it with the mapping.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
     kept_before, batch_before = current.kept, forward_batch.out_cache_loc_swa
     kept = SwaOutCacheLoc.translate(pool.full_to_swa_index_mapping, forward_batch.out_cache_loc)
     current.kept = kept
-    if kept is not None:  # the trtllm backend writes to this location without asking the pool
+    # The trtllm backend writes to this location without asking the pool; HEAD compares it.
+    if kept is not None:
         forward_batch.out_cache_loc_swa = kept.swa
     try:
         yield

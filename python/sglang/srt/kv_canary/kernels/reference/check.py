@@ -36,7 +36,7 @@ def translate(
     limit = group.num_slots * group.stride if lut is None else lut.shape[0]
     bad = (full_slots < 0) | (full_slots >= limit)
     reasons[bad] = int(Reason.SLOT_OUT_OF_RANGE)
-    unmapped = full_slots == 0
+    unmapped = ~bad & (full_slots < group.stride)  # slot 0 of the group's own space
     reasons[unmapped] = int(Reason.UNMAPPED_SLOT)
     safe = torch.where(bad | unmapped, 0, full_slots)
     if lut is None:
@@ -67,10 +67,12 @@ def check_lanes(
     forward: int,
     state: CanaryDeviceState,
     chain_source: torch.Tensor | None = None,
+    stride: int = 1,
 ) -> None:
     """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
 
-    `chain_source`: the group's; None where chains step from `records` themselves.
+    `chain_source`, `stride`: the group's; without a source chains step from `records` themselves. Lanes of a strided
+    group expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
     """
     if lanes.slots.numel() == 0:
         return
@@ -82,13 +84,23 @@ def check_lanes(
     states = hashing.state_of(writer)
     not_live = state_reasons(states)
     chained_to = records if chain_source is None else chain_source
-    expected_chain = _expected_chain(lanes, chained_to, identity)
+    previous, chained = _previous_chain(lanes, chained_to)
+    expected_token = lanes.expected_tokens
+    expected_chain = torch.full_like(chain, record.UNKNOWN)
+    if stride == 1:
+        step = hashing.chain_step(previous, identity)
+        expected_chain = torch.where(chained, step, record.UNKNOWN)
+        wrong_chain = (expected_chain != record.UNKNOWN) & (chain != expected_chain)
+        wrong_token = (expected_token != record.UNKNOWN) & (token != expected_token)
+    else:
+        fold = hashing.chain_fold(chain, previous, stride)
+        expected_token = torch.where(chained, fold, record.UNKNOWN)
+        wrong_chain = chained & (token != fold)
+        wrong_token = torch.zeros_like(wrong_chain)
 
     reasons = torch.where(position != lanes.positions, int(Reason.POSITION), 0)
-    known = lanes.expected_tokens != record.UNKNOWN
-    reasons |= torch.where(known & (token != lanes.expected_tokens), int(Reason.TOKEN), 0)
-    checked = expected_chain != record.UNKNOWN
-    reasons |= torch.where(checked & (chain != expected_chain), int(Reason.CHAIN), 0)
+    reasons |= torch.where(wrong_token, int(Reason.TOKEN), 0)
+    reasons |= torch.where(wrong_chain, int(Reason.CHAIN), 0)
     reasons = torch.where(states == record.State.LIVE, reasons, not_live)
     reasons = torch.where(readable, reasons, lanes.reasons)
 
@@ -105,7 +117,7 @@ def check_lanes(
         prev_slot=lanes.prev_slots,
         expected_position=lanes.positions,
         stored_position=stored(position),
-        expected_token=lanes.expected_tokens,
+        expected_token=torch.where(readable, expected_token, lanes.expected_tokens),
         stored_token=stored(token),
         expected_chain=torch.where(readable, expected_chain, record.UNKNOWN),
         stored_chain=stored(chain),
@@ -116,11 +128,10 @@ def check_lanes(
     )
 
 
-def _expected_chain(lanes: Lanes, records: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:
-    """Chain that each slot should hold, UNKNOWN where its predecessor cannot tell."""
+def _previous_chain(lanes: Lanes, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chain of each slot's predecessor, whether it is known); the predecessor may not be able to tell."""
     has_prev = lanes.prev_slots >= 0
     prev = records[torch.where(has_prev, lanes.prev_slots, 0)]
     prev_live = hashing.state_of(prev[:, record.WORD_WRITER]) == record.State.LIVE
     previous = torch.where(has_prev, prev[:, record.WORD_CHAIN], lanes.anchors)
-    known = (has_prev & prev_live) | (lanes.prev_slots == record.PREV_ANCHOR)
-    return torch.where(known, hashing.chain_step(previous, identity), record.UNKNOWN)
+    return previous, (has_prev & prev_live) | (lanes.prev_slots == record.PREV_ANCHOR)

@@ -12,9 +12,10 @@ from sglang.srt.kv_canary.kernels.layout import (
     content_bytes_per_slot,
     content_unit,
     slots_between_visits,
+    turn_of,
 )
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
-from sglang.srt.kv_canary.kernels.reference.forward import requests_of
+from sglang.srt.kv_canary.kernels.reference import hashing, ring
+from sglang.srt.kv_canary.kernels.reference.spans import completed_slots, requests_of, slots_at
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
@@ -76,34 +77,36 @@ def check_and_write_content(
         return
     read_slots, read_rows, read_full = _rotating_slots(plan, group, forward, state, mode)
     for half in group.halves:
-        sources = group.content(half)
-        tail, tag_id = group.records(half, "TAIL"), CanaryLaunchTag(group.kind, half, Side.TAIL).id
-        if not sources:
-            continue
-        _compare(tail, sources, read_slots, read_full, read_rows, tag_id, forward, state, mode)
-        slots, reasons = check.translate(group, plan.write.out_cache_loc.long())
-        slots = slots[reasons == 0]
-        fresh = (tail[slots, record.WORD_WRITER] & record.FORWARD_MASK) == (
-            forward & record.FORWARD_MASK
-        )
-        slots = slots[fresh]
-        tail[slots, record.WORD_CONTENT] = content_fingerprint(sources, slots, mode)
-        state.counters[tag_id, Counter.CONTENT_WRITTEN] += slots.numel()
+        if group.content(half):
+            tag_id = CanaryLaunchTag(group.kind, half, Side.TAIL).id
+            tail, sources = group.records(half, "TAIL"), group.content(half)
+            _compare(tail, sources, read_slots, read_full, read_rows, tag_id, forward, state, mode)
+            _write(plan, group, half, forward, state, mode)
+
+
+def _write(plan, group, half: str, forward: int, state, mode) -> None:
+    tail, tag_id = group.records(half, "TAIL"), CanaryLaunchTag(group.kind, half, Side.TAIL).id
+    slots = completed_slots(plan, group)
+    fresh = (tail[slots, record.WORD_WRITER] & record.FORWARD_MASK) == (
+        forward & record.FORWARD_MASK
+    )
+    slots = slots[fresh]
+    tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
+    state.counters[tag_id, Counter.CONTENT_WRITTEN] += slots.numel()
 
 
 def _rotating_slots(plan, group, forward: int, state, mode):
-    """(slots, rows, full slots) of the prefix positions whose turn it is."""
-    requests = requests_of(plan, group.window)
+    """(slots, rows, full slots) of the prefix positions (of strided groups: slots) whose turn it is."""
+    requests = requests_of(plan, group.window).in_slots(group.stride)
     counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
     budget = state.capacities.content_budget_bytes // max(1, content_bytes_per_slot(group, mode))
     k = slots_between_visits(int(counts.sum()), budget)
     index = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
     positions = torch.arange(index.shape[0], device=counts.device)
     positions = positions - (counts.cumsum(0) - counts)[index] + requests.window_starts[index]
-    turn = positions % k == forward % k
+    turn = positions % k == turn_of(forward, k)
     rows, positions = requests.rows[index[turn]], positions[turn]
-    full = plan.req_to_token[rows, positions].long()
-    slots, reasons = check.translate(group, full)
+    slots, full, reasons = slots_at(plan, group, rows, positions)
     return slots[reasons == 0], rows[reasons == 0], full[reasons == 0]
 
 

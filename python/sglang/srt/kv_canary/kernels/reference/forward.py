@@ -2,105 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, blocks_between_visits
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring, tree
-from sglang.srt.kv_canary.plan_input import ForwardPlan
+from sglang.srt.kv_canary.kernels.reference import check, hashing, ring, strided, tree
+from sglang.srt.kv_canary.kernels.reference.spans import (
+    Requests,
+    begin_forward,
+    count_checked,
+    report_bad_requests,
+    requests_of,
+    visited_positions,
+    writer_words,
+)
+from sglang.srt.kv_canary.plan_input import ForwardPlan, refuse_trees
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
 
 
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """Per request of the batch, int64[batch size]."""
-
-    rows: torch.Tensor
-    valid: torch.Tensor  # bool: neither padding nor out of range
-    prefix_lens: torch.Tensor
-    ext_lens: torch.Tensor
-    starts: torch.Tensor  # first token in the batch
-    window_starts: torch.Tensor  # first prefix position that the group verifies
-
-
-def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
-    rows = plan.verify.rows.long()
-    num_rows, context = plan.req_to_token.shape
-    prefix = plan.verify.base_lens.long()[: rows.shape[0]] + plan.verify.prefix_delta
-    write = plan.write
-    index = torch.arange(rows.shape[0], device=rows.device)
-    if plan.verify.already_verified:
-        window = 0
-    if write.ext_lens is None:
-        ext = torch.full_like(rows, write.tokens_per_request)
-        starts = index * write.tokens_per_request
-    else:
-        ext, starts = write.ext_lens.long(), write.starts.long()
-    in_range = (rows > 0) & (rows < num_rows) & (prefix >= 0) & (prefix + ext <= context)
-    window_starts = torch.zeros_like(prefix)
-    if window is not None:
-        window_starts = (prefix - window).clamp(min=0)
-    return Requests(rows, in_range, prefix, ext, starts, window_starts)
-
-
-def begin_forward(state: CanaryDeviceState, side: Side) -> int:
-    """The running forward's counter. HEAD gives it out, TAIL marks it done."""
-    summary = state.summary
-    if side is Side.HEAD:
-        forward = int(summary[Header.FORWARD_DONE]) + 1
-        summary[Header.FORWARD_RUNNING] = forward
-    else:
-        forward = int(summary[Header.FORWARD_RUNNING])
-        summary[Header.FORWARD_DONE] = forward
-    return forward
-
-
 def check_and_write(
-    plan: ForwardPlan, group: CanaryBufferGroup, side: Side, state: CanaryDeviceState
+    plan: ForwardPlan,
+    group: CanaryBufferGroup,
+    side: Side,
+    state: CanaryDeviceState,
+    part: Part = Part.BOTH,
 ) -> None:
-    """Verify the prefix of every request and write the records of the forward's new tokens."""
-    forward = begin_forward(state, side)
+    """Verify the prefix of every request and write the records of the forward's new tokens.
+
+    Where the parts run apart, VERIFY runs between HEAD's and TAIL's WRITE.
+    """
+    verify, write = _verify, _write
+    if group.stride != 1:
+        refuse_trees(plan)
+        verify, write = strided.verify, strided.write
+    forward = begin_forward(state, side, part)
     if not int(state.summary[Header.ARMED]):
         return
     requests = requests_of(plan, group.window)
-    request_index, positions = _visited_positions(requests, forward, state)
+    if Part.VERIFY in part:
+        verify(plan, group, side, requests, forward, state)
+    if Part.WRITE in part:
+        write(plan, group, side, requests, forward, state)
+
+
+def _verify(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+    request_index, positions = visited_positions(requests, forward, state)
     for half in group.halves:
         tag_id = CanaryLaunchTag(group.kind, half, side).id
         records = group.records(half, side.value)
-        if side is Side.HEAD:
-            _report_bad_requests(plan, requests, tag_id, forward, state)
         lanes = _lanes(plan, group, requests, request_index, positions, state)
         check.check_lanes(lanes, records, tag_id, forward, state, group.chain_source)
-        _count_checked(state, tag_id, plan, requests, lanes)
+        count_checked(state, tag_id, plan, group, requests, lanes)
+
+
+def _write(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+    for half in group.halves:
+        tag_id = CanaryLaunchTag(group.kind, half, side).id
         if side is Side.HEAD:
+            report_bad_requests(plan, requests, tag_id, forward, state)
+            records = group.records(half, side.value)
             written = _write_head(plan, group, requests, records, tag_id, forward, state)
         else:
             written = _write_tail(plan, group, half, forward)
         state.counters[tag_id, Counter.WRITTEN] += written
-
-
-def _visited_positions(
-    requests: Requests, forward: int, state: CanaryDeviceState
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(request index, position) of every slot that this forward verifies."""
-    counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    blocks = (counts + VERIFY_BLOCK - 1) // VERIFY_BLOCK
-    k = blocks_between_visits(int(blocks.sum()), state.capacities.verify_budget_slots)
-    request_index = torch.repeat_interleave(
-        torch.arange(counts.shape[0], device=counts.device), counts
-    )
-    first_lane = (counts.cumsum(0) - counts)[request_index]
-    in_request = torch.arange(request_index.shape[0], device=counts.device) - first_lane
-    first_block = (blocks.cumsum(0) - blocks)[request_index]
-    visited = (first_block + in_request // VERIFY_BLOCK) % k == forward % k
-    request_index = request_index[visited]
-    return request_index, in_request[visited] + requests.window_starts[request_index]
 
 
 def _lanes(plan, group, requests, request_index, positions, state) -> check.Lanes:
@@ -141,37 +108,6 @@ def expected_at(
     return torch.where(known, expected.tokens[index].long(), unknown)
 
 
-def _count_checked(state, tag_id: int, plan, requests: Requests, lanes: check.Lanes) -> None:
-    counters = state.counters[tag_id]
-    counters[Counter.LAUNCHES] += 1
-    counters[Counter.CHECKED] += lanes.slots.numel()
-    eligible = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    counters[Counter.ELIGIBLE] += eligible.sum()
-    diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
-    counters[Counter.IDX_DIVERGENCE] += diverged.sum()
-    if not plan.verify.already_verified:
-        outside = torch.where(requests.valid, requests.window_starts, 0)
-        counters[Counter.OUT_OF_WINDOW] += outside.sum()
-
-
-def _report_bad_requests(plan, requests: Requests, tag_id: int, forward: int, state) -> None:
-    num_rows, _ = plan.req_to_token.shape
-    bad_row = (requests.rows < 0) | (requests.rows >= num_rows)
-    reasons = torch.where(bad_row, int(Reason.ROW_OUT_OF_RANGE), 0)
-    bad_length = ~requests.valid & ~bad_row & (requests.rows != 0)
-    reasons = torch.where(bad_length, int(Reason.LENGTH_OUT_OF_RANGE), reasons)
-    ring.append(
-        state,
-        reasons,
-        tag=tag_id,
-        expected_position=requests.prefix_lens,
-        reader_row=requests.rows,
-        reader_forward=forward,
-        writer=0,
-        last_writer=0,
-    )
-
-
 def _write_head(plan, group, requests, records, tag_id: int, forward: int, state) -> int:
     """Chain and write the new tokens; report inputs that are not what the request expects."""
     write = plan.write
@@ -204,6 +140,10 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
     wrong_token = (expected_token != record.UNKNOWN) & (tokens != expected_token)
     faults = torch.where(wrong_token, int(Reason.WRITE_TOKEN), 0)
     faults |= torch.where(positions != expected_position, int(Reason.WRITE_POSITION), 0)
+    attention_slots = _attention_slots(write, group, token_index)
+    if attention_slots is not None:
+        elsewhere = (attention_slots != slots) & (out_of_range == 0)
+        faults |= torch.where(elsewhere, int(Reason.WRITE_LOCATION), 0)
     faults = torch.where(real, faults | out_of_range, 0)
     ring.append(
         state,
@@ -219,6 +159,7 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
         reader_forward=forward,
         writer=0,
         last_writer=0,
+        attention_slot=record.UNKNOWN if attention_slots is None else attention_slots,
     )
     keep = reasons == 0
     records[slots[keep]] = torch.stack(
@@ -226,16 +167,18 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
             identity[keep],
             chains[keep],
             torch.zeros_like(identity[keep]),
-            _writer_words(forward, rows[keep], write.mode),
+            writer_words(forward, rows[keep], write.mode),
         ],
         dim=1,
     )
     return int(keep.sum())
 
 
-def _writer_words(forward: int, rows: torch.Tensor, mode: int) -> torch.Tensor:
-    base = record.pack_writer(forward, 0, mode, record.State.LIVE)
-    return ((rows & record.WRITER_ROW_MASK) << record.WRITER_ROW_SHIFT) | base
+def _attention_slots(write, group, token_index: torch.Tensor) -> torch.Tensor | None:
+    """SWA slots that attention stores the tokens in; None where they are not known or the group is no SWA."""
+    if write.swa_out_cache_loc is None or group.swa_index_lut is None:
+        return None
+    return write.swa_out_cache_loc[token_index].long()
 
 
 def _seeds(plan, group, requests, records, state) -> torch.Tensor:

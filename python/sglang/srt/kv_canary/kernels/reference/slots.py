@@ -22,14 +22,18 @@ def apply_slot_event(
 ) -> None:
     """Apply one allocator event to all records of `group`.
 
-    FREE, ALLOC and UNFILL take slots in the group's slot space; a FREE gives back whole pages of `page_size`
-    slots. CLEAR takes None: every slot. Slots outside of the pool are ignored.
+    FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
+    pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
     """
     forward = int(state.summary[Header.FORWARD_DONE])
     if kind is SlotEventKind.CLEAR:
-        slots = torch.arange(group.num_slots, device=group.k_head.device)
-    slots = slots.long()
-    slots = slots[(slots > 0) & (slots < group.num_slots)]
+        listed = torch.arange(group.num_slots, device=group.k_head.device) * group.stride
+    else:
+        listed = slots.long()
+    slots = torch.div(listed, group.stride, rounding_mode="floor")
+    speaks = _first_of_its_slot(slots, group)
+    inside = (slots > 0) & (slots < group.num_slots)
+    slots, listed, speaks = slots[inside], listed[inside], speaks[inside]
     if kind is SlotEventKind.ALLOC:
         _mark_allocated(group, slots.unique())
         return
@@ -37,12 +41,21 @@ def apply_slot_event(
         _mark_unfilled(group, slots, record.pack_writer(forward, 0, Mode.NONE, State.UNFILLED))
         return
     if kind is SlotEventKind.FREE:
-        _report_double_free(group, slots, forward, state, page_size)
-        first = slots // page_size * page_size
-        slots = (first[:, None] + torch.arange(page_size, device=slots.device)).flatten()
+        _report_double_free(group, slots[speaks], listed[speaks], forward, state, page_size)
+        first = listed // page_size * page_size // group.stride
+        page = torch.arange(-(-page_size // group.stride), device=slots.device)
+        slots = (first[:, None] + page).flatten()
         slots = slots[slots < group.num_slots]
     mode = Mode.CLEAR if kind is SlotEventKind.CLEAR else Mode.FREE
     _mark_freed(group, slots.unique(), record.pack_writer(forward, 0, mode, State.FREED))
+
+
+def _first_of_its_slot(slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
+    """Of the tokens of one strided slot, which are neighbours in the list, the first one; of other groups all."""
+    first = torch.ones_like(slots, dtype=torch.bool)
+    if group.stride != 1:
+        first[1:] = slots[1:] != slots[:-1]
+    return first
 
 
 def _buffers(group: CanaryBufferGroup) -> list[torch.Tensor]:
@@ -76,11 +89,11 @@ def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) 
         records[slots] = words
 
 
-def _report_double_free(group, slots, forward: int, state, page_size: int) -> None:
-    """A slot that is freed while free, or twice in one call where pages do not explain it."""
+def _report_double_free(group, slots, listed, forward: int, state, page_size: int) -> None:
+    """A slot that is freed while free, or twice in one call where neither pages nor strides explain it."""
     words = group.k_head[slots]
     twice = hashing.state_of(words[:, record.WORD_WRITER]) == State.FREED
-    if page_size == 1 and slots.numel():
+    if page_size == 1 and group.stride == 1 and slots.numel():
         order = torch.sort(slots, stable=True)
         repeated = torch.zeros_like(twice)
         repeated[order.indices[1:]] = order.values[1:] == order.values[:-1]
@@ -90,7 +103,7 @@ def _report_double_free(group, slots, forward: int, state, page_size: int) -> No
         torch.where(twice, int(Reason.DOUBLE_FREE), 0),
         tag=CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
         slot=slots,
-        full_slot=slots,
+        full_slot=listed,
         stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
         stored_token=hashing.stored_token(words[:, record.WORD_IDENTITY]),
         stored_chain=words[:, record.WORD_CHAIN],

@@ -38,7 +38,9 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
         tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
         for side in (Side.HEAD, Side.TAIL):
             records = group.records(half, side.value)
-            check.check_lanes(lanes, records, tag_id, forward, state, group.chain_source)
+            check.check_lanes(
+                lanes, records, tag_id, forward, state, group.chain_source, group.stride
+            )
         counters = state.counters[tag_id]
         counters[Counter.LAUNCHES] += 1
         counters[Counter.CHECKED] += slots.numel()

@@ -5,12 +5,17 @@ There is no full pool: `req_to_token` holds full slots, of which c4 and c128 row
 places of its page: [page_size x (448 FP8 nope + 128 BF16 rope)], then [page_size x (7 scales + 1 pad)]; pages are
 padded to a multiple of 576 bytes.
 
+Only the last token of a compressed slot writes it, in the forward in which the token is new. All its tokens lie in one
+page, because pages are multiples of 128 tokens. The backend reads compressed slots through `page_table`, which it makes
+from the row's entry at the first token of each page.
+
 Not covered: the compression state rings (`compress_state_pools`, `indexer_compress_state_pools`). A ring row is
 overwritten in place by the tokens that follow and has no slot of its own per token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
@@ -27,6 +32,7 @@ from sglang.srt.kv_canary.pool_patcher.attachment import (
     PoolAttachment,
 )
 from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
 
 ATTENTION_WINDOW = (
@@ -44,20 +50,20 @@ def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
     """Groups SWA, C4, C4_INDEXER and C128, each K-only; sub-pools without layers or slots give none.
 
     `options.sliding_window_size` and the mapping are needed where there is a SWA group. A HiSparse c4 pool is
-    refused, and with it the whole pool.
+    refused, and with it the whole pool; so are compressed rows without SWA rows, whose chains they take over.
     """
-    groups, kv_splices, listed = [], [], 0
-    for attribute, kind in _COMPRESSED:
-        for group in attach_sub_pool(pool, attribute, options, kind).groups:
-            groups.append(group)
-            kv_splices += _splices(getattr(pool, attribute), group, listed)
-        listed += _layers(getattr(pool, attribute, None))
-    state_splices = []
+    groups, kv_splices, state_splices, listed = [], [], [], 0
     for group in attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA).groups:
         # SGLang keeps sliding_window_size tokens; of those the backend reads 127 and the new one.
         window = min(sliding_window_of(pool, options), ATTENTION_WINDOW - 1)
-        groups.insert(0, as_swa(pool, group, window))
+        groups.append(as_swa(pool, group, window))
         state_splices += _splices(pool.swa_kv_pool, group, 0)
+    base = groups[0] if groups else None
+    for attribute, kind in _COMPRESSED:
+        for group in attach_sub_pool(pool, attribute, options, kind).groups:
+            groups.append(_as_strided(pool, group, base))
+            kv_splices += _splices(getattr(pool, attribute), group, listed)
+        listed += _layers(getattr(pool, attribute, None))
     splices = {KV_BUF_INFOS: tuple(kv_splices), STATE_BUF_INFOS: tuple(state_splices)}
     return PoolAttachment(tuple(groups), {m: s for m, s in splices.items() if s})
 
@@ -81,8 +87,24 @@ def attach_dsv4_indexer(pool: Any, options: AttachOptions) -> PoolAttachment:
 
 
 def _group(pool: Any, options: AttachOptions, num_slots: int, content) -> CanaryBufferGroup:
-    kind = options.kind
-    return build_group(kind, num_slots, pool.device, options, content, stride=STRIDES.get(kind, 1))
+    return build_group(options.kind, num_slots, pool.device, options, content)
+
+
+def _as_strided(
+    pool: Any, group: CanaryBufferGroup, base: CanaryBufferGroup | None
+) -> CanaryBufferGroup:
+    stride = STRIDES[group.kind]
+    if base is None:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} has {group.kind.value} slots and no SWA slots on this rank, so nothing tells "
+            f"which {stride} tokens a {group.kind.value} slot stands for"
+        )
+    if pool.page_size % stride:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__}: expected pages of a multiple of {stride} tokens, so that the tokens of a "
+            f"{group.kind.value} slot lie in one page, got {pool.page_size}"
+        )
+    return dataclasses.replace(group, stride=stride, chain_base=base)
 
 
 def _layers(sub_pool: Any) -> int:

@@ -1,0 +1,144 @@
+"""What HEAD and TAIL of every group share: the batch's requests, their visited slots, counters and bad requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.endpoint import Part, Side
+from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, blocks_between_visits, turn_of
+from sglang.srt.kv_canary.kernels.reference import check, ring
+from sglang.srt.kv_canary.plan_input import ForwardPlan
+from sglang.srt.kv_canary.record import Reason
+from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Per request of the batch, int64[batch size]."""
+
+    rows: torch.Tensor
+    valid: torch.Tensor  # bool: neither padding nor out of range
+    prefix_lens: torch.Tensor
+    ext_lens: torch.Tensor
+    starts: torch.Tensor  # first token in the batch
+    window_starts: torch.Tensor  # first prefix position that the group verifies
+
+    def in_slots(self, stride: int) -> Requests:
+        """The same with prefixes in slots of `stride` tokens; slots that are not complete do not count."""
+        return replace(
+            self,
+            prefix_lens=torch.div(self.prefix_lens, stride, rounding_mode="floor"),
+            window_starts=torch.div(self.window_starts, stride, rounding_mode="floor"),
+        )
+
+
+def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
+    rows = plan.verify.rows.long()
+    num_rows, context = plan.req_to_token.shape
+    prefix = plan.verify.base_lens.long()[: rows.shape[0]] + plan.verify.prefix_delta
+    write = plan.write
+    index = torch.arange(rows.shape[0], device=rows.device)
+    if plan.verify.already_verified:
+        window = 0
+    if write.ext_lens is None:
+        ext = torch.full_like(rows, write.tokens_per_request)
+        starts = index * write.tokens_per_request
+    else:
+        ext, starts = write.ext_lens.long(), write.starts.long()
+    in_range = (rows > 0) & (rows < num_rows) & (prefix >= 0) & (prefix + ext <= context)
+    window_starts = torch.zeros_like(prefix)
+    if window is not None:
+        window_starts = (prefix - window).clamp(min=0)
+    return Requests(rows, in_range, prefix, ext, starts, window_starts)
+
+
+def begin_forward(state: CanaryDeviceState, side: Side, part: Part) -> int:
+    """The running forward's counter. Where new tokens are written, HEAD gives it out and TAIL marks it done."""
+    summary = state.summary
+    if Part.WRITE not in part:
+        return int(summary[Header.FORWARD_RUNNING])
+    if side is Side.HEAD:
+        forward = int(summary[Header.FORWARD_DONE]) + 1
+        summary[Header.FORWARD_RUNNING] = forward
+    else:
+        forward = int(summary[Header.FORWARD_RUNNING])
+        summary[Header.FORWARD_DONE] = forward
+    return forward
+
+
+def visited_positions(
+    requests: Requests, forward: int, state: CanaryDeviceState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(request index, position) of every slot that this forward verifies."""
+    counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
+    blocks = (counts + VERIFY_BLOCK - 1) // VERIFY_BLOCK
+    k = blocks_between_visits(int(blocks.sum()), state.capacities.verify_budget_slots)
+    request_index = torch.repeat_interleave(
+        torch.arange(counts.shape[0], device=counts.device), counts
+    )
+    first_lane = (counts.cumsum(0) - counts)[request_index]
+    in_request = torch.arange(request_index.shape[0], device=counts.device) - first_lane
+    first_block = (blocks.cumsum(0) - blocks)[request_index]
+    visited = (first_block + in_request // VERIFY_BLOCK) % k == turn_of(forward, k)
+    request_index = request_index[visited]
+    return request_index, in_request[visited] + requests.window_starts[request_index]
+
+
+def count_checked(state, tag_id: int, plan, group, requests: Requests, lanes: check.Lanes) -> None:
+    counters = state.counters[tag_id]
+    counters[Counter.LAUNCHES] += 1
+    counters[Counter.CHECKED] += lanes.slots.numel()
+    eligible = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
+    counters[Counter.ELIGIBLE] += eligible.sum()
+    if group.swa_index_lut is not None:
+        diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
+        counters[Counter.IDX_DIVERGENCE] += diverged.sum()
+    if not plan.verify.already_verified:
+        outside = torch.where(requests.valid, requests.window_starts, 0)
+        counters[Counter.OUT_OF_WINDOW] += outside.sum()
+
+
+def report_bad_requests(plan, requests: Requests, tag_id: int, forward: int, state) -> None:
+    num_rows, _ = plan.req_to_token.shape
+    bad_row = (requests.rows < 0) | (requests.rows >= num_rows)
+    reasons = torch.where(bad_row, int(Reason.ROW_OUT_OF_RANGE), 0)
+    bad_length = ~requests.valid & ~bad_row & (requests.rows != 0)
+    reasons = torch.where(bad_length, int(Reason.LENGTH_OUT_OF_RANGE), reasons)
+    ring.append(
+        state,
+        reasons,
+        tag=tag_id,
+        expected_position=requests.prefix_lens,
+        reader_row=requests.rows,
+        reader_forward=forward,
+        writer=0,
+        last_writer=0,
+    )
+
+
+def writer_words(forward: int, rows: torch.Tensor, mode: int) -> torch.Tensor:
+    base = record.pack_writer(forward, 0, mode, record.State.LIVE)
+    return ((rows & record.WRITER_ROW_MASK) << record.WRITER_ROW_SHIFT) | base
+
+
+def slots_at(
+    plan: ForwardPlan, group: CanaryBufferGroup, rows: torch.Tensor, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(slots, full slots, reasons) of the `numbers`-th slots of `rows`, found through their first token.
+
+    The attention backend finds them through the first token of their page, which is one of these.
+    """
+    full_slots = plan.req_to_token[rows, numbers.clamp(min=0) * group.stride].long()
+    slots, reasons = check.translate(group, full_slots)
+    return slots, full_slots, reasons
+
+
+def completed_slots(plan: ForwardPlan, group: CanaryBufferGroup) -> torch.Tensor:
+    """Slots (in the group's slot space) that tokens of the forward complete, going by the slots they are given."""
+    full_slots = plan.write.out_cache_loc.long()
+    slots, reasons = check.translate(group, full_slots)
+    return slots[(reasons == 0) & (full_slots % group.stride == group.stride - 1)]

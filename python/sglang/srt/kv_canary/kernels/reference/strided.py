@@ -1,0 +1,154 @@
+"""Verify and write of a strided group: one slot stands for `stride` tokens and is complete with the last of them.
+
+Only its last token, whose position leaves the remainder stride - 1, reads or writes a slot; slots that are not complete
+are neither checked nor written. The record has the base group's chain at the last token, and as its token field
+`record.chain_fold`: a slot is checked with its own record and one word of its predecessor's, `stride` tokens before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
+from sglang.srt.kv_canary.kernels.reference.spans import (
+    Requests,
+    completed_slots,
+    count_checked,
+    report_bad_requests,
+    slots_at,
+    visited_positions,
+    writer_words,
+)
+from sglang.srt.kv_canary.record import Reason
+from sglang.srt.kv_canary.state import Counter
+
+
+def verify(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+    """Every complete slot of the requests' prefixes."""
+    tag_id = CanaryLaunchTag(group.kind, "K", side).id
+    complete = requests.in_slots(group.stride)
+    request_index, numbers = visited_positions(complete, forward, state)
+    lanes = _lanes(plan, group, requests.rows[request_index], numbers, state)
+    records = group.records("K", side.value)
+    check.check_lanes(lanes, records, tag_id, forward, state, stride=group.stride)
+    count_checked(state, tag_id, plan, group, complete, lanes)
+
+
+def write(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+    """The slots that the forward completes. The base group's HEAD has run before."""
+    tag_id = CanaryLaunchTag(group.kind, "K", side).id
+    if side is Side.HEAD:
+        report_bad_requests(plan, requests, tag_id, forward, state)
+        written = _write_head(plan, group, requests, tag_id, forward, state)
+    else:
+        written = _write_tail(plan, group, forward)
+    state.counters[tag_id, Counter.WRITTEN] += written
+
+
+def _lanes(plan, group, rows, numbers, state) -> check.Lanes:
+    slots, full_slots, reasons = slots_at(plan, group, rows, numbers)
+    prev_slots, _, prev_reasons = slots_at(plan, group, rows, numbers - 1)
+    prev_slots = torch.where(prev_reasons != 0, record.PREV_UNREACHABLE, prev_slots)
+    return check.Lanes(
+        slots=slots,
+        full_slots=full_slots,
+        prev_slots=torch.where(numbers == 0, record.PREV_ANCHOR, prev_slots),
+        positions=numbers * group.stride + group.stride - 1,
+        anchors=state.anchors[rows],
+        expected_tokens=torch.full_like(slots, record.UNKNOWN),
+        rows=rows,
+        reasons=reasons,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Completed:
+    """Slots that the forward completes, int64[n] each."""
+
+    request_index: torch.Tensor
+    numbers: torch.Tensor  # which slot of its request
+    in_chunk: torch.Tensor  # the last token's number among the request's new tokens
+    token_index: torch.Tensor  # and in the batch
+
+
+def _completed(requests: Requests, stride: int) -> _Completed:
+    ext = torch.where(requests.valid, requests.ext_lens, 0)
+    prefix = torch.where(requests.valid, requests.prefix_lens, 0)
+    first = prefix // stride
+    counts = (prefix + ext) // stride - first
+    index = torch.arange(counts.shape[0], device=counts.device)
+    request_index = torch.repeat_interleave(index, counts)
+    numbers = torch.arange(request_index.shape[0], device=counts.device)
+    numbers = numbers - (counts.cumsum(0) - counts)[request_index] + first[request_index]
+    in_chunk = numbers * stride + stride - 1 - prefix[request_index]
+    return _Completed(request_index, numbers, in_chunk, requests.starts[request_index] + in_chunk)
+
+
+def _write_head(plan, group, requests: Requests, tag_id: int, forward: int, state) -> int:
+    """Write the slots that the forward completes; report inputs that are not what the request expects."""
+    write, stride, records = plan.write, group.stride, group.k_head
+    done = _completed(requests, stride)
+    rows = requests.rows[done.request_index]
+    full_slots = write.out_cache_loc[done.token_index].long()
+    slots, reasons = check.translate(group, full_slots)
+    positions = write.positions[done.token_index].long()
+    expected_position = done.numbers * stride + stride - 1
+
+    chains = _base_chains(group.chain_base, full_slots)
+    in_forward = done.in_chunk >= stride
+    earlier = write.out_cache_loc[torch.where(in_forward, done.token_index - stride, 0)].long()
+    prev_slots, _, prev_reasons = slots_at(plan, group, rows, done.numbers - 1)
+    previous = torch.where(prev_reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
+    previous = torch.where(done.numbers == 0, state.anchors[rows], previous)
+    previous = torch.where(in_forward, _base_chains(group.chain_base, earlier), previous)
+    folds = hashing.chain_fold(chains, previous, stride)
+
+    out_of_range = reasons & int(Reason.SLOT_OUT_OF_RANGE)
+    faults = torch.where(positions != expected_position, int(Reason.WRITE_POSITION), 0)
+    faults = torch.where(full_slots != 0, faults | out_of_range, 0)
+    ring.append(
+        state,
+        faults,
+        tag=tag_id,
+        slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
+        full_slot=full_slots,
+        expected_position=expected_position,
+        stored_position=positions,
+        reader_row=rows,
+        reader_forward=forward,
+        writer=0,
+        last_writer=0,
+    )
+    keep = (reasons == 0) & (full_slots % stride == stride - 1)
+    words = (
+        hashing.pack_identity(folds, positions),
+        chains,
+        torch.zeros_like(chains),
+        writer_words(forward, rows, write.mode),
+    )
+    records[slots[keep]] = torch.stack(words, dim=1)[keep]
+    return int(keep.sum())
+
+
+def _base_chains(base: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
+    """Chains of the base group's HEAD records; 0 where there is none to read."""
+    slots, reasons = check.translate(base, full_slots)
+    return torch.where(reasons == 0, base.k_head[slots, record.WORD_CHAIN], 0)
+
+
+def _write_tail(plan, group, forward: int) -> int:
+    """Copy what HEAD of this forward wrote; the content word is filled by the content launch."""
+    slots = completed_slots(plan, group)
+    words = group.k_head[slots]
+    writer = words[:, record.WORD_WRITER]
+    fresh = (writer & record.FORWARD_MASK) == (forward & record.FORWARD_MASK)
+    fresh &= hashing.state_of(writer) == record.State.LIVE
+    words = words[fresh].clone()
+    words[:, record.WORD_CONTENT] = 0
+    group.k_tail[slots[fresh]] = words
+    return int(fresh.sum())

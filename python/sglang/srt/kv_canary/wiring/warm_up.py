@@ -1,0 +1,190 @@
+"""Compiles what SGLang runs without a graph, once all graphs are captured; else requests would wait for the compiler.
+
+A kernel's variants are told apart by compile-time constants (the vector length of the batch among them), by which
+tensors are None, and by integer types. The buffers of decode graphs have other types than eager batches (`seq_lens`
+int32, not int64), so that their capture compiles nothing of this.
+
+Only behind all captures is it known what has no graph: some attention backends have none for draft-extend, and SGLang
+hides the user's `disable_cuda_graph` from draft runners while it starts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.config import TokenCheck
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.kernels.launch import one_batch_per_vector
+from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
+from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.runner.warm_up import (
+    warm_up_moves,
+    warm_up_slot_events,
+    warm_up_sweep,
+    warm_up_unfills,
+)
+from sglang.srt.kv_canary.speculation import SpeculationShape
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.speculative import draft_runner_of
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.utils import require_mlp_sync
+
+logger = logging.getLogger(__name__)
+
+PREFILL_REQUESTS = 256  # in one batch; more are rare, unless decodes ride along
+
+
+@dataclass(frozen=True, slots=True)
+class EagerForwards:
+    """Forwards of one kind that run without a graph: their batches' sizes, and what tells their variants apart."""
+
+    mode: ForwardMode
+    first: int  # requests in the smallest batch
+    last: int  # in the largest; below `first`: there are none
+    tokens: int = 1  # per request
+    ids: torch.dtype = torch.int64  # of input_ids
+    lens: torch.dtype = torch.int32  # of extend_seq_lens and extend_prefix_lens
+    known: bool = False  # the host's token lists come with them
+
+    def plans(self, plan_input: PlanInput) -> Iterator[ForwardPlan]:
+        """One for each vector length, of padding only (row 0, slot 0)."""
+        device = plan_input.req_to_token.device
+        for size in one_batch_per_vector(self.first, self.last):
+            expected = None
+            if self.known:
+                expected = ExpectedTokens.from_lists([(0, [])] * size, device)
+            yield plan_input.fill_from_forward_batch(self._padding(size, device), expected)
+
+    def _padding(self, size: int, device: torch.device) -> ForwardBatch:
+        def of(value: int, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=device)
+
+        total = size * self.tokens
+        return ForwardBatch(
+            forward_mode=self.mode,
+            batch_size=size,
+            input_ids=of(0, total, self.ids),
+            req_pool_indices=of(0, size),
+            seq_lens=of(self.tokens, size),
+            seq_lens_sum=total,
+            positions=of(0, total),
+            out_cache_loc=of(0, total),
+            out_cache_loc_swa=of(0, total, torch.int32),  # SWA groups alone look at it
+            extend_prefix_lens=of(0, size, self.lens),  # uniform plans look at none of these
+            extend_seq_lens=of(self.tokens, size, self.lens),
+            extend_start_loc=torch.arange(0, total, self.tokens, dtype=torch.int32, device=device),
+        )
+
+
+def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
+    """What a target's ModelRunner runs without a graph."""
+    args, most = model_runner.server_args, _most_requests(manager)
+    forwards = [_prefills(args, most, manager.config.token_check is not TokenCheck.NONE)]
+    if not model_runner.is_generation:
+        return forwards
+    first = _first_without(model_runner.graph_runner)
+    if args.speculative_algorithm is None:
+        forwards.append(EagerForwards(ForwardMode.DECODE, first, most))
+    else:
+        tokens = SpeculationShape.from_server_args(args).draft_tokens
+        forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, most, tokens))
+    if require_mlp_sync(args):
+        # Beside another rank's prefill, SGLang turns a decode into a prefill of one token each.
+        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64))
+    return forwards
+
+
+def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
+    """What the draft model's runner of an EAGLE worker, v1 or v2, runs without a graph."""
+    args, most = worker.server_args, _most_requests(manager)
+    forwards = [_prefills(args, most, manager.config.token_check is TokenCheck.ALL)]
+    if worker.speculative_num_steps > 1:
+        first = _first_without(worker.cuda_graph_runner)
+        forwards.append(EagerForwards(ForwardMode.DECODE, first, most, worker.topk))
+    mode, tokens = ForwardMode.DRAFT_EXTEND, 1
+    if _is_v2(worker):
+        mode, tokens = ForwardMode.DRAFT_EXTEND_V2, worker.speculative_num_draft_tokens
+    first = _first_without(worker.cuda_graph_runner_for_draft_extend)
+    forwards.append(EagerForwards(mode, first, most, tokens, ids=torch.int32))
+    return forwards
+
+
+def _prefills(args: Any, most: int, known: bool) -> EagerForwards:
+    last = most if args.enable_mixed_chunk else min(most, PREFILL_REQUESTS)
+    return EagerForwards(ForwardMode.EXTEND, 1, last, known=known)
+
+
+def _most_requests(manager: CanaryManager) -> int:
+    """In one batch."""
+    capacities = manager.state.capacities
+    return min(capacities.max_batch_size, capacities.max_request_rows)
+
+
+def _first_without(graph_runner: Any | None) -> int:
+    """Requests in the smallest batch that no graph of `graph_runner` takes."""
+    # Beside another rank's prefill no decode graph is replayed, whatever the size.
+    if graph_runner is None or graph_runner.disable_padding or graph_runner.require_mlp_sync:
+        return 1
+    return graph_runner.max_bs + 1
+
+
+def _is_v2(worker: Any) -> bool:
+    return hasattr(worker, "draft_runner")
+
+
+def compile_launches(scheduler: Any) -> None:
+    """Compile for the scheduler's target and draft model. Nothing may be armed yet. On CPU nothing is compiled."""
+    target = scheduler.tp_worker.model_runner
+    manager = context.manager_of(target)
+    if manager is None or torch.device(manager.identity.device).type == "cpu":
+        return
+    start = time.monotonic()
+    warm_up_target(manager, target)
+    worker = getattr(scheduler.draft_worker, "draft_worker", scheduler.draft_worker)
+    draft = None if worker is None else context.manager_of(draft_runner_of(worker))
+    # NGRAM's worker has the target's runner.
+    if draft is not None and draft.identity.role == "draft":
+        warm_up_draft(draft, worker)
+    logger.info("kv-canary: its kernels are compiled (%.1f s)", time.monotonic() - start)
+
+
+def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
+    """Launch everything that the target launches while it serves, outside of graphs."""
+    page_size = model_runner.token_to_kv_pool_allocator.page_size
+    _warm_up(manager, target_forwards(manager, model_runner), page_size)
+    if _moves_slots(model_runner.server_args, page_size):
+        warm_up_moves(manager.launcher, _slot_types(manager, torch.int64))
+    if manager.config.sweep_interval:
+        warm_up_sweep(manager.launcher)
+
+
+def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
+    """Launch everything that the draft model's runner launches while it serves, outside of graphs."""
+    page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
+    _warm_up(manager, draft_forwards(manager, worker), page_size)
+    if not _is_v2(worker):
+        warm_up_unfills(manager.launcher, _slot_types(manager, torch.int64))
+    if _moves_slots(worker.server_args, page_size):  # the last page of each branch
+        warm_up_moves(manager.launcher, _slot_types(manager, torch.int32))
+
+
+def _warm_up(manager: CanaryManager, forwards: list[EagerForwards], page_size: int) -> None:
+    manager.warm_up(plan for kind in forwards for plan in kind.plans(manager.plan_input))
+    warm_up_slot_events(manager.launcher, page_size)
+
+
+def _moves_slots(args: Any, page_size: int) -> bool:
+    """Whether speculation moves K and V between slots: draft trees in pages."""
+    return page_size > 1 and SpeculationShape.from_server_args(args).topk > 1
+
+
+def _slot_types(manager: CanaryManager, full: torch.dtype) -> list[torch.dtype]:
+    """Of each group's slots, where SGLang gives full slots of type `full`."""
+    luts = [group.swa_index_lut for group in manager.groups]
+    return [full if lut is None else lut.dtype for lut in luts]
