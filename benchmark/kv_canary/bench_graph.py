@@ -1,0 +1,224 @@
+"""GPU time of one decode step's CUDA graph in a real server, with and without the canary: what each step pays.
+
+    python benchmark/kv_canary/bench_graph.py MODEL_DIR [--content none,partial,all] [--cases 1x512 64x256 128x512]
+        [--captures 6] [--replays 20] [--profile] [--engine '{}'] [--out results.jsonl]
+
+In the middle of a generation the scheduler captures the step's graph anew, `captures` times in each variant and in
+random order, and replays each on the inputs of the step at hand: same process, weights, slots and batch. Two captures
+of the same graph differ (where their memory lies), so the spread over captures is the noise. Variants:
+
+    off        SGLang's own graph
+    off+fork   the same with an empty second branch: what having one changes by itself
+    on         with the canary
+
+A case is BATCHxINPUT; the prefix is a little longer than the input. What lies outside of graphs is not in here (frees,
+the copy to the host, host work); see bench_switch.py. `--profile` adds the kernels' summed time and the gaps between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
+
+VARIANTS = ("off", "off+fork", "on")
+AT_STEP = 20  # decode steps into the generation
+NEW_TOKENS = 40
+ROUNDS = 3
+
+
+# In the scheduler process
+
+
+def run_measuring_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process with one more remote call, `canary_measure(**job)`, for the next generation."""
+    from sglang.srt.managers import scheduler
+
+    def measure(self: Any, **job: Any) -> None:
+        runner, steps = self.tp_worker.model_runner.graph_runner, 0
+        replay = runner.replay
+
+        def replay_and_measure(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            result = replay(forward_batch, *args, **kwargs)
+            steps += 1
+            if steps == AT_STEP:
+                del runner.replay
+                Path(job["answer"]).write_text(json.dumps(_measure(runner, forward_batch, job)))
+            return result
+
+        runner.replay = replay_and_measure
+
+    scheduler.Scheduler.canary_measure = measure
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.kv_canary.wiring.context import context
+
+    kept = runner.graphs, runner.output_buffers, runner.capture_bs
+    runner.capture_bs = [next(b for b in runner.capture_bs if b >= forward_batch.batch_size)]
+    rng, profiles = random.Random(0), {}
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for round_number in range(job["captures"]):
+        order = rng.sample(VARIANTS, len(VARIANTS))
+        graphs = {variant: _capture(runner, variant) for variant in order}
+        runner.replay_prepare(forward_batch)
+        for variant, micros in _time_each(graphs, job["replays"]).items():
+            times[variant].append(micros)
+        if job["profile"] and round_number == 0:
+            profiles = {variant: _profile(graphs[variant]) for variant in order}
+    runner.graphs, runner.output_buffers, runner.capture_bs = kept
+    for manager in context.managers:  # the device counted forwards that the host did not see
+        manager.forward_ct = int(manager.state.summary[0])
+    return {"times": times, "profiles": profiles}
+
+
+def _capture(runner: Any, variant: str) -> Any:
+    runner.buffers.out_cache_loc.zero_()  # a capture runs the model on what lies there
+    with nullcontext() if variant == "on" else _without_canary(runner, variant == "off+fork"):
+        capture_anew(runner)
+    (graph,) = runner.graphs.values()
+    return graph, runner.output_buffers
+
+
+@contextmanager
+def _without_canary(runner: Any, fork: bool) -> Iterator[None]:
+    from sglang.srt.kv_canary.wiring.context import context
+
+    model = runner.model_runner.model
+    bracketed, by_runner = model.forward, context.by_runner
+    original = innermost(bracketed)
+    model.forward = _with_empty_branch(original) if fork else original
+    context.by_runner = {}
+    try:
+        yield
+    finally:
+        model.forward, context.by_runner = bracketed, by_runner
+
+
+def _with_empty_branch(forward: Callable[..., Any]) -> Callable[..., Any]:
+    import functools
+
+    import torch
+
+    from sglang.srt.kv_canary.single_forward_manager.graph_branch import GraphBranch
+
+    branch, nothing = GraphBranch(), torch.zeros(1, device="cuda")
+
+    @functools.wraps(forward)
+    def forked(*args: Any, **kwargs: Any) -> Any:
+        with branch.fork():
+            nothing.zero_()
+        result = forward(*args, **kwargs)
+        branch.join()
+        return result
+
+    return forked
+
+
+def _time_each(graphs: dict[str, Any], replays: int) -> dict[str, float]:
+    """Microseconds per replay: median of rounds, in each of which every graph runs."""
+    import torch
+
+    rounds: dict[str, list[float]] = {variant: [] for variant in graphs}
+    for _ in range(ROUNDS):
+        for variant, (graph, _) in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            rounds[variant].append(1000 * start.elapsed_time(end) / replays)
+    return {variant: statistics.median(values) for variant, values in rounds.items()}
+
+
+def _profile(captured: Any) -> dict[str, float]:
+    """Of one replay, in microseconds: from first to last kernel, kernels' sum, time in which none ran."""
+    import torch
+
+    graph, _ = captured
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in profiler.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    span = until - spans[0][0]
+    total = sum(end - start for start, end in spans)
+    return {"kernels": len(spans), "span": span, "sum": total, "idle": span - busy}
+
+
+# In the main process
+
+
+def _run(engine: Any, case: str, job: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    batch, length = map(int, case.split("x"))
+    engine.flush_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        engine.collective_rpc("canary_measure", answer=str(answer), **job)
+        ids = [[rng.randrange(10, 500) for _ in range(length)] for _ in range(batch)]
+        params = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        engine.generate(input_ids=ids, sampling_params=params)
+        return json.loads(answer.read_text())
+
+
+def _print(content: str, case: str, result: dict[str, Any]) -> None:
+    off = statistics.median(result["times"]["off"])
+    for variant, times in result["times"].items():
+        median = statistics.median(times)
+        against = f"{median - off:+8.1f} us {100 * (median / off - 1):+7.3f} %"
+        spread = f"{min(times):10.1f} .. {max(times):.1f}"
+        print(f"{content:8}{case:9}{variant:10}{median:10.1f} us{against}{spread}", flush=True)
+        if profile := result["profiles"].get(variant):
+            print("    " + ", ".join(f"{name} {value:.1f}" for name, value in profile.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--content", default="none,partial,all")
+    parser.add_argument("--cases", nargs="*", default=["1x512", "64x256", "128x512"])
+    parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
+    parser.add_argument("--captures", type=int, default=6)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    job = {name: getattr(options, name) for name in ("captures", "replays", "profile")}
+    for content in options.content.split(","):
+        args = {**ENGINE_ARGS, "kv_canary_real_data": content, **json.loads(options.engine)}
+        engine = switchable_engine(run_measuring_scheduler, options.model, args)
+        rng = random.Random(0)
+        for case in options.cases:
+            result = _run(engine, case, job, rng)
+            _print(content, case, result)
+            if options.out:
+                line = {"pid": os.getpid(), "content": content, "case": case, **result}
+                with open(options.out, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

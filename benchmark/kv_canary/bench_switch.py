@@ -1,0 +1,249 @@
+"""Cost of the canary with everything else equal: one server, in which it is taken out and put back between runs.
+
+    python benchmark/kv_canary/bench_switch.py MODEL_DIR [--content none,partial,all] [--cases 1x512x512 ...]
+        [--engine '{"disable_piecewise_cuda_graph": true}'] [--reps 5] [--out results.jsonl]
+
+Two servers that differ in nothing differ by up to 1 % in run time (where their memory lies), which is more than the
+canary costs. Here `off`, `on` and `off2` are states of one scheduler process: same weights, same pool, same
+buffers; decode graphs are captured once for each state. While it is off, hooks return at their first line and
+`model.forward` is SGLang's own. `off2` is `off` with graphs captured again: how far it is from `off` is the noise.
+Per repetition every state runs once, in rotating order, on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
+Prints one JSON line per case and state and, last, tables of the cost in per cent and microseconds a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+STATES = ("off", "on", "off2")
+DEFAULT_CASES = ("1x512x512", "64x256x512", "128x512x512", "16x16384x1")
+
+
+# In the scheduler process
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """What a graph runner captured in one state."""
+
+    graphs: dict[Any, Any]
+    output_buffers: dict[Any, Any]
+
+
+class CanarySwitch:
+    """Takes the canary out of a scheduler process and puts it back. The server must be idle, its pool empty."""
+
+    def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.kv_canary.wiring.context import context
+
+        self._context = context
+        self._installed = {
+            n: getattr(context, n) for n in ("managers", "by_runner", "allocator_kinds")
+        }
+        target = scheduler.tp_worker.model_runner
+        self._runners, graph_runners = [target], [target.graph_runner]
+        if (worker := getattr(scheduler, "draft_worker", None)) is not None:
+            draft = worker.draft_worker  # spec v2
+            self._runners.append(draft.draft_runner)
+            graph_runners += [draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend]
+        self._graph_runners = [runner for runner in graph_runners if runner is not None]
+        self._forwards = [runner.model.forward for runner in self._runners]
+        self._captured = {"on": self._graphs()}
+        for state in STATES:
+            if state != "on":
+                self._capture(state)
+
+    def to(self, state: str) -> None:
+        _synchronize()
+        for manager in list(self._context.managers):
+            manager.on_idle()  # nothing is left behind
+        self._install(state == "on")
+        for runner, captured in zip(self._graph_runners, self._captured[state], strict=True):
+            runner.graphs, runner.output_buffers = captured.graphs, captured.output_buffers
+        _synchronize()
+
+    def _capture(self, state: str) -> None:
+        self._install(False)
+        for runner in self._graph_runners:
+            capture_anew(runner)
+        self._captured[state] = self._graphs()
+
+    def _graphs(self) -> list[_Graphs]:
+        return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
+
+    def _install(self, on: bool) -> None:
+        from sglang.srt.kv_canary.wiring.swa_location import use_running_translation
+
+        for name, value in self._installed.items():
+            setattr(self._context, name, value if on else type(value)())
+        for runner, bracketed in zip(self._runners, self._forwards, strict=True):
+            runner.model.forward = bracketed if on else innermost(bracketed)
+            if on:
+                use_running_translation(runner.token_to_kv_pool)
+
+
+def capture_anew(graph_runner: Any) -> None:
+    """As at start-up, into new graphs."""
+    from sglang.srt.model_executor.cuda_graph_runner import model_capture_mode
+
+    graph_runner.graphs, graph_runner.output_buffers = {}, {}
+    with model_capture_mode():
+        graph_runner.capture()
+
+
+def innermost(forward: Any) -> Any:
+    """SGLang's own `model.forward`, which the canary's brackets wrap."""
+    while "kv_canary" in forward.__code__.co_filename:
+        forward = forward.__wrapped__
+    return forward
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_switchable_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process with one more remote call, `canary_to(state)`."""
+    from sglang.srt.managers import scheduler
+
+    def canary_to(self: Any, state: str) -> None:
+        if not hasattr(self, "_canary_switch"):
+            self._canary_switch = CanarySwitch(self)
+        self._canary_switch.to(state)
+
+    scheduler.Scheduler.canary_to = canary_to
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+# In the main process
+
+
+ENGINE_ARGS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "max_total_tokens": 300_000,
+    "cuda_graph_max_bs": 128,
+    "log_level": "error",
+    "random_seed": 1,
+    "kv_canary": "log",
+}
+
+
+def switchable_engine(run_scheduler: Callable[..., None], model: str, args: dict[str, Any]) -> Any:
+    """`sglang.Engine` whose scheduler processes run `run_scheduler`, a function of the main module."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine_class = type(
+        "SwitchableEngine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)}
+    )
+    return engine_class(model_path=model, **args)
+
+
+def _run(engine: Any, ids: list[list[int]], output_len: int) -> float:
+    """Seconds."""
+    params = {"temperature": 0.0, "max_new_tokens": output_len, "ignore_eos": True}
+    start = time.perf_counter()
+    results = engine.generate(input_ids=ids, sampling_params=params)
+    seconds = time.perf_counter() - start
+    lengths = {len(result["output_ids"]) for result in results}
+    if lengths != {output_len}:
+        raise RuntimeError(f"expected {output_len} tokens from every request, got {lengths}")
+    return seconds
+
+
+def _empty(engine: Any) -> None:
+    """The server is idle and its pool empty at every switch."""
+    for _ in range(100):
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.05)
+    raise RuntimeError("the server did not become idle")
+
+
+def _run_case(engine: Any, case: str, reps: int, rng: random.Random) -> dict[str, list[float]]:
+    batch, input_len, output_len = map(int, case.split("x"))
+    seconds: dict[str, list[float]] = {state: [] for state in STATES}
+    for rep in range(reps + 1):
+        ids = [[rng.randrange(10, 500) for _ in range(input_len)] for _ in range(batch)]
+        turn = rep % len(STATES)
+        for state in STATES[turn:] + STATES[:turn]:
+            _empty(engine)
+            engine.collective_rpc("canary_to", state=state)
+            took = _run(engine, ids, output_len)
+            _empty(engine)
+            if rep:  # the first run compiles and warms up
+                seconds[state].append(took)
+    return seconds
+
+
+def _cost(seconds: dict[str, list[float]], state: str) -> tuple[float, float]:
+    """(median, standard error) of the pairwise ratios to `off`, minus 1, in per cent."""
+    ratios = [100 * (b / a - 1) for a, b in zip(seconds["off"], seconds[state], strict=True)]
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    return statistics.median(ratios), error
+
+
+def _line(content: str, case: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    off, steps = statistics.median(seconds["off"]), int(case.split("x")[2])
+    line: dict[str, Any] = {"content": content, "case": case, "off_s": round(off, 4)}
+    for state in STATES[1:]:
+        median, error = _cost(seconds, state)
+        line[f"{state}_percent"], line[f"{state}_error"] = round(median, 3), round(error, 3)
+    line["on_us_a_step"] = round(line["on_percent"] / 100 * off / steps * 1e6, 1)
+    line["seconds"] = {state: [round(s, 5) for s in values] for state, values in seconds.items()}
+    return line
+
+
+def _table(lines: list[dict[str, Any]]) -> None:
+    print(f"{'content':<9}{'case':<14}{'off s':>9}{'on':>20}{'a step':>10}{'off2 (noise)':>20}")
+    for line in lines:
+        on, off2 = (
+            f"{line[f'{s}_percent']:+.2f} +- {line[f'{s}_error']:.2f} %" for s in STATES[1:]
+        )
+        print(
+            f"{line['content']:<9}{line['case']:<14}{line['off_s']:>9.4f}{on:>20}"
+            f"{line['on_us_a_step']:>7.1f} us{off2:>20}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--content", default="none,partial,all")
+    parser.add_argument("--cases", nargs="*", default=list(DEFAULT_CASES))
+    parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    lines = []
+    for content in options.content.split(","):
+        args = {**ENGINE_ARGS, "kv_canary_real_data": content, **json.loads(options.engine)}
+        start = time.perf_counter()
+        engine = switchable_engine(run_switchable_scheduler, options.model, args)
+        print(json.dumps({"content": content, "startup_s": round(time.perf_counter() - start, 1)}))
+        rng = random.Random(0)
+        for case in options.cases:
+            lines.append(_line(content, case, _run_case(engine, case, options.reps, rng)))
+            print(json.dumps(lines[-1]), flush=True)
+            if options.out:
+                with open(options.out, "a") as file:
+                    file.write(json.dumps(lines[-1]) + "\n")
+        engine.shutdown()
+    _table(lines)
+
+
+if __name__ == "__main__":
+    main()
