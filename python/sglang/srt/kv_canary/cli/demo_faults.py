@@ -40,7 +40,7 @@ def _prompt(name: str, length: int = 40) -> list[int]:
     return random_tokens(random.Random(name), length)
 
 
-async def _together(serving: Serving, *names: str, new_tokens: int = 24) -> None:
+async def _together(serving: Serving, *names: str, new_tokens: int = 60) -> None:
     await asyncio.gather(*(serving.generate(n, _prompt(n), new_tokens) for n in names))
 
 
@@ -61,12 +61,9 @@ async def _entry_of_another_request(serving: Serving) -> Done:
 
 
 async def _freed_and_handed_out(serving: Serving) -> Done:
-    victim = asyncio.ensure_future(serving.generate("gus", _prompt("gus"), 200))
     fault = serving.send("free_live_slot", mode="DECODE", rid="gus", hand_out_next=True)
-    done = await fault.executed()
-    await serving.generate("hana", _prompt("hana"), 4)
-    await victim
-    return done
+    await _together(serving, "hana", "gus")
+    return await fault.executed()
 
 
 async def _write_outside_plan(serving: Serving) -> Done:
@@ -105,8 +102,8 @@ DEMO_FAULTS: tuple[DemoFault, ...] = (
         "CHAIN",
     ),
     DemoFault(
-        "a live slot freed and handed to a new request",
-        "a free that came too early; the new request overwrites what the old one still reads",
+        "a live slot freed and handed to another request",
+        "a free that came too early; its next owner overwrites what the old one still reads",
         _freed_and_handed_out,
         "CHAIN",
         writer="hana",

@@ -16,14 +16,17 @@ from sglang.srt.kv_canary.record import unpack_writer as unpack
 
 
 def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Free the slot (the page) that a request reads. `hand_out_next`: the next allocation gets it."""
-    target = scene.pick(args)
-    if target is None:
+    """Free the slot (the page) that a request reads. `hand_out_next`: the next allocation gets it.
+
+    That waits until another request is before this one in the batch: else its own next token would get it.
+    """
+    target, hand_out = scene.pick(args), args.get("hand_out_next", False)
+    if target is None or (hand_out and target.reader is not None and target.reader.index == 0):
         return None
     allocator, slot = _owner(scene, target.slot, args)
     slots = _free(scene, allocator, slot)
     detail = f"freed {target}"
-    if args.get("hand_out_next", False):
+    if hand_out:
         _move_to_front(allocator)
         detail += ", to be handed out next"
     return Outcome(slots, target.request_ids, detail)
