@@ -4,9 +4,14 @@ import os
 
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+# hypothesis draws some integers from the source of what is imported by then, which depends on the tests before.
+_NO_CONSTANTS = providers._local_constants
+providers._get_local_constants = lambda: _NO_CONSTANTS
 
 
 class FailuresAtOnce:

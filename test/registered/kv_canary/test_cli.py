@@ -12,6 +12,7 @@ import pytest
 import sglang.srt.kv_canary as package
 from sglang.srt.kv_canary.cli import COMMANDS, main
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
@@ -47,7 +48,10 @@ def test_without_sglang_says_what_to_install(tmp_path):
     run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', 'pools']; "
     run += "runpy.run_module('sglang.srt.kv_canary', run_name='__main__', alter_sys=True)"
     ended = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", run], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", run],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
     )
     assert ended.returncode == 1
     assert ended.stdout == ""
@@ -70,7 +74,7 @@ def test_demo_catches_its_faults_and_exits_with_0():
         [sys.executable, "-W", "ignore", "-m", "sglang.srt.kv_canary", "demo", "--requests", "40"],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=consts.PROCESS_TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     last = ended.stdout.rstrip().splitlines()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from typing import ClassVar
@@ -39,14 +38,8 @@ class TestDPAttention(CanaryE2EBase):
     def serve_some(self, name: str, count: int, answer: int = 24) -> None:
         """`count` requests together, dealt to the ranks in turn."""
         rng = random.Random(name)
-        prompts = [random_tokens(rng, 30) for _ in range(count)]
-
-        async def together() -> None:
-            await asyncio.gather(
-                *(self.serving.generate(f"{name}-{i}", p, answer) for i, p in enumerate(prompts))
-            )
-
-        self.run(together())
+        requests = [(f"{name}-{i}", random_tokens(rng, 30), answer) for i in range(count)]
+        self.generate_together(requests)
 
     def test_clean_requests_raise_no_alarm(self) -> None:
         report = self.serve(TrafficShape(40, seed=23, flushes=2))
@@ -84,7 +77,8 @@ class TestDPAttention(CanaryE2EBase):
     @pytest.mark.parametrize("rank", RANKS)
     def test_other_requests_slot(self, rank: int) -> None:
         injection = self.inject("other_requests_slot", rank, **DECODE)
-        self.serve_some(f"row{rank}", 5)
+        # Requests come one by one under DP attention: long answers, so that two of a rank's meet.
+        self.serve_some(f"row{rank}", 5, answer=100)
         done = injection.answer()
         assert self.reported_in_forwards("CHAIN") == {"HEAD_K_FULL", "TAIL_K_FULL"}
         assert {e["rank"] for e in self.violations()} == {rank}

@@ -1,6 +1,5 @@
 """SGLang's other ways to serve an MHA pool: pages, mixed batches, two ranks. Clean runs and faults."""
 
-import asyncio
 import random
 import sys
 from typing import ClassVar
@@ -31,14 +30,7 @@ class Variant(CanaryE2EBase):
 
     def serve_two(self, name: str) -> None:
         rng = random.Random(name)
-        prompts = [random_tokens(rng, 30) for _ in range(2)]
-
-        async def both() -> None:
-            await asyncio.gather(
-                *(self.serving.generate(f"{name}-{i}", p, 20) for i, p in enumerate(prompts))
-            )
-
-        self.run(both())
+        self.generate_together([(f"{name}-{i}", random_tokens(rng, 30), 20) for i in range(2)])
 
     def test_damaged_bytes(self) -> None:
         injection = self.inject("flip_bytes", half="V", source=1, **DECODE)
@@ -80,21 +72,19 @@ class TestMixedChunkOverlap(Variant):
     flags: ClassVar = {**LOG_ALL, "enable_mixed_chunk": True}
 
     def test_mixed_batches_occur_and_are_checked(self) -> None:
-        async def decode_beside_chunks() -> None:
-            rng = random.Random("mixed")
-            decoding = asyncio.ensure_future(
-                self.serving.generate("mixed-decode", random_tokens(rng, 20), 200)
-            )
-            injection = self.inject("flip_bytes", rid="mixed-decode", mode="MIXED")
-            await asyncio.sleep(0.1)
-            await self.serving.generate("mixed-long", random_tokens(rng, 300), 2)
-            self.done = await injection.executed()
-            await decoding
-
-        self.run(decode_beside_chunks())
+        """The first prefill has all of one prompt and a chunk of the other, whose later chunks meet decodes."""
+        rng = random.Random("mixed")
+        injection = self.inject("flip_bytes", rid="mixed-decode", mode="MIXED")
+        self.generate_together(
+            [
+                ("mixed-decode", random_tokens(rng, 20), 24),
+                ("mixed-long", random_tokens(rng, 300), 2),
+            ]
+        )
+        done = injection.answer()
         event = self.assert_violation("CONTENT", "TAIL_K_FULL", reader="mixed-decode")
         assert event["reader"]["mode"] == "MIXED"
-        self.assert_all_explained(self.done)
+        self.assert_all_explained(done)
 
 
 class TestTwoRanks(CanaryE2EBase):

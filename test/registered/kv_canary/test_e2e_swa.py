@@ -4,7 +4,6 @@ The clean traffic never lets running requests share a prefix, because this relea
 one of them reads; the last test shows that the canary reports that (see `family_traffic`).
 """
 
-import asyncio
 import random
 import sys
 from typing import ClassVar
@@ -83,7 +82,7 @@ class TestSWARaise(SwaDivergenceMixin, CanaryE2EBase):
         assert {*counters} == {*FULL, *SWA, *tags("SWEEP", "K V", "FULL", "SWA")}
         for tag in FULL + SWA:
             assert counters[tag]["checked"] == counters[tag]["eligible"] > 50_000, tag
-            assert counters[tag]["written"] > 20 * 1024, "each SWA slot was written 20 times"
+            assert counters[tag]["written"] > 15 * 1024, "each SWA slot was written 15 times"
         for tag in SWA:
             assert counters[tag]["out_of_window"] > 100_000, tag
             assert counters[tag]["idx_divergence"] > 50_000, tag
@@ -166,12 +165,9 @@ class TestSWAFaults(FaultCases):
             self.generate(f"filler-{number}", prompt, 1)
         self.assert_no_violations()
 
-        async def both() -> None:
-            reader = self.serving.generate("reader", shared + random_tokens(rng, 10), 60)
-            usurper = self.serving.generate("usurper", shared[:40] + random_tokens(rng, 8), 2)
-            await asyncio.gather(reader, usurper)
-
-        self.run(both())
+        reader = ("reader", shared + random_tokens(rng, 10), 60)
+        usurper = ("usurper", shared[:40] + random_tokens(rng, 8), 2)
+        self.generate_together([reader, usurper])
         event = self.assert_violation("USE_AFTER_FREE", "HEAD_K_FULL", reader="reader")
         assert event["writer"]["request_id"] == "filler-0"
         assert event["freed"] is not None

@@ -57,6 +57,10 @@ class TestSweepAndMetrics(CanaryE2EBase):
         self.serve(TrafficShape(60, seed=3, flushes=1))
         self.assert_no_violations()
         self.wait_for_metric("forwards_total", above=20)
+        # Coverage is that of what was read since the publication before, so that there must be one.
+        self.generate("more", random_tokens(random.Random("more"), 30), 4)
+        for tag in self.mode.tags("HEAD") + self.mode.tags("TAIL"):
+            self.wait_for_metric("coverage_ratio", launch_tag=tag)
         samples = self.scrape()
         (active,) = samples["sglang:kv_canary_active"]
         assert active.value == 1

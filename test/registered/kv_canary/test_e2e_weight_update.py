@@ -18,10 +18,17 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.serving import free_port
 from sglang.test.kv_canary.tiny_models import tiny_llama_weights, write_tiny_llama_checkpoint
-from sglang.test.kv_canary.traffic import TrafficShape, conversations, drive, random_tokens
+from sglang.test.kv_canary.traffic import (
+    TrafficReport,
+    TrafficShape,
+    conversations,
+    drive,
+    random_tokens,
+)
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 
@@ -33,7 +40,7 @@ def _in_background(work: Callable[[], Any]) -> Callable[[], Any]:
     executor = ThreadPoolExecutor(1)
     future = executor.submit(work)
     executor.shutdown(wait=False)
-    return lambda: future.result(timeout=60)
+    return lambda: future.result(timeout=consts.PROCESS_TIMEOUT_S)
 
 
 class TestWeightUpdates(CanaryE2EBase):
@@ -46,7 +53,13 @@ class TestWeightUpdates(CanaryE2EBase):
     }
     env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
 
+    def ready_to_update(self, flush: bool) -> None:
+        """SGLang ends the server at an update with a flush while the last step's result is still on its way."""
+        if flush:
+            self.settle()
+
     def update_from_disk(self, seed: int, flush: bool) -> None:
+        self.ready_to_update(flush)
         path = write_tiny_llama_checkpoint(self.serving.folder / f"weights{seed}", seed)
         body = {"model_path": path, "load_format": "auto", "flush_cache": flush}
         assert self.serving.post("/update_weights_from_disk", body)["success"]
@@ -54,6 +67,7 @@ class TestWeightUpdates(CanaryE2EBase):
     def update_from_tensor(self, seed: int, flush: bool) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
 
+        self.ready_to_update(flush)
         # By name: the server is no child of this process, and shares no file descriptors with it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         named = list(tiny_llama_weights(seed).items())
@@ -64,6 +78,7 @@ class TestWeightUpdates(CanaryE2EBase):
     def update_from_distributed(self, seed: int, flush: bool) -> None:
         from sglang.srt.utils import init_custom_process_group
 
+        self.ready_to_update(flush)
         port, name = free_port(), f"trainer{seed}"
         group = {"master_address": "127.0.0.1", "master_port": port, "group_name": name}
         group |= {"rank_offset": 1, "world_size": 2, "backend": "gloo"}
@@ -72,7 +87,7 @@ class TestWeightUpdates(CanaryE2EBase):
         ours = init_custom_process_group(
             backend="gloo",
             init_method=url,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=consts.PROCESS_TIMEOUT_S),
             world_size=2,
             rank=0,
             group_name=name,
@@ -153,11 +168,15 @@ class TestWeightUpdates(CanaryE2EBase):
     def test_update_under_running_requests(self, mode: str) -> None:
         shape = TrafficShape(60, seed=6, flushes=0, name=f"running-{mode}-")
         updates = 0
+        one_at_a_time = asyncio.Lock()
+        updating: list[asyncio.Future] = []
 
-        async def update_until(done: asyncio.Future) -> None:
-            nonlocal updates
-            while not done.done():
-                await asyncio.sleep(0.15)
+        def on_progress(report: TrafficReport) -> None:
+            if report.requests in (15, 30, 45):
+                updating.append(asyncio.ensure_future(update()))
+
+        async def update() -> None:
+            async with one_at_a_time:
                 await asyncio.to_thread(update_once)
 
         def update_once() -> None:
@@ -169,13 +188,12 @@ class TestWeightUpdates(CanaryE2EBase):
                 self.serving.post("/continue_generation", {})
             updates += 1
 
-        async def both() -> None:
-            traffic = asyncio.ensure_future(drive(self.serving, shape))
-            await update_until(traffic)
-            assert (await traffic).requests == 60
+        async def serve_and_update() -> None:
+            assert (await drive(self.serving, shape, on_progress)).requests == 60
+            await asyncio.gather(*updating)
 
-        self.run(both())
-        assert updates > 2
+        self.run(serve_and_update())
+        assert updates == 3
         self.assert_weights(100 + updates - 1)
         self.assert_no_violations()
         self.assert_healthy()

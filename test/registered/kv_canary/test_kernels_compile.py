@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
@@ -115,7 +116,9 @@ def test_compiles_for_hopper(tmp_path):
     script = tmp_path / "compile.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-W", "ignore", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     assert Counter(line.split()[0] for line in result.stdout.splitlines()) == KERNELS
 

@@ -25,6 +25,7 @@ from sglang.srt.kv_canary.runner.metrics import (
 )
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.tree_rig import TreeRig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -150,7 +151,9 @@ def test_prometheus_client_is_imported_only_for_metrics() -> None:
         "sys.exit('prometheus_client' in sys.modules)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
+    )
     assert result.returncode == 0, result.stderr
 
 

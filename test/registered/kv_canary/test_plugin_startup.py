@@ -12,7 +12,9 @@ import pytest
 
 from sglang.srt.kv_canary.wiring import collect_hooks
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.fresh_process import FreshProcesses
+from sglang.test.kv_canary.serving import free_port
 from sglang.test.kv_canary.tiny_models import write_tiny_llama
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
@@ -43,6 +45,7 @@ CPU_FLAGS = {
     "skip_tokenizer_init": True,
     "attention_backend": "torch_native",
     "max_total_tokens": 2048,
+    "mem_fraction_static": 0.99,
     "dtype": "float32",
 }
 
@@ -488,7 +491,7 @@ def run_server(code: str, folder: Path, **flags) -> subprocess.CompletedProcess:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=consts.PROCESS_TIMEOUT_S)
         psutil.wait_procs(processes_of_session(process.pid), timeout=20)
         assert not processes_of_session(process.pid), err
     finally:
@@ -572,6 +575,7 @@ def test_server_that_starts_shows_the_flags_and_every_active_canary(llama, tmp_p
         tmp_path,
         model_path=llama,
         kv_canary="log",
+        nccl_port=free_port(),
         **CPU_FLAGS,
     )
     assert ended.returncode == 0, ended.stderr

@@ -14,6 +14,7 @@ import torch
 
 from sglang.srt.kv_canary.pool_patcher import attach_canary_buffers
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary import consts
 from sglang.test.kv_canary import pool_fixtures as pools
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
@@ -136,7 +137,7 @@ def test_the_triton_backend_reads_the_window_of_the_prefix() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=consts.PROCESS_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     reads = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("reads ")]

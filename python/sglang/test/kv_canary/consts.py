@@ -24,6 +24,9 @@ CONTEXT_LENGTH = 1024
 
 PAGE_SIZE = 16
 
+# A process that takes longer hangs: the slowest takes a minute on two cores, and machines may be ten times slower.
+PROCESS_TIMEOUT_S = 1800.0
+
 # SWA pool: the tiny Gemma 4 has sliding_window 32, of which SGLang keeps W = 31 tokens back (it counts the token itself
 # elsewhere), and evicts when a request has decoded W more.
 SWA_WINDOW = 31

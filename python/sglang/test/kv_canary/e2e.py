@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sglang.srt.kv_canary.runner.violation import Violation, render
 from sglang.test.kv_canary.mode_config import MODES
-from sglang.test.kv_canary.serving import CanaryServer, Injection, Serving
+from sglang.test.kv_canary.serving import Asked, CanaryServer, Injection, Serving
 from sglang.test.kv_canary.traffic import TrafficReport, TrafficShape, drive
 
 T = TypeVar("T")
@@ -91,6 +91,10 @@ class CanaryE2EBase:
     def generate(self, request_id: str, input_ids: list[int], max_new_tokens: int) -> list[int]:
         """Serve one request."""
         return self.run(self.serving.generate(request_id, input_ids, max_new_tokens))
+
+    def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        """Serve (request id, prompt, output tokens) in one batch, in this order; see `Serving`."""
+        return self.run(self.serving.generate_together(requests))
 
     def inject(self, fault: str, rank: int = 0, **args: Any) -> Injection:
         """Ask for a fault of `perturb.faults`; it is executed as soon as it finds what it needs."""

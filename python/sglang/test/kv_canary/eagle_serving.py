@@ -87,10 +87,6 @@ class EagleE2EBase(CanaryE2EBase):
         """Write the draft model; returns its path, or None where there is none."""
         return write_scripted_eagle(folder)
 
-    async def together(self, requests: list[tuple[str, list[int], int]]) -> None:
-        """Serve (request id, prompt, output tokens) at once."""
-        await asyncio.gather(*(self.serving.generate(*request) for request in requests))
-
     def converse(self, name: str, rounds: int = 2) -> None:
         """Clean traffic: shared prefixes, duplicates at once, second turns over the answers of the first."""
         self.run(_conversations(self.serving, name, rounds))

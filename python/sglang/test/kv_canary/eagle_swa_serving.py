@@ -59,13 +59,11 @@ class FrozenKvE2EBase(EagleSwaE2EBase):
         for wave in range(rounds):
             self.settle()
             firsts = rng.sample(range(10, 500), 4)
-            self.run(
-                self.together(
-                    [
-                        (f"{name}-{wave}-{i}", [first, *random_tokens(rng, 11)], 20 + 4 * i)
-                        for i, first in enumerate(firsts)
-                    ]
-                )
+            self.generate_together(
+                [
+                    (f"{name}-{wave}-{i}", [first, *random_tokens(rng, 11)], 20 + 4 * i)
+                    for i, first in enumerate(firsts)
+                ]
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,22 +86,11 @@ class FaultCases(CanaryE2EBase):
     def serve_two(self, name: str, length: int = 30, answer: int = 24) -> None:
         """Two requests with nothing in common, together; each prefilled at once and decoded for a while."""
         prompts = two_prompts(name, length)
-
-        async def both() -> None:
-            await asyncio.gather(
-                *(self.serving.generate(f"{name}-{i}", p, answer) for i, p in enumerate(prompts))
-            )
-
-        self.run(both())
+        self.generate_together([(f"{name}-{i}", p, answer) for i, p in enumerate(prompts)])
 
     def serve_heir_and_victim(self, heir: list[int], victim: list[int]) -> None:
         """Two prompts in one batch, `heir` before `victim`, so that the next free slot goes to the heir."""
-        body = {
-            "rid": ["heir", "victim"],
-            "input_ids": [heir, victim],
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True},
-        }
-        self.serving.post("/generate", body)
+        self.generate_together([("heir", heir, 24), ("victim", victim, 24)])
 
     def run_case(self, case: Case, name: str) -> dict[str, Any]:
         """Inject, serve, and compare; returns the injection's answer."""

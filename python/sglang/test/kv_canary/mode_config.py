@@ -54,7 +54,13 @@ _COMMON = {
     "skip_server_warmup": True,
     "log_level": "error",
 }
-_CPU = {"device": "cpu", "dtype": "float32", "sampling_backend": "pytorch"}
+_CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "sampling_backend": "pytorch",
+    # Pools have the size that their mode names, also on a machine whose memory others take meanwhile.
+    "mem_fraction_static": 0.99,
+}
 _CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
 
 MODES: dict[str, ModeConfig] = {

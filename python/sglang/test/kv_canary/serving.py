@@ -22,11 +22,13 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
+from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.fill_ins import plugin_path
 from sglang.test.kv_canary.mode_config import ModeConfig, server_args_of
 
 T = TypeVar("T")
-STARTUP_TIMEOUT_S = 600.0  # a loaded machine reads what it imports from disk each time
+Asked = tuple[str, list[int], int]  # request id, prompt, output tokens
+STARTUP_TIMEOUT_S = consts.PROCESS_TIMEOUT_S
 REQUEST_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds over what takes an idle one milliseconds
 POLL_S = 0.01
@@ -35,6 +37,9 @@ SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
 # Below what Linux hands out on its own (from 32768): another process could get such a port before the server binds it.
 SERVER_PORTS = range(11_000, 21_000)
 GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
+PORTS_BEHIND = (
+    300  # that SGLang derives from a server's: DP attention takes some up to 240 above it
+)
 
 
 class Serving(ABC):
@@ -60,6 +65,7 @@ class Serving(ABC):
         self.server_args = {
             "model_path": mode.write_model(self.folder / "model"),
             "port": free_port(),
+            "nccl_port": free_port(),  # else SGLang looks for one long before it binds it
             **server_args_of(mode),
             **(flags or {}),
         }
@@ -68,6 +74,8 @@ class Serving(ABC):
             "SGLANG_KV_CANARY_PERTURB_DIR": str(self.controls),
             # A slot that a fault hands out twice is one too many for SGLang's own accounting, too.
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+            # The ranks' processes look at the machine's free memory one after the other, and other tests run beside.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **({} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}),
             **mode.env,
             **(env or {}),
@@ -106,6 +114,13 @@ class Serving(ABC):
     async def generate(
         self, request_id: str, input_ids: list[int], max_new_tokens: int
     ) -> list[int]: ...
+
+    @abstractmethod
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        """Serve `requests` in one message: the scheduler queues all of them at once, in this order.
+
+        Except under DP attention, where they follow each other closely. Each needs a request id of its own.
+        """
 
     @abstractmethod
     async def abort(self, request_id: str) -> None: ...
@@ -220,6 +235,10 @@ class CanaryEngine(Serving):
         )
         return answer["output_ids"]
 
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        answers = await self.engine.async_generate(**_together(requests))
+        return [answer["output_ids"] for answer in answers]
+
     async def abort(self, request_id: str) -> None:
         self.engine.tokenizer_manager.abort_request(request_id)
 
@@ -304,6 +323,10 @@ class CanaryServer(Serving):
         async with self._session.post(f"{self.url}/generate", json=body) as answer:
             return (await answer.json()).get("output_ids", [])
 
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        async with self._session.post(f"{self.url}/generate", json=_together(requests)) as answer:
+            return [one["output_ids"] for one in await answer.json()]
+
     async def abort(self, request_id: str) -> None:
         async with self._session.post(f"{self.url}/abort_request", json={"rid": request_id}):
             pass
@@ -344,6 +367,16 @@ def _sampling_params(max_new_tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
 
 
+def _together(requests: Sequence[Asked]) -> dict[str, Any]:
+    """The fields of one SGLang request for all of them."""
+    names, prompts, counts = zip(*requests, strict=True)
+    return {
+        "rid": list(names),
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": [_sampling_params(count) for count in counts],
+    }
+
+
 @contextmanager
 def _environment(added: Mapping[str, str]) -> Iterator[None]:
     before = dict(os.environ)
@@ -355,12 +388,24 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+_ports_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port for a server that is free on this machine, as is the one that SGLang adds for gRPC."""
-    while True:
-        port = random.choice(SERVER_PORTS)
+    """A port for a server that is free on this machine, as is the one that SGLang adds for gRPC.
+
+    It is bound seconds later: no port is given twice, and each worker of pytest-xdist has ports of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = len(SERVER_PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ours = SERVER_PORTS[worker * share : (worker + 1) * share - PORTS_BEHIND]
+    left = [port for port in ours if port not in _ports_given]
+    random.shuffle(left)
+    for port in left:
         if _can_bind(port) and _can_bind(port + GRPC_PORT_OFFSET):
+            _ports_given.add(port)
             return port
+    raise RuntimeError(f"no free port in {ours}: other processes have them all")
 
 
 def _can_bind(port: int) -> bool:

@@ -65,7 +65,7 @@ class EagleFaults(EagleE2EBase):
         """Two requests with nothing in common, together; returns the injection's answer."""
         injection = self.inject(case.fault, role=role, **case.args)
         prompts = two_prompts(name, 12)
-        self.run(self.together([(f"{name}-{i}", p, self.answer) for i, p in enumerate(prompts)]))
+        self.generate_together([(f"{name}-{i}", p, self.answer) for i, p in enumerate(prompts)])
         return injection.answer()
 
     def reported(self, runner: str, reason: str) -> set[str]:

@@ -24,12 +24,16 @@ WINDOW = 8
 
 
 class TreeRig(ManagerRig):
-    """`kind`: "mha" (MHA pool, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW)."""
+    """`kind`: "mha" (MHA pool, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW).
+
+    Sweeps have all the time they want, unless `sweep_budget_us` is given: else a slow machine's would end early.
+    """
 
     def __init__(self, kind: str = "mha", size: int = 256, size_swa: int = 96, **kw: Any) -> None:
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=1))
+        kw.setdefault("sweep_budget_us", 10**9)
         is_swa = kind == "swa"
         real = make_swa_pool(size=size, size_swa=size_swa) if is_swa else make_mha_pool(size=size)
         super().__init__(real=real, sliding_window_size=WINDOW if is_swa else None, **kw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ def _prompt(name: str, length: int = 40) -> list[int]:
     return random_tokens(random.Random(name), length)
 
 
-async def _together(serving: Serving, *names: str, new_tokens: int = 60) -> None:
-    await asyncio.gather(*(serving.generate(n, _prompt(n), new_tokens) for n in names))
+async def _together(serving: Serving, *names: str, new_tokens: int = 24) -> None:
+    await serving.generate_together([(name, _prompt(name), new_tokens) for name in names])
 
 
 async def _flipped_in_cached_slot(serving: Serving) -> Done:
