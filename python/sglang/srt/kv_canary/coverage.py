@@ -53,7 +53,7 @@ PATHS: tuple[PathSupport, ...] = (
         _COVERED,
         "slots are freed with it; not run on a GPU",
     ),
-    PathSupport("streaming sessions", _COVERED, "tested on SGLang's sessions, never served"),
+    PathSupport("streaming sessions", _COVERED, "not run on a GPU"),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("two-batch overlap", _REFUSED, "never run"),
     PathSupport(
