@@ -73,7 +73,8 @@ class EventSink:
             losses.next_log = time.monotonic() + LOG_LOST_EVERY_S
             logger.error(
                 "kv-canary cannot write to its event file: %s; %d events lost so far. "
-                "Violations are still logged; make room for it, or set SGLANG_KV_CANARY_EVENT_FILE to another file",
+                "The log goes on, which shows a part of many violations; make room for the file, or set "
+                "SGLANG_KV_CANARY_EVENT_FILE to another one",
                 error,
                 losses.events,
             )
