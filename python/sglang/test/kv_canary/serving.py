@@ -37,9 +37,8 @@ SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
 # Below what Linux hands out on its own (from 32768): another process could get such a port before the server binds it.
 SERVER_PORTS = range(11_000, 21_000)
 GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
-PORTS_BEHIND = (
-    300  # that SGLang derives from a server's: DP attention takes some up to 240 above it
-)
+PORTS_BEHIND = 300  # DP attention takes some, up to 240 above the server's own
+MOST_SHARES = 30  # of SERVER_PORTS; workers beyond share them
 
 
 class Serving(ABC):
@@ -396,9 +395,10 @@ def free_port() -> int:
 
     It is bound seconds later: no port is given twice, and each worker of pytest-xdist has ports of its own.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    share = len(SERVER_PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    ours = SERVER_PORTS[worker * share : (worker + 1) * share - PORTS_BEHIND]
+    shares = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), MOST_SHARES)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % shares
+    size = len(SERVER_PORTS) // shares
+    ours = SERVER_PORTS[number * size : (number + 1) * size - PORTS_BEHIND]
     left = [port for port in ours if port not in _ports_given]
     random.shuffle(left)
     for port in left:
