@@ -9,10 +9,12 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.kernels import content as content_launches
 from sglang.srt.kv_canary.kernels import reference, triton_backend
 from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.record import Column, Reason
+from sglang.srt.kv_canary.runner.launcher import Launcher
 from sglang.srt.kv_canary.state import Counter
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.kernel_cases import (
@@ -238,6 +240,15 @@ def test_tables_follow_the_group():
     )
     addresses = triton_backend.prepare(moved)[0][1].table[:, 0].tolist()
     assert addresses == [other.k_content[0].address, other.v_content[0].address]
+
+
+def test_a_launcher_has_made_its_tables_before_the_first_forward(monkeypatch):
+    group = make_group(SLOTS, content=LAYOUTS["bf16 rows"])
+    Launcher(triton_backend, (group,), make_state(), ContentMode.ALL)
+    made = []
+    monkeypatch.setattr(content_launches, "_make_launch", made.append)
+    triton_backend.prepare(group)
+    assert made == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

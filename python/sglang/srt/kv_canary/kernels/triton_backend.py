@@ -1,5 +1,6 @@
 """The kernels' functions on a GPU, in Triton; same names, arguments and effects as in `reference`.
 
+`prepare` is what `check_and_write_content` needs done once before it may be captured in a CUDA graph.
 Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 """
 

@@ -51,6 +51,9 @@ class Launcher:
                     f"{[g.kind.value for g in self.groups]}"
                 )
             before.append(group.k_head)
+        if self.content_mode is not ContentMode.NONE:
+            for group in self.groups:
+                self.backend.prepare(group)  # waits for the device, which no forward may
 
     @property
     def endpoints(self) -> tuple[CanaryEndpoint, ...]:

@@ -8,6 +8,7 @@ from sglang.srt.kv_canary.kernels.reference.content import (
     check_and_write_content,
     check_list_content,
     content_fingerprint,
+    prepare,
 )
 from sglang.srt.kv_canary.kernels.reference.forward import check_and_write
 from sglang.srt.kv_canary.kernels.reference.slots import (
@@ -24,4 +25,5 @@ __all__ = [
     "check_list_content",
     "content_fingerprint",
     "copy_records",
+    "prepare",
 ]

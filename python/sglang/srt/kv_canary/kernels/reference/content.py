@@ -21,6 +21,10 @@ from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
 
 
+def prepare(group: CanaryBufferGroup) -> None:
+    """Nothing here needs to be done before the first forward."""
+
+
 def _bytes_of(source: ContentSource, slots: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """uint8 values at byte `offsets` int64[n, m] of the rows of `slots` int64[n]; 0 beyond the row."""
     data = source.data
