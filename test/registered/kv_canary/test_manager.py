@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.kernel_cases import make_state
 from sglang.test.kv_canary.manager_rig import ManagerRig
@@ -196,6 +198,19 @@ def test_a_doubled_phase_names_both_callers() -> None:
     with pytest.raises(CanaryPhaseError, match=r"test_manager\.py.*test_manager\.py"):
         single.pre_ops_outside_graph()
     assert single.phase is Phase.IDLE
+
+
+def test_the_mode_is_what_the_scheduler_asked_for() -> None:
+    """A piecewise graph hands the model a mixed batch as an EXTEND."""
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.pool.v_buffer[1][rig.slot(1, 7)] += 1
+    around = rig.manager.with_ops_outside_graph
+    mixed = SimpleNamespace(forward_mode=ForwardMode.MIXED)
+    rig.manager.with_ops_outside_graph = partial(around, maybe_inaccurate_forward_batch=mixed)
+    rig.extend(1, range(20, 24))
+    (violation,) = rig.settle()
+    assert (violation.reader.mode, violation.writer.mode) == ("MIXED", "EXTEND")
 
 
 def test_nested_model_forwards_count_once() -> None:

@@ -137,14 +137,20 @@ class CanaryManager:
         maybe_inaccurate_forward_batch: ForwardBatch | None = None,
         expected: ExpectedTokens | None = None,
     ) -> Iterator[None]:
-        """Around the code that runs or replays the given single forwards, outside of any graph."""
+        """Around the code that runs or replays the given single forwards, outside of any graph.
+
+        `maybe_inaccurate_forward_batch` is what the scheduler asks for, and names the forwards' mode; SGLang may
+        pad or rewrite it before `model.forward` gets it.
+        """
+        asked = maybe_inaccurate_forward_batch
+        mode = None if asked is None else asked.forward_mode.name
         singles = [self._single_forwards[i] for i in single_forward_indices]
         launched_before = self.forward_ct
         try:
             with self.clock:
                 self._before_forwards()
                 for single in singles:
-                    single.pre_ops_outside_graph(expected)
+                    single.pre_ops_outside_graph(expected, mode)
             yield
             with self.clock:
                 for single in singles:

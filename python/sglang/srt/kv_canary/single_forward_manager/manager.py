@@ -44,6 +44,7 @@ class SingleForwardManager:
         self._phases = PhaseTracker()
         self._plan: ForwardPlan | None = None
         self._expected: ExpectedTokens | None = None
+        self._mode: str | None = None
         self._branch = GraphBranch()
         self._apart = False  # TAIL's parts run apart in this forward
 
@@ -51,10 +52,12 @@ class SingleForwardManager:
     def phase(self) -> Phase:
         return self._phases.phase
 
-    def pre_ops_outside_graph(self, expected: ExpectedTokens | None = None) -> None:
-        """Before the forward; `expected`: the host's own tokens for it, when known."""
+    def pre_ops_outside_graph(
+        self, expected: ExpectedTokens | None = None, mode: str | None = None
+    ) -> None:
+        """Before the forward; `expected`: the host's own tokens for it, `mode`: what the scheduler runs; when known."""
         self._phases.enter(Phase.PRE_OUTSIDE)
-        self._expected = expected
+        self._expected, self._mode = expected, mode
 
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan, then verify and write HEAD. May be under stream capture."""
@@ -65,7 +68,8 @@ class SingleForwardManager:
         if self._plan is None:
             return
         if not capturing:
-            self._on_launch(forward_batch.forward_mode.name)
+            # A piecewise graph runs a mixed batch as an EXTEND.
+            self._on_launch(self._mode or forward_batch.forward_mode.name)
         launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
         # Disarmed forwards are what runs before a capture: the kernels that it will hold are compiled there.
         self._apart = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
@@ -90,12 +94,12 @@ class SingleForwardManager:
 
     def post_ops_outside_graph(self) -> None:
         """After the forward. Raises CanaryPhaseError when it was not bracketed."""
-        self._expected = None
+        self._expected = self._mode = None
         self._phases.leave()
 
     def abandon(self) -> None:
         """The forward raised: back to IDLE, ready for the next one."""
-        self._plan = self._expected = None
+        self._plan = self._expected = self._mode = None
         self._branch.abandon()
         self._phases.reset()
 
