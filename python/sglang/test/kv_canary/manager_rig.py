@@ -23,7 +23,11 @@ from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.wiring.swa_location import translated_once
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.test.kv_canary.pool_fixtures import RealPool, make_mha_pool
+from sglang.test.kv_canary.pool_fixtures import (
+    RealPool,
+    make_mha_pool,
+    skip_where_pools_on_cpu_cannot_be_written,
+)
 
 CONTEXT = 256
 MAX_REQUESTS = 8
@@ -43,6 +47,8 @@ class ManagerRig:
         context_len: int = CONTEXT,
         **settings: Any,
     ) -> None:
+        if device == "cpu":
+            skip_where_pools_on_cpu_cannot_be_written()
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
         self.device = device
         self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)

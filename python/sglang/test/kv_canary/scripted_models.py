@@ -13,7 +13,12 @@ import torch
 from sglang.test.kv_canary.tiny_models import TINY_GEMMA4, TINY_LLAMA, _write
 
 # One head: interpreted attention kernels cost some milliseconds per head.
-_CONFIG = {**TINY_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1}
+_CONFIG = {
+    **TINY_LLAMA,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_aux_hidden_states": 1,  # for EAGLE3: SGLang's CUDA graphs ask the target's config
+}
 _GEMMA4 = {
     **TINY_GEMMA4,
     "num_attention_heads": 1,

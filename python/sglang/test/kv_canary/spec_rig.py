@@ -28,7 +28,10 @@ from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.test.kv_canary.pool_fixtures import make_mha_pool
+from sglang.test.kv_canary.pool_fixtures import (
+    make_mha_pool,
+    skip_where_pools_on_cpu_cannot_be_written,
+)
 
 CONTEXT, ROWS, SLOTS = 128, 8, 256
 
@@ -46,6 +49,7 @@ class SpecRig:
         page_size: int = 1,
         chain_to_target: bool = True,
     ) -> None:
+        skip_where_pools_on_cpu_cannot_be_written()
         self.shape = shape
         self.page_size = page_size
         self.target_pool, self.allocator = make_mha_pool(size=SLOTS, page_size=page_size)
