@@ -119,6 +119,21 @@ def graph_time(run: Callable[[], None], calls: int = 20, replays: int = 25) -> f
     return sorted(times)[len(times) // 2]
 
 
+def stream_time(run: Callable[[], None], calls: int, repeats: int) -> float:
+    """Median microseconds of one eager call, `calls` behind each other."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return sorted(times)[len(times) // 2]
+
+
 def cold_time(runs: list[Callable[[], None]]) -> float:
     """Microseconds of all `runs`, each after the L2 cache was flushed; the flushes are taken off."""
     junk = torch.empty(48 << 20, dtype=torch.int32, device=DEVICE)
@@ -261,17 +276,26 @@ def run_forward(plan, group, state, mode: ContentMode = ContentMode.NONE) -> Non
 # -- cases -----------------------------------------------------------------------------------------------------
 
 
+def bench_ceilings(report: Report) -> None:
+    """Copies by a copy engine and by a kernel, in a graph and not, and reads alone. The fastest copy is the ceiling."""
+    for gib in (1, 8):
+        source = torch.randint(-(1 << 30), 1 << 30, (gib << 28,), dtype=torch.int32, device=DEVICE)
+        target, numbers = torch.empty_like(source), source.view(torch.float32)
+        moved = 2 * source.nbytes
+        ways = {
+            "memcpy": lambda to=target, of=source: to.copy_(of),
+            "kernel": lambda to=target, of=source: torch.bitwise_not(of, out=to),
+        }
+        for way, copy in ways.items():
+            for where, time_of in (("graph", graph_time), ("stream", stream_time)):
+                spent = time_of(copy, 5, 10)
+                report.copy_bandwidth = max(report.copy_bandwidth, moved / (spent * 1e-6))
+                report.add(f"copy of {gib} GiB, {way}, {where}", spent, moved)
+        report.add(f"read of {gib} GiB, torch.amax", graph_time(numbers.amax, 5, 10), source.nbytes)
+
+
 def bench_floor(report: Report, args) -> None:
-    source = torch.empty(1 << 30, dtype=torch.int8, device=DEVICE)
-    target = torch.empty_like(source)
-    words = [t.view(torch.int32) for t in (source, target)]
-    # A copy engine and a kernel: the faster one is the ceiling.
-    spent = min(
-        graph_time(lambda: target.copy_(source), 5, 10),
-        graph_time(lambda: torch.bitwise_not(words[0], out=words[1]), 5, 10),
-    )
-    report.copy_bandwidth = 2 * source.numel() / (spent * 1e-6)
-    report.add("copy of 1 GiB", spent, 2 * source.numel())
+    bench_ceilings(report)
     word = torch.zeros(1, device=DEVICE)
     report.add("empty kernel", graph_time(lambda: _empty[(1,)](word)))
 
@@ -427,6 +451,8 @@ def bench_content_steps(report: Report, args, group, mode: ContentMode, per_slot
         if args.tune and (size, prefix) in TUNED_STEPS:
             for label in variants(content, CONTENT_VARIANTS[mode]):
                 report.add(f"{name}, content launch {label}", graph_time(launch))
+                if args.cold:
+                    report.add(f"{name}, content launch {label}, cold", cold_time([launch]))
         report.expect_clean(name, state)
     report.add(f"content {mode}: host time of one launch", host_time(launch))
 
@@ -514,6 +540,9 @@ CONTENT_VARIANTS: dict[ContentMode, list[Variant]] = {
         {"ALL_WORDS": 8192},
         {"ALL_WORDS": 8192, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 4},
         {"ALL_WORDS": 16384, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 4},
+        {"ALL_WORDS": 8192, "NUM_WARPS": 16, "PROGRAMS_PER_SM": 2},
+        {"ALL_WORDS": 16384, "NUM_WARPS": 16, "PROGRAMS_PER_SM": 2},
+        {"ALL_WORDS": 16384, "NUM_WARPS": 32, "PROGRAMS_PER_SM": 2},
     ],
     ContentMode.PARTIAL: [
         {"PROGRAMS_PER_SM": 4},

@@ -4,7 +4,8 @@
 
 Two servers' run times differ by up to 1 % with nothing changed (memory placement), which is more than the canary
 costs. The profiler sees the kernels themselves, with the caches as the model's layers leave them. Per case it prints
-microseconds a step for each canary kernel, the step's GPU time, and the share. A case is BATCHxINPUTxOUTPUT.
+microseconds a forward (a step, if speculative) for each canary kernel, the forward's GPU time, the share, and the time
+from one forward to the next. Kernels on a stream of their own run beside the layers. A case is BATCHxINPUTxOUTPUT.
 """
 
 from __future__ import annotations
@@ -44,15 +45,19 @@ def _kernels(folder: str) -> list[dict[str, Any]]:
 
 def _report(case: str, kernels: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     ours: dict[str, list[float]] = collections.defaultdict(list)
+    most = collections.Counter(event["args"].get("stream") for event in kernels).most_common(1)
     for event in kernels:
         for name in CANARY_KERNELS:
             if event["name"].startswith(name):
-                ours[name].append(event["dur"])
+                beside = event["args"].get("stream") != most[0][0]
+                ours[f"{name} beside" if beside else name].append(event["dur"])
     busy = sum(event["dur"] for event in kernels)
     canary = sum(sum(durations) for durations in ours.values())
+    span = max(event["ts"] + event["dur"] for event in kernels) - kernels[0]["ts"]
     return {
         "case": case,
         "forwards": steps,
+        "span_us_a_forward": round(span / steps, 2),
         "gpu_us_a_forward": round(busy / steps, 2),
         "canary_us_a_forward": round(canary / steps, 2),
         "share_percent": round(100 * canary / max(busy - canary, 1e-9), 3),
@@ -71,19 +76,21 @@ def _profile(engine: Any, case: str, rng: random.Random) -> dict[str, Any]:
     batch, input_len, output_len = map(int, case.split("x"))
     params = {"temperature": 0.0, "max_new_tokens": output_len, "ignore_eos": True}
 
-    def run() -> None:
+    def run() -> int:
+        """Decode steps."""
         ids = [[rng.randrange(10, 1000) for _ in range(input_len)] for _ in range(batch)]
         engine.flush_cache()
-        engine.generate(input_ids=ids, sampling_params=params)
+        results = engine.generate(input_ids=ids, sampling_params=params)
+        return max(r["meta_info"].get("spec_verify_ct", output_len - 1) for r in results)
 
     run()
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["GPU"])
-        run()
+        decodes = run()
         engine.stop_profile()
         kernels = _kernels(folder)
-    launches = sum(event["name"].startswith("forward_kernel") for event in kernels)
-    return _report(case, kernels, max(1, launches // 2))
+    prefills = -(-batch * input_len // engine.server_args.chunked_prefill_size)
+    return _report(case, kernels, decodes + prefills)
 
 
 def main() -> None:

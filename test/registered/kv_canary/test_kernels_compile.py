@@ -61,7 +61,7 @@ prefill, decode = pool.extend({1: 9, 2: 1}), pool.decode([1, 2], known=True)
 tree = pool.tree_verify([1, 2], [[-1, 0, 0], [-1, 0, 1]])
 
 triton_backend.check_and_write(prefill, group, Side.HEAD, state)
-for part in (Part.BOTH, Part.VERIFY, Part.WRITE):
+for part in (Part.ALL, Part.VERIFY, ~Part.VERIFY, ~Part.WRITE):
     triton_backend.check_and_write(decode, group, Side.TAIL, state, part)
 lut = torch.zeros(200, dtype=torch.int32)
 swa = make_group(200, device=device, halves="K", window=8, swa_index_lut=lut)
@@ -70,7 +70,10 @@ for plan in (prefill, decode):
     located = replace(plan.write, swa_out_cache_loc=plan.write.out_cache_loc.int())
     triton_backend.check_and_write(replace(plan, write=located), swa, Side.HEAD, state)
 draft = make_group(200, device=device, chain_source=group.k_head)
-triton_backend.check_and_write(decode, draft, Side.HEAD, state)
+for part in (Part.ALL, Part.WRITE):
+    triton_backend.check_and_write(decode, draft, Side.HEAD, state, part)
+padded = replace(tree, verify=replace(tree.verify, padded=True))
+triton_backend.check_and_write(padded, group, Side.TAIL, state)
 
 strided = make_group(
     50, device=device, halves="K", stride=4, chain_base=swa, content=ContentShape((64, 64))
@@ -78,7 +81,7 @@ strided = make_group(
 for side in (Side.HEAD, Side.TAIL):
     triton_backend.check_and_write(prefill, strided, side, state)
 triton_backend.check_and_write(decode, strided, Side.HEAD, state)
-for part in (Part.VERIFY, Part.WRITE):
+for part in (Part.VERIFY, ~Part.VERIFY):
     triton_backend.check_and_write(decode, strided, Side.TAIL, state, part)
 triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL)
 triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL)
@@ -100,7 +103,7 @@ triton_backend.copy_records(group, listed, listed)
 """
 
 KERNELS = {
-    "forward_kernel": 8,
+    "forward_kernel": 11,
     "strided_kernel": 5,
     "content_kernel": 4,
     "fingerprint_kernel": 1,

@@ -15,7 +15,7 @@ from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
 from sglang.srt.kv_canary.plan_input import ForwardPlan
 from sglang.srt.kv_canary.record import Column, Reason, State
-from sglang.srt.kv_canary.state import Counter
+from sglang.srt.kv_canary.state import Counter, Header
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.kernel_cases import (
     Pool,
@@ -53,9 +53,9 @@ SHAPES = {
 
 
 # What one forward launches: TAIL in one launch, or verified beside the layers and written behind them.
-TOGETHER = ((Side.HEAD, Part.BOTH), (Side.TAIL, Part.BOTH))
-APART = ((Side.HEAD, Part.BOTH), (Side.TAIL, Part.VERIFY), (Side.TAIL, Part.WRITE))
-ALL_APART = ((Side.HEAD, Part.WRITE), (Side.HEAD, Part.VERIFY), *APART[1:])
+TOGETHER = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.ALL))
+APART = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.VERIFY), (Side.TAIL, ~Part.VERIFY))
+ALL_APART = ((Side.HEAD, ~Part.VERIFY), (Side.HEAD, Part.VERIFY), *APART[1:])
 
 
 class Rig:
@@ -413,6 +413,45 @@ def test_prefix_that_an_earlier_forward_verified():
         rig.twin.poke("k_head", rig.slot(1, position), record.WORD_CHAIN, 1)
     plan = rig.pool.decode([1, 2])
     assert rig.forward(replace(plan, verify=replace(plan.verify, already_verified=True))) == 0
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_padding_with_a_stale_row_is_told_by_its_slot(padded):
+    """A graph's padding keeps the row of a request that is gone, and a length of 1 or more."""
+    rig = Rig()
+    rig.forward(rig.pool.extend({1: 20, 2: 30}))
+    rig.twin.poke("k_head", rig.slot(2, 7), record.WORD_CHAIN, 1)
+    plan = rig.pool.target_verify([1, 2], drafts=3)
+    plan.write.out_cache_loc[3:] = 0
+    found = rig.forward(replace(plan, verify=replace(plan.verify, padded=padded)))
+    assert (found == 0) == padded
+
+
+def test_scratch_belongs_to_the_forward_that_verified():
+    rig = Rig()
+    rig.forward(rig.pool.extend({1: 20}))
+    rig.twin.poke("k_tail", rig.slot(1, 7), record.WORD_CHAIN, 1)
+    first, second = (scratch(rig.pool.decode([1]), inner_step) for inner_step in (0, 1))
+    found = rig.forward(first, parts_of(first))
+    assert found > 0
+    written = rig.twin.group.k_tail.clone()
+    assert rig.forward(second, parts_of(second)) == found
+    assert torch.equal(rig.twin.group.k_tail, written)
+    slot = rig.slot(1, 21)
+    assert int(rig.twin.group.k_head[slot, record.WORD_WRITER]) & record.FORWARD_MASK == 2
+    summary = rig.twin.kernel_state.summary
+    assert summary[Header.FORWARD_RUNNING] == summary[Header.FORWARD_DONE] == 2
+
+
+def scratch(plan, inner_step: int):
+    """As `PlanInput._draft_decode` has it."""
+    verify = replace(plan.verify, already_verified=inner_step > 0)
+    return replace(plan, verify=verify, write=replace(plan.write, scratch=True))
+
+
+def parts_of(plan):
+    launches = [(side, plan.parts(side)) for side in (Side.HEAD, Side.TAIL)]
+    return [(side, part) for side, part in launches if part]
 
 
 if __name__ == "__main__":

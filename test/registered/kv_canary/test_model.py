@@ -151,6 +151,7 @@ def steps(*, faulty: bool, most_tokens: int = 9):
         parents=st.lists(small, max_size=4).map(tuple),
         already_verified=st.sampled_from([False] * 7 + [True]),
         padding=st.sampled_from([0, 0, 1, 3]),
+        stale=st.booleans(),
         locates=st.sampled_from([True, True, False]),
         known=st.sampled_from(["none", "tail", "all"]),
         ending=st.sampled_from(["full"] * 8 + ["no content", "aborted"]),

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.kv_canary.config import ContentMode, TokenCheck
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.kernels import reference, triton_backend
+from sglang.srt.kv_canary.kernels.reference.spans import requests_of
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
-from sglang.srt.kv_canary.record import Mode
+from sglang.srt.kv_canary.record import FORWARD_MASK, WORD_WRITER, Mode
 from sglang.srt.kv_canary.runner import manager
 from sglang.srt.kv_canary.runner.launcher import launch_endpoints_per_forward
 from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
@@ -205,7 +206,7 @@ def test_verify_skips_stale_rows_of_padding(rows):
         padded = batch(ForwardMode.TARGET_VERIFY, **{n: getattr(buffers, n) for n in fields})
         assert padded.req_pool_indices.tolist() == [1, 2]
         found = plan(PlanInput.allocate(rows), padded)
-        assert found.verify.rows.tolist() == [1, 2 if count == most else 0]
+        assert requests_of(found, None).valid.tolist() == [True, count == most]
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -214,6 +215,10 @@ def test_only_the_first_inner_draft_forward_verifies(rows, step):
     found = plan(draft, batch(ForwardMode.DECODE))
     assert prefixes(found) == [5 + step, 7 + step]
     assert found.verify.already_verified == (step > 0)
+    first = {Side.HEAD: Part.ALL, Side.TAIL: Part.VERIFY | Part.NUMBER}
+    assert {side: found.parts(side) for side in first} == (
+        {Side.HEAD: Part.WRITE, Side.TAIL: Part(0)} if step else first
+    )
     assert (found.write.tokens_per_request, found.write.mode) == (4, Mode.DRAFT_DECODE)
     assert set(found.write.parents.tolist()) == {-1}
 
@@ -228,7 +233,7 @@ def test_draft_extend_v2_skips_stale_rows_of_padding(rows):
     slots = torch.tensor([20, 21, 22, 23, 0, 0, 0, 0])
     padded = batch(ForwardMode.DRAFT_EXTEND_V2, seq_lens=torch.tensor([9, 1]), out_cache_loc=slots)
     found = plan(PlanInput.allocate(rows, is_draft=True), padded)
-    assert found.verify.rows.tolist() == [1, 0]
+    assert requests_of(found, None).valid.tolist() == [True, False]
     assert prefixes(found)[0] == 5
     assert found.write.tokens_per_request == 4
 
@@ -417,6 +422,36 @@ def test_an_unfilled_slot_can_be_freed_and_read_too_late():
         assert {(role, reason) for role, _, reason in rig.findings()} == {
             ("draft", "USE_AFTER_FREE")
         }
+
+
+@BOTH_BACKENDS
+def test_scratch_is_recorded_once_and_its_step_is_one_forward():
+    """HEAD says who wrote it; TAIL and the fingerprints are left to draft-extend."""
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        before = rig.draft.forward_ct
+        slots = rig.allocator.alloc(2)
+        rig.rows.req_to_token[1, 12:14] = slots.int()
+        group, tail = rig.draft.groups[0], rig.draft.groups[0].k_tail[slots].clone()
+        rig.draft_decode([1], slots.view(1, 1, 2))
+        assert rig.draft.forward_ct == int(rig.draft.state.summary[Header.FORWARD_DONE])
+        assert rig.draft.forward_ct == before + 1
+        writers = group.k_head[slots, WORD_WRITER] & FORWARD_MASK
+        assert writers.tolist() == [before + 1] * 2
+        assert torch.equal(group.k_tail[slots], tail)
+        assert rig.findings() == set()
+
+
+@BOTH_BACKENDS
+@pytest.mark.parametrize("damaged", [False, True])
+def test_bytes_of_the_draft_pool_are_read_again_by_draft_extend(damaged):
+    with SpecRig(CHAIN) as rig:
+        rig.prefill(1, range(10, 22))
+        if damaged:
+            slot = int(rig.rows.req_to_token[1, 7])
+            rig.draft_pool.v_buffer[0][slot] += 1
+        v1_step(rig, 1, [1, 2, 3], CHAIN_PARENTS, [0, 1], bonus=900)
+        assert rig.findings() == ({("draft", "TAIL_V_FULL", "CONTENT")} if damaged else set())
 
 
 # Moved slots

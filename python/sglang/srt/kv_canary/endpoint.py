@@ -28,7 +28,8 @@ class Part(IntFlag):
 
     VERIFY = 1  # the prefixes
     WRITE = 2  # the new tokens
-    BOTH = VERIFY | WRITE
+    NUMBER = 4  # HEAD gives the forward its number, TAIL marks it done
+    ALL = VERIFY | WRITE | NUMBER
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.record import Mode
 
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 class VerifyPlan:
     """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i].
 
-    `already_verified`: an earlier forward of the same step checked them, this one only writes.
+    `already_verified`: an earlier forward of the same step checked them, this one only writes. `padded`: a request
+    whose first new slot is 0 is padding, too: graphs keep stale rows there, with a length of 1 or more. Only
+    without `ext_lens`.
     """
 
     rows: torch.Tensor  # int32/int64[batch size], rows of req_to_token; 0 = padding, skipped
     base_lens: torch.Tensor  # int32/int64[batch size]
     prefix_delta: int
     already_verified: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class WritePlan:
     `tokens_per_request` tokens, in order. Tokens follow each other, unless `parents` (with `ext_lens` None only)
     says otherwise: parents[t] is the number, within its request, of the earlier token that token t follows, or -1
     for the last token of the prefix.
+
+    `scratch`: only this step reads what it writes. HEAD records it, so that a stray write has a name; TAIL does not.
     """
 
     input_ids: torch.Tensor  # int32/int64[tokens]
@@ -47,6 +53,7 @@ class WritePlan:
     parents: torch.Tensor | None = None  # int32[>= tokens]
     # int32[tokens], where attention stores the tokens in the SWA pool; None: nobody knows ahead. Compared only.
     swa_out_cache_loc: torch.Tensor | None = None
+    scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,20 @@ class ForwardPlan:
     @property
     def num_tokens(self) -> int:
         return self.write.out_cache_loc.shape[0]
+
+    def parts(self, side: Side) -> Part:
+        """What the launches of HEAD or TAIL do. Further scratch of a step belongs to the forward that verified."""
+        if not self.write.scratch:
+            return Part.ALL
+        if self.verify.already_verified:
+            return Part.WRITE if side is Side.HEAD else Part(0)
+        return Part.ALL if side is Side.HEAD else Part.VERIFY | Part.NUMBER
+
+    @property
+    def tail_beside_the_layers(self) -> Part:
+        """What of TAIL does not need the layers' results."""
+        part = self.parts(Side.TAIL)
+        return part & Part.VERIFY if Part.WRITE in part else part
 
 
 class UnsupportedForwardError(ValueError):
@@ -117,6 +138,11 @@ class PlanInput:
             parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
         return cls(req_to_token, is_draft, parents=parents)
 
+    @property
+    def numbers_forwards(self) -> bool:
+        """Whether its forwards have numbers: a draft's inner forwards together are one, the first one's."""
+        return self.inner_step == 0
+
     def at_inner_step(self, step: int) -> PlanInput:
         """The same for inner forward `step` of a draft; shares all buffers."""
         return replace(self, inner_step=step)
@@ -161,8 +187,7 @@ class PlanInput:
     def _target_verify(self, fb, expected) -> ForwardPlan:
         """seq_lens leave the draft tokens out; each request brings as many."""
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
-        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[::tokens])
-        verify = VerifyPlan(rows, fb.seq_lens, 0)
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
         return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
 
     def _draft_decode(self, fb) -> ForwardPlan:
@@ -175,13 +200,12 @@ class PlanInput:
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
         topk = fb.out_cache_loc.shape[0] // fb.batch_size
         parents = self.parents if topk > 1 else None
-        return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None)
+        return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
 
     def _draft_extend_v2(self, fb) -> ForwardPlan:
         """seq_lens count the new tokens, as many for each request, accepted or not."""
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
-        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[::tokens])
-        verify = VerifyPlan(rows, fb.seq_lens, -tokens)
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
         return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
 
     def _draft_extend(self, fb) -> ForwardPlan:
@@ -190,12 +214,13 @@ class PlanInput:
         starts = fb.extend_start_loc
         if starts is None:  # in CUDA graphs
             starts = torch.cumsum(ext_lens, 0, dtype=ext_lens.dtype) - ext_lens
-        rows = _without_padding(fb.req_pool_indices, fb.out_cache_loc[starts.long()])
+        # Padded requests as row 0; torch.where with a number would copy it to the device.
+        rows = fb.req_pool_indices * (fb.out_cache_loc[starts.long()] != 0)
         verify = VerifyPlan(rows, fb.seq_lens - ext_lens, 0)
         return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
 
-    def _uniform(self, fb, verify, tokens, mode, parents, expected) -> ForwardPlan:
-        return self._plan(fb, verify, None, None, tokens, mode, parents, expected)
+    def _uniform(self, fb, verify, tokens, mode, parents, expected, scratch=False) -> ForwardPlan:
+        return self._plan(fb, verify, None, None, tokens, mode, parents, expected, scratch)
 
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
         rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
@@ -204,7 +229,9 @@ class PlanInput:
             fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected
         )
 
-    def _plan(self, fb, verify, ext_lens, starts, tokens, mode, parents, expected) -> ForwardPlan:
+    def _plan(
+        self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, scratch=False
+    ) -> ForwardPlan:
         write = WritePlan(
             fb.input_ids,
             fb.positions,
@@ -215,6 +242,7 @@ class PlanInput:
             mode,
             parents,
             _swa_location_of_attention(fb),
+            scratch,
         )
         return ForwardPlan(verify, write, self.req_to_token, expected)
 
@@ -223,11 +251,6 @@ def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:
     """The SWA slots that attention was given for this forward's new tokens, one for each; None: none were."""
     swa = fb.out_cache_loc_swa
     return swa if swa is not None and swa.shape == fb.out_cache_loc.shape else None
-
-
-def _without_padding(rows: torch.Tensor, first_slots: torch.Tensor) -> torch.Tensor:
-    """Rows of the batch, padded ones as row 0: graphs keep stale rows there, with slot 0 and a length of 1 or more."""
-    return rows * (first_slots != 0)  # torch.where with a number would copy it to the device
 
 
 @dataclass(frozen=True, slots=True)

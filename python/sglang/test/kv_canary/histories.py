@@ -119,6 +119,9 @@ class Step:
     parents: tuple[int, ...] = ()  # of style 'tree'
     already_verified: bool = False
     padding: int = 0  # padding requests at the end
+    stale: bool = (
+        False  # of styles 'verify' and 'tree': padding keeps a row, and is told by its slot
+    )
     locates: bool = (
         True  # whether it is known ahead where attention stores the new tokens in the SWA pool
     )
@@ -554,6 +557,7 @@ class History:
         delta = -forward.requests[0].count if op.style == "decode" else 0
         self.world.upload()
         plan = self.world.plan(forward, uniform=uniform, delta=delta)
+        forward = forward.without_padding  # stale rows are no requests
         self.world.head(plan)
         for _, model in self._groups():
             self.oracle.head(forward, model)
@@ -623,7 +627,12 @@ class History:
             return None
         for _ in range(op.padding):
             count = draft.each or 0
-            draft.add(Request(0, 0, count, 0), [0] * count, [0] * count, [0] * count)
+            padding = (
+                Request(self._row_index(op.seed), 1, count, 0)
+                if draft.stale
+                else Request(0, 0, count, 0)
+            )
+            draft.add(padding, [0] * count, [0] * count, [0] * count)
         self._drop_conflicts(draft)
         return replace(draft.forward(), swa_out_slots=self._swa_out_slots(draft))
 
@@ -731,7 +740,7 @@ class History:
 
     def _slots_read(self, draft: _Draft, model: GroupModel) -> set[int]:
         read = set()
-        for r in draft.requests:
+        for r in draft.forward().without_padding.requests:
             if 0 < r.row < self.spec.request_rows and 0 <= r.prefix <= self.spec.context_len:
                 end = r.prefix - r.prefix % model.stride  # of the last slot that is complete
                 positions = range(model.window_start(r.prefix), end, model.stride)
@@ -749,6 +758,10 @@ class _Draft:
         self.positions: list[int] = []
         self.out_slots: list[int] = []
         self.parents: list[int] = []
+
+    @property
+    def stale(self) -> bool:
+        return self.step.stale and self.step.style in ("verify", "tree")
 
     @property
     def each(self) -> int | None:
@@ -783,6 +796,7 @@ class _Draft:
             _MODES[self.step.style],
             tuple(self.parents) if self.has_tree else None,
             self.step.already_verified,
+            padded=self.stale,
         )
 
 

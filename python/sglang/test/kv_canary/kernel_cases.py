@@ -255,7 +255,7 @@ class Twin:
         call(getattr(reference, name), self.group, self.state)
         call(getattr(triton_backend, name), self.kernel_group, self.kernel_state)
 
-    def check_and_write(self, plan: ForwardPlan, side: Side, part: Part = Part.BOTH) -> None:
+    def check_and_write(self, plan: ForwardPlan, side: Side, part: Part = Part.ALL) -> None:
         self.run("check_and_write", lambda f, group, state: f(plan, group, side, state, part))
 
     def check_and_write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:

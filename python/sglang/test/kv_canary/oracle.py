@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from sglang.srt.kv_canary import record
@@ -51,6 +51,19 @@ class Forward:
     )
     already_verified: bool = False
     swa_out_slots: tuple[int, ...] | None = None  # where attention stores the tokens; None: unknown
+    # Requests whose first slot is 0 are padding, whatever their row. The oracle wants `without_padding`.
+    padded: bool = False
+
+    @property
+    def without_padding(self) -> Forward:
+        """The same with padding as row 0."""
+        if not self.padded:
+            return self
+        empty = [r.count > 0 and self.out_slots[r.start] == 0 for r in self.requests]
+        requests = (
+            replace(r, row=0) if gone else r for r, gone in zip(self.requests, empty, strict=True)
+        )
+        return replace(self, requests=tuple(requests), padded=False)
 
     def parent(self, request: Request, index: int) -> int:
         """The token of its request that token `index` follows; -1: the prefix."""

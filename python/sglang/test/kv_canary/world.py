@@ -315,6 +315,7 @@ class World:
             self._index([r.prefix - delta for r in requests]),
             delta,
             forward.already_verified,
+            forward.padded,
         )
         known = [(r.known_from, r.known) for r in requests]
         expected = ExpectedTokens.from_lists(known, self.device)

@@ -176,6 +176,7 @@ def check_and_write_content(
             dense(plan.verify.base_lens),
             dense(plan.write.ext_lens),
             None if group.stride == 1 else dense(plan.write.starts),
+            dense(plan.write.out_cache_loc) if plan.verify.padded else None,
             dense(plan.write.out_cache_loc),
             plan.req_to_token,
             group.swa_index_lut,

@@ -131,7 +131,14 @@ CONTENT_INTEGERS = [
 
 @jit(
     do_not_specialize=CONTENT_INTEGERS,
-    do_not_specialize_on_alignment=["rows", "base_lens", "ext_lens", "starts", "out_cache_loc"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "base_lens",
+        "ext_lens",
+        "starts",
+        "first_slots",
+        "out_cache_loc",
+    ],
 )
 def content_kernel(
     summary,
@@ -140,6 +147,7 @@ def content_kernel(
     base_lens,
     ext_lens,
     starts,  # of strided groups, else None
+    first_slots,  # see forward_kernel
     out_cache_loc,
     req_to_token,
     lut,
@@ -191,6 +199,7 @@ def content_kernel(
         num_rows,
         context,
         window,
+        first_slots,
     )
     space = Space(lut, full_limit, num_slots, STRIDE)
     report = Report(summary, ring, capacity, tag, forward)

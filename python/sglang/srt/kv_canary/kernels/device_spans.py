@@ -30,6 +30,9 @@ class Batch(NamedTuple):
     num_rows: Any
     context: Any  # columns of req_to_token
     window: Any  # prefix tokens before the last `window` are not verified
+    first_slots: (
+        Any  # new slots, where a request whose first one is 0 is padding; None: only row 0 is
+    )
 
 
 class Known(NamedTuple):
@@ -57,6 +60,9 @@ def request_at(batch, index):
     """
     listed = index < batch.size
     row = tl.load(batch.rows + index, mask=listed, other=0).to(tl.int64)
+    if batch.first_slots is not None:
+        first = batch.first_slots + index * batch.tokens_per_request
+        row = tl.where(tl.load(first, mask=listed, other=0) == 0, 0, row)
     prefix = tl.load(batch.base_lens + index, mask=listed, other=0).to(tl.int64)
     prefix = prefix + batch.prefix_delta
     if batch.ext_lens is None:

@@ -45,11 +45,11 @@ def check_and_write(
     group: CanaryBufferGroup,
     side: Side,
     state: CanaryDeviceState,
-    part: Part = Part.BOTH,
+    part: Part = Part.ALL,
 ) -> None:
     """Verify the prefix of every request and write the records of the forward's new tokens.
 
-    Where the parts run apart, VERIFY runs between HEAD's and TAIL's WRITE.
+    Where the parts run apart, VERIFY runs between HEAD's and TAIL's NUMBER.
     """
     if group.stride != 1:
         strided.check_and_write(plan, group, side, state, part)
@@ -70,6 +70,7 @@ def check_and_write(
         dense(verify.base_lens),
         dense(write.ext_lens),
         dense(write.starts),
+        dense(write.out_cache_loc) if verify.padded else None,
         dense(write.parents),
         dense(write.input_ids),
         dense(write.positions),
@@ -106,5 +107,6 @@ def check_and_write(
         SINGLE=write.ext_lens is None and write.tokens_per_request == 1,
         VERIFY=Part.VERIFY in part,
         WRITE=writes,
+        NUMBER=Part.NUMBER in part,
         num_warps=TILE_WARPS if tile_bits else NUM_WARPS,
     )

@@ -213,6 +213,7 @@ BATCH_VIEWS = [
     "base_lens",
     "ext_lens",
     "starts",
+    "first_slots",
     "input_ids",
     "positions",
     "out_cache_loc",
@@ -232,6 +233,7 @@ def forward_kernel(
     base_lens,
     ext_lens,
     starts,
+    first_slots,  # out_cache_loc, where a request whose first slot is 0 is padding, else None
     parents,
     input_ids,
     positions,
@@ -268,19 +270,20 @@ def forward_kernel(
     SINGLE: tl.constexpr,  # one token per request
     VERIFY: tl.constexpr,
     WRITE: tl.constexpr,
+    NUMBER: tl.constexpr,
 ):
     """Programs take the visited blocks, then the writes, round robin."""
     HEAD: tl.constexpr = k_head is None
     halves: tl.constexpr = 1 if v_records is None else 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    GIVES_OUT: tl.constexpr = HEAD and WRITE
+    GIVES_OUT: tl.constexpr = HEAD and NUMBER
     forward = tl.load(summary + (FORWARD_DONE if GIVES_OUT else FORWARD_RUNNING))
     if GIVES_OUT:
         forward += 1
     armed = tl.load(summary + ARMED) != 0
     # The word that no program of this launch reads.
-    if WRITE and program == 0:
+    if NUMBER and program == 0:
         if HEAD:
             tl.store(summary + FORWARD_RUNNING, forward)
         else:
@@ -298,6 +301,7 @@ def forward_kernel(
         num_rows,
         context,
         window,
+        first_slots,
     )
     space = Space(lut, full_limit, num_slots, 1)
     known = Known(known_tokens, known_spans, num_spans, num_known, token_offset)

@@ -26,7 +26,7 @@ def check_and_write(
     group: CanaryBufferGroup,
     side: Side,
     state: CanaryDeviceState,
-    part: Part = Part.BOTH,
+    part: Part = Part.ALL,
 ) -> None:
     """`forward.check_and_write` of a group whose stride is not 1. The base group's HEAD has run before."""
     refuse_trees(plan)
@@ -47,6 +47,7 @@ def check_and_write(
         dense(verify.base_lens),
         dense(write.ext_lens),
         dense(write.starts),
+        dense(write.out_cache_loc) if verify.padded else None,
         dense(write.positions),
         dense(write.out_cache_loc),
         plan.req_to_token,
@@ -75,5 +76,6 @@ def check_and_write(
         BLOCK=VERIFY_BLOCK,
         VERIFY=Part.VERIFY in part,
         WRITE=Part.WRITE in part,
+        NUMBER=Part.NUMBER in part,
         num_warps=NUM_WARPS,
     )

@@ -183,7 +183,15 @@ STRIDED_INTEGERS = [
     "capacity",
     "tag",
 ]
-STRIDED_VIEWS = ["rows", "base_lens", "ext_lens", "starts", "positions", "out_cache_loc"]
+STRIDED_VIEWS = [
+    "rows",
+    "base_lens",
+    "ext_lens",
+    "starts",
+    "first_slots",
+    "positions",
+    "out_cache_loc",
+]
 
 
 @jit(do_not_specialize=STRIDED_INTEGERS, do_not_specialize_on_alignment=STRIDED_VIEWS)
@@ -195,6 +203,7 @@ def strided_kernel(
     base_lens,
     ext_lens,
     starts,
+    first_slots,  # see forward_kernel
     positions,
     out_cache_loc,
     req_to_token,
@@ -223,18 +232,19 @@ def strided_kernel(
     BLOCK: tl.constexpr,  # slots per verify or HEAD write item, tokens per TAIL write item
     VERIFY: tl.constexpr,
     WRITE: tl.constexpr,
+    NUMBER: tl.constexpr,
 ):
     """Programs take the visited blocks, then the writes, round robin."""
     HEAD: tl.constexpr = head is None
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    GIVES_OUT: tl.constexpr = HEAD and WRITE
+    GIVES_OUT: tl.constexpr = HEAD and NUMBER
     forward = tl.load(summary + (FORWARD_DONE if GIVES_OUT else FORWARD_RUNNING))
     if GIVES_OUT:
         forward += 1
     armed = tl.load(summary + ARMED) != 0
     # The word that no program of this launch reads.
-    if WRITE and program == 0:
+    if NUMBER and program == 0:
         if HEAD:
             tl.store(summary + FORWARD_RUNNING, forward)
         else:
@@ -252,6 +262,7 @@ def strided_kernel(
         num_rows,
         context,
         window,
+        first_slots,
     )
     space = Space(None, full_limit, num_slots, STRIDE)
     base = Base(base_records, Space(base_lut, base_limit, base_slots, 1))

@@ -60,7 +60,7 @@ class Launcher:
         return tuple(e for group in self.groups for e in build_endpoints_from_group(group))
 
     def check_and_write(
-        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.BOTH
+        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
     ) -> None:
         self.backend.check_and_write(plan, group, side, self.state, part)
 
@@ -100,9 +100,12 @@ class Launcher:
 
 
 def launch_endpoints_per_forward(
-    launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.BOTH
+    launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.ALL
 ) -> None:
-    """All endpoints of `side`; content follows what TAIL of its group writes."""
+    """All endpoints of `side`, as far as the plan has work for them; content follows what TAIL of its group writes."""
+    part &= plan.parts(side)
+    if not part:
+        return
     for group in launcher.groups:
         launcher.check_and_write(plan, group, side, part)
         writes_tail = side is Side.TAIL and Part.WRITE in part

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig
-from sglang.srt.kv_canary.endpoint import Side
+from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.backend import select_backend
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
@@ -102,7 +102,8 @@ class CanaryManager:
         """Run `plans` while nothing is armed, so that their kernels are compiled; they check and write nothing."""
         with self.disarmed():
             for plan in plans:
-                self._note_launch("WARM_UP")
+                if Part.NUMBER in plan.parts(Side.HEAD):
+                    self._note_launch("WARM_UP")
                 for side in (Side.HEAD, Side.TAIL):
                     launch_endpoints_per_forward(self.launcher, plan, side)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SingleForwardManager:
     """Phases and launches of one forward (of one inner step, for draft models).
 
-    `on_launch(mode)` is called once for each forward whose launches really run now, not when captured;
+    `on_launch(mode)` is called once for each numbered forward whose launches really run now, not when captured;
     `is_armed()` says whether forwards check anything yet.
     """
 
@@ -46,7 +46,7 @@ class SingleForwardManager:
         self._expected: ExpectedTokens | None = None
         self._mode: str | None = None
         self._branch = GraphBranch()
-        self._apart = False  # TAIL's parts run apart in this forward
+        self._beside = Part(0)  # what of TAIL has run beside this forward's layers
 
     @property
     def phase(self) -> Phase:
@@ -67,15 +67,16 @@ class SingleForwardManager:
         self._plan = invoke_plan(self._plan_input, forward_batch, expected)
         if self._plan is None:
             return
-        if not capturing:
+        if not capturing and self._plan_input.numbers_forwards:
             # A piecewise graph runs a mixed batch as an EXTEND.
             self._on_launch(self._mode or forward_batch.forward_mode.name)
         launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
         # Disarmed forwards are what runs before a capture: the kernels that it will hold are compiled there.
-        self._apart = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
-        if self._apart:
+        beside = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
+        self._beside = self._plan.tail_beside_the_layers if beside else Part(0)
+        if self._beside:
             with self._branch.fork() if capturing else nullcontext():
-                launch_endpoints_per_forward(self._launcher, self._plan, Side.TAIL, Part.VERIFY)
+                launch_endpoints_per_forward(self._launcher, self._plan, Side.TAIL, self._beside)
 
     def post_ops_maybe_inside_graph(self) -> None:
         """Verify and write TAIL. May be under stream capture."""
@@ -83,13 +84,13 @@ class SingleForwardManager:
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        part = Part.WRITE if self._apart else Part.BOTH
         self._branch.join()
-        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
+        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, Part.ALL & ~self._beside)
 
     def note_replay(self, mode: str) -> None:
         """A graph that holds this forward's launches is being replayed."""
-        self._on_launch(mode)
+        if self._plan_input.numbers_forwards:
+            self._on_launch(mode)
         self._phases.replayed()
 
     def post_ops_outside_graph(self) -> None:

@@ -51,15 +51,18 @@ class EagerForwards:
     ids: torch.dtype = torch.int64  # of input_ids
     lens: torch.dtype = torch.int32  # of extend_seq_lens and extend_prefix_lens
     known: bool = False  # the host's token lists come with them
+    inner_steps: int = 1  # of a draft whose launches differ
 
     def plans(self, plan_input: PlanInput) -> Iterator[ForwardPlan]:
-        """One for each vector length, of padding only (row 0, slot 0)."""
+        """One for each vector length and inner step, of padding only (row 0, slot 0)."""
         device = plan_input.req_to_token.device
         for size in one_batch_per_vector(self.first, self.last):
             expected = None
             if self.known:
                 expected = ExpectedTokens.from_lists([(0, [])] * size, device)
-            yield plan_input.fill_from_forward_batch(self._padding(size, device), expected)
+            for step in range(self.inner_steps):
+                inner, batch = plan_input.at_inner_step(step), self._padding(size, device)
+                yield inner.fill_from_forward_batch(batch, expected)
 
     def _padding(self, size: int, device: torch.device) -> ForwardBatch:
         def of(value: int, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -106,7 +109,11 @@ def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
     forwards = [_prefills(args, most, manager.config.token_check is TokenCheck.ALL)]
     if worker.speculative_num_steps > 1:
         first = _first_without(worker.cuda_graph_runner)
-        forwards.append(EagerForwards(ForwardMode.DECODE, first, most, worker.topk))
+        # All inner steps but the first one are alike.
+        steps = min(2, SpeculationShape.from_server_args(args).inner_draft_forwards)
+        forwards.append(
+            EagerForwards(ForwardMode.DECODE, first, most, worker.topk, inner_steps=steps)
+        )
     mode, tokens = ForwardMode.DRAFT_EXTEND, 1
     if _is_v2(worker):
         mode, tokens = ForwardMode.DRAFT_EXTEND_V2, worker.speculative_num_draft_tokens

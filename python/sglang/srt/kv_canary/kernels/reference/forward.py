@@ -28,11 +28,11 @@ def check_and_write(
     group: CanaryBufferGroup,
     side: Side,
     state: CanaryDeviceState,
-    part: Part = Part.BOTH,
+    part: Part = Part.ALL,
 ) -> None:
     """Verify the prefix of every request and write the records of the forward's new tokens.
 
-    Where the parts run apart, VERIFY runs between HEAD's and TAIL's WRITE.
+    Where the parts run apart, VERIFY runs between HEAD's and TAIL's NUMBER.
     """
     verify, write = _verify, _write
     if group.stride != 1:

@@ -44,6 +44,8 @@ def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
     index = torch.arange(rows.shape[0], device=rows.device)
     if plan.verify.already_verified:
         window = 0
+    if plan.verify.padded:
+        rows = torch.where(write.out_cache_loc[index * write.tokens_per_request] == 0, 0, rows)
     if write.ext_lens is None:
         ext = torch.full_like(rows, write.tokens_per_request)
         starts = index * write.tokens_per_request
@@ -57,9 +59,9 @@ def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
 
 
 def begin_forward(state: CanaryDeviceState, side: Side, part: Part) -> int:
-    """The running forward's counter. Where new tokens are written, HEAD gives it out and TAIL marks it done."""
+    """The running forward's counter."""
     summary = state.summary
-    if Part.WRITE not in part:
+    if Part.NUMBER not in part:
         return int(summary[Header.FORWARD_RUNNING])
     if side is Side.HEAD:
         forward = int(summary[Header.FORWARD_DONE]) + 1
