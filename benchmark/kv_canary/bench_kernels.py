@@ -534,22 +534,20 @@ LIST_VARIANTS: list[Variant] = [
 ]
 CONTENT_VARIANTS: dict[ContentMode, list[Variant]] = {
     ContentMode.ALL: [
-        {"PROGRAMS_PER_SM": 4},
         {"PROGRAMS_PER_SM": 16},
-        {"ALL_WORDS": 2048},
-        {"ALL_WORDS": 8192},
-        {"ALL_WORDS": 8192, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 4},
-        {"ALL_WORDS": 16384, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 4},
-        {"ALL_WORDS": 8192, "NUM_WARPS": 16, "PROGRAMS_PER_SM": 2},
-        {"ALL_WORDS": 16384, "NUM_WARPS": 16, "PROGRAMS_PER_SM": 2},
-        {"ALL_WORDS": 16384, "NUM_WARPS": 32, "PROGRAMS_PER_SM": 2},
+        {"ALL_WORDS": 1024},
+        {"ALL_WORDS": 1024, "PROGRAMS_PER_SM": 16},
+        {"ALL_WORDS": 4096},
+        {"FEW_WORDS": 2048, "FEW_WARPS": 4, "FEW_PROGRAMS_PER_SM": 8},
+        {"FEW_WORDS": 4096},
+        {"FEW_WORDS": 16384},
+        {"FEW_WORDS": 16384, "FEW_WARPS": 16, "FEW_PROGRAMS_PER_SM": 2},
     ],
     ContentMode.PARTIAL: [
         {"PROGRAMS_PER_SM": 4},
         {"PROGRAMS_PER_SM": 16},
-        {"MOST_SLOTS": 4, "PARTIAL_WORDS": 1024},
-        {"MOST_SLOTS": 2, "PARTIAL_WORDS": 512},
-        {"MOST_SLOTS": 16, "PARTIAL_WORDS": 4096},
+        {"PARTIAL_WORDS": 512},
+        {"PARTIAL_WORDS": 2048},
         {"NUM_WARPS": 8},
     ],
 }

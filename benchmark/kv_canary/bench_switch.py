@@ -4,16 +4,17 @@
         [--engine '{"disable_piecewise_cuda_graph": true}'] [--reps 5] [--out results.jsonl]
 
 Two servers that differ in nothing differ by up to 1 % in run time (where their memory lies), which is more than the
-canary costs. Here `off`, `on` and `off2` are states of one scheduler process: same weights, same pool, same
-buffers; decode graphs are captured once for each state. While it is off, hooks return at their first line and
+canary costs. Here `off`, each content mode and `off2` are states of one scheduler process: same weights, same pool,
+same buffers; decode graphs are captured once for each state. While it is off, hooks return at their first line and
 `model.forward` is SGLang's own. `off2` is `off` with graphs captured again: how far it is from `off` is the noise.
 Per repetition every state runs once, in rotating order, on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
-Prints one JSON line per case and state and, last, tables of the cost in per cent and microseconds a step.
+Prints one JSON line per case and, last, a table of the cost in per cent and microseconds a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -22,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-STATES = ("off", "on", "off2")
+OFF = ("off", "off2")
+CONTENTS = ("none", "partial", "all")  # each needs what the one before it needs, and more
 DEFAULT_CASES = ("1x512x512", "64x256x512", "128x512x512", "16x16384x1")
 
 
@@ -55,25 +57,24 @@ class CanarySwitch:
             graph_runners += [draft.cuda_graph_runner, draft.cuda_graph_runner_for_draft_extend]
         self._graph_runners = [runner for runner in graph_runners if runner is not None]
         self._forwards = [runner.model.forward for runner in self._runners]
-        self._captured = {"on": self._graphs()}
-        for state in STATES:
-            if state != "on":
-                self._capture(state)
+        self._captured = {self._installed["managers"][0].config.content_mode.value: self._graphs()}
 
     def to(self, state: str) -> None:
+        """`off`, `off2` or a content mode."""
         _synchronize()
         for manager in list(self._context.managers):
             manager.on_idle()  # nothing is left behind
-        self._install(state == "on")
+        self._install(state not in OFF)
+        if state not in OFF:
+            for manager in self._installed["managers"]:
+                use_content_mode(manager, state)
+        if state not in self._captured:
+            for runner in self._graph_runners:
+                capture_anew(runner)
+            self._captured[state] = self._graphs()
         for runner, captured in zip(self._graph_runners, self._captured[state], strict=True):
             runner.graphs, runner.output_buffers = captured.graphs, captured.output_buffers
         _synchronize()
-
-    def _capture(self, state: str) -> None:
-        self._install(False)
-        for runner in self._graph_runners:
-            capture_anew(runner)
-        self._captured[state] = self._graphs()
 
     def _graphs(self) -> list[_Graphs]:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
@@ -87,6 +88,15 @@ class CanarySwitch:
             runner.model.forward = bracketed if on else innermost(bracketed)
             if on:
                 use_running_translation(runner.token_to_kv_pool)
+
+
+def use_content_mode(manager: Any, content: str) -> None:
+    from sglang.srt.kv_canary.config import ContentMode
+
+    launcher = dataclasses.replace(manager.launcher, content_mode=ContentMode(content))
+    manager.launcher = launcher
+    for single in manager._single_forwards:
+        single._launcher = launcher
 
 
 def capture_anew(graph_runner: Any) -> None:
@@ -173,13 +183,15 @@ def _empty(engine: Any) -> None:
     raise RuntimeError("the server did not become idle")
 
 
-def _run_case(engine: Any, case: str, reps: int, rng: random.Random) -> dict[str, list[float]]:
+def _run_case(
+    engine: Any, case: str, states: tuple[str, ...], reps: int, rng: random.Random
+) -> dict[str, list[float]]:
     batch, input_len, output_len = map(int, case.split("x"))
-    seconds: dict[str, list[float]] = {state: [] for state in STATES}
+    seconds: dict[str, list[float]] = {state: [] for state in states}
     for rep in range(reps + 1):
         ids = [[rng.randrange(10, 500) for _ in range(input_len)] for _ in range(batch)]
-        turn = rep % len(STATES)
-        for state in STATES[turn:] + STATES[:turn]:
+        turn = rep % len(states)
+        for state in states[turn:] + states[:turn]:
             _empty(engine)
             engine.collective_rpc("canary_to", state=state)
             took = _run(engine, ids, output_len)
@@ -196,52 +208,54 @@ def _cost(seconds: dict[str, list[float]], state: str) -> tuple[float, float]:
     return statistics.median(ratios), error
 
 
-def _line(content: str, case: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def _line(case: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     off, steps = statistics.median(seconds["off"]), int(case.split("x")[2])
-    line: dict[str, Any] = {"content": content, "case": case, "off_s": round(off, 4)}
-    for state in STATES[1:]:
-        median, error = _cost(seconds, state)
-        line[f"{state}_percent"], line[f"{state}_error"] = round(median, 3), round(error, 3)
-    line["on_us_a_step"] = round(line["on_percent"] / 100 * off / steps * 1e6, 1)
+    line: dict[str, Any] = {"case": case, "off_s": round(off, 4), "states": {}}
+    for state in seconds:
+        if state != "off":
+            percent, error = _cost(seconds, state)
+            line["states"][state] = {
+                "percent": round(percent, 3),
+                "error": round(error, 3),
+                "us_a_step": round(percent / 100 * off / steps * 1e6, 1),
+            }
     line["seconds"] = {state: [round(s, 5) for s in values] for state, values in seconds.items()}
     return line
 
 
 def _table(lines: list[dict[str, Any]]) -> None:
-    print(f"{'content':<9}{'case':<14}{'off s':>9}{'on':>20}{'a step':>10}{'off2 (noise)':>20}")
+    print(f"{'case':<14}{'off s':>9}  {'state':<9}{'cost':>18}{'a step':>13}")
     for line in lines:
-        on, off2 = (
-            f"{line[f'{s}_percent']:+.2f} +- {line[f'{s}_error']:.2f} %" for s in STATES[1:]
-        )
-        print(
-            f"{line['content']:<9}{line['case']:<14}{line['off_s']:>9.4f}{on:>20}"
-            f"{line['on_us_a_step']:>7.1f} us{off2:>20}"
-        )
+        for state, cost in line["states"].items():
+            print(
+                f"{line['case']:<14}{line['off_s']:>9.4f}  {state:<9}"
+                f"{cost['percent']:>+8.2f} +- {cost['error']:.2f} %{cost['us_a_step']:>10.1f} us"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--content", default="none,partial,all")
+    parser.add_argument("--content", default=",".join(CONTENTS))
     parser.add_argument("--cases", nargs="*", default=list(DEFAULT_CASES))
     parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--out")
     options = parser.parse_args()
-    lines = []
-    for content in options.content.split(","):
-        args = {**ENGINE_ARGS, "kv_canary_real_data": content, **json.loads(options.engine)}
-        start = time.perf_counter()
-        engine = switchable_engine(run_switchable_scheduler, options.model, args)
-        print(json.dumps({"content": content, "startup_s": round(time.perf_counter() - start, 1)}))
-        rng = random.Random(0)
-        for case in options.cases:
-            lines.append(_line(content, case, _run_case(engine, case, options.reps, rng)))
-            print(json.dumps(lines[-1]), flush=True)
-            if options.out:
-                with open(options.out, "a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
-        engine.shutdown()
+    contents = [content for content in CONTENTS if content in options.content.split(",")]
+    args = {**ENGINE_ARGS, "kv_canary_real_data": contents[-1], **json.loads(options.engine)}
+    start = time.perf_counter()
+    engine = switchable_engine(run_switchable_scheduler, options.model, args)
+    print(json.dumps({"startup_s": round(time.perf_counter() - start, 1)}), flush=True)
+    rng, lines = random.Random(0), []
+    for case in options.cases:
+        states = (OFF[0], *contents, OFF[1])
+        lines.append(_line(case, _run_case(engine, case, states, options.reps, rng)))
+        print(json.dumps(lines[-1]), flush=True)
+        if options.out:
+            with open(options.out, "a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    engine.shutdown()
     _table(lines)
 
 

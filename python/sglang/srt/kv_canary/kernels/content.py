@@ -31,12 +31,15 @@ from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan
 from sglang.srt.kv_canary.record import SECTOR_BYTES
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
-ALL_WORDS = 4096  # words under way per program, mode `all`
+# Words under way per program, mode `all`. Many small programs come near the bandwidth (docs/performance.md).
+ALL_WORDS = 2048
 ALL_ROW_WORDS = 1024  # of one row at most
-PARTIAL_WORDS = 2048
+PARTIAL_WORDS = 1024
 MOST_SLOTS = 8  # per work item
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
+# Decodes of few requests have too few work items to fill the GPU: more of a slot at a time.
+FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 8192, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class ContentLaunch:
     row_align: int  # words: every row's length is a multiple
     max_words: int  # of a row
 
-    def constants(self, mode: ContentMode) -> dict[str, int | bool]:
-        """Compile-time arguments of the kernels."""
+    def constants(self, mode: ContentMode, few: bool = False) -> dict[str, int | bool]:
+        """Compile-time arguments of the kernels; `few`: of launches with few work items."""
         partial = mode is ContentMode.PARTIAL
         if partial:
             row_words = read = SECTOR_BYTES // self.unit
@@ -60,7 +63,7 @@ class ContentLaunch:
         else:
             row_words = max(4, min(ALL_ROW_WORDS, _power_of_two(self.max_words)))
             read = self.max_words
-            under_way = ALL_WORDS
+            under_way = FEW_WORDS if few else ALL_WORDS
         layers = min(_power_of_two(max(self.sizes)), max(1, under_way // row_words))
         slots = max(1, under_way // (row_words * layers))
         return {
@@ -73,6 +76,7 @@ class ContentLaunch:
             "LAYERS": layers,
             "QUADS": row_words // 4,
             "PARTIAL": partial,
+            "num_warps": FEW_WARPS if few and not partial else NUM_WARPS,
         }
 
 
@@ -153,14 +157,21 @@ def _second_records(group: CanaryBufferGroup, halves: tuple[str, ...]) -> torch.
     return group.records(halves[1], "TAIL") if len(halves) > 1 else None
 
 
+def _has_few_items(plan: ForwardPlan) -> bool:
+    """Told by what tells compiled variants apart anyway: uniform batches of the shortest vector."""
+    return plan.write.ext_lens is None and batch_vector(plan.batch_size) == batch_vector(1)
+
+
 def check_and_write_content(
     plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
 ) -> None:
     """Fingerprint the forward's new slots, and re-read some of its prefix, every k-th position."""
     budget = state.capacities.content_budget_bytes // max(1, content_bytes_per_slot(group, mode))
     num_rows, context = plan.req_to_token.shape
+    few = _has_few_items(plan)
+    per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
     for halves, launch in prepare(group):
-        constants = launch.constants(mode)
+        constants = launch.constants(mode, few)
         slots = constants["SLOTS"]
         visits = min(
             plan.batch_size * -(-context // slots), budget // slots + 1 + 2 * plan.batch_size
@@ -169,7 +180,7 @@ def check_and_write_content(
         if group.stride != 1:
             writes = plan.num_tokens // (group.stride * slots) + plan.batch_size
         items = len(halves) * (visits + writes)
-        content_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
+        content_kernel[grid_of(items, group.k_head.device, per_sm)](
             state.summary,
             state.violations.rows,
             dense(plan.verify.rows),
@@ -199,7 +210,6 @@ def check_and_write_content(
             *launch.sizes,
             STRIDE=group.stride,
             BATCH=batch_vector(plan.batch_size),
-            num_warps=NUM_WARPS,
             **constants,
         )
 
@@ -220,7 +230,6 @@ def content_fingerprint(
         launch.table,
         slots.numel(),
         launch.sizes[0],
-        num_warps=NUM_WARPS,
         **constants,
     )
     return out
@@ -246,6 +255,5 @@ def check_list_content(
             state.violations.capacity,
             CanaryLaunchTag(group.kind, halves[0], Side.SWEEP).id,
             *launch.sizes,
-            num_warps=NUM_WARPS,
             **constants,
         )
