@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -24,16 +25,34 @@ class ExpectedTokens:
         cls, known: Sequence[tuple[int, Sequence[int]]], device: torch.device | str
     ) -> ExpectedTokens:
         """From one (first position, tokens) per request; tokens may be empty, where nothing is known."""
+        device = torch.device(device)
         flat: list[int] = []
         spans: list[tuple[int, int, int]] = []
         for first, tokens in known:
             spans.append((len(flat), first, len(tokens)))
             flat.extend(tokens)
-        pin = torch.device(device).type == "cuda"
-        tokens_host = torch.tensor(flat or [0], dtype=torch.int64).to(torch.int32)
-        spans_host = torch.tensor(spans, dtype=torch.int64)
-        if pin:
-            tokens_host, spans_host = tokens_host.pin_memory(), spans_host.pin_memory()
-        return cls(
-            tokens_host.to(device, non_blocking=True), spans_host.to(device, non_blocking=True)
+        if not flat:
+            return cls.nothing(len(spans), device)
+        # One copy for both: it waits for nothing, but takes its time on the host.
+        words = 3 * len(spans)
+        host = torch.empty(
+            words + (len(flat) + 1) // 2, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
+        host[:words] = torch.tensor(spans, dtype=torch.int64).view(-1)
+        host[words:].view(torch.int32)[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
+        packed = host.to(device, non_blocking=True)
+        tokens_of = packed[words:].view(torch.int32)[: len(flat)]
+        return cls(tokens_of, packed[:words].view(-1, 3))
+
+    @classmethod
+    def nothing(cls, batch_size: int, device: torch.device) -> ExpectedTokens:
+        """Nothing is known of any request: most prefills without a cached prefix, at no cost."""
+        tokens, spans = _zeros(1 << max(0, batch_size - 1).bit_length(), device)
+        return cls(tokens, spans[:batch_size])
+
+
+@lru_cache
+def _zeros(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token, and spans of length 0; nobody writes them."""
+    spans = torch.zeros(batch_size, 3, dtype=torch.int64, device=device)
+    return torch.zeros(1, dtype=torch.int32, device=device), spans

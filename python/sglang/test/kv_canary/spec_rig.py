@@ -163,7 +163,7 @@ class SpecRig:
         shape = self.shape
         lengths = [self.lengths[row] for row in rows]
         steps = range(shape.num_steps - 1)
-        with self.draft.with_ops_outside_graph(tuple(steps)):
+        with self.draft.with_ops_outside_graph(tuple(steps), step_goes_on=True):
             for step in steps:
                 slots = out_cache_loc[:, :, step].flatten()
                 positions = [length + step for length in lengths for _ in range(shape.topk)]

@@ -137,11 +137,13 @@ class CanaryManager:
         single_forward_indices: tuple[int, ...] = (0,),
         maybe_inaccurate_forward_batch: ForwardBatch | None = None,
         expected: ExpectedTokens | None = None,
+        step_goes_on: bool = False,
     ) -> Iterator[None]:
         """Around the code that runs or replays the given single forwards, outside of any graph.
 
         `maybe_inaccurate_forward_batch` is what the scheduler asks for, and names the forwards' mode; SGLang may
-        pad or rewrite it before `model.forward` gets it.
+        pad or rewrite it before `model.forward` gets it. `step_goes_on`: more forwards of this runner follow in the
+        step, and what is done once behind a step waits for them, or for an idle server.
         """
         asked = maybe_inaccurate_forward_batch
         mode = None if asked is None else asked.forward_mode.name
@@ -161,7 +163,10 @@ class CanaryManager:
                 single.abandon()
             self._resync_forward_counter(launched_before)
             raise
-        self._after_forwards()
+        if step_goes_on:
+            self._uncopied = True
+        else:
+            self._after_forwards()
 
     @contextmanager
     def with_active_single_forward_manager(self, index: int) -> Iterator[None]:

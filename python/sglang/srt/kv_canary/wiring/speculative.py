@@ -53,7 +53,8 @@ def _around_draft(original: Callable[..., Any], worker: Any, *args: Any, **kwarg
     manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, *args, **kwargs)
-    with manager.with_ops_outside_graph(_inner_forwards(worker.speculative_num_steps)):
+    steps = _inner_forwards(worker.speculative_num_steps)
+    with manager.with_ops_outside_graph(steps, step_goes_on=True):
         return original(worker, *args, **kwargs)
 
 

@@ -1,0 +1,43 @@
+"""The host's token lists reach the device as they are, and cost nothing where there are none."""
+
+import sys
+
+import pytest
+import torch
+
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.kv_canary.kernel_cases import kernel_device
+
+register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=5, suite="stage-b-test-1-gpu-small")
+
+KNOWN = [
+    [(0, [7])],
+    [(3, [1, 2, 3]), (0, []), (9, [4])],
+    [(0, []), (5, [10, 11, 12, 13, 14])],
+]
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=str)
+def test_spans_say_where_each_requests_tokens_are(known):
+    expected = ExpectedTokens.from_lists(known, kernel_device())
+    assert (expected.tokens.dtype, expected.spans.dtype) == (torch.int32, torch.int64)
+    found = [
+        (first, expected.tokens[at : at + count].tolist())
+        for at, first, count in expected.spans.tolist()
+    ]
+    assert found == known
+
+
+def test_where_nothing_is_known_nothing_is_copied():
+    sizes = (5, 8)
+    first, again = (ExpectedTokens.from_lists([(4, [])] * size, kernel_device()) for size in sizes)
+    for expected, size in ((first, sizes[0]), (again, sizes[1])):
+        assert expected.spans.shape == (size, 3)
+        assert not expected.spans[:, 2].any()
+    assert first.spans.data_ptr() == again.spans.data_ptr()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
