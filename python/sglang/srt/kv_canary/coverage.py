@@ -32,16 +32,14 @@ PATHS: tuple[PathSupport, ...] = (
     PathSupport("piecewise prefill CUDA graphs", _COVERED),
     PathSupport("breakable CUDA graphs", _COVERED),
     PathSupport("tensor parallelism", _COVERED, "each rank checks its own pool"),
-    PathSupport("pipeline parallelism", _COVERED, "each stage its own layers; not run on a GPU"),
-    PathSupport(
-        "data-parallel attention (idle batches)", _COVERED, "no speculation; not run on a GPU"
-    ),
+    PathSupport("pipeline parallelism", _COVERED, "each stage its own layers"),
+    PathSupport("data-parallel attention (idle batches)", _COVERED, "no speculation"),
     PathSupport("split prefill", _REFUSED, "only PD multiplexing uses it"),
     PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE, NGRAM"),
     PathSupport("speculative: draft and draft-extend, top-k 1", _COVERED, "v1, v2, adaptive"),
     PathSupport("speculative: draft trees, top-k > 1", _COVERED, "v1, as SGLang runs them; NGRAM"),
     PathSupport("speculative: multi-layer EAGLE", _REFUSED, "later layers rewrite shared slots"),
-    PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV; not run on a GPU"),
+    PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV"),
     PathSupport("speculative: DFLASH", _REFUSED, "draft KV is stored outside of forwards"),
     PathSupport("speculative: registered by a plugin", _REFUSED, "forwards are not known"),
     PathSupport("moved slots (move_kv_cache)", _COVERED, "records move with the bytes"),
@@ -53,7 +51,7 @@ PATHS: tuple[PathSupport, ...] = (
         _COVERED,
         "slots are freed with it; not run on a GPU",
     ),
-    PathSupport("streaming sessions", _COVERED, "not run on a GPU"),
+    PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("two-batch overlap", _REFUSED, "never run"),
     PathSupport(
