@@ -242,7 +242,10 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--out")
     options = parser.parse_args()
-    contents = [content for content in CONTENTS if content in options.content.split(",")]
+    chosen = options.content.split(",")
+    if unknown := sorted(set(chosen) - set(CONTENTS)):
+        parser.error(f"--content: {', '.join(unknown)} is none of {', '.join(CONTENTS)}")
+    contents = [content for content in CONTENTS if content in chosen]
     args = {**ENGINE_ARGS, "kv_canary_real_data": contents[-1], **json.loads(options.engine)}
     start = time.perf_counter()
     engine = switchable_engine(run_switchable_scheduler, options.model, args)

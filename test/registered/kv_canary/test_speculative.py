@@ -238,6 +238,14 @@ def test_draft_extend_v2_skips_stale_rows_of_padding(rows):
     assert found.write.tokens_per_request == 4
 
 
+def test_a_padded_plan_of_ragged_requests_is_refused(rows):
+    accepted = batch(ForwardMode.DRAFT_EXTEND, extend_seq_lens=torch.tensor([3, 1]))
+    accepted.extend_start_loc = torch.tensor([0, 3])
+    found = plan(PlanInput.allocate(rows, is_draft=True), accepted)
+    with pytest.raises(ValueError, match="row 0"):
+        replace(found, verify=replace(found.verify, padded=True))
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_draft_extend_v1_counts_accepted_tokens_only(rows, graph):
     accepted = batch(
@@ -480,8 +488,8 @@ def test_records_move_with_their_bytes(content, hooked, monkeypatch):
 
 
 @BOTH_BACKENDS
-def test_replays_count_every_inner_forward():
-    """The device counts a HEAD per inner forward of a replayed draft graph; so must the host.
+def test_a_replayed_draft_counts_as_one_forward():
+    """The device counts the inner forwards of a replayed draft graph as one; so must the host.
 
     No graph can be captured without a GPU: its replay is stood in for by the launches that it holds.
     """

@@ -74,8 +74,9 @@ class CanaryEndpoint:
     group: CanaryBufferGroup
 
     def launch_per_forward(self, launcher, plan) -> None:
-        """Verify and write this endpoint's group and side for `plan`."""
-        launcher.check_and_write(plan, self.group, self.tag.side)
+        """Verify and write this endpoint's group and side, as far as `plan` has work for them."""
+        if part := plan.parts(self.tag.side):
+            launcher.check_and_write(plan, self.group, self.tag.side, part)
 
     def launch_sweep(self, launcher, sweep_plan) -> None:
         """Verify the flat list `sweep_plan` against this endpoint's records."""

@@ -65,6 +65,13 @@ class ForwardPlan:
     req_to_token: torch.Tensor  # int32[request rows, context length]
     expected: ExpectedTokens | None = None
 
+    def __post_init__(self) -> None:
+        if self.verify.padded and self.write.ext_lens is not None:
+            raise ValueError(
+                "a padded plan needs as many new tokens for each request (ext_lens None), got ext_lens "
+                f"{tuple(self.write.ext_lens.shape)}: give padded requests row 0"
+            )
+
     @property
     def batch_size(self) -> int:
         return self.verify.rows.shape[0]

@@ -30,9 +30,7 @@ class Batch(NamedTuple):
     num_rows: Any
     context: Any  # columns of req_to_token
     window: Any  # prefix tokens before the last `window` are not verified
-    first_slots: (
-        Any  # new slots, where a request whose first one is 0 is padding; None: only row 0 is
-    )
+    first_slots: Any  # new slots; a request whose first one is 0 is padding. None: only row 0 is
 
 
 class Known(NamedTuple):

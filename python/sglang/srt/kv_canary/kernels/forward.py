@@ -59,6 +59,8 @@ def check_and_write(
     tile_bits = _tile_bits(write) if head and writes else 0
     items = verify_items(plan, state) if Part.VERIFY in part else 0
     items += _write_items(plan, tile_bits) if writes else 0
+    # Not read otherwise; that of a draft step is strided, and a copy is a launch of its own.
+    slots = dense(write.out_cache_loc) if writes or verify.padded else write.out_cache_loc
     grid = grid_of(items, plan.req_to_token.device, PROGRAMS_PER_SM)
     num_rows, context = plan.req_to_token.shape
     forward_kernel[grid](
@@ -70,11 +72,11 @@ def check_and_write(
         dense(verify.base_lens),
         dense(write.ext_lens),
         dense(write.starts),
-        dense(write.out_cache_loc) if verify.padded else None,
+        slots if verify.padded else None,
         dense(write.parents),
         dense(write.input_ids),
         dense(write.positions),
-        dense(write.out_cache_loc),
+        slots,
         dense(write.swa_out_cache_loc) if head and group.swa_index_lut is not None else None,
         plan.req_to_token,
         group.swa_index_lut,

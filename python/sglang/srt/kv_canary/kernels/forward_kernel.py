@@ -172,7 +172,8 @@ def count_verified(
 ):
     """Count the launch, and what all programs check together: full blocks visited, less what short last blocks lack.
 
-    A launch that only writes does not count: a lost one shows in the forward counter, a lost check nowhere else.
+    A launch that only writes does not count: a lost one shows in the forward counter (that of further scratch
+    nowhere, and nobody reads scratch), a lost check nowhere else.
     """
     ends = first_blocks + blocks
     visited = (ends - 1 - phase + every) // every - (first_blocks - 1 - phase + every) // every

@@ -26,7 +26,7 @@ def slots_between_visits(total_slots: int, budget_slots: int) -> int:
 def turn_of(forward: int, k: int) -> int:
     """Which of the turns 0 .. k - 1 has come in `forward`: forward / golden ratio modulo 1, in k-ths.
 
-    Each comes within 2 k forwards, and within 6 k of those that take part where only every n-th does (draft steps,
+    Each comes within 2 k forwards, and within 6 k of those that take part where only every n-th does (drafts,
     pipeline stages; n <= 8, k <= 64, counted over 2,000 forwards). forward % k would take k of all, but leave turns out
     for ever where n and k have a common factor.
     """

@@ -67,7 +67,7 @@ class SingleForwardManager:
         self._plan = invoke_plan(self._plan_input, forward_batch, expected)
         if self._plan is None:
             return
-        if not capturing and self._plan_input.numbers_forwards:
+        if not capturing and Part.NUMBER in self._plan.parts(Side.HEAD):
             # A piecewise graph runs a mixed batch as an EXTEND.
             self._on_launch(self._mode or forward_batch.forward_mode.name)
         launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)

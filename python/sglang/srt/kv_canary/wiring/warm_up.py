@@ -107,10 +107,10 @@ def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
     """What the draft model's runner of an EAGLE worker, v1 or v2, runs without a graph."""
     args, most = worker.server_args, _most_requests(manager)
     forwards = [_prefills(args, most, manager.config.token_check is TokenCheck.ALL)]
-    if worker.speculative_num_steps > 1:
+    shape = SpeculationShape.from_server_args(args)
+    if shape.num_steps > 1:  # adaptive ones may begin with 1
         first = _first_without(worker.cuda_graph_runner)
-        # All inner steps but the first one are alike.
-        steps = min(2, SpeculationShape.from_server_args(args).inner_draft_forwards)
+        steps = min(2, shape.inner_draft_forwards)  # all but the first one are alike
         forwards.append(
             EagerForwards(ForwardMode.DECODE, first, most, worker.topk, inner_steps=steps)
         )
