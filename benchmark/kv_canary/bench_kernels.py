@@ -106,22 +106,13 @@ def graph_time(run: Callable[[], None], calls: int = 20, replays: int = 25) -> f
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return sorted(times)[len(times) // 2]
+    return stream_time(graph.replay, 1, replays) / calls
 
 
 def stream_time(run: Callable[[], None], calls: int, repeats: int) -> float:
     """Median microseconds of one eager call, `calls` behind each other."""
     run()
+    torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

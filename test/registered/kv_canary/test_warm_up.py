@@ -233,6 +233,22 @@ def prefill_all(rig: SpecRig) -> list[int]:
     return rows
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_draft_that_begins_with_one_step_is_compiled_where_it_may_take_more(adaptive):
+    args = server_args(CHAIN, speculative_num_steps=1, speculative_adaptive=adaptive)
+    worker = SimpleNamespace(
+        server_args=args,
+        speculative_num_steps=1,
+        topk=1,
+        cuda_graph_runner=None,
+        cuda_graph_runner_for_draft_extend=None,
+    )
+    with SpecRig(CHAIN) as rig:
+        forwards = warm_up.draft_forwards(rig.draft, worker)
+    steps = [kind.inner_steps for kind in forwards if kind.mode is ForwardMode.DECODE]
+    assert steps == ([2] if adaptive else [])
+
+
 @pytest.mark.parametrize("content", list(ContentMode))
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

@@ -119,9 +119,7 @@ class Step:
     parents: tuple[int, ...] = ()  # of style 'tree'
     already_verified: bool = False
     padding: int = 0  # padding requests at the end
-    stale: bool = (
-        False  # of styles 'verify' and 'tree': padding keeps a row, and is told by its slot
-    )
+    stale: bool = False  # of 'verify' and 'tree': padding keeps a row, and is told by its slot
     locates: bool = (
         True  # whether it is known ahead where attention stores the new tokens in the SWA pool
     )
@@ -627,12 +625,8 @@ class History:
             return None
         for _ in range(op.padding):
             count = draft.each or 0
-            padding = (
-                Request(self._row_index(op.seed), 1, count, 0)
-                if draft.stale
-                else Request(0, 0, count, 0)
-            )
-            draft.add(padding, [0] * count, [0] * count, [0] * count)
+            row, prefix = (self._row_index(op.seed), 1) if draft.stale else (0, 0)
+            draft.add(Request(row, prefix, count, 0), [0] * count, [0] * count, [0] * count)
         self._drop_conflicts(draft)
         return replace(draft.forward(), swa_out_slots=self._swa_out_slots(draft))
 

@@ -59,7 +59,7 @@ class EagerForwards:
         for size in one_batch_per_vector(self.first, self.last):
             expected = None
             if self.known:
-                expected = ExpectedTokens.from_lists([(0, [])] * size, device)
+                expected = ExpectedTokens.nothing(size, device)
             for step in range(self.inner_steps):
                 inner, batch = plan_input.at_inner_step(step), self._padding(size, device)
                 yield inner.fill_from_forward_batch(batch, expected)
