@@ -6,6 +6,8 @@ report then reads the records again, decides lane by lane exactly as the torch r
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from sglang.srt.kv_canary.kernels.device_record import (
@@ -19,6 +21,7 @@ from sglang.srt.kv_canary.kernels.device_record import (
     LIVE,
     MULTIPLIER,
     PREV_ANCHOR,
+    PREV_UNREACHABLE,
     UNFILLED,
     UNKNOWN,
     WORDS,
@@ -43,39 +46,50 @@ def chain_fold(chain, previous, STRIDE: tl.constexpr):
     return token_of(mix64(chain - previous * power))
 
 
-@jit
-def suspicious(
-    records,
-    chained_to,
-    slots,
-    prev_slots,
-    positions,
-    anchors,
-    expected_tokens,
-    STRIDE: tl.constexpr = 1,
-):
-    """Lanes that may be bad. `slots` are readable; the rest as in `report_lanes`.
+class Words(NamedTuple):
+    """What the check reads of one record per lane, int64, and of its predecessor's."""
 
-    Returns (suspicious, identity, chain, writer, previous chain). A predecessor that is not live counts as
-    readable here: if the chain fits it all the same, nothing is wrong.
-    """
-    words = records + slots * WORDS
+    identity: Any
+    chain: Any
+    writer: Any
+    previous: Any  # the predecessor's chain, 0 where there is no slot to read it from
+
+
+@jit
+def load_words(records, chained_to, slots, prev_slots):
+    """Words of `slots`, all readable. A predecessor is a slot of `chained_to`, or negative."""
+    words = records + slots.to(tl.int64) * WORDS
     identity = tl.load(words)
     chain = tl.load(words + CHAIN)
     writer = tl.load(words + WRITER)
-    has_prev = prev_slots >= 0
-    previous = tl.load(chained_to + prev_slots * WORDS + CHAIN, mask=has_prev, other=0)
-    previous = tl.where(prev_slots == PREV_ANCHOR, anchors, previous)
+    before = chained_to + tl.maximum(prev_slots, 0).to(tl.int64) * WORDS + CHAIN
+    return Words(identity, chain, writer, tl.load(before))
+
+
+@jit
+def suspicious(words, prev_slots, positions, anchors, expected_tokens, STRIDE: tl.constexpr = 1):
+    """Words that are not 0 in lanes that may be bad, by their `words`; the rest as in `report_lanes`.
+
+    A predecessor that is not live counts as readable here: if the chain fits it all the same, nothing is wrong.
+    """
+    previous = tl.where(prev_slots == PREV_ANCHOR, anchors, words.previous)
     if STRIDE == 1:
-        broken = chain != previous * MULTIPLIER + mix64(identity)
+        broken = words.chain ^ (previous * MULTIPLIER + mix64(words.identity))
     else:
-        broken = token_of(identity) != chain_fold(chain, previous, STRIDE)
-    chained = has_prev | (prev_slots == PREV_ANCHOR)
-    state = state_of(writer)
-    bad = (state != LIVE) | (position_of(identity) != positions)
-    bad = bad | (chained & broken)
-    bad = bad | ((expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens))
-    return bad & (state != UNFILLED), identity, chain, writer, previous
+        broken = token_of(words.identity) ^ chain_fold(words.chain, previous, STRIDE)
+    state = state_of(words.writer)
+    bad = (state ^ LIVE) | (position_of(words.identity) ^ positions)
+    bad = bad | tl.where(prev_slots == PREV_UNREACHABLE, 0, broken)
+    wrong = token_of(words.identity) ^ expected_tokens
+    bad = bad | tl.where(expected_tokens == UNKNOWN, 0, wrong)
+    return tl.where(state == UNFILLED, 0, bad)
+
+
+@jit
+def difference(words, others):
+    """Words that are not 0 in lanes whose records differ. K and V, HEAD and TAIL carry the same ones."""
+    other = (words.identity ^ others.identity) | (words.chain ^ others.chain)
+    return other | (words.writer ^ others.writer)
 
 
 @jit

@@ -173,7 +173,7 @@ def translate(space, full):
         slot = safe // space.stride
     else:
         fine = reasons == 0
-        slot = tl.load(space.lut + safe, mask=fine, other=0).to(tl.int64)
+        slot = tl.load(space.lut + safe).to(tl.int64)
         reasons = tl.where(fine & ((slot < 0) | (slot >= space.num_slots)), BAD_SLOT, reasons)
         reasons = tl.where(fine & (slot == 0), BAD_EVICTED, reasons)
         slot = tl.where(reasons == 0, slot, 0)

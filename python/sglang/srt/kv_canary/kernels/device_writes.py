@@ -125,15 +125,46 @@ def _parent_of(inputs, at, place, lanes):
 
 
 @jit
-def _chain_before(batch, space, anchors, records, row, position, lanes):
-    """Chain in `records` of the slot before `position` of `row`, the anchor at 0; 0 where it cannot be read."""
+def _slot_before(batch, space, row, position, lanes):
+    """(slot before `position` of `row`, whether there is one whose record can be read). Nothing else is an address."""
     has_prev = lanes & (position > 0)
-    before = batch.req_to_token + row * batch.row_stride + position - 1
-    full = tl.load(before, mask=has_prev, other=0).to(tl.int64)
-    slot, reasons = translate(space, full)
-    chain = tl.load(records + slot * WORDS + CHAIN, mask=has_prev & (reasons == 0), other=0)
-    anchor = tl.load(anchors + row, mask=lanes & (position == 0), other=0)
-    return tl.where(position == 0, anchor, chain)
+    before = tl.where(lanes, row, 0) * batch.row_stride + tl.where(has_prev, position - 1, 0)
+    slot, reasons = translate(space, tl.load(batch.req_to_token + before).to(tl.int64))
+    return slot, has_prev & (reasons == 0)
+
+
+@jit
+def _chain_of(records, slot, readable, anchor, position):
+    """Chain of `slot`, the anchor for the token at position 0; 0 where it cannot be read."""
+    chain = tl.load(records + slot * WORDS + CHAIN)
+    return tl.where(position == 0, anchor, tl.where(readable, chain, 0))
+
+
+class FlatTokens(NamedTuple):
+    """New tokens of a batch whose requests have equally many, one per lane, as the forward's inputs have them."""
+
+    index: Any
+    request: Any
+    lanes: Any  # those that hold a token of a valid request
+    row: Any
+    prefix: Any
+    token: Any
+    position: Any
+    full: Any
+    anchor: Any
+
+
+@jit
+def flat_tokens(batch, inputs, anchors, index, SINGLE: tl.constexpr):
+    """Tokens `index`. SINGLE: one token per request."""
+    request = index if SINGLE else index // batch.tokens_per_request
+    row, prefix, _, valid = request_at(batch, request)
+    lanes = valid & (index < inputs.num_tokens)
+    token = tl.load(inputs.input_ids + index, mask=lanes, other=0).to(tl.int64)
+    position = tl.load(inputs.positions + index, mask=lanes, other=0).to(tl.int64)
+    full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
+    anchor = tl.load(anchors + tl.where(lanes, row, 0))
+    return FlatTokens(index, request, lanes, row, prefix, token, position, full, anchor)
 
 
 @jit
@@ -143,33 +174,27 @@ def write_flat(
     space,
     known,
     report,
-    anchors,
+    tokens,
     chain_source,
     k_records,
     v_records,
-    token_index,
     SINGLE: tl.constexpr,
 ):
-    """Chain and write tokens `token_index` of a batch whose requests have equally many; number written.
+    """Chain and write `tokens`; number written.
 
-    A lane walks from its token to the prefix, along the draft tree if there is one. SINGLE: one token per request.
+    A lane walks from its token to the prefix, along the draft tree if there is one.
     """
-    request = token_index if SINGLE else token_index // batch.tokens_per_request
-    first = request * batch.tokens_per_request
-    row, prefix, _, valid = request_at(batch, request)
-    lanes = valid & (token_index < inputs.num_tokens)
-    token = tl.load(inputs.input_ids + token_index, mask=lanes, other=0).to(tl.int64)
-    position = tl.load(inputs.positions + token_index, mask=lanes, other=0).to(tl.int64)
-    full = tl.load(inputs.out_cache_loc + token_index, mask=lanes, other=0).to(tl.int64)
-    slot, reasons = translate(space, full)
+    lanes, row, prefix = tokens.lanes, tokens.row, tokens.prefix
+    slot, reasons = translate(space, tokens.full)
     keep = lanes & (reasons == 0)
-    identity = pack_identity(token, position)
+    identity = pack_identity(tokens.token, tokens.position)
     gathered = mix64(identity)
     power = gathered * 0 + MULTIPLIER
     expected_position = prefix
     if not SINGLE:
-        place = token_index - first
-        parent = _parent_of(inputs, token_index, place, lanes)
+        first = tokens.request * batch.tokens_per_request
+        place = tokens.index - first
+        parent = _parent_of(inputs, tokens.index, place, lanes)
         while max_of(parent, 0) >= 0:
             more = parent >= 0
             at = first + parent
@@ -180,30 +205,31 @@ def write_flat(
             parent = _parent_of(inputs, at, parent, more)
     writer = writer_word(report.forward, row, inputs.mode)
     if chain_source is None:
-        seed = _chain_before(batch, space, anchors, k_records, row, prefix, lanes)
-        chain = power * seed + gathered
+        before, readable = _slot_before(batch, space, row, prefix, lanes)
+        chain = power * _chain_of(k_records, before, readable, tokens.anchor, prefix) + gathered
         if v_records is not None:
-            seed = _chain_before(batch, space, anchors, v_records, row, prefix, lanes)
+            seed = _chain_of(v_records, before, readable, tokens.anchor, prefix)
             store_record(v_records, slot, keep, identity, power * seed + gathered, writer)
     else:
-        seed = _chain_before(batch, space, anchors, chain_source, row, expected_position, lanes)
+        before, readable = _slot_before(batch, space, row, expected_position, lanes)
+        seed = _chain_of(chain_source, before, readable, tokens.anchor, expected_position)
         chain = seed * MULTIPLIER + mix64(identity)
         if v_records is not None:
             store_record(v_records, slot, keep, identity, chain, writer)
     store_record(k_records, slot, keep, identity, chain, writer)
-    expected = known_token(known, request, expected_position, lanes)
+    expected = known_token(known, tokens.request, expected_position, lanes)
     _report_inputs(
         inputs,
-        token_index,
+        tokens.index,
         report,
         v_records,
-        full,
+        tokens.full,
         slot,
         reasons,
         lanes,
-        position,
+        tokens.position,
         expected_position,
-        token,
+        tokens.token,
         expected,
         row,
     )
@@ -280,14 +306,15 @@ def write_tile(
     identity = _identity_at(inputs, at, lanes)
     full = tl.load(inputs.out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
     writer = writer_word(report.forward, row, inputs.mode)
+    anchor = tl.load(anchors + row)
     slot, reasons = translate(space, full)
     keep = lanes & (reasons == 0)
     if chain_source is None:
-        everywhere = prefix >= 0
-        seed = _chain_before(batch, space, anchors, k_records, row, prefix, everywhere)
+        before_chunk, readable = _slot_before(batch, space, row, prefix, prefix >= 0)
+        seed = _chain_of(k_records, before_chunk, readable, anchor, prefix)
         v_seed = seed
         if v_records is not None:
-            v_seed = _chain_before(batch, space, anchors, v_records, row, prefix, everywhere)
+            v_seed = _chain_of(v_records, before_chunk, readable, anchor, prefix)
         before, tiles_power = _sum_before(inputs, first, tile, inverse_powers, tile_power, TILE)
         within = cumsum_of(mix64(identity) * inverse_powers)
         chain = powers * ((seed * tiles_power + before) * MULTIPLIER + within)
@@ -295,8 +322,9 @@ def write_tile(
             v_chain = powers * ((v_seed * tiles_power + before) * MULTIPLIER + within)
             store_record(v_records, slot, keep, identity, v_chain, writer)
     else:
-        at_row = row + lane * 0
-        seeds = _chain_before(batch, space, anchors, chain_source, at_row, prefix + in_chunk, lanes)
+        positions = prefix + in_chunk
+        slots_before, readable = _slot_before(batch, space, row + lane * 0, positions, lanes)
+        seeds = _chain_of(chain_source, slots_before, readable, anchor, positions)
         chain = seeds * MULTIPLIER + mix64(identity)
         if v_records is not None:
             store_record(v_records, slot, keep, identity, chain, writer)
@@ -325,13 +353,25 @@ def write_tile(
 
 
 @jit
-def copy_head(head, tail, slot, usable, forward):
-    """TAIL records of `slot` from HEAD's, where HEAD of this forward wrote them; number written."""
+def _fresh_words(head, slot, usable, forward):
+    """(identity, chain, writer) of HEAD's records of `slot`, readable, and the lanes that this forward wrote."""
     words = head + slot * WORDS
-    identity = tl.load(words, mask=usable, other=0)
-    chain = tl.load(words + CHAIN, mask=usable, other=0)
-    writer = tl.load(words + WRITER, mask=usable, other=0)
+    identity = tl.load(words)
+    chain = tl.load(words + CHAIN)
+    writer = tl.load(words + WRITER)
     fresh = usable & ((writer & FORWARD_MASK) == (forward & FORWARD_MASK))
-    fresh = fresh & (state_of(writer) == LIVE)
-    store_record(tail, slot, fresh, identity, chain, writer)
-    return sum_of(fresh.to(tl.int32), 0)
+    return identity, chain, writer, fresh & (state_of(writer) == LIVE)
+
+
+@jit
+def copy_head(k_head, v_head, k_tail, v_tail, slot, usable, forward):
+    """TAIL records of `slot` from HEAD's, where HEAD of this forward wrote them; numbers written, of K and of V."""
+    identity, chain, writer, fresh = _fresh_words(k_head, slot, usable, forward)
+    v_written = tl.full([], 0, tl.int32)
+    if v_head is not None:
+        # Loaded before K's are stored: no load is moved across a store.
+        v_identity, v_chain, v_writer, v_fresh = _fresh_words(v_head, slot, usable, forward)
+        store_record(v_tail, slot, v_fresh, v_identity, v_chain, v_writer)
+        v_written = sum_of(v_fresh.to(tl.int32), 0)
+    store_record(k_tail, slot, fresh, identity, chain, writer)
+    return sum_of(fresh.to(tl.int32), 0), v_written

@@ -22,6 +22,9 @@ from sglang.srt.kv_canary.plan_input import ForwardPlan, WritePlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 TILE_WARPS = 8  # of launches that scan chunks
+WRITE_BLOCK = (
+    128  # one token per thread: a thread's loads for a second one would follow the first one's
+)
 LONGEST_WALK = 64
 
 
@@ -37,7 +40,7 @@ def _write_items(plan: ForwardPlan, tile_bits: int) -> int:
     """No forward has more."""
     if tile_bits:
         return plan.num_tokens // 2**tile_bits + plan.batch_size
-    return plan.num_tokens // VERIFY_BLOCK + 1
+    return plan.num_tokens // WRITE_BLOCK + 1
 
 
 def check_and_write(
@@ -105,6 +108,7 @@ def check_and_write(
         group.kv_token_id_vs_position_offset,
         BATCH=batch_vector(plan.batch_size),
         BLOCK=VERIFY_BLOCK,
+        WRITE_BLOCK=WRITE_BLOCK,
         TILE_BITS=tile_bits,
         SINGLE=write.ext_lens is None and write.tokens_per_request == 1,
         VERIFY=Part.VERIFY in part,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.device_check import report_lanes, suspicious
+from sglang.srt.kv_canary.kernels.device_check import (
+    difference,
+    load_words,
+    report_lanes,
+    suspicious,
+)
 from sglang.srt.kv_canary.kernels.device_record import (
     ARMED,
     BAD_LENGTH,
     BAD_ROW,
-    CHAIN,
     CHECKED,
     COUNTERS,
     ELIGIBLE,
@@ -25,8 +31,6 @@ from sglang.srt.kv_canary.kernels.device_record import (
     PREV_UNREACHABLE,
     TAG_V,
     UNKNOWN,
-    WORDS,
-    WRITER,
     WRITTEN,
     Report,
     Space,
@@ -47,86 +51,127 @@ from sglang.srt.kv_canary.kernels.device_spans import (
 from sglang.srt.kv_canary.kernels.device_writes import (
     Inputs,
     copy_head,
+    flat_tokens,
     lane_powers,
     write_flat,
     write_tile,
 )
-from sglang.srt.kv_canary.kernels.jit import jit, sum_of
+from sglang.srt.kv_canary.kernels.jit import jit, max_of, sum_of
+
+
+class _Block(NamedTuple):
+    """A verify work item: slots of a request's prefix, one per lane. Slots and positions are int32."""
+
+    row: Any  # int64
+    position: Any
+    lanes: Any  # those that hold a slot
+    full: Any
+    slot: Any
+    reasons: Any
+    prev_slot: Any
+    anchor: Any
+    expected: Any
+
+
+class _Turn(NamedTuple):
+    """Which blocks are visited, and all that it takes to find their slots."""
+
+    batch: Any
+    space: Any
+    known: Any
+    anchors: Any
+    first_blocks: Any
+    blocks: Any
+    requests: Any
+    phase: Any
+    every: Any
 
 
 @jit
-def _verify_block(
-    batch,
-    space,
-    known,
-    report,
-    anchors,
-    chain_source,
-    k_records,
-    v_records,
-    index,
-    block,
-    BLOCK: tl.constexpr,
-):
-    """Verify slots block * BLOCK .. of request `index`; number of slots whose index differs from the full one."""
+def _block_at(turn, item, BLOCK: tl.constexpr):
+    """The slots of the `item`-th block that is visited."""
+    batch, space = turn.batch, turn.space
+    number = turn.phase + item * turn.every
+    index, first = item_of(number, turn.first_blocks, turn.blocks, turn.requests)
     row = tl.load(batch.rows + index).to(tl.int64)
-    prefix = tl.load(batch.base_lens + index).to(tl.int64) + batch.prefix_delta
+    # Visited requests are valid: their lengths fit, and slots that fit the pool do.
+    prefix = (tl.load(batch.base_lens + index) + batch.prefix_delta).to(tl.int32)
     start = tl.maximum(prefix - batch.window, 0)
     lane = tl.arange(0, BLOCK)
-    position = start + block * BLOCK + lane
+    position = start + (number - first) * BLOCK + lane
     lanes = position < prefix
     has_prev = lanes & (position > start)
-    words = batch.req_to_token + row * batch.row_stride + position
-    full = tl.load(words, mask=lanes, other=0).to(tl.int64)
-    prev_full = tl.load(words - 1, mask=has_prev, other=0).to(tl.int64)
-    anchor = tl.load(anchors + row)
+    tokens = batch.req_to_token + row * batch.row_stride
+    # Not masked: predicates are few, and a compiler that runs out of them puts misses behind each other.
+    at = tl.minimum(position, prefix - 1)
+    full = tl.load(tokens + at)
+    prev_full = tl.load(tokens + tl.maximum(at - 1, 0))
+    anchor = tl.load(turn.anchors + row)
     slot, reasons = translate(space, full)
     prev_slot, prev_reasons = translate(space, prev_full)
+    slot, prev_slot = slot.to(tl.int32), prev_slot.to(tl.int32)
     prev_slot = tl.where(has_prev & (prev_reasons == 0), prev_slot, PREV_UNREACHABLE)
     prev_slot = tl.where(position == 0, PREV_ANCHOR, prev_slot)
-    expected = known_token(known, index + lane * 0, position, lanes)
+    expected = known_token(turn.known, index + lane * 0, position, lanes)
+    return _Block(row, position, lanes, full, slot, reasons, prev_slot, anchor, expected)
 
+
+@jit
+def _load_block(item, chain_source, k_records, v_records):
+    """Words of block `item`: K's, and V's (K's again where there is no V)."""
     chained_to = k_records if chain_source is None else chain_source
-    bad, identity, chain, writer, previous = suspicious(
-        k_records, chained_to, slot, prev_slot, position, anchor, expected
-    )
+    words = load_words(k_records, chained_to, item.slot, item.prev_slot)
+    v_words = words
     if v_records is not None:
-        # V carries K's words.
-        v_words = v_records + slot * WORDS
-        bad = bad | (tl.load(v_words) != identity) | (tl.load(v_words + CHAIN) != chain)
-        bad = bad | (tl.load(v_words + WRITER) != writer)
-        if chain_source is None:
-            # A lane's predecessor is the lane before it, so only lane 0's is left to compare.
-            first = (lane == 0) & (prev_slot >= 0)
-            v_previous = tl.load(v_records + prev_slot * WORDS + CHAIN, mask=first, other=0)
-            bad = bad | (first & (v_previous != previous))
-    bad = lanes & (bad | (reasons != 0))
-    if sum_of(bad.to(tl.int32), 0) > 0:
-        offset = half_offset(k_records, v_records)
-        for half in range(1 if v_records is None else 2):
-            records = k_records + half * offset
-            if chain_source is None:
-                chained_to = records
-            report_lanes(
-                report,
-                half,
-                records,
-                chained_to,
-                lanes,
-                slot,
-                full,
-                prev_slot,
-                position,
-                anchor,
-                expected,
-                row,
-                reasons,
-            )
-    if space.lut is None:
-        diverged = tl.full([], 0, tl.int32)
-    else:
-        diverged = sum_of((lanes & (reasons == 0) & (slot != full)).to(tl.int32), 0)
-    return diverged
+        v_chained_to = v_records if chain_source is None else chain_source
+        v_words = load_words(v_records, v_chained_to, item.slot, _v_prev_slot(item))
+    return words, v_words
+
+
+@jit
+def _v_prev_slot(item):
+    """A lane's predecessor is the lane before it, so only lane 0's is left to compare with V's."""
+    first = tl.arange(0, item.slot.shape[0]) == 0
+    return tl.where(first, item.prev_slot, PREV_UNREACHABLE)
+
+
+@jit
+def _suspects(item, words, v_words):
+    """Lanes of block `item` that may be bad, as int32."""
+    bad = suspicious(words, item.prev_slot, item.position, item.anchor, item.expected)
+    bad = bad | difference(words, v_words)
+    bad = bad | tl.where(_v_prev_slot(item) >= 0, v_words.previous ^ words.previous, 0)
+    return (item.lanes & ((bad | item.reasons) != 0)).to(tl.int32)
+
+
+@jit
+def _elsewhere(item):
+    """Lanes whose slot has another index than its full slot, as int32."""
+    return (item.lanes & (item.reasons == 0) & (item.slot != item.full)).to(tl.int32)
+
+
+@jit
+def _report_block(item, report, chain_source, k_records, v_records):
+    """Check block `item` lane by lane and report what fails."""
+    offset = half_offset(k_records, v_records)
+    for half in range(1 if v_records is None else 2):
+        records = k_records + half * offset
+        chained_to = records if chain_source is None else chain_source
+        report_lanes(
+            report,
+            half,
+            records,
+            chained_to,
+            item.lanes,
+            item.slot.to(tl.int64),
+            item.full.to(tl.int64),
+            item.prev_slot.to(tl.int64),
+            item.position.to(tl.int64),
+            item.anchor,
+            item.expected,
+            item.row,
+            item.reasons,
+        )
 
 
 @jit
@@ -266,7 +311,8 @@ def forward_kernel(
     num_known,
     token_offset,
     BATCH: tl.constexpr,  # power of two >= batch_size
-    BLOCK: tl.constexpr,  # slots per verify item, tokens per decode or TAIL write item
+    BLOCK: tl.constexpr,  # slots per verify item
+    WRITE_BLOCK: tl.constexpr,  # tokens per write item of decode and of TAIL
     TILE_BITS: tl.constexpr,  # log2 of the tokens per chunk write item; 0: a lane per token
     SINGLE: tl.constexpr,  # one token per request
     VERIFY: tl.constexpr,
@@ -323,7 +369,7 @@ def forward_kernel(
     if VERIFY:
         visits = tl.maximum(total_blocks - phase + every - 1, 0) // every
     if TILE_BITS == 0:
-        writes = (num_tokens + (BLOCK - 1)) // BLOCK
+        writes = (num_tokens + (WRITE_BLOCK - 1)) // WRITE_BLOCK
     else:
         tiles = tl.where(valid, (new.to(tl.int32) + (2**TILE_BITS - 1)) // 2**TILE_BITS, 0)
         first_tiles, writes = split(tiles)
@@ -347,47 +393,65 @@ def forward_kernel(
     written = tl.full([], 0, tl.int32)
     v_written = tl.full([], 0, tl.int32)
     if VERIFY:
-        for item in range(program, visits, programs):
-            block = phase + item * every
-            index, first = item_of(block, first_blocks, blocks, request)
-            diverged += _verify_block(
-                batch,
-                space,
-                known,
-                report,
-                anchors,
-                chain_source,
-                k_records,
-                v_records,
-                index,
-                block - first,
-                BLOCK,
-            )
+        elsewhere = tl.full([BLOCK], 0, tl.int32)
+        suspects = tl.full([BLOCK], 0, tl.int32)
+        turn = _Turn(batch, space, known, anchors, first_blocks, blocks, request, phase, every)
+        if program < visits:
+            # Words are loaded a turn before they are checked, slots a turn before that: no load waits for another.
+            block = _block_at(turn, program, BLOCK)
+            words, v_words = _load_block(block, chain_source, k_records, v_records)
+            more = block
+            if program + programs < visits:
+                more = _block_at(turn, program + programs, BLOCK)
+            for item in range(program + programs, visits, programs):
+                more_words, more_v_words = _load_block(more, chain_source, k_records, v_records)
+                further = _block_at(turn, tl.minimum(item + programs, visits - 1), BLOCK)
+                suspects |= _suspects(block, words, v_words)
+                elsewhere += _elsewhere(block)
+                block, words, v_words, more = more, more_words, more_v_words, further
+            suspects |= _suspects(block, words, v_words)
+            elsewhere += _elsewhere(block)
+        # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
+        if max_of(suspects, 0) > 0:
+            for item in range(program, visits, programs):
+                block = _block_at(turn, item, BLOCK)
+                _report_block(block, report, chain_source, k_records, v_records)
+        if lut is not None:
+            diverged = sum_of(elsewhere, 0)
     if WRITE:
         first_write = (program + programs - visits % programs) % programs
-        for item in range(first_write, writes, programs):
-            if not HEAD:
-                token = item * BLOCK + tl.arange(0, BLOCK)
-                full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
-                slot, reasons = translate(space, full)
-                written += copy_head(k_head, k_records, slot, reasons == 0, forward)
-                if halves == 2:
-                    v_written += copy_head(v_head, v_records, slot, reasons == 0, forward)
-            elif TILE_BITS == 0:
+        lane = tl.arange(0, WRITE_BLOCK)
+        if not HEAD:
+            for item in range(first_write, writes, programs):
+                token = item * WRITE_BLOCK + lane
+                full = tl.load(out_cache_loc + tl.minimum(token, num_tokens - 1)).to(tl.int64)
+                slot, reasons = translate(space, tl.where(token < num_tokens, full, 0))
+                copied, v_copied = copy_head(
+                    k_head, v_head, k_records, v_records, slot, reasons == 0, forward
+                )
+                written += copied
+                v_written += v_copied
+        elif TILE_BITS == 0:
+            # Loaded a turn ahead, else ptxas puts these loads behind those of the records before.
+            tokens = flat_tokens(batch, inputs, anchors, first_write * WRITE_BLOCK + lane, SINGLE)
+            for item in range(first_write, writes, programs):
+                following = (item + programs) * WRITE_BLOCK + lane
+                more = flat_tokens(batch, inputs, anchors, following, SINGLE)
                 written += write_flat(
                     batch,
                     inputs,
                     space,
                     known,
                     report,
-                    anchors,
+                    tokens,
                     chain_source,
                     k_records,
                     v_records,
-                    item * BLOCK + tl.arange(0, BLOCK),
                     SINGLE,
                 )
-            else:
+                tokens = more
+        else:
+            for item in range(first_write, writes, programs):
                 index, first = item_of(item, first_tiles, tiles, request)
                 written += write_tile(
                     batch,

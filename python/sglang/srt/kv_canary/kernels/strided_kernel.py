@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.device_check import chain_fold, report_lanes, suspicious
+from sglang.srt.kv_canary.kernels.device_check import (
+    chain_fold,
+    load_words,
+    report_lanes,
+    suspicious,
+)
 from sglang.srt.kv_canary.kernels.device_record import (
     ARMED,
     BAD_SLOT,
@@ -71,10 +76,9 @@ def _verify_block(
     position = number * STRIDE + (STRIDE - 1)
     anchor = tl.load(anchors + row)
     unknown = tl.full([BLOCK], UNKNOWN, tl.int64)
-    bad, _, _, _, _ = suspicious(
-        records, records, slot, prev_slot, position, anchor, unknown, STRIDE
-    )
-    bad = lanes & (bad | (reasons != 0))
+    words = load_words(records, records, slot, prev_slot)
+    bad = suspicious(words, prev_slot, position, anchor, unknown, STRIDE)
+    bad = lanes & ((bad | reasons) != 0)
     if sum_of(bad.to(tl.int32), 0) > 0:
         report_lanes(
             report,
@@ -327,6 +331,7 @@ def strided_kernel(
                 full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
                 slot, reasons = strided_slot(space, full)
                 completes = (reasons == 0) & (full % STRIDE == STRIDE - 1)
-                written += copy_head(head, records, slot, completes, forward)
+                copied, _ = copy_head(head, None, records, None, slot, completes, forward)
+                written += copied
     if written > 0:
         count(report, 0, WRITTEN, written)

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.device_check import report_lanes, suspicious
+from sglang.srt.kv_canary.kernels.device_check import (
+    difference,
+    load_words,
+    report_lanes,
+    suspicious,
+)
 from sglang.srt.kv_canary.kernels.device_record import (
     ARMED,
     BAD_SLOT,
-    CHAIN,
     CHECKED,
     ELIGIBLE,
     FORWARD_DONE,
     LAUNCHES,
     PREV_UNREACHABLE,
     UNKNOWN,
-    WORDS,
-    WRITER,
     Report,
     count,
     half_offset,
 )
-from sglang.srt.kv_canary.kernels.jit import jit, sum_of
+from sglang.srt.kv_canary.kernels.jit import jit, max_of, sum_of
+
+
+class _Listed(NamedTuple):
+    """BLOCK entries of the list."""
+
+    slots: Any  # readable: 0 where the list's is not
+    positions: Any
+    prev_slots: Any
+    anchors: Any
+    listed: Any  # as the list has them
+    outside: Any
 
 
 @jit
-def _differ(records, chain_source, slots, prev_slots, identity, chain, writer, previous):
-    """Lanes whose words differ from those of the K HEAD record, all of which fit."""
-    words = records + slots * WORDS
-    bad = (tl.load(words) != identity) | (tl.load(words + CHAIN) != chain)
-    bad = bad | (tl.load(words + WRITER) != writer)
+def _entries(slot_list, position_list, prev_list, anchor_list, size, num_slots, at):
+    inside = at < size
+    listed = tl.load(slot_list + at, mask=inside, other=0)
+    positions = tl.load(position_list + at, mask=inside, other=0)
+    prev_slots = tl.load(prev_list + at, mask=inside, other=0)
+    prev_slots = tl.where(
+        (prev_slots == 0) | (prev_slots >= num_slots), PREV_UNREACHABLE, prev_slots
+    )
+    anchors = positions * 0
+    if anchor_list is not None:
+        anchors = tl.load(anchor_list + at, mask=inside, other=0)
+    outside = (listed < 0) | (listed >= num_slots)
+    return _Listed(tl.where(outside, 0, listed), positions, prev_slots, anchors, listed, outside)
+
+
+@jit
+def _differing(records, chain_source, entries, words):
+    """Words that are not 0 in lanes whose records differ from the K HEAD record, all of which fit."""
+    chained_to = records if chain_source is None else chain_source
+    others = load_words(records, chained_to, entries.slots, entries.prev_slots)
+    bad = difference(words, others)
     if chain_source is None:
-        has_prev = prev_slots >= 0
-        own = tl.load(records + prev_slots * WORDS + CHAIN, mask=has_prev, other=0)
-        bad = bad | (has_prev & (own != previous))
+        bad = bad | tl.where(entries.prev_slots >= 0, words.previous ^ others.previous, 0)
     return bad
 
 
@@ -62,48 +91,28 @@ def list_kernel(
     armed = tl.load(summary + ARMED) != 0
     report = Report(summary, ring, capacity, tag, forward)
     unknown = tl.full([BLOCK], UNKNOWN, tl.int64)
-    total = tl.full([], 0, tl.int32)
+    total = tl.full([BLOCK], 0, tl.int32)
+    suspects = tl.full([BLOCK], 0, tl.int32)
     items = tl.where(armed, (size + (BLOCK - 1)) // BLOCK, 0)
+    lists = (slot_list, position_list, prev_list, anchor_list, size, num_slots)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        at = item * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
-        listed = tl.load(slot_list + at, mask=inside, other=0)
-        positions = tl.load(position_list + at, mask=inside, other=0)
-        prev_slots = tl.load(prev_list + at, mask=inside, other=0)
-        prev_slots = tl.where(
-            (prev_slots == 0) | (prev_slots >= num_slots), PREV_UNREACHABLE, prev_slots
+        entries = _entries(*lists, item * BLOCK + tl.arange(0, BLOCK))
+        chained_to = k_head if chain_source is None else chain_source
+        words = load_words(k_head, chained_to, entries.slots, entries.prev_slots)
+        bad = suspicious(
+            words, entries.prev_slots, entries.positions, entries.anchors, unknown, STRIDE
         )
-        anchors = positions * 0
-        if anchor_list is not None:
-            anchors = tl.load(anchor_list + at, mask=inside, other=0)
-        lanes = listed != 0
-        outside = (listed < 0) | (listed >= num_slots)
-        slots = tl.where(outside, 0, listed)
-        reasons = tl.where(outside, BAD_SLOT, 0)
-        total += sum_of(lanes.to(tl.int32), 0)
-
-        bad, identity, chain, writer, previous = suspicious(
-            k_head,
-            k_head if chain_source is None else chain_source,
-            slots,
-            prev_slots,
-            positions,
-            anchors,
-            unknown,
-            STRIDE,
-        )
-        bad = bad | _differ(
-            k_tail, chain_source, slots, prev_slots, identity, chain, writer, previous
-        )
+        bad = bad | _differing(k_tail, chain_source, entries, words)
         if v_head is not None:
-            bad = bad | _differ(
-                v_head, chain_source, slots, prev_slots, identity, chain, writer, previous
-            )
-            bad = bad | _differ(
-                v_tail, chain_source, slots, prev_slots, identity, chain, writer, previous
-            )
-        bad = lanes & (bad | outside)
-        if sum_of(bad.to(tl.int32), 0) > 0:
+            bad = bad | _differing(v_head, chain_source, entries, words)
+            bad = bad | _differing(v_tail, chain_source, entries, words)
+        lanes = entries.listed != 0
+        total += lanes.to(tl.int32)
+        suspects |= (lanes & ((bad != 0) | entries.outside)).to(tl.int32)
+    # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
+    if max_of(suspects, 0) > 0:
+        for item in range(tl.program_id(0), items, tl.num_programs(0)):
+            entries = _entries(*lists, item * BLOCK + tl.arange(0, BLOCK))
             for buffer in range(2 if v_head is None else 4):
                 offset = tl.where(buffer == 1, half_offset(k_head, k_tail), 0)
                 offset = tl.where(buffer == 2, half_offset(k_head, v_head), offset)
@@ -113,21 +122,22 @@ def list_kernel(
                     buffer // 2,
                     k_head + offset,
                     k_head + offset if chain_source is None else chain_source,
-                    lanes,
-                    slots,
-                    listed,
-                    prev_slots,
-                    positions,
-                    anchors,
+                    entries.listed != 0,
+                    entries.slots,
+                    entries.listed,
+                    entries.prev_slots,
+                    entries.positions,
+                    entries.anchors,
                     unknown,
                     0,
-                    reasons,
+                    tl.where(entries.outside, BAD_SLOT, 0),
                     STRIDE,
                 )
+    checked = sum_of(total, 0)
 
     for half in range(1 if v_head is None else 2):
-        if total > 0:
-            count(report, half, CHECKED, total)
-            count(report, half, ELIGIBLE, total)
+        if checked > 0:
+            count(report, half, CHECKED, checked)
+            count(report, half, ELIGIBLE, checked)
         if armed & (tl.program_id(0) == 0):
-            count(report, half, LAUNCHES, total * 0 + 1)
+            count(report, half, LAUNCHES, checked * 0 + 1)
