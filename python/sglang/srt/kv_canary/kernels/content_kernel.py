@@ -34,10 +34,8 @@ from sglang.srt.kv_canary.kernels.jit import jit, sum_of
 
 
 @jit
-def _compare(report, half, words, slots, usable, full_slots, rows, now):
-    """Compare the fingerprints in the records at `words` with those of the bytes `now`; number compared."""
-    writer = tl.load(words + WRITER, mask=usable, other=0)
-    stored = tl.load(words + CONTENT, mask=usable, other=0)
+def _compare(report, half, words, writer, stored, slots, usable, full_slots, rows, now):
+    """Compare fingerprints `stored` in the records at `words` with those of the bytes `now`; number compared."""
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
     reasons = tl.where(has & (now != stored), BAD_CONTENT, 0)
     if sum_of(reasons, 0) > 0:
@@ -65,9 +63,8 @@ def _compare(report, half, words, slots, usable, full_slots, rows, now):
 
 
 @jit
-def _write(forward, words, usable, now):
+def _write(forward, words, writer, usable, now):
     """Store fingerprints in the records at `words` that this forward wrote; number stored."""
-    writer = tl.load(words + WRITER, mask=usable, other=0)
     fresh = usable & ((writer & FORWARD_MASK) == (forward & FORWARD_MASK))
     tl.store(words + CONTENT, now, mask=fresh)
     return sum_of(fresh.to(tl.int32), 0)
@@ -258,21 +255,25 @@ def content_kernel(
                 )
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
+        words = records + half * offset + slots * WORDS
+        writer = tl.load(words + WRITER)
+        stored = tl.load(words + CONTENT)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
             reasons == 0,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
-        words = records + half * offset + slots * WORDS
         if piece < visits:
-            compared = _compare(report, half, words, slots, reasons == 0, full, row, now)
+            compared = _compare(
+                report, half, words, writer, stored, slots, reasons == 0, full, row, now
+            )
             checked += tl.where(half == 0, compared, 0)
             second_checked += tl.where(half == 0, 0, compared)
         else:
-            stored = _write(forward, words, reasons == 0, now)
-            written += tl.where(half == 0, stored, 0)
-            second_written += tl.where(half == 0, 0, stored)
+            fresh = _write(forward, words, writer, reasons == 0, now)
+            written += tl.where(half == 0, fresh, 0)
+            second_written += tl.where(half == 0, 0, fresh)
 
     if checked > 0:
         count(report, 0, CONTENT_CHECKED, checked)
@@ -326,14 +327,16 @@ def content_list_kernel(
         usable = (slots > 0) & (slots < num_slots)
         slots = tl.where(usable, slots, 0)
         size = tl.where(half == 0, first_size, second_size)
+        words = records + half * offset + slots * WORDS
+        writer = tl.load(words + WRITER)
+        stored = tl.load(words + CONTENT)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
-        words = records + half * offset + slots * WORDS
-        compared = _compare(report, half, words, slots, usable, slots, 0, now)
+        compared = _compare(report, half, words, writer, stored, slots, usable, slots, 0, now)
         checked += tl.where(half == 0, compared, 0)
         second_checked += tl.where(half == 0, 0, compared)
     if checked > 0:
