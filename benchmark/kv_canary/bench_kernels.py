@@ -531,7 +531,7 @@ CONTENT_VARIANTS: dict[ContentMode, list[Variant]] = {
         {"ALL_WORDS": 4096},
         {"FEW_WORDS": 2048, "FEW_WARPS": 4, "FEW_PROGRAMS_PER_SM": 8},
         {"FEW_WORDS": 4096, "FEW_WARPS": 4, "FEW_PROGRAMS_PER_SM": 8},
-        {"FEW_WORDS": 4096},
+        {"FEW_WORDS": 8192},
         {"FEW_WARPS": 16, "FEW_PROGRAMS_PER_SM": 2},
         {"FEW_WORDS": 16384},
         {"FEW_WORDS": 16384, "FEW_WARPS": 16, "FEW_PROGRAMS_PER_SM": 2},

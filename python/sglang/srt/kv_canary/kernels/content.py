@@ -39,7 +39,7 @@ MOST_SLOTS = 8  # per work item
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
 # Decodes of few requests have too few work items to fill the GPU: more of a slot at a time.
-FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 8192, 8, 4
+FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ContentLaunch:
             "LAYERS": layers,
             "QUADS": row_words // 4,
             "PARTIAL": partial,
-            "num_warps": FEW_WARPS if few and not partial else NUM_WARPS,
+            "num_warps": FEW_WARPS if few else NUM_WARPS,
         }
 
 
