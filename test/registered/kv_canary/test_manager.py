@@ -168,6 +168,25 @@ def test_raise_ends_with_the_report_and_the_event_is_on_disk_first(tmp_path: Pat
     assert written[0]["reasons"] == ["CHAIN"]
 
 
+def test_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
+    rig = ManagerRig(copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))  # the first copy
+    rig.rows.req_to_token[1, 3] = 0
+    for _ in range(2):
+        rig.result(rig.decode([1]))
+    assert rig.reported == []
+    assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_a_server_that_raises_copies_after_each_step() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    with pytest.raises(CanaryViolationError, match="UNMAPPED_SLOT"):
+        rig.result(step)
+
+
 def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:
     rig = ManagerRig(mode=CanaryMode.RAISE)
     rig.extend(1, range(20))

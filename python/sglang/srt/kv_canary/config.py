@@ -103,6 +103,7 @@ class CanaryConfig:
     token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
     event_file: str = default_of("EVENT_FILE")  # "" is off
     log_every_s: float = default_of("LOG_EVERY_S")
+    copy_every_s: float = default_of("COPY_EVERY_S")
     stats_print_every_n_steps: int = default_of("STATS_PRINT_EVERY_N_STEPS")
     swa_divergence_stats_interval: int = default_of("SWA_DIVERGENCE_STATS_INTERVAL")
     health_check_interval: int = default_of("HEALTH_CHECK_INTERVAL")

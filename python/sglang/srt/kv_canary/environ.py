@@ -142,6 +142,14 @@ SETTINGS: tuple[EnvSetting, ...] = (
         minimum=0,
     ),
     EnvSetting(
+        "COPY_EVERY_S",
+        EnvFloat,
+        0.01,
+        "Least seconds between two copies of the counters to the host, by which findings reach it; mode raise copies "
+        "after each step.",
+        minimum=0,
+    ),
+    EnvSetting(
         "STATS_PRINT_EVERY_N_STEPS",
         EnvInt,
         0,

@@ -53,7 +53,8 @@ class ManagerRig:
         self.device = device
         self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
         self.recorder = FlightRecorder()
-        config = CanaryConfig(mode=mode, content_mode=content, log_every_s=0.0, **settings)
+        settings = {"log_every_s": 0.0, "copy_every_s": 0.0, **settings}
+        config = CanaryConfig(mode=mode, content_mode=content, **settings)
         groups = attach_canary_buffers(
             self.pool,
             allocator=self.allocator,

@@ -56,7 +56,9 @@ class SpecRig:
         self.draft_pool, _ = make_mha_pool(size=SLOTS, page_size=page_size, layers=1)
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.recorder = FlightRecorder()
-        self.config = CanaryConfig(mode=CanaryMode.LOG, content_mode=content, log_every_s=0.0)
+        self.config = CanaryConfig(
+            mode=CanaryMode.LOG, content_mode=content, log_every_s=0.0, copy_every_s=0.0
+        )
         self.reported: list[tuple[str, Violation]] = []
         self.target = self._manager("target", self.target_pool)
         self.draft = self._manager("draft", self.draft_pool, chain_to_target)

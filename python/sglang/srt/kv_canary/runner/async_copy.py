@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,16 +44,18 @@ class FutureTensors:
 
 
 class DelayedDeviceHostHandler:
-    """Copies tensors each step and hands the result to a host callback one step later.
+    """Copies tensors and hands the result to a host callback one step later.
 
-    At most one copy is under way; while it is, further steps start none, so a slow device is never
-    queued upon. The handler's state is clean again even when the callback raises.
+    At most one copy is under way, and `least_seconds` lie between the starts of two; further steps start none, so that
+    a slow device is never queued upon, and a fast one does not wait for the host's part of each copy. The handler's
+    state is clean again even when the callback raises.
     """
 
     def __init__(
         self,
         sources: tuple[torch.Tensor, ...],
         callback: Callable[[tuple[torch.Tensor, ...], Any], None],
+        least_seconds: float = 0.0,
     ) -> None:
         device = sources[0].device
         cuda = device.type == "cuda"
@@ -61,11 +64,18 @@ class DelayedDeviceHostHandler:
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
         self._pending: tuple[FutureTensors, Any] | None = None
+        self._least_seconds = least_seconds
+        self._not_before = 0.0
 
-    def start(self, context: Any) -> bool:
-        """Start a copy unless one is under way; `context` reaches the callback with it."""
-        if self._pending is not None:
+    def start(self, context: Any, at_once: bool = False) -> bool:
+        """Start a copy unless one is under way or, without `at_once`, the last one is too fresh.
+
+        `context` reaches the callback with it. Returns whether one was started.
+        """
+        now = time.monotonic()
+        if self._pending is not None or (now < self._not_before and not at_once):
             return False
+        self._not_before = now + self._least_seconds
         self._pending = FutureTensors.copy(self._sources, self._stream, self._out), context
         return True
 

@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.backend import select_backend
@@ -93,7 +93,9 @@ class CanaryManager:
         )
         self._active_single_forward = 0
         self._depth = 0  # nested model.forward calls: only the outermost counts
-        self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary)
+        # A server that raises does so before it answers many more tokens.
+        seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
+        self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
         self._uncopied = False  # something was launched behind the last copy
 
     # Life cycle
@@ -238,9 +240,10 @@ class CanaryManager:
 
     # Device to host
 
-    def _start_copy(self) -> None:
-        """Copy the counters, unless a copy is under way."""
-        started = self._copy.start(CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct))
+    def _start_copy(self, at_once: bool = False) -> None:
+        """Copy the counters, unless a copy is under way or, without `at_once`, was a moment ago."""
+        point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
+        started = self._copy.start(point, at_once)
         self._uncopied = not started
 
     def drain(self, wait: bool = False) -> None:
@@ -266,7 +269,7 @@ class CanaryManager:
         self._uncopied |= attempts.run(self._tell_observers, "on_idle", self) is not False
         attempts.run(self._drain, wait=True)
         if self._uncopied:
-            self._start_copy()
+            self._start_copy(at_once=True)
             attempts.run(self._drain, wait=True)
         attempts.raise_first()
 
