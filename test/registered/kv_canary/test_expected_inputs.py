@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import TAIL_TOKENS, ExpectedTokens, words_of_tails
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.kernel_cases import kernel_device
 
@@ -19,15 +19,32 @@ KNOWN = [
 ]
 
 
+def _found(expected):
+    return [
+        (first, expected.tokens[at : at + count].tolist())
+        for at, first, count in expected.spans.tolist()
+    ]
+
+
 @pytest.mark.parametrize("known", KNOWN, ids=str)
 def test_spans_say_where_each_requests_tokens_are(known):
     expected = ExpectedTokens.from_lists(known, kernel_device())
     assert (expected.tokens.dtype, expected.spans.dtype) == (torch.int32, torch.int64)
-    found = [
-        (first, expected.tokens[at : at + count].tolist())
-        for at, first, count in expected.spans.tolist()
-    ]
-    assert found == known
+    assert _found(expected) == known
+
+
+def test_lists_that_fit_need_no_memory_of_their_own():
+    """Each forward's go over those of the one before; longer ones stand elsewhere."""
+    known = [(4, list(range(TAIL_TOKENS))), (0, [7])]
+    memory = torch.zeros(words_of_tails(2), dtype=torch.int64, device=kernel_device())
+    for lists in (known, known[::-1], KNOWN[0]):
+        expected = ExpectedTokens.from_lists(lists, kernel_device(), memory)
+        assert expected.spans.data_ptr() == memory.data_ptr()
+        assert _found(expected) == lists
+    longer = [*known, (0, list(range(TAIL_TOKENS)))]
+    expected = ExpectedTokens.from_lists(longer, kernel_device(), memory)
+    assert _found(expected) == longer
+    assert memory.data_ptr() != expected.spans.data_ptr()
 
 
 def test_where_nothing_is_known_nothing_is_copied():

@@ -8,6 +8,14 @@ from functools import lru_cache
 
 import torch
 
+TAIL_TOKENS = 32  # prefix tokens compared per request where the token check is `tail`
+_SPAN_WORDS = 3
+
+
+def words_of_tails(batch_size: int) -> int:
+    """int64 words of the lists of a batch in which TAIL_TOKENS tokens of each request are known."""
+    return batch_size * (_SPAN_WORDS + TAIL_TOKENS // 2)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
@@ -22,9 +30,16 @@ class ExpectedTokens:
 
     @classmethod
     def from_lists(
-        cls, known: Sequence[tuple[int, Sequence[int]]], device: torch.device | str
+        cls,
+        known: Sequence[tuple[int, Sequence[int]]],
+        device: torch.device | str,
+        memory: torch.Tensor | None = None,
     ) -> ExpectedTokens:
-        """From one (first position, tokens) per request; tokens may be empty, where nothing is known."""
+        """From one (first position, tokens) per request; tokens may be empty, where nothing is known.
+
+        `memory`, int64[any] on `device`: lists that fit go there, over those of the forward before. An allocation of
+        their own would shift where SGLang's activations lie, at which prefill takes 0.25 % longer.
+        """
         device = torch.device(device)
         flat: list[int] = []
         spans: list[tuple[int, int, int]] = []
@@ -34,13 +49,15 @@ class ExpectedTokens:
         if not flat:
             return cls.nothing(len(spans), device)
         # One copy for both: it waits for nothing, but takes its time on the host.
-        words = 3 * len(spans)
-        host = torch.empty(
-            words + (len(flat) + 1) // 2, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
+        words = _SPAN_WORDS * len(spans)
+        size = words + (len(flat) + 1) // 2
+        host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         host[:words] = torch.tensor(spans, dtype=torch.int64).view(-1)
         host[words:].view(torch.int32)[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
-        packed = host.to(device, non_blocking=True)
+        if memory is not None and size <= memory.shape[0]:
+            packed = memory[:size].copy_(host, non_blocking=True)
+        else:
+            packed = host.to(device, non_blocking=True)
         tokens_of = packed[words:].view(torch.int32)[: len(flat)]
         return cls(tokens_of, packed[:words].view(-1, 3))
 

@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.endpoint import NUM_TAGS
+from sglang.srt.kv_canary.expected_inputs import words_of_tails
 from sglang.srt.kv_canary.record import UNKNOWN, VIOLATION_COLUMNS
 
 
@@ -73,6 +74,7 @@ class CanaryDeviceState:
     summary: torch.Tensor  # int64[SUMMARY_WORDS]
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
+    token_lists: torch.Tensor  # int64[words], see ExpectedTokens.from_lists
     capacities: CanaryLaunchCapacities
 
     @classmethod
@@ -81,10 +83,12 @@ class CanaryDeviceState:
     ) -> CanaryDeviceState:
         summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
         total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
+        words = words_of_tails(capacities.max_batch_size)
         return cls(
             summary=summary,
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
+            token_lists=torch.zeros(words, dtype=torch.int64, device=device),
             capacities=capacities,
         )
 
@@ -95,7 +99,7 @@ class CanaryDeviceState:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.summary, self.violations.rows, self.anchors)
+        tensors = (self.summary, self.violations.rows, self.anchors, self.token_lists)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_armed(self, armed: bool) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import TAIL_TOKENS, ExpectedTokens
 from sglang.srt.kv_canary.runner.manager import CanaryManager
-
-TAIL_TOKENS = 32  # prefix tokens compared per request in mode `tail`
 
 
 def expected_tokens_of(
@@ -30,7 +28,7 @@ def expected_tokens_of(
             requests, prefix_lens, forward_batch.extend_seq_lens_cpu, strict=True
         )
     ]
-    return ExpectedTokens.from_lists(known, manager.identity.device)
+    return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
 
 
 def _known_tokens(

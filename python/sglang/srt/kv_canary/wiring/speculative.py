@@ -98,7 +98,7 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
         (prefix + 1, list(request.fill_ids[prefix + 1 : prefix + length]))
         for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
     ]
-    return ExpectedTokens.from_lists(known, manager.identity.device)
+    return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
 
 
 def _has_media(batch: Any) -> bool:
