@@ -1,6 +1,7 @@
 """Environment that SGLang reads at import: the CPU engine where there is no GPU. Failures are told at once."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,21 @@ if not torch.cuda.is_available():
 # That of a GPU machine may be another version than the pinned one, and draw other examples anyway.
 if hasattr(providers, "_local_constants"):
     providers._get_local_constants = lambda constants=providers._local_constants: constants
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels_stay_in_bounds() -> Iterator[None]:
+    """Compiled kernels have compute-sanitizer for this."""
+    from sglang.srt.kv_canary.kernels.jit import INTERPRET
+
+    if not INTERPRET:
+        yield
+        return
+    from sglang.test.kv_canary.bounds_guard import BoundsGuard
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        BoundsGuard().install(monkeypatch)
+        yield
 
 
 class FailuresAtOnce:

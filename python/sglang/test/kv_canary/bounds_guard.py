@@ -1,0 +1,99 @@
+"""Interpreted kernels may touch only the tensors that they are given: what memcheck is to compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import interpreter_builder
+
+from sglang.srt.kv_canary.kernels import content
+from sglang.srt.kv_canary.kernels.jit import _Interpreted
+
+Range = tuple[int, int]  # first address, address behind the last byte
+
+
+class OutOfBoundsError(Exception):
+    """A kernel touched memory that no tensor of its launch holds."""
+
+
+def range_of(tensor: torch.Tensor) -> Range:
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+class BoundsGuard:
+    """Raises OutOfBoundsError, inside the launch, for a load, store or atomic outside of the launch's tensors.
+
+    Content rows are reached through addresses in a table, so the sources of every table made while it is installed
+    are allowed too.
+    """
+
+    def __init__(self) -> None:
+        self._kernel = ""
+        self._starts = self._ends = np.empty(0, np.uint64)
+        self._rows: dict[int, list[Range]] = {}  # table's address -> its sources'
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, make_launch = _Interpreted.run, content._make_launch
+
+        def guarded_run(kernel: Any, *args: Any, **keywords: Any) -> Any:
+            self._enter(kernel.__name__, args)
+            return run(kernel, *args, **keywords)
+
+        def noted_launch(parts: Any) -> Any:
+            launch = make_launch(parts)
+            sources = [source for part in parts for source in part]
+            self._rows[launch.table.data_ptr()] = [range_of(source.data) for source in sources]
+            return launch
+
+        monkeypatch.setattr(_Interpreted, "run", guarded_run)
+        monkeypatch.setattr(content, "_make_launch", noted_launch)
+        for name in ("masked_load", "masked_store", "atomic_cas", "atomic_rmw"):
+            method = f"create_{name}"
+            guarded = self._guarded(getattr(interpreter_builder, method), name)
+            monkeypatch.setattr(interpreter_builder, method, guarded)
+
+    def _enter(self, kernel: str, args: Iterable[Any]) -> None:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        ranges = [range_of(tensor) for tensor in tensors]
+        for tensor in tensors:
+            ranges += self._rows.get(tensor.data_ptr(), [])
+        ranges = sorted(r for r in ranges if r[1] > r[0])
+        self._kernel = kernel
+        self._starts = np.array([start for start, _ in ranges], np.uint64)
+        # Tensors may lie in each other (views), so a range ends where the furthest one that has begun does.
+        ends = np.array([end for _, end in ranges], np.uint64)
+        self._ends = np.maximum.accumulate(ends) if len(ends) else ends
+
+    def _guarded(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
+        place = {"masked_load": 1, "masked_store": 2, "atomic_rmw": 3}.get(what)
+
+        def guarded(*args: Any) -> Any:
+            pointers = args[1] if what == "atomic_rmw" else args[0]
+            active = None if place is None else args[place].data.astype(bool)
+            self._check(what, pointers, active)
+            return original(*args)
+
+        return guarded
+
+    def _check(self, what: str, pointers: Any, active: np.ndarray | None) -> None:
+        addresses = pointers.data if active is None else pointers.data[active]
+        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        addresses = np.asarray(addresses, np.uint64).reshape(-1)
+        if not addresses.size:
+            return
+        place = np.searchsorted(self._starts, addresses, side="right") - 1
+        inside = place >= 0
+        if len(self._ends):
+            inside &= addresses + size <= self._ends[np.maximum(place, 0)]
+        if not inside.all():
+            raise OutOfBoundsError(
+                f"{self._kernel}: {what} of {size} bytes at {hex(int(addresses[~inside][0]))}, and "
+                f"{int((~inside).sum()) - 1} more lanes, outside of the tensors that it was given"
+            )
