@@ -178,6 +178,26 @@ def test_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
     assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
 
 
+def test_while_more_is_found_each_step_copies() -> None:
+    """What the ring holds is overwritten by what is found next."""
+    rig = ManagerRig(copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))
+    slot, rig.rows.req_to_token[1, 3] = rig.slot(1, 3), 0
+    rig.result(rig.decode([1]))
+    each_step = len(rig.settle())
+    for _ in range(3):
+        rig.result(rig.decode([1]))
+    assert len(rig.reported) == 4 * each_step > 0
+    rig.rows.req_to_token[1, 3] = slot
+    rig.result(rig.decode([1]))  # nothing more, so that the next ones wait again
+    rig.rows.req_to_token[1, 3] = 0
+    rig.result(rig.decode([1]))
+    assert len(rig.reported) == 4 * each_step
+    assert rig.manager.owes_copy
+    assert len(rig.settle()) == 5 * each_step
+    assert not rig.manager.owes_copy
+
+
 def test_a_server_that_raises_copies_after_each_step() -> None:
     rig = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9)
     rig.result(rig.extend(1, range(20)))

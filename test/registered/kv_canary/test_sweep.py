@@ -88,6 +88,25 @@ def test_a_clean_cache_is_covered_in_full_and_reports_nothing(kind: str) -> None
     assert rig.settle() == []
 
 
+@pytest.mark.parametrize("copy_every_s", [0.0, 1e9])
+def test_each_pass_has_its_own_findings_also_where_copies_are_rare(
+    copy_every_s: float, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sweep_module, "EVENT_EVERY_S", 0.0)
+    events = tmp_path / "events.jsonl"
+    rig = SweptRig(copy_every_s=copy_every_s, event_file=str(events))
+    rig.serve(PROMPT, ANSWER)
+    rig.manager.groups[0].k_tail[rig.cached_slots(PROMPT)[17], record.WORD_IDENTITY] ^= 1
+    running = rig.admit([1, 2, 3])
+    for token in range(40):
+        rig.decode_request(running, 10 + token)
+        rig.manager.drain()
+    found = [event["findings"] for event in _events(events, "sweep_pass")]
+    behind_the_damage = found[found.index(1) :]
+    assert set(behind_the_damage) == {1}
+    assert len(behind_the_damage) > 3
+
+
 @pytest.mark.parametrize("side", ["HEAD", "TAIL"])
 @pytest.mark.parametrize("half", ["K", "V"])
 @pytest.mark.parametrize(

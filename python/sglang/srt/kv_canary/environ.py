@@ -145,22 +145,22 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "COPY_EVERY_S",
         EnvFloat,
         0.01,
-        "Least seconds between two copies of the counters to the host, by which findings reach it; mode raise copies "
-        "after each step.",
+        "Least seconds between two copies of the counters to the host, by which findings reach it; copied at once when "
+        "idle, while findings come in, while a sweep is under way, and in mode raise.",
         minimum=0,
     ),
     EnvSetting(
         "STATS_PRINT_EVERY_N_STEPS",
         EnvInt,
         0,
-        "Steps between two statistics lines, 0 for none.",
+        "Least steps between two statistics lines, 0 for none.",
         minimum=0,
     ),
     EnvSetting(
         "SWA_DIVERGENCE_STATS_INTERVAL",
         EnvInt,
         0,
-        "Steps between two SWA divergence lines, 0 for none.",
+        "Least steps between two SWA divergence lines, 0 for none.",
         minimum=0,
     ),
     EnvSetting(

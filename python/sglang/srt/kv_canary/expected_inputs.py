@@ -37,8 +37,9 @@ class ExpectedTokens:
     ) -> ExpectedTokens:
         """From one (first position, tokens) per request; tokens may be empty, where nothing is known.
 
-        `memory`, int64[any] on `device`: lists that fit go there, over those of the forward before. An allocation of
-        their own would shift where SGLang's activations lie, at which prefill takes 0.25 % longer.
+        `memory`, int64[any] on `device`: lists that fit go there, in order of the current stream, and are valid until
+        the next ones do. An allocation of their own would shift where SGLang's activations lie, at which prefill takes
+        0.25 % longer.
         """
         device = torch.device(device)
         flat: list[int] = []
@@ -59,7 +60,7 @@ class ExpectedTokens:
         else:
             packed = host.to(device, non_blocking=True)
         tokens_of = packed[words:].view(torch.int32)[: len(flat)]
-        return cls(tokens_of, packed[:words].view(-1, 3))
+        return cls(tokens_of, packed[:words].view(-1, _SPAN_WORDS))
 
     @classmethod
     def nothing(cls, batch_size: int, device: torch.device) -> ExpectedTokens:

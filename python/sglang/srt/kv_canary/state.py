@@ -69,7 +69,7 @@ class ViolationLog:
 
 @dataclass(frozen=True, slots=True)
 class CanaryDeviceState:
-    """Everything on the device besides the records. `summary` is what the host copies once per step."""
+    """Everything on the device besides the records. `summary` is what the host copies."""
 
     summary: torch.Tensor  # int64[SUMMARY_WORDS]
     violations: ViolationLog

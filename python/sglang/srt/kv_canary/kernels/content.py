@@ -38,7 +38,8 @@ PARTIAL_WORDS = 1024
 MOST_SLOTS = 8  # per work item
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
-# Decodes of few requests have too few work items to fill the GPU: more of a slot at a time.
+# Decodes of few requests have too few work items to fill the GPU: more of a slot at a time. Mode `partial` takes
+# the warps only.
 FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
 
 

@@ -21,7 +21,6 @@ from sglang.srt.kv_canary.kernels.device_record import (
     LIVE,
     MULTIPLIER,
     PREV_ANCHOR,
-    PREV_UNREACHABLE,
     UNFILLED,
     UNKNOWN,
     WORDS,
@@ -52,7 +51,7 @@ class Words(NamedTuple):
     identity: Any
     chain: Any
     writer: Any
-    previous: Any  # the predecessor's chain, 0 where there is no slot to read it from
+    previous: Any  # the predecessor's chain; that of slot 0 where there is no slot to read it from
 
 
 @jit
@@ -79,7 +78,7 @@ def suspicious(words, prev_slots, positions, anchors, expected_tokens, STRIDE: t
         broken = token_of(words.identity) ^ chain_fold(words.chain, previous, STRIDE)
     state = state_of(words.writer)
     bad = (state ^ LIVE) | (position_of(words.identity) ^ positions)
-    bad = bad | tl.where(prev_slots == PREV_UNREACHABLE, 0, broken)
+    bad = bad | tl.where(prev_slots < PREV_ANCHOR, 0, broken)
     wrong = token_of(words.identity) ^ expected_tokens
     bad = bad | tl.where(expected_tokens == UNKNOWN, 0, wrong)
     return tl.where(state == UNFILLED, 0, bad)

@@ -157,7 +157,7 @@ class FlatTokens(NamedTuple):
 @jit
 def flat_tokens(batch, inputs, anchors, index, SINGLE: tl.constexpr):
     """Tokens `index`. SINGLE: one token per request."""
-    request = index if SINGLE else index // batch.tokens_per_request
+    request = index if SINGLE else index // tl.maximum(batch.tokens_per_request, 1)
     row, prefix, _, valid = request_at(batch, request)
     lanes = valid & (index < inputs.num_tokens)
     token = tl.load(inputs.input_ids + index, mask=lanes, other=0).to(tl.int64)

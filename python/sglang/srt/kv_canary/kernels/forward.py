@@ -22,9 +22,8 @@ from sglang.srt.kv_canary.plan_input import ForwardPlan, WritePlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 TILE_WARPS = 8  # of launches that scan chunks
-WRITE_BLOCK = (
-    128  # one token per thread: a thread's loads for a second one would follow the first one's
-)
+# One token per thread: a thread's loads for a second one would follow the first one's.
+WRITE_BLOCK = 128
 LONGEST_WALK = 64
 
 

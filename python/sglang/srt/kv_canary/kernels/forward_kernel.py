@@ -175,6 +175,47 @@ def _report_block(item, report, chain_source, k_records, v_records):
 
 
 @jit
+def _verify(
+    turn,
+    report,
+    chain_source,
+    k_records,
+    v_records,
+    program,
+    programs,
+    visits,
+    BLOCK: tl.constexpr,
+):
+    """Verify every `programs`-th visited block from `program` on; slots whose index differs from the full one."""
+    elsewhere = tl.full([BLOCK], 0, tl.int32)
+    suspects = tl.full([BLOCK], 0, tl.int32)
+    if program < visits:
+        # Words are loaded a turn before they are checked, slots a turn before that: no load waits for another.
+        block = _block_at(turn, program, BLOCK)
+        words, v_words = _load_block(block, chain_source, k_records, v_records)
+        more = block
+        if program + programs < visits:
+            more = _block_at(turn, program + programs, BLOCK)
+        for item in range(program + programs, visits, programs):
+            more_words, more_v_words = _load_block(more, chain_source, k_records, v_records)
+            further = _block_at(turn, tl.minimum(item + programs, visits - 1), BLOCK)
+            suspects |= _suspects(block, words, v_words)
+            elsewhere += _elsewhere(block)
+            block, words, v_words, more = more, more_words, more_v_words, further
+        suspects |= _suspects(block, words, v_words)
+        elsewhere += _elsewhere(block)
+    # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
+    if max_of(suspects, 0) > 0:
+        for item in range(program, visits, programs):
+            block = _block_at(turn, item, BLOCK)
+            _report_block(block, report, chain_source, k_records, v_records)
+    diverged = tl.full([], 0, tl.int32)
+    if turn.space.lut is not None:
+        diverged = sum_of(elsewhere, 0)
+    return diverged
+
+
+@jit
 def report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.constexpr):
     bad_row = (row < 0) | (row >= batch.num_rows)
     bad_length = (row != 0) & (valid == 0) & (bad_row == 0)
@@ -393,31 +434,10 @@ def forward_kernel(
     written = tl.full([], 0, tl.int32)
     v_written = tl.full([], 0, tl.int32)
     if VERIFY:
-        elsewhere = tl.full([BLOCK], 0, tl.int32)
-        suspects = tl.full([BLOCK], 0, tl.int32)
         turn = _Turn(batch, space, known, anchors, first_blocks, blocks, request, phase, every)
-        if program < visits:
-            # Words are loaded a turn before they are checked, slots a turn before that: no load waits for another.
-            block = _block_at(turn, program, BLOCK)
-            words, v_words = _load_block(block, chain_source, k_records, v_records)
-            more = block
-            if program + programs < visits:
-                more = _block_at(turn, program + programs, BLOCK)
-            for item in range(program + programs, visits, programs):
-                more_words, more_v_words = _load_block(more, chain_source, k_records, v_records)
-                further = _block_at(turn, tl.minimum(item + programs, visits - 1), BLOCK)
-                suspects |= _suspects(block, words, v_words)
-                elsewhere += _elsewhere(block)
-                block, words, v_words, more = more, more_words, more_v_words, further
-            suspects |= _suspects(block, words, v_words)
-            elsewhere += _elsewhere(block)
-        # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
-        if max_of(suspects, 0) > 0:
-            for item in range(program, visits, programs):
-                block = _block_at(turn, item, BLOCK)
-                _report_block(block, report, chain_source, k_records, v_records)
-        if lut is not None:
-            diverged = sum_of(elsewhere, 0)
+        diverged = _verify(
+            turn, report, chain_source, k_records, v_records, program, programs, visits, BLOCK
+        )
     if WRITE:
         first_write = (program + programs - visits % programs) % programs
         lane = tl.arange(0, WRITE_BLOCK)

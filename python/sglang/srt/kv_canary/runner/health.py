@@ -6,6 +6,7 @@ Every period it asks the device's own counters, which only the kernels move, wha
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
@@ -60,6 +61,7 @@ class HealthCheck(StepObserver):
         self._ticks = 0
         self._checked_tick = 0
         self._unheard_steps = 0  # with forwards, since counters last arrived; idle ticks copy none
+        self._heard = time.monotonic()  # when they did
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
         self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
@@ -70,9 +72,12 @@ class HealthCheck(StepObserver):
         self._ticks += 1
         self._unheard_steps += 1
         limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
-        if manager.armed and self._unheard_steps > limit:
+        if manager.armed and self._unheard_steps > limit and self._should_have_heard():
             silent, self._unheard_steps = self._unheard_steps, 0
             self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
+
+    def _should_have_heard(self) -> bool:
+        return time.monotonic() - self._heard > 2 * self._config.copy_every_s
 
     def on_idle(self, manager: CanaryManager) -> bool:
         self._ticks += 1
@@ -80,7 +85,7 @@ class HealthCheck(StepObserver):
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
         issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
-        self._unheard_steps = 0
+        self._unheard_steps, self._heard = 0, time.monotonic()
         if not manager.armed:
             self._last = None
         elif self._last is None:

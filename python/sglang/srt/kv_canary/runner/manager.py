@@ -97,6 +97,8 @@ class CanaryManager:
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
         self._uncopied = False  # something was launched behind the last copy
+        self._found = 0  # violations, as of the last summary
+        self._finding = False  # that summary had more than the one before
 
     # Life cycle
 
@@ -223,9 +225,10 @@ class CanaryManager:
     def _after_forwards(self) -> None:
         attempts = FirstError()
         with self.clock:
-            attempts.run(self._tell_observers, "after_forwards", self)
+            awaited = attempts.run(self._tell_observers, "after_forwards", self)
             attempts.run(self.drain)
-            attempts.run(self._start_copy)
+            # The ring holds little, and its first rows say most.
+            attempts.run(self._start_copy, bool(awaited) or self._finding)
         attempts.raise_first()
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
@@ -245,6 +248,11 @@ class CanaryManager:
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
         started = self._copy.start(point, at_once)
         self._uncopied = not started
+
+    @property
+    def owes_copy(self) -> bool:
+        """Whether the host has not yet asked for the counters of all that was launched."""
+        return self._uncopied
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
@@ -275,6 +283,8 @@ class CanaryManager:
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
         summary = Summary.from_host(host[0], point, self.forward_ct)
+        self._finding = summary.violations > self._found
+        self._found = summary.violations
         self.violations.observe_total(summary.violations)
         self._tell_observers("on_summary", self, summary)
 

@@ -1,4 +1,4 @@
-"""What reporters and the sweep implement to take part in a step; all of them share one copy a step."""
+"""What reporters and the sweep implement to take part in a step; all of them share one copy of the counters."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ class StepObserver:
     def before_forwards(self, manager: CanaryManager) -> None:
         """Before the step's forwards are launched, on the forward stream."""
 
-    def after_forwards(self, manager: CanaryManager) -> None:
-        """After they were launched; device work put here runs behind them."""
+    def after_forwards(self, manager: CanaryManager) -> bool | None:
+        """After they were launched; device work put here runs behind them.
+
+        Returns whether it waits for the counters: then they are copied at once, not at most every `copy_every_s`.
+        """
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
         """A copy of the counters arrived."""

@@ -153,8 +153,9 @@ class SweepOrchestrator(StepObserver):
         walker.refuse_pages_not_of(self._stride)
         self._tree = tree_cache
 
-    def after_forwards(self, manager: CanaryManager) -> None:
+    def after_forwards(self, manager: CanaryManager) -> bool:
         self.maybe_run_sweep(manager)
+        return self._pass is not None or bool(self._closing)
 
     def on_idle(self, manager: CanaryManager) -> bool:
         return self.maybe_run_sweep(manager, idle=True)

@@ -77,7 +77,8 @@ class _IdleClock:
 
 
 def _after_idle(_: Any, scheduler: Any) -> None:
-    if context.active and _IdleClock.due():
+    owed = any(manager.owes_copy for manager in context.managers)
+    if context.active and (_IdleClock.due() or owed):
         for manager in context.managers:
             manager.on_idle()
 
