@@ -506,6 +506,7 @@ STEP_VARIANTS: list[Variant] = [
     {"NUM_WARPS": 2},
     {"NUM_WARPS": 8},
     {"NUM_WARPS": 8, "PROGRAMS_PER_SM": 2},
+    {"WRITE_BLOCK": 256},
     {"VERIFY_BLOCK": 128, "PROGRAMS_PER_SM": 8},
     {"VERIFY_BLOCK": 512, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 2},
 ]
@@ -542,6 +543,7 @@ CONTENT_VARIANTS: dict[ContentMode, list[Variant]] = {
         {"PARTIAL_WORDS": 512},
         {"PARTIAL_WORDS": 2048},
         {"NUM_WARPS": 8},
+        {"FEW_WARPS": 4},
     ],
 }
 
