@@ -31,6 +31,11 @@ def count_kernel(counters, place):
     tl.atomic_add(counters + place, 1)
 
 
+@jit
+def take_kernel(locks, place):
+    tl.atomic_cas(locks + place, tl.full([], 0, tl.int64), tl.full([], 1, tl.int64))
+
+
 def shift(size: int, offset: int, length: int = 8) -> None:
     source, target = torch.arange(8)[:length], torch.zeros(8, dtype=torch.int64)
     shift_kernel[(1,)](source, target, size, offset, BLOCK=16)
@@ -53,11 +58,12 @@ def test_outside_is_told(size, offset, length):
 def test_stores_and_atomics_are_seen():
     with pytest.raises(InterpreterError, match="masked_store of 8 bytes"):
         shift_kernel[(1,)](torch.arange(16), torch.zeros(8, dtype=torch.int64), 9, 0, BLOCK=16)
-    counters = torch.zeros(4, dtype=torch.int64)
-    count_kernel[(1,)](counters, 3)
-    assert counters.tolist() == [0, 0, 0, 1]
-    with pytest.raises(InterpreterError, match="atomic_rmw of 8 bytes"):
-        count_kernel[(1,)](counters, 4)
+    for kernel, what in ((count_kernel, "atomic_rmw"), (take_kernel, "atomic_cas")):
+        words = torch.zeros(4, dtype=torch.int64)
+        kernel[(1,)](words, 3)
+        assert words.tolist() == [0, 0, 0, 1]
+        with pytest.raises(InterpreterError, match=f"{what} of 8 bytes"):
+            kernel[(1,)](words, 4)
 
 
 def test_content_rows_are_allowed_as_far_as_they_go():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,25 @@ def test_clean_steps_report_nothing(loop: Loop) -> None:
     for batch in (loop.launch(1), loop.launch(2)):
         loop.process(batch)
     assert loop.rig.settle() == []
+
+
+def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = ManagerRig(copy_every_s=1e9)
+    monkeypatch.setattr(hooks, "context", CanaryContext([rig.manager], recorder=rig.recorder))
+    monkeypatch.setattr(hooks._IdleClock, "next_tick", math.inf)  # no tick is due
+    rig.result(rig.extend(1, range(8)))
+    loop = Loop(rig)
+    loop.process(loop.launch(1, damage=True))
+    assert rig.reported == []
+    hooks._after_idle(None, None)
+    found = len(rig.reported)
+    assert found > 0
+    rig.rows.req_to_token[1, 3] = 0  # nobody runs, nobody looks
+    hooks._after_idle(None, None)
+    assert len(rig.reported) == found
+    assert not rig.manager.owes_copy
 
 
 def test_overlap_processes_a_copy_of_the_batch(loop: Loop) -> None:

@@ -72,5 +72,5 @@ class ExpectedTokens:
 @lru_cache
 def _zeros(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """One token, and spans of length 0; nobody writes them."""
-    spans = torch.zeros(batch_size, 3, dtype=torch.int64, device=device)
+    spans = torch.zeros(batch_size, _SPAN_WORDS, dtype=torch.int64, device=device)
     return torch.zeros(1, dtype=torch.int32, device=device), spans

@@ -14,6 +14,13 @@ from sglang.srt.kv_canary.kernels import content
 from sglang.srt.kv_canary.kernels.jit import _Interpreted
 
 Range = tuple[int, int]  # first address, address behind the last byte
+# What touches memory: places of its pointers and of its mask, if it has one, among the arguments.
+ACCESSES = {
+    "masked_load": (0, 1),
+    "masked_store": (0, 2),
+    "atomic_cas": (0, None),
+    "atomic_rmw": (1, 3),
+}
 
 
 class OutOfBoundsError(Exception):
@@ -54,9 +61,9 @@ class BoundsGuard:
 
         monkeypatch.setattr(_Interpreted, "run", guarded_run)
         monkeypatch.setattr(content, "_make_launch", noted_launch)
-        for name in ("masked_load", "masked_store", "atomic_cas", "atomic_rmw"):
-            method = f"create_{name}"
-            guarded = self._guarded(getattr(interpreter_builder, method), name)
+        for what in ACCESSES:
+            method = f"create_{what}"
+            guarded = self._guarded(getattr(interpreter_builder, method), what)
             monkeypatch.setattr(interpreter_builder, method, guarded)
 
     def _enter(self, kernel: str, args: Iterable[Any]) -> None:
@@ -72,20 +79,18 @@ class BoundsGuard:
         self._ends = np.maximum.accumulate(ends) if len(ends) else ends
 
     def _guarded(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
-        place = {"masked_load": 1, "masked_store": 2, "atomic_rmw": 3}.get(what)
+        pointers, mask = ACCESSES[what]
 
         def guarded(*args: Any) -> Any:
-            pointers = args[1] if what == "atomic_rmw" else args[0]
-            active = None if place is None else args[place].data.astype(bool)
-            self._check(what, pointers, active)
+            active = slice(None) if mask is None else args[mask].data.astype(bool)
+            self._check(what, args[pointers], active)
             return original(*args)
 
         return guarded
 
-    def _check(self, what: str, pointers: Any, active: np.ndarray | None) -> None:
-        addresses = pointers.data if active is None else pointers.data[active]
+    def _check(self, what: str, pointers: Any, active: np.ndarray | slice) -> None:
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-        addresses = np.asarray(addresses, np.uint64).reshape(-1)
+        addresses = np.asarray(pointers.data[active], np.uint64).reshape(-1)
         if not addresses.size:
             return
         place = np.searchsorted(self._starts, addresses, side="right") - 1

@@ -85,10 +85,14 @@ def suspicious(words, prev_slots, positions, anchors, expected_tokens, STRIDE: t
 
 
 @jit
-def difference(words, others):
-    """Words that are not 0 in lanes whose records differ. K and V, HEAD and TAIL carry the same ones."""
+def difference(words, others, prev_slots):
+    """Words that are not 0 in lanes that differ, in their predecessors' chain too where there is a predecessor slot.
+
+    K and V, HEAD and TAIL carry the same words.
+    """
     other = (words.identity ^ others.identity) | (words.chain ^ others.chain)
-    return other | (words.writer ^ others.writer)
+    other = other | (words.writer ^ others.writer)
+    return other | tl.where(prev_slots >= 0, words.previous ^ others.previous, 0)
 
 
 @jit

@@ -139,8 +139,7 @@ def _v_prev_slot(item):
 def _suspects(item, words, v_words):
     """Lanes of block `item` that may be bad, as int32."""
     bad = suspicious(words, item.prev_slot, item.position, item.anchor, item.expected)
-    bad = bad | difference(words, v_words)
-    bad = bad | tl.where(_v_prev_slot(item) >= 0, v_words.previous ^ words.previous, 0)
+    bad = bad | difference(words, v_words, _v_prev_slot(item))
     return (item.lanes & ((bad | item.reasons) != 0)).to(tl.int32)
 
 

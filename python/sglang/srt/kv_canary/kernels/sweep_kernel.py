@@ -60,10 +60,7 @@ def _differing(records, chain_source, entries, words):
     """Words that are not 0 in lanes whose records differ from the K HEAD record, all of which fit."""
     chained_to = records if chain_source is None else chain_source
     others = load_words(records, chained_to, entries.slots, entries.prev_slots)
-    bad = difference(words, others)
-    if chain_source is None:
-        bad = bad | tl.where(entries.prev_slots >= 0, words.previous ^ others.previous, 0)
-    return bad
+    return difference(words, others, entries.prev_slots)
 
 
 @jit(do_not_specialize=["size", "num_slots", "capacity", "tag"])

@@ -72,12 +72,10 @@ class HealthCheck(StepObserver):
         self._ticks += 1
         self._unheard_steps += 1
         limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
-        if manager.armed and self._unheard_steps > limit and self._should_have_heard():
+        overdue = time.monotonic() - self._heard > 2 * self._config.copy_every_s
+        if manager.armed and self._unheard_steps > limit and overdue:
             silent, self._unheard_steps = self._unheard_steps, 0
             self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
-
-    def _should_have_heard(self) -> bool:
-        return time.monotonic() - self._heard > 2 * self._config.copy_every_s
 
     def on_idle(self, manager: CanaryManager) -> bool:
         self._ticks += 1

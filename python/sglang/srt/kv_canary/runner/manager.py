@@ -96,7 +96,7 @@ class CanaryManager:
         # A server that raises does so before it answers many more tokens.
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
-        self._uncopied = False  # something was launched behind the last copy
+        self.owes_copy = False  # something was launched behind the last copy
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
 
@@ -168,7 +168,7 @@ class CanaryManager:
             self._resync_forward_counter(launched_before)
             raise
         if step_goes_on:
-            self._uncopied = True
+            self.owes_copy = True
         else:
             self._after_forwards()
 
@@ -247,12 +247,7 @@ class CanaryManager:
         """Copy the counters, unless a copy is under way or, without `at_once`, was a moment ago."""
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
         started = self._copy.start(point, at_once)
-        self._uncopied = not started
-
-    @property
-    def owes_copy(self) -> bool:
-        """Whether the host has not yet asked for the counters of all that was launched."""
-        return self._uncopied
+        self.owes_copy = not started
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
@@ -273,10 +268,10 @@ class CanaryManager:
         The clock does not run: no step is lengthened.
         """
         attempts = FirstError()
-        self._uncopied |= self.ledger.apply() > 0
-        self._uncopied |= attempts.run(self._tell_observers, "on_idle", self) is not False
+        self.owes_copy |= self.ledger.apply() > 0
+        self.owes_copy |= attempts.run(self._tell_observers, "on_idle", self) is not False
         attempts.run(self._drain, wait=True)
-        if self._uncopied:
+        if self.owes_copy:
             self._start_copy(at_once=True)
             attempts.run(self._drain, wait=True)
         attempts.raise_first()

@@ -78,7 +78,7 @@ class _IdleClock:
 
 def _after_idle(_: Any, scheduler: Any) -> None:
     owed = any(manager.owes_copy for manager in context.managers)
-    if context.active and (_IdleClock.due() or owed):
+    if context.active and (owed or _IdleClock.due()):
         for manager in context.managers:
             manager.on_idle()
 
