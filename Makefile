@@ -23,7 +23,7 @@ SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
 READY_STAMP = $(VENV)/.stamp-ready
 # One OpenMP thread: more of them fight for the cores with the engine's own processes.
-RUN = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 $(VENV)/bin/python
+ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 
 .PHONY: help demo test lint format wheel setup clean
 .DELETE_ON_ERROR:
@@ -33,10 +33,10 @@ help:
 	@echo 'also: make setup | lint | format | wheel | clean'
 
 demo: $(READY_STAMP)
-	@$(RUN) -W ignore -m sglang.srt.kv_canary demo $(ARGS)
+	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
 
 test: $(READY_STAMP)
-	@$(RUN) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	@$(ENGINE_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY_STAMP)
 	@$(VENV)/bin/ruff check .

@@ -5,12 +5,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import kv_canary_cli
 import sglang.srt.kv_canary as package
-from sglang.srt.kv_canary.cli import COMMANDS, main
+from kv_canary_cli import COMMANDS, main
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import consts
 
@@ -27,12 +29,59 @@ def test_help_names_every_command(capsys):
     assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-command"]], ids=str)
-def test_without_a_command_says_which_there_are(argv, capsys):
+def test_without_a_command_shows_the_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["no-such-command"], ["--no-such-option"]], ids=str)
+def test_unknown_argument_is_named(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_every_command_has_a_module():
+    folder = Path(package.__file__).parent / "cli"
+    assert {command.name for command in COMMANDS} <= {path.stem for path in folder.glob("*.py")}
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"]], ids=str)
+def test_first_answers_need_no_sglang_and_warn_of_nothing(argv):
+    """Python names each module that it imports on stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-W", "always", "-m", "kv_canary_cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 0
+    assert "kv-canary" in ended.stdout
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("import time:")] == []
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "argparse" in imported
+    assert not imported & {"sglang", "torch", "numpy", "triton"}
+
+
+def test_version_names_both_distributions(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == (
+        f"kv-canary {version('sglang-kv-canary')}, sglang {version('sglang')}\n"
+    )
+
+
+def test_module_of_the_package_is_the_same_command():
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "sglang.srt.kv_canary", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("kv-canary ")
 
 
 def test_settings_name_every_flag_and_variable(capsys):
@@ -45,6 +94,7 @@ def test_settings_name_every_flag_and_variable(capsys):
 def test_without_sglang_says_what_to_install(tmp_path):
     folder = tmp_path / "sglang" / "srt" / "kv_canary"
     shutil.copytree(Path(package.__file__).parent, folder)
+    shutil.copy(kv_canary_cli.__file__, tmp_path)
     run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', 'pools']; "
     run += "runpy.run_module('sglang.srt.kv_canary', run_name='__main__', alter_sys=True)"
     ended = subprocess.run(
@@ -55,7 +105,7 @@ def test_without_sglang_says_what_to_install(tmp_path):
     )
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert "install sglang==0.5.12.post1" in ended.stderr
+    assert "install sglang-kv-canary[sglang]" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -71,7 +121,7 @@ def test_readme_tables_are_current(monkeypatch):
 
 def test_demo_catches_its_faults_and_exits_with_0():
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang.srt.kv_canary", "demo", "--requests", "40"],
+        [sys.executable, "-m", "kv_canary_cli", "demo", "--requests", "40"],
         capture_output=True,
         text=True,
         timeout=consts.PROCESS_TIMEOUT_S,

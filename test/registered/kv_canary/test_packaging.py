@@ -1,4 +1,4 @@
-"""The distribution adds two packages to SGLang's tree and touches nothing else in it.
+"""The distribution adds two packages to SGLang's tree, a command beside it, and touches nothing else in it.
 
 SGLang's packages are linked file by file into a fresh virtual environment, and pip installs into
 that: it looks like a user's site-packages, without reinstalling SGLang.
@@ -24,6 +24,7 @@ register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
 REPO = Path(__file__).resolve().parents[3]
 OUR_PACKAGES = ("sglang/srt/kv_canary", "sglang/test/kv_canary")
+COMMAND = "kv_canary_cli.py"
 DIST_INFO = "sglang_kv_canary-0.1.0.dist-info"
 
 Snapshot = dict[str, tuple[int, int]]  # path below a tree -> (size in bytes, mtime in ns)
@@ -113,7 +114,7 @@ def environment(tmp_path: Path) -> Environment:
 def test_wheel_holds_the_canary_and_nothing_else(source: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     metadata = {name for name in names if name.startswith(f"{DIST_INFO}/")}
-    assert names - metadata == _our_files(set(_snapshot(source / "python")))
+    assert names - metadata == {COMMAND} | _our_files(set(_snapshot(source / "python")))
     assert {f"{package}/__init__.py" for package in OUR_PACKAGES} <= names
     assert f"{DIST_INFO}/licenses/LICENSE" in names
 
@@ -129,6 +130,8 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert 'sglang==0.5.12.post1; extra == "sglang"' in required
     entry_points = archive.read(f"{DIST_INFO}/entry_points.txt").decode().split("\n")
     assert [line for line in entry_points if line] == [
+        "[console_scripts]",
+        "kv-canary = kv_canary_cli:main",
         "[sglang.srt.plugins]",
         "kv_canary = sglang.srt.kv_canary.plugin:register",
     ]
@@ -167,7 +170,11 @@ def test_installs_beside_an_untouched_sglang(
         "register": "sglang.srt.kv_canary.plugin",
     }
 
+    script = environment.root / "bin" / "kv-canary"
+    assert _run(str(script), "--version").startswith("kv-canary 0.1.0, sglang ")
+
     environment.pip("uninstall", "--yes", "sglang-kv-canary")
+    assert not script.exists()
     assert _snapshot(tree / "sglang") == before
 
 

@@ -1,8 +1,8 @@
-"""`python -m sglang.srt.kv_canary`."""
+"""`python -m sglang.srt.kv_canary`: the same as `kv-canary`."""
 
 import sys
 
 if __name__ == "__main__":  # scheduler processes are spawned and import this file, too
-    from sglang.srt.kv_canary.cli import main
+    from kv_canary_cli import main
 
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Which paths of SGLang the canary covers: the one list, printed by `python -m sglang.srt.kv_canary pools`."""
+"""Which paths of SGLang the canary covers: the one list, printed by `kv-canary pools`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m sglang.srt.kv_canary demo`: a clean run without an alarm, then faults that are caught and explained."""
+"""`kv-canary demo`: a clean run without an alarm, then faults that are caught and explained."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Demo:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when every fault was caught and nothing else was reported."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang.srt.kv_canary demo",
+        prog="kv-canary demo",
         description="Serve with a real SGLang engine (a tiny Llama with random weights) under the canary, then "
         "damage its KV cache and see the damage reported.",
     )

@@ -1,4 +1,4 @@
-"""`python -m sglang.srt.kv_canary pools`: what is covered, by KV pool class and by path of SGLang."""
+"""`kv-canary pools`: what is covered, by KV pool class and by path of SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH_HEADER = ("path", "status", "note")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang.srt.kv_canary pools",
+        prog="kv-canary pools",
         description="KV pools of the installed SGLang and what the canary does for each.",
     )
     parser.add_argument(

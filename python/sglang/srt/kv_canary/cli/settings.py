@@ -1,4 +1,4 @@
-"""`python -m sglang.srt.kv_canary settings`: the flags and environment variables, as the README shows them."""
+"""`kv-canary settings`: the flags and environment variables, as the README shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER: Row = ("setting", "default", "allowed", "meaning")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang.srt.kv_canary settings",
+        prog="kv-canary settings",
         description="Flags of the server and environment variables of the canary.",
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")

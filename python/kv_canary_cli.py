@@ -1,0 +1,102 @@
+"""The command `kv-canary`.
+
+It stands outside of the package `sglang`, whose import takes seconds: help and version answer without it, and the
+command keeps its name wherever the canary's modules are imported from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["COMMANDS", "main"]
+
+_COMMANDS_PACKAGE = "sglang.srt.kv_canary.cli"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The module `name` of the commands package has `main(argv) -> exit code`; it is imported only when called."""
+
+    name: str
+    help: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", "serve with a real engine under the canary, then catch injected faults"),
+    Command("pools", "what is covered, by KV pool class and by path of SGLang"),
+    Command("settings", "flags and environment variables, with defaults"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.version:
+        print(f"kv-canary {_version('sglang-kv-canary')}, sglang {_version('sglang')}")
+        return 0
+    if args.command is None:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.print_help()
+        return 0
+    return _run(args.command, rest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kv-canary",
+        description="KV-canary checks, on every forward of SGLang, that each KV slot still holds what its "
+        "reader expects.",
+        epilog="`kv-canary COMMAND --help` shows the options of a command.",
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="show the versions of KV-canary and SGLang"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in COMMANDS:
+        commands.add_parser(command.name, help=command.help, add_help=False)
+    return parser
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    _be_quiet()
+    try:
+        commands = importlib.import_module(_COMMANDS_PACKAGE)
+        problem = commands.sglang_problem()
+    except ModuleNotFoundError as error:
+        problem = (
+            f"kv-canary: {error}. SGLang cannot be imported in {sys.prefix}: install "
+            "sglang-kv-canary[sglang] into this environment (on a CPU machine: `make setup` in the project's "
+            "folder), then run this again."
+        )
+    if problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return importlib.import_module(f"{_COMMANDS_PACKAGE}.{name}").main(argv)
+
+
+def _be_quiet() -> None:
+    """SGLang's imports emit warnings that have nothing to do with the command; so do the processes that it starts."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":  # processes that a command spawns import this file, too
+    sys.exit(main())
