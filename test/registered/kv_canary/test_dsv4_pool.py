@@ -323,7 +323,7 @@ def test_a_double_free_is_one_finding_for_each_slot_and_group(device) -> None:
     assert {v.reasons for v in violations} == {("DOUBLE_FREE",)}
     for kind in COMPRESSED:
         stride = rig.group(kind).stride
-        mine = [v for v in violations if v.tag == f"HEAD_K_{kind.value}"]
+        mine = [v for v in violations if v.tag == f"FREE_{kind.value}"]
         assert sorted(v.slot for v in mine) == (slots // stride).unique().tolist()
         assert all(v.full_slot == v.slot * stride for v in mine)
 

@@ -55,7 +55,7 @@ CASES = [
     Case("padding_slot", "UNMAPPED_SLOT", STRIDED, SHARED),
     Case("never_written_slot", "NEVER_WRITTEN", STRIDED, SHARED),
     Case("free_live_slot", "USE_AFTER_FREE", STRIDED, SHARED),
-    Case("double_free", "DOUBLE_FREE", ("HEAD_K_SWA",), {"kind": "SWA"}),
+    Case("double_free", "DOUBLE_FREE", ("FREE_SWA",), {"kind": "SWA"}),
     Case("wrong_token", "WRITE_TOKEN", ("HEAD_K_SWA",), {"mode": "EXTEND", "min_prefix": 0}),
     Case("evicted_in_window", "SWA_EVICTED_IN_WINDOW", tags("HEAD TAIL", "K", "SWA"), LONG),
 ]

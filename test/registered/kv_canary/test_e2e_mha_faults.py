@@ -36,7 +36,7 @@ CASES = [
     Case("slot_out_of_range", "SLOT_OUT_OF_RANGE", HEAD, {**DECODE, "slot": -1}),
     Case("free_live_slot", "USE_AFTER_FREE", HEAD + TAIL, DECODE),
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", HEAD + TAIL, DECODE),
-    Case("double_free", "DOUBLE_FREE", ("HEAD_K_FULL",)),
+    Case("double_free", "DOUBLE_FREE", ("FREE_FULL",)),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     Case("wrong_position", "WRITE_POSITION", HEAD, EXTEND),

@@ -32,7 +32,7 @@ CASES = [
     Case("slot_out_of_range", "SLOT_OUT_OF_RANGE", HEAD, DECODE),
     Case("free_live_slot", "USE_AFTER_FREE", HEAD + TAIL, DECODE),
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", HEAD + TAIL, DECODE),
-    Case("double_free", "DOUBLE_FREE", HEAD),
+    Case("double_free", "DOUBLE_FREE", ("FREE_FULL",)),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     *record_cases("FULL", "K"),

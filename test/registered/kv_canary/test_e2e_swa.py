@@ -47,7 +47,7 @@ CASES = [
     Case("free_live_slot", "USE_AFTER_FREE", FULL, DECODE),
     Case("free_live_slot", "USE_AFTER_FREE", SWA, {**DECODE, "kind": "SWA"}),
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", SWA, {**DECODE, "kind": "SWA"}),
-    Case("double_free", "DOUBLE_FREE", ("HEAD_K_SWA",), {"kind": "SWA"}),
+    Case("double_free", "DOUBLE_FREE", ("FREE_SWA",), {"kind": "SWA"}),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     Case("stale_location", "WRITE_LOCATION", tags("HEAD", "K V", "SWA"), EXTEND),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -63,7 +61,7 @@ def test_a_violation_names_reader_writer_and_both_forwards() -> None:
     assert (violation.reader.request_id, violation.reader.forward) == ("req-1", 3)
     assert (violation.writer.request_id, violation.writer.forward) == ("req-1", 1)
     assert violation.stored_position == 7
-    assert violation.stored_content != violation.expected_content
+    assert violation.content_written != violation.content_now
 
 
 def test_use_after_free_names_the_free_and_the_writer() -> None:
@@ -319,30 +317,6 @@ def test_the_ring_is_copied_while_kernels_append_to_it() -> None:
     assert {v.expected_position for v in found} >= {9, 10}
     assert all(v.reasons == ("CHAIN",) for v in found)
     assert violations.overwritten == 0
-
-
-def test_a_full_disk_under_the_event_file_neither_stops_serving_nor_silences_reports(
-    caplog,
-) -> None:
-    rig = ManagerRig(event_file="/dev/full")
-    rig.extend(1, range(20))
-    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
-    rig.decode([1])
-    assert rig.settle() != []
-    assert "cannot write to its event file" in caplog.text
-    assert "CHAIN at HEAD_K_FULL" in caplog.text
-
-
-def test_an_event_behind_a_torn_one_gets_a_line_of_its_own(tmp_path: Path, monkeypatch) -> None:
-    sink = EventSink(str(tmp_path / "events.jsonl"), 0)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
-    sink.emit({"event": "torn"})
-    monkeypatch.undo()
-    sink.for_runner("draft").emit({"event": "whole"})
-    sink.emit({"event": "another"})
-    _, *lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["whole", "another"]
 
 
 class _CudaSlots(torch.Tensor):

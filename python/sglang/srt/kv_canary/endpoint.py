@@ -50,7 +50,9 @@ class CanaryLaunchTag:
 
     @staticmethod
     def kind_of(name: str) -> PoolKind:
-        """The pool kind in a tag's name."""
+        """The pool kind in a tag's name, or in the name that `free_tag_name` gives."""
+        if name.startswith(_FREE):
+            return PoolKind(name.removeprefix(_FREE))
         return PoolKind(name.split("_", 2)[2])
 
     @classmethod
@@ -64,6 +66,12 @@ class CanaryLaunchTag:
 
 
 NUM_TAGS = len(PoolKind) * _TAGS_PER_KIND
+_FREE = "FREE_"
+
+
+def free_tag_name(kind: PoolKind) -> str:
+    """What reports call the place of a double free: the allocator found it, no launch of a forward did."""
+    return _FREE + kind.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class EnvSetting:
         if self.path_kind == "folder":
             return "an existing folder, or empty for off"
         if self.path_kind == "file":
-            return "a file path in an existing folder, or empty for off"
+            return "the path of a regular file in an existing folder, or empty for off"
         kind = "a whole number" if self.field_type is EnvInt else "a number"
         return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
 
@@ -95,7 +95,12 @@ def _path_usable(path: str, kind: str) -> bool:
     if kind == "folder":
         return os.path.isdir(path)
     folder = os.path.dirname(os.path.abspath(path))
-    return os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
+    if not os.path.isdir(folder):
+        return False
+    # A FIFO, a device or a socket is no event file: opening it may block, and it cannot be rotated.
+    if os.path.lexists(path):
+        return os.path.isfile(path) and os.access(path, os.W_OK)
+    return os.access(folder, os.W_OK)
 
 
 SETTINGS: tuple[EnvSetting, ...] = (
@@ -138,7 +143,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "LOG_EVERY_S",
         EnvFloat,
         1.0,
-        "Least seconds between two log lines about violations; events are never limited.",
+        "Seconds of an interval in which at most 20 causes of violations are named in the log; the others wait for "
+        "the next ones.",
         minimum=0,
     ),
     EnvSetting(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
@@ -20,6 +21,7 @@ from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang.srt.kv_canary.runner.violation import decode_row
 from sglang.srt.kv_canary.wiring.swa_location import translated_once
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -88,9 +90,9 @@ class ManagerRig:
         self.manager.mark_init_finished()
 
     def _collect(self, original: Any) -> Any:
-        def log_or_raise_violation(violations: list[Any]) -> None:
-            self.reported += violations
-            original(violations)
+        def log_or_raise_violation(rows: np.ndarray, recorder: FlightRecorder) -> None:
+            self.reported += [decode_row(row, recorder) for row in rows]
+            original(rows, recorder)
 
         return log_or_raise_violation
 

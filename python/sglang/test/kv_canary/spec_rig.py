@@ -20,7 +20,7 @@ from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang.srt.kv_canary.runner.violation import Violation
+from sglang.srt.kv_canary.runner.violation import Violation, decode_row
 from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
 from sglang.srt.kv_canary.wiring import speculative
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
@@ -110,8 +110,8 @@ class SpecRig:
             EventSink("", 0).for_runner(role),
             num_single_forwards=self.shape.inner_draft_forwards if is_draft else 1,
         )
-        manager.violations._reporter.log_or_raise_violation = lambda found: self.reported.extend(
-            (role, violation) for violation in found
+        manager.violations._reporter.log_or_raise_violation = lambda rows, recorder: (
+            self.reported.extend((role, decode_row(row, recorder)) for row in rows)
         )
         return manager
 

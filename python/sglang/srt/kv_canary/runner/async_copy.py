@@ -67,6 +67,11 @@ class DelayedDeviceHostHandler:
         self._least_seconds = least_seconds
         self._not_before = 0.0
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a copy is under way, or has not been handed over."""
+        return self._pending is not None
+
     def start(self, context: Any, at_once: bool = False) -> bool:
         """Start a copy unless one is under way or, without `at_once`, the last one is too fresh.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,6 +260,7 @@ class CanaryManager:
         attempts.run(self._copy.deliver, wait=wait)
         if self.violations.busy:
             attempts.run(self.violations.step, wait=wait)
+        attempts.run(self.violations.name_waiting, idle=wait)
         attempts.raise_first()
 
     def on_idle(self) -> None:
@@ -275,6 +277,31 @@ class CanaryManager:
             self._start_copy(at_once=True)
             attempts.run(self._drain, wait=True)
         attempts.raise_first()
+
+    def finish(self, timeout_s: float) -> None:
+        """The process ends: fetch what the device has found, for `timeout_s` at most, and name all of it.
+
+        May be called again.
+        """
+        deadline = time.monotonic() + timeout_s
+        attempts = FirstError()
+        attempts.run(
+            self._await_copies, deadline
+        )  # one under way may have missed the last findings
+        attempts.run(self._start_copy, at_once=True)
+        attempts.run(self._await_copies, deadline)
+        attempts.run(self.violations.finish)
+        attempts.raise_first()
+
+    def _await_copies(self, deadline: float) -> None:
+        """Hand over all copies that arrive until `deadline`; a device that hangs must not keep the process."""
+        while True:
+            self._drain()
+            if not (self._copy.is_pending or self.violations.is_fetching):
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
         summary = Summary.from_host(host[0], point, self.forward_ct)

@@ -1,15 +1,19 @@
-"""One violation as the host knows it, and how a person reads it."""
+"""One finding (a row of the violation ring) as the host knows it, and how a person reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side, free_tag_name
 from sglang.srt.kv_canary.record import REASON_HELP, Column, Mode, Reason, State
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.runner.safe_text import safe_text
+
+MAX_REQUEST_ID = 1024  # characters of a request id in an event
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +27,29 @@ class Actor:
     step: int | None
 
     def text(self) -> str:
-        who = f'request "{self.request_id}"' if self.request_id else "a request not on record"
+        who = (
+            f'request "{safe_text(self.request_id)}"'
+            if self.request_id
+            else "a request not on record"
+        )
         if self.row == 0:
             who = "no request"
         step = "" if self.step is None else f", step {self.step}"
         return f"{who} (row {self.row}), forward {self.forward} ({self.mode}{step})"
 
     def as_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.__slots__}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        if self.request_id is not None:
+            values["request_id"] = self.request_id[:MAX_REQUEST_ID]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One row of the violation ring, resolved. Values that the check does not know are None."""
 
-    sequence: int
-    tag: str
+    sequence: int  # of the device
+    tag: str  # launch tag; FREE_FULL and the like where the allocator found it
     reasons: tuple[str, ...]
     slot: int | None
     full_slot: int | None
@@ -49,31 +60,15 @@ class Violation:
     stored_token: int | None
     expected_chain: int | None
     stored_chain: int | None
-    expected_content: int | None
-    stored_content: int | None
+    content_written: int | None  # fingerprint of the bytes as they were written
+    content_now: int | None  # and as they are
     reader: Actor
     writer: Actor | None
     freed: Actor | None
     state: str | None  # of the record; None where the check did not read one
     # Where attention stores a new token, in the slot space of `slot`
     attention_slot: int | None = None
-
-    @property
-    def key(self) -> tuple:
-        """Equal for repeated findings of the same fault by the same reader.
-
-        A slot that was written or freed since is another fault: the sweep and the allocator have no request id.
-        """
-        return (
-            self.tag,
-            self.reasons,
-            self.slot,
-            self.full_slot,
-            self.reader.row,
-            self.reader.request_id,
-            self.writer and self.writer.forward,
-            self.freed and self.freed.forward,
-        )
+    cause: int | None = None  # number of the cause that the reporter has folded it into
 
     @property
     def token_field(self) -> str:
@@ -87,22 +82,30 @@ class Violation:
             value = getattr(self, name)
             if isinstance(value, Actor):
                 value = value.as_dict()
-            elif name.endswith(("_chain", "_content")) and value is not None:
+            elif name in _HASHES and value is not None:
                 value = _hex(value)
             event[name] = list(value) if isinstance(value, tuple) else value
+        for old, new in _OLD_NAMES.items():
+            event[old] = event[new]
         event["token_field"] = self.token_field
         return event
 
     @classmethod
     def from_event(cls, event: dict) -> Violation:
-        """The inverse of `as_event`; what the event sink adds is ignored."""
+        """The inverse of `as_event`, also for events of schema 1; what the event sink adds is ignored."""
+        event = {**{new: event[old] for old, new in _OLD_NAMES.items() if old in event}, **event}
         values = {name: event[name] for name in cls.__slots__ if name in event}
         for name, value in values.items():
             if name in ("reader", "writer", "freed"):
                 values[name] = None if value is None else Actor(**value)
-            elif name.endswith(("_chain", "_content")) and value is not None:
+            elif name in _HASHES and value is not None:
                 values[name] = record.to_signed64(int(value, 16))
         return cls(**{**values, "reasons": tuple(values["reasons"])})
+
+
+_HASHES = frozenset({"expected_chain", "stored_chain", "content_written", "content_now"})
+# Names of schema 1, which schema 2 has beside the new ones
+_OLD_NAMES = {"expected_content": "content_now", "stored_content": "content_written"}
 
 
 def _known(value: int) -> int | None:
@@ -121,7 +124,13 @@ def _actor(word: int, recorder: FlightRecorder) -> tuple[Actor, int]:
     return Actor(forward, row, name, recorder.request_id(forward, row), step), state
 
 
-def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
+def tag_name(tag_id: int, reasons: int) -> str:
+    """Where a row was found. Double frees have the id of a forward's tag, and no forward found them."""
+    tag = CanaryLaunchTag.from_id(tag_id)
+    return free_tag_name(tag.kind) if reasons & Reason.DOUBLE_FREE else tag.name
+
+
+def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     """The violation of one ring row, int64[len(Column)] on the host."""
     values = dict(zip(Column, row.tolist(), strict=True))
     reader_forward, reader_row = values[Column.READER_FORWARD], values[Column.READER_ROW]
@@ -145,7 +154,7 @@ def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
             freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)[0]
     return Violation(
         sequence=values[Column.SEQUENCE],
-        tag=CanaryLaunchTag.from_id(values[Column.TAG]).name,
+        tag=tag_name(values[Column.TAG], values[Column.REASONS]),
         reasons=tuple(r.name for r in Reason if values[Column.REASONS] & r),
         slot=_known(values[Column.SLOT]),
         full_slot=_known(values[Column.FULL_SLOT]),
@@ -156,8 +165,8 @@ def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
         stored_token=_known(values[Column.STORED_TOKEN]),
         expected_chain=_known(values[Column.EXPECTED_CHAIN]),
         stored_chain=_known(values[Column.STORED_CHAIN]),
-        expected_content=_known(values[Column.EXPECTED_CONTENT]),
-        stored_content=_known(values[Column.STORED_CONTENT]),
+        content_written=_known(values[Column.STORED_CONTENT]),
+        content_now=_known(values[Column.EXPECTED_CONTENT]),
         reader=reader,
         writer=writer,
         freed=freed,
@@ -166,18 +175,28 @@ def decode_row(row: torch.Tensor, recorder: FlightRecorder) -> Violation:
     )
 
 
-def render(violation: Violation) -> str:
-    """The violation as a person wants to read it, several lines."""
+def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str] = ()) -> str:
+    """The violation as a person wants to read it, several lines.
+
+    `seen_at` and `other_readers`: what else was found of its cause.
+    """
     v = violation
     where = f"slot {v.slot}" if v.slot is not None else "no readable slot"
     if v.full_slot not in (None, v.slot):
         where += f" (full slot {v.full_slot})"
     if v.expected_position is not None:
         where += f", position {v.expected_position} of its reader"
-    lines = [f"kv-canary violation #{v.sequence}: {' + '.join(v.reasons)} at {v.tag}, {where}"]
+    number = "" if v.cause is None else f" #{v.cause}"
+    place = f"at {v.tag}, {where}"
+    if Reason.DOUBLE_FREE.name in v.reasons:
+        place = f"by the allocator, {where} of {CanaryLaunchTag.kind_of(v.tag).value}"
+    lines = [f"kv-canary violation{number}: {' + '.join(v.reasons)} {place}"]
+    if seen_at:
+        lines.append(f"  seen at    {seen_at}")
     lines += [f"  what       {REASON_HELP[Reason[name]]}" for name in v.reasons]
     lines += _differences(v)
     lines.append(_finder(v))
+    lines += [f"             {reader}" for reader in other_readers]
     if v.writer is not None:
         lines.append(f"  written by {v.writer.text()}")
     if v.freed is not None:
@@ -213,9 +232,9 @@ def _differences(v: Violation) -> list[str]:
         lines.append(
             "  fold       of the chain over the tokens that the slot stands for: no token id"
         )
-    if v.expected_content is not None and v.stored_content is not None:
+    if v.content_written is not None and v.content_now is not None:
         lines.append(
-            f"  content    written {_hex(v.stored_content)}, now {_hex(v.expected_content)}"
+            f"  content    written {_hex(v.content_written)}, now {_hex(v.content_now)}"
             f" (position {v.stored_position}, {v.token_field} {v.stored_token})"
         )
     return lines

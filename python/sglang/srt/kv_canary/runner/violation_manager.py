@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
+import numpy as np
 import torch
 
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
-from sglang.srt.kv_canary.record import Column, Reason, unpack_writer
+from sglang.srt.kv_canary.record import VIOLATION_COLUMNS, Column, Reason, unpack_writer
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.violation import decode_row
+from sglang.srt.kv_canary.runner.violation import tag_name
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.state import ViolationLog
+
+logger = logging.getLogger(__name__)
 
 # The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
 # sees 0. A chunk of the row itself may have its slots unmapped, or mapped anew for others, between the translation
 # that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+_NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
 MAX_UNSEEDED = 65536  # SWA and compressed records remembered whose chain had nothing to start from
 
 
@@ -36,7 +41,7 @@ class ViolationManager:
         self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken over from the ring
-        self._unsettled: list[torch.Tensor] = []
+        self._unsettled = _NO_ROWS
         # (kind, slot, writer word), oldest first
         self._unseeded: dict[tuple[int, int, int], None] = {}
         self.reported = 0
@@ -52,7 +57,12 @@ class ViolationManager:
     @property
     def busy(self) -> bool:
         """Whether rows wait to be fetched or to be settled."""
-        return self._fetched < self._seen_total or bool(self._unsettled)
+        return self._fetched < self._seen_total or len(self._unsettled) > 0
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether rows are on their way to the host."""
+        return self._fetched < self._seen_total or self._copy.is_pending
 
     def step(self, wait: bool = False) -> None:
         """Fetch what is new and report what is settled. Raises CanaryViolationError in RAISE mode."""
@@ -62,35 +72,54 @@ class ViolationManager:
             self._copy.deliver(wait=wait)
         self._settle()
 
+    def name_waiting(self, idle: bool) -> None:
+        """Name causes whose turn in the log has come."""
+        self._reporter.name_waiting(idle)
+
+    def finish(self) -> None:
+        """The process ends: name every cause that waits, and say what was not settled."""
+        if len(self._unsettled):
+            logger.warning(
+                "kv-canary: findings not reported, because the process ends before their forwards' results are in: %d",
+                len(self._unsettled),
+            )
+        self._reporter.name_all()
+
     def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
-        total, rows, later_total = int(host[0]), host[1], int(host[2])
+        total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
         first = max(self._fetched, later_total - rows.shape[0])
-        self.overwritten += first - self._fetched
-        for sequence in range(first, total):
-            row = rows[sequence % rows.shape[0]]
-            if int(row[Column.SEQUENCE]) == sequence:
-                self._unsettled.append(row.clone())
-            else:
-                self.overwritten += 1
+        sequences = np.arange(first, total)
+        fetched = rows[sequences % rows.shape[0]]
+        is_there = fetched[:, Column.SEQUENCE] == sequences
+        self.overwritten += first - self._fetched + int((~is_there).sum())
+        self._unsettled = np.concatenate([self._unsettled, fetched[is_there]])
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
 
     def _settle(self) -> None:
-        waiting, settled = [], []
-        for row in self._unsettled:
-            known = self._recorder.is_settled(int(row[Column.READER_FORWARD]))
-            (settled if known else waiting).append(row)
-        self._unsettled = waiting
-        violations = [decode_row(row, self._recorder) for row in settled if not self._is_moot(row)]
-        for violation in violations:
-            self.by_tag[violation.tag] += 1
-            for reason in violation.reasons:
-                self.by_tag_and_reason[violation.tag, reason] += 1
-        self.reported += len(violations)
-        if violations:
-            self._reporter.log_or_raise_violation(violations)
+        if not len(self._unsettled):
+            return
+        forwards = self._unsettled[:, Column.READER_FORWARD].tolist()
+        settled = np.array([self._recorder.is_settled(forward) for forward in forwards])
+        rows, self._unsettled = self._unsettled[settled], self._unsettled[~settled]
+        rows = rows[np.array([not self._is_moot(row) for row in rows], dtype=bool)]
+        self.reported += len(rows)
+        self._count(rows)
+        if len(rows):
+            self._reporter.log_or_raise_violation(rows, self._recorder)
 
-    def _is_moot(self, row: torch.Tensor) -> bool:
+    def _count(self, rows: np.ndarray) -> None:
+        pairs = (rows[:, Column.TAG] << 32) | rows[:, Column.REASONS]
+        found, counts = np.unique(pairs, return_counts=True)
+        for pair, count in zip(found.tolist(), counts.tolist(), strict=True):
+            tag_id, reasons = pair >> 32, pair & 0xFFFFFFFF
+            tag = tag_name(tag_id, reasons)
+            self.by_tag[tag] += count
+            for reason in Reason:
+                if reasons & reason:
+                    self.by_tag_and_reason[tag, reason.name] += count
+
+    def _is_moot(self, row: np.ndarray) -> bool:
         forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])
         moot = self._recorder.is_moot(forward, reader)
         if int(row[Column.REASONS]) in _SEEN_OF_A_REWRITTEN_ROW:
@@ -99,7 +128,7 @@ class ViolationManager:
         self.moot += moot
         return moot
 
-    def _has_no_seed(self, row: torch.Tensor) -> bool:
+    def _has_no_seed(self, row: np.ndarray) -> bool:
         """Whether an SWA chain starts anew because its writer may have met that same unmapped moment.
 
         Its predecessor was unreadable then, so the chain that it wrote fits nothing; later readers of the same
