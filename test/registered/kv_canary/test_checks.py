@@ -216,15 +216,71 @@ def test_a_flush_frees_every_slot(scene):
     assert {v.values["writer"] for v in found} == {cleared}
 
 
+# Of each field of the writer word: its first and its last bit
+WRITER_BITS = {
+    "forward": (0, 31),
+    "row": (32, 51),
+    "mode": (52, 55),
+    "check": (56, 59),
+    "state": (60, 61, 62, 63),
+}
+EACH_WRITER_BIT = pytest.mark.parametrize(
+    "bit",
+    [bit for bits in WRITER_BITS.values() for bit in bits],
+    ids=[f"{field} bit {bit}" for field, bits in WRITER_BITS.items() for bit in bits],
+)
+
+
 @fires(Reason.BAD_STATE)
+@EACH_WRITER_BIT
 @pytest.mark.parametrize("side", READS)
-def test_a_damaged_state(scene, side):
+def test_a_damaged_writer_word(mha, side, bit):
+    mha.prefill(1, [5, 6, 8])
+    slot = mha.slot(1, 2)
+    assert_clean(mha.decode(1))
+    half = "K" if side == "HEAD" else "V"  # V's words are compared with K's
+    mha.flip_record(mha.full, half, side, slot, record.WORD_WRITER, bit)
+    found = mha.prefill(1, [], content=False)
+    assert_violation(found, Reason.BAD_STATE, [f"{side}_{half}_FULL"], slot=slot, stored_token=8)
+
+
+@fires(Reason.BAD_STATE)
+@pytest.mark.parametrize("event", ["free", "reallocate"])
+def test_a_damaged_writer_word_is_not_trusted_about_frees(scene, event):
+    """What looks freed or handed out, but does not fit its check nibble, is damage and no use after free."""
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 2)
+    state = {"free": State.FREED, "reallocate": State.ALLOCATED}[event]
+    word = record.pack_writer(1, 1, Mode.EXTEND, State.LIVE) ^ ((state ^ State.LIVE) << 60)
+    scene.full.group.k_head[slot, record.WORD_WRITER] = word
+    found = scene.prefill(1, [], content=False)
+    assert_violation(found, Reason.BAD_STATE, ["HEAD_K_FULL"], slot=slot, last_writer=0)
+
+
+@fires(Reason.BAD_STATE)
+@pytest.mark.parametrize("mode", [len(Mode), 15])
+def test_a_launch_of_no_kind(scene, mode):
+    """The check nibble fits, the mode is none."""
     scene.prefill(1, [5, 6, 8])
     slot = scene.slot(1, 2)
     assert_clean(scene.decode(1))
-    scene.flip_record(scene.full, "K", side, slot, record.WORD_WRITER, 63)
+    word = record.pack_writer(1, 1, mode, State.LIVE)
+    scene.full.group.k_tail[slot, record.WORD_WRITER] = word
     found = scene.prefill(1, [], content=False)
-    assert_violation(found, Reason.BAD_STATE, [f"{side}_K_FULL"], slot=slot, stored_token=8)
+    assert_violation(found, Reason.BAD_STATE, ["TAIL_K_FULL"], slot=slot)
+
+
+def test_a_damaged_record_that_is_freed_and_written_again_is_clean(scene):
+    scene.prefill(1, [5, 6, 8])
+    slots = scene.table[1][:3]
+    for slot, bit in zip(slots, (0, 52, 61), strict=True):
+        scene.flip_record(scene.full, "K", "HEAD", slot, record.WORD_WRITER, bit)
+    assert_clean(scene.free(slots))
+    assert_clean(scene.reallocate(slots))
+    scene.table[2][:3] = slots
+    assert_clean(scene.forward(2, 0, [9, 9, 4], slots))
+    scene.lengths[2] = 3
+    assert_clean(scene.decode(2))
 
 
 # -- who is in the slot ----------------------------------------------------------------------------------------
@@ -748,15 +804,34 @@ def test_a_draft_token_behind_another_parent(scene):
     )
 
 
-def test_a_slot_that_the_draft_model_left_unfilled_is_silent(scene):
+def test_a_slot_that_the_draft_model_left_unfilled_is_silent(backend):
+    scene = Scene(WorldSpec(has_draft=True), backend)
+    draft = scene.groups[1]
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 1)
+    scene.event(SlotEventKind.UNFILL, [slot], draft)
+    assert_clean(scene.decode(1))
+    scene.sweep(scene.walk(1), draft)
+    assert_clean(scene.take_violations())
+    assert_clean(scene.free([slot], draft))
+    tags = [f"{side}_{half}_INDEXER" for side in READS for half in "KV"]
+    assert_violation(scene.decode(1), Reason.USE_AFTER_FREE, tags, slot=slot, last_writer=0)
+
+
+@fires(Reason.BAD_STATE)
+@pytest.mark.parametrize("swept", [False, True], ids=["forward", "sweep"])
+def test_an_unfilled_slot_of_a_target_pool(backend, swept):
+    """Only draft models leave slots unfilled: elsewhere the state would hide whatever else is wrong with the record."""
+    scene = Scene(WorldSpec(has_draft=True), backend)
     scene.prefill(1, [5, 6, 8])
     slot = scene.slot(1, 1)
     scene.event(SlotEventKind.UNFILL, [slot], scene.full)
-    assert_clean(scene.decode(1))
-    assert_clean(scene.free([slot]))
-    assert_violation(
-        scene.decode(1), Reason.USE_AFTER_FREE, scene.tags(*READS), slot=slot, last_writer=0
-    )
+    if swept:
+        scene.sweep(scene.walk(1), scene.full)
+        found, tags = scene.take_violations(), ["SWEEP_K_FULL", "SWEEP_V_FULL"] * 2
+    else:
+        found, tags = scene.decode(1), [f"{side}_{half}_FULL" for side in READS for half in "KV"]
+    assert_violation(found, Reason.BAD_STATE, tags, slot=slot)
 
 
 def test_chains_of_a_draft_pool_step_from_the_targets(backend):

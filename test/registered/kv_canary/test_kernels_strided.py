@@ -179,7 +179,8 @@ def test_clean_twin(backend):
         (record.WORD_IDENTITY, 32, Reason.POSITION, [1]),
         (record.WORD_CHAIN, 0, Reason.CHAIN, [1, 2]),
         (record.WORD_CHAIN, 63, Reason.CHAIN, [1, 2]),
-        (record.WORD_WRITER, 60, Reason.NEVER_WRITTEN, [1]),
+        (record.WORD_WRITER, 60, Reason.BAD_STATE, [1]),
+        (record.WORD_WRITER, 5, Reason.BAD_STATE, [1]),
         (record.WORD_WRITER, 62, Reason.BAD_STATE, [1]),
     ],
 )

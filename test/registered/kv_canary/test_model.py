@@ -171,26 +171,27 @@ flips = st.builds(
     word=st.integers(0, RECORD_WORDS - 1),
     bit=st.integers(0, 63),
 )
-state_flips = st.builds(
+writer_flips = st.builds(
     FlipRecord,
     group=small,
     half=small,
     side=small,
     slot=number,
     word=st.just(WORD_WRITER),
-    bit=st.integers(60, 63),
+    bit=st.one_of(st.integers(52, 63), st.integers(0, 63)),
 )
 content_flips = st.builds(
     FlipContent, group=small, half=small, source=small, slot=number, byte=number, bit=small
 )
 aliases = st.builds(Alias, row=small, position=number, value=number, kind=small)
 remaps = st.builds(Remap, slot=number, value=number, kind=small)
-damage = st.one_of(flips, state_flips, content_flips, aliases, remaps)
+damage = st.one_of(flips, writer_flips, content_flips, aliases, remaps)
 
 
-def events(*kinds: SlotEventKind):
+def events(*kinds: SlotEventKind, careless: bool = False):
     slots = st.lists(number, min_size=1, max_size=6).map(tuple)
-    return st.builds(AllocatorEvent, slots=slots, group=small, event=st.sampled_from(kinds))
+    event, how = st.sampled_from(kinds), st.just(careless)
+    return st.builds(AllocatorEvent, slots=slots, group=small, event=event, careless=how)
 
 
 odd_entries = st.lists(st.tuples(small, st.one_of(small, number)), max_size=3).map(tuple)
@@ -207,6 +208,7 @@ calm = {
 trouble = {
     damage: 8,
     events(SlotEventKind.FREE, SlotEventKind.ALLOC): 2,
+    events(SlotEventKind.UNFILL, careless=True): 1,
     st.builds(Release, row=small, careless=st.just(True)): 1,
     st.builds(Evict, row=small, careless=st.just(True)): 1,
     st.builds(Move, row=small, position=number, careless=st.just(True)): 1,

@@ -151,11 +151,15 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """The records are told of slots, mostly held ones, that nobody freed or allocated; the mapping stays."""
+    """The records are told of slots, mostly held ones, that nobody freed or allocated; the mapping stays.
+
+    `careless`: slots of a pool that has no draft model are unfilled too.
+    """
 
     slots: tuple[int, ...]
     group: int = 0
     event: SlotEventKind = SlotEventKind.FREE
+    careless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +410,8 @@ class History:
 
     def _do_allocator_event(self, op: AllocatorEvent) -> None:
         g, model = self._group(op.group)
+        if op.event is SlotEventKind.UNFILL and not (model.chain_source or op.careless):
+            return
         stride = model.stride
         span = (model.num_slots + 3) * stride  # the last ones lie outside
         slots = [

@@ -159,6 +159,11 @@ class Record:
 
     @property
     def state(self) -> int:
+        """DAMAGED where the canary writes no such word."""
+        if self.writer == 0:
+            return State.NEVER_WRITTEN
+        if not record.is_writer_intact(self.writer):
+            return record.DAMAGED
         return record.unpack_writer(self.writer)[3]
 
     @property
@@ -190,7 +195,6 @@ STATE_REASONS = {
     State.LIVE: NO_REASON,
     State.FREED: Reason.USE_AFTER_FREE,
     State.ALLOCATED: Reason.UNWRITTEN_SINCE_ALLOC,
-    State.UNFILLED: NO_REASON,  # nothing is known of it
 }
 
 
@@ -382,7 +386,7 @@ class Oracle:
             group.chains(records),
             slot,
             unreadable,
-            group.stride,
+            group,
             tag=tag,
             full_slot=full_slot,
             prev_slot=self._previous(request, position, group),
@@ -409,7 +413,7 @@ class Oracle:
         chains: RecordTable,
         slot: int | None,
         unreadable: Reason,
-        stride: int = 1,
+        group: GroupModel,
         *,
         prev_slot: int,
         expected_position: int,
@@ -418,6 +422,7 @@ class Oracle:
         **reader: int,
     ) -> None:
         """Every check of one slot that is read."""
+        stride = group.stride
         expected = {
             "prev_slot": prev_slot,
             "expected_position": expected_position,
@@ -436,6 +441,8 @@ class Oracle:
             expected["expected_token"] = record.chain_fold(stored.chain, previous, stride)
             wrong_chain = expected["expected_token"] != stored.token
         reasons = STATE_REASONS.get(stored.state, Reason.BAD_STATE)
+        if stored.state == State.UNFILLED and group.chain_source is not None:
+            reasons = NO_REASON  # of a draft pool: nothing is known of it
         if stored.state == State.LIVE:
             if stored.position != expected_position:
                 reasons |= Reason.POSITION
@@ -715,7 +722,7 @@ class Oracle:
             group.chains(records),
             entry.slot if inside else None,
             NO_REASON if inside else Reason.SLOT_OUT_OF_RANGE,
-            group.stride,
+            group,
             tag=tag,
             full_slot=entry.slot,
             prev_slot=prev_slot,
@@ -804,9 +811,9 @@ class Oracle:
         """The record keeps its last writer in the content word; a first free is not overwritten by a second."""
         for records in group.records.values():
             stored = records[slot]
-            if stored.state == State.LIVE:
+            if stored.state in (State.LIVE, record.DAMAGED):
                 stored.content = stored.writer
-            if stored.state in (State.LIVE, State.ALLOCATED, State.UNFILLED):
+            if stored.state not in (State.NEVER_WRITTEN, State.FREED):
                 stored.set_writer(self.done, 0, mode, State.FREED)
 
     def copy(self, sources: list[int], targets: list[int], group: GroupModel) -> None:

@@ -28,9 +28,11 @@ from sglang.srt.kv_canary.kernels.device_record import (
     append_rows,
     mix64,
     position_of,
+    raw_state,
     state_of,
     state_reasons,
     token_of,
+    writer_damage,
 )
 from sglang.srt.kv_canary.kernels.jit import jit, sum_of
 
@@ -66,7 +68,15 @@ def load_words(records, chained_to, slots, prev_slots):
 
 
 @jit
-def suspicious(words, prev_slots, positions, anchors, expected_tokens, STRIDE: tl.constexpr = 1):
+def suspicious(
+    words,
+    prev_slots,
+    positions,
+    anchors,
+    expected_tokens,
+    UNFILLS: tl.constexpr,
+    STRIDE: tl.constexpr = 1,
+):
     """Words that are not 0 in lanes that may be bad, by their `words`; the rest as in `report_lanes`.
 
     A predecessor that is not live counts as readable here: if the chain fits it all the same, nothing is wrong.
@@ -76,12 +86,14 @@ def suspicious(words, prev_slots, positions, anchors, expected_tokens, STRIDE: t
         broken = words.chain ^ (previous * MULTIPLIER + mix64(words.identity))
     else:
         broken = token_of(words.identity) ^ chain_fold(words.chain, previous, STRIDE)
-    state = state_of(words.writer)
+    state = raw_state(words.writer)
     bad = (state ^ LIVE) | (position_of(words.identity) ^ positions)
     bad = bad | tl.where(prev_slots < PREV_ANCHOR, 0, broken)
     wrong = token_of(words.identity) ^ expected_tokens
     bad = bad | tl.where(expected_tokens == UNKNOWN, 0, wrong)
-    return tl.where(state == UNFILLED, 0, bad)
+    if UNFILLS:
+        bad = tl.where(state == UNFILLED, 0, bad)
+    return bad | writer_damage(words.writer)
 
 
 @jit
@@ -110,12 +122,14 @@ def report_lanes(
     expected_tokens,
     rows,
     lane_reasons,
+    UNFILLS: tl.constexpr,
     STRIDE: tl.constexpr = 1,
 ):
     """Check `lanes` exactly and append what fails.
 
     `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
-    (int32) are not read. With a stride the rows' tokens are folds of chains (`record.chain_fold`).
+    (int32) are not read. UNFILLS: the pool's records may be unfilled. With a stride the rows' tokens are folds of
+    chains (`record.chain_fold`).
     """
     readable = lanes & (lane_reasons == 0)
     words = records + tl.where(readable, slots, 0) * WORDS
@@ -141,7 +155,7 @@ def report_lanes(
         wrong_chain = chained & (token_of(identity) != fold)
 
     state = state_of(writer)
-    not_live = state_reasons(state)
+    not_live = state_reasons(state, UNFILLS)
     reasons = tl.where(position_of(identity) != positions, BAD_POSITION, 0)
     wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
     reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)

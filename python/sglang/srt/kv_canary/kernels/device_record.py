@@ -9,7 +9,7 @@ import triton.language as tl
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.endpoint import HALVES
 from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, sum_of
-from sglang.srt.kv_canary.record import Column, Reason, State
+from sglang.srt.kv_canary.record import Column, Mode, Reason, State
 from sglang.srt.kv_canary.state import HEADER_WORDS, NUM_COUNTERS, Counter, Header
 
 WORDS = tl.constexpr(record.RECORD_WORDS)
@@ -20,14 +20,21 @@ WRITER = tl.constexpr(record.WORD_WRITER)
 ROW_SHIFT = tl.constexpr(record.WRITER_ROW_SHIFT)
 ROW_MASK = tl.constexpr(record.WRITER_ROW_MASK)
 MODE_SHIFT = tl.constexpr(record.WRITER_MODE_SHIFT)
+MODE_MASK = tl.constexpr(record.WRITER_MODE_MASK)
+LAST_MODE = tl.constexpr(len(Mode) - 1)
+CHECK_SHIFT = tl.constexpr(record.WRITER_CHECK_SHIFT)
 STATE_SHIFT = tl.constexpr(record.WRITER_STATE_SHIFT)
 FORWARD_MASK = tl.constexpr(record.FORWARD_MASK)
+NIBBLES = tl.constexpr(record.WRITER_NIBBLES)
+FREED_TO_ALLOCATED = tl.constexpr(record.to_signed64(record.FREED_TO_ALLOCATED))
 
 NEVER_WRITTEN = tl.constexpr(int(State.NEVER_WRITTEN))
 LIVE = tl.constexpr(int(State.LIVE))
 FREED = tl.constexpr(int(State.FREED))
 ALLOCATED = tl.constexpr(int(State.ALLOCATED))
 UNFILLED = tl.constexpr(int(State.UNFILLED))
+LAST_STATE = tl.constexpr(len(State) - 1)
+DAMAGED = tl.constexpr(record.DAMAGED)
 
 UNKNOWN = tl.constexpr(record.UNKNOWN)
 PREV_ANCHOR = tl.constexpr(record.PREV_ANCHOR)
@@ -121,24 +128,58 @@ def position_of(identity):
 
 
 @jit
-def state_of(writer):
+def _nibbles_off(writer):
+    """What the check nibble of a writer word is off by; 0 in words that the canary writes. int32."""
+    folded = (writer ^ (writer >> 32)).to(tl.int32)
+    folded = folded ^ (folded >> 16)
+    folded = folded ^ (folded >> 8)
+    return ((folded ^ (folded >> 4)) & 15) ^ NIBBLES
+
+
+@jit
+def raw_state(writer):
+    """The state field, which may be damaged."""
     return (writer >> STATE_SHIFT) & 15
+
+
+@jit
+def writer_damage(writer):
+    """0 (int32) where check nibble and mode of a writer word are as the canary writes them."""
+    mode = (writer >> MODE_SHIFT).to(tl.int32) & MODE_MASK
+    return _nibbles_off(writer) | (mode > LAST_MODE).to(tl.int32)
+
+
+@jit
+def state_of(writer):
+    """State of a record: DAMAGED where the writer word is not one that the canary writes, nor 0."""
+    state = raw_state(writer)
+    known = (writer_damage(writer) == 0) & (state > NEVER_WRITTEN) & (state <= LAST_STATE)
+    return tl.where(writer == 0, NEVER_WRITTEN, tl.where(known, state, DAMAGED))
+
+
+@jit
+def pack_writer(forward, row, mode, state):
+    """`record.pack_writer` of int64 values."""
+    word = (forward & FORWARD_MASK) | ((mode & MODE_MASK) << MODE_SHIFT)
+    word = word | ((row & ROW_MASK) << ROW_SHIFT) | (state << STATE_SHIFT)
+    return word | (_nibbles_off(word).to(tl.int64) << CHECK_SHIFT)
 
 
 @jit
 def writer_word(forward, row, mode):
     """Word 3 of a record that `forward` writes."""
-    head = (forward & FORWARD_MASK) | (mode.to(tl.int64) << MODE_SHIFT)
-    return head | ((row.to(tl.int64) & ROW_MASK) << ROW_SHIFT) | (LIVE << STATE_SHIFT)
+    return pack_writer(forward, row.to(tl.int64), mode.to(tl.int64), LIVE)
 
 
 @jit
-def state_reasons(state):
-    """Reason bits (int32) of a record state; 0 for live, and for unfilled, which nothing is known of."""
+def state_reasons(state, UNFILLS: tl.constexpr):
+    """Reason bits (int32) of a record state; 0 for live. UNFILLS: for unfilled too, which nothing is known of."""
     reasons = tl.where(state == NEVER_WRITTEN, BAD_NEVER_WRITTEN, BAD_STATE)
     reasons = tl.where(state == FREED, BAD_FREED, reasons)
     reasons = tl.where(state == ALLOCATED, BAD_ALLOCATED, reasons)
-    return tl.where((state == LIVE) | (state == UNFILLED), 0, reasons)
+    if UNFILLS:
+        reasons = tl.where(state == UNFILLED, 0, reasons)
+    return tl.where(state == LIVE, 0, reasons)
 
 
 class Space(NamedTuple):

@@ -136,9 +136,9 @@ def _v_prev_slot(item):
 
 
 @jit
-def _suspects(item, words, v_words):
+def _suspects(item, words, v_words, UNFILLS: tl.constexpr):
     """Lanes of block `item` that may be bad, as int32."""
-    bad = suspicious(words, item.prev_slot, item.position, item.anchor, item.expected)
+    bad = suspicious(words, item.prev_slot, item.position, item.anchor, item.expected, UNFILLS)
     bad = bad | difference(words, v_words, _v_prev_slot(item))
     return (item.lanes & ((bad | item.reasons) != 0)).to(tl.int32)
 
@@ -170,6 +170,7 @@ def _report_block(item, report, chain_source, k_records, v_records):
             item.expected,
             item.row,
             item.reasons,
+            chain_source is not None,
         )
 
 
@@ -186,6 +187,7 @@ def _verify(
     BLOCK: tl.constexpr,
 ):
     """Verify every `programs`-th visited block from `program` on; slots whose index differs from the full one."""
+    UNFILLS: tl.constexpr = chain_source is not None
     elsewhere = tl.full([BLOCK], 0, tl.int32)
     suspects = tl.full([BLOCK], 0, tl.int32)
     if program < visits:
@@ -198,10 +200,10 @@ def _verify(
         for item in range(program + programs, visits, programs):
             more_words, more_v_words = _load_block(more, chain_source, k_records, v_records)
             further = _block_at(turn, tl.minimum(item + programs, visits - 1), BLOCK)
-            suspects |= _suspects(block, words, v_words)
+            suspects |= _suspects(block, words, v_words, UNFILLS)
             elsewhere += _elsewhere(block)
             block, words, v_words, more = more, more_words, more_v_words, further
-        suspects |= _suspects(block, words, v_words)
+        suspects |= _suspects(block, words, v_words, UNFILLS)
         elsewhere += _elsewhere(block)
     # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
     if max_of(suspects, 0) > 0:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import triton.language as tl
 
 from sglang.srt.kv_canary.kernels.device_record import (
-    ALLOCATED,
     BAD_DOUBLE_FREE,
     CHAIN,
     CONTENT,
+    DAMAGED,
     FORWARD_DONE,
-    FORWARD_MASK,
     FREED,
+    FREED_TO_ALLOCATED,
     LIVE,
-    MODE_SHIFT,
     NEVER_WRITTEN,
-    STATE_SHIFT,
-    UNFILLED,
     UNKNOWN,
     WORDS,
     WRITER,
     Report,
     append_rows,
+    pack_writer,
     position_of,
     state_of,
     token_of,
@@ -50,11 +48,11 @@ def _mark(records, slots, usable, word, KIND: tl.constexpr):
         writer = writer & ~_FREEING
         state = state_of(writer)
         if KIND == ALLOC:
-            allocated = writer ^ ((FREED ^ ALLOCATED) << STATE_SHIFT)
-            tl.store(words + WRITER, allocated, mask=usable & (state == FREED))
+            tl.store(words + WRITER, writer ^ FREED_TO_ALLOCATED, mask=usable & (state == FREED))
         else:
-            tl.store(words + CONTENT, writer, mask=usable & (state == LIVE))
-            freed = (state == LIVE) | (state == ALLOCATED) | (state == UNFILLED)
+            written = (state == LIVE) | (state == DAMAGED)
+            tl.store(words + CONTENT, writer, mask=usable & written)
+            freed = (state != NEVER_WRITTEN) & (state != FREED)
             # Others get their own word back, without the mark.
             tl.store(words + WRITER, tl.where(freed, word, writer), mask=usable)
 
@@ -160,11 +158,7 @@ def slot_event_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     forward = tl.load(summary + FORWARD_DONE)
-    word = (
-        (forward & FORWARD_MASK)
-        | (mode.to(tl.int64) << MODE_SHIFT)
-        | (state.to(tl.int64) << STATE_SHIFT)
-    )
+    word = pack_writer(forward, forward * 0, mode.to(tl.int64), state.to(tl.int64))
     items = (size + (BLOCK - 1)) // BLOCK
     if CHECK:
         report = Report(summary, ring, capacity, tag, forward)

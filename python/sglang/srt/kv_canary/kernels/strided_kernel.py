@@ -77,7 +77,7 @@ def _verify_block(
     anchor = tl.load(anchors + row)
     unknown = tl.full([BLOCK], UNKNOWN, tl.int64)
     words = load_words(records, records, slot, prev_slot)
-    bad = suspicious(words, prev_slot, position, anchor, unknown, STRIDE)
+    bad = suspicious(words, prev_slot, position, anchor, unknown, False, STRIDE)
     bad = lanes & ((bad | reasons) != 0)
     if sum_of(bad.to(tl.int32), 0) > 0:
         report_lanes(
@@ -94,6 +94,7 @@ def _verify_block(
             unknown,
             row,
             reasons,
+            False,
             STRIDE,
         )
 

@@ -97,7 +97,13 @@ def list_kernel(
         chained_to = k_head if chain_source is None else chain_source
         words = load_words(k_head, chained_to, entries.slots, entries.prev_slots)
         bad = suspicious(
-            words, entries.prev_slots, entries.positions, entries.anchors, unknown, STRIDE
+            words,
+            entries.prev_slots,
+            entries.positions,
+            entries.anchors,
+            unknown,
+            chain_source is not None,
+            STRIDE,
         )
         bad = bad | _differing(k_tail, chain_source, entries, words)
         if v_head is not None:
@@ -128,6 +134,7 @@ def list_kernel(
                     unknown,
                     0,
                     tl.where(entries.outside, BAD_SLOT, 0),
+                    chain_source is not None,
                     STRIDE,
                 )
     checked = sum_of(total, 0)

@@ -116,12 +116,20 @@ def _hex(value: int) -> str:
     return f"0x{record.to_unsigned64(value):016x}"
 
 
-def _actor(word: int, recorder: FlightRecorder) -> tuple[Actor, int]:
-    forward, row, mode, state = record.unpack_writer(word)
-    name = Mode(mode).name if mode in Mode._value2member_map_ else f"mode {mode}"
+def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
+    """Who wrote `word`; None where it is damaged and would name somebody else."""
+    if not record.is_writer_intact(word):
+        return None
+    forward, row, mode, _ = record.unpack_writer(word)
     found = recorder.find(forward)
     step = None if found is None or found.step is None else found.step.step
-    return Actor(forward, row, name, recorder.request_id(forward, row), step), state
+    return Actor(forward, row, Mode(mode).name, recorder.request_id(forward, row), step)
+
+
+def _state_name(word: int) -> str:
+    if not record.is_writer_intact(word):
+        return f"damaged (writer word {_hex(word)})"
+    return State(record.unpack_writer(word)[3]).name
 
 
 def tag_name(tag_id: int, reasons: int) -> str:
@@ -148,10 +156,9 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
-        writer, code = _actor(word, recorder)
-        state = State(code).name if code in State._value2member_map_ else f"damaged ({code})"
+        writer, state = _actor(word, recorder), _state_name(word)
         if values[Column.LAST_WRITER] not in (0, record.UNKNOWN):
-            freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)[0]
+            freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)
     return Violation(
         sequence=values[Column.SEQUENCE],
         tag=tag_name(values[Column.TAG], values[Column.REASONS]),

@@ -50,10 +50,12 @@ def translate(
     return torch.where(reasons == 0, slots, 0), reasons
 
 
-def state_reasons(states: torch.Tensor) -> torch.Tensor:
-    """Reason bits of record states; 0 for live, and for unfilled, which nothing is known of."""
+def state_reasons(states: torch.Tensor, unfills: bool) -> torch.Tensor:
+    """Reason bits of record states; 0 for live. `unfills`: for unfilled too, which nothing is known of."""
     reasons = torch.full_like(states, int(Reason.BAD_STATE))
-    reasons[(states == record.State.LIVE) | (states == record.State.UNFILLED)] = 0
+    reasons[states == record.State.LIVE] = 0
+    if unfills:
+        reasons[states == record.State.UNFILLED] = 0
     reasons[states == record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)
     reasons[states == record.State.FREED] = int(Reason.USE_AFTER_FREE)
     reasons[states == record.State.ALLOCATED] = int(Reason.UNWRITTEN_SINCE_ALLOC)
@@ -71,7 +73,8 @@ def check_lanes(
 ) -> None:
     """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
 
-    `chain_source`, `stride`: the group's; without a source chains step from `records` themselves. Lanes of a strided
+    `chain_source`, `stride`: the group's; without a source chains step from `records` themselves, and no record is
+    unfilled. Lanes of a strided
     group expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
     """
     if lanes.slots.numel() == 0:
@@ -82,7 +85,7 @@ def check_lanes(
     writer = words[:, record.WORD_WRITER]
     position, token = hashing.stored_position(identity), hashing.stored_token(identity)
     states = hashing.state_of(writer)
-    not_live = state_reasons(states)
+    not_live = state_reasons(states, unfills=chain_source is not None)
     chained_to = records if chain_source is None else chain_source
     previous, chained = _previous_chain(lanes, chained_to)
     expected_token = lanes.expected_tokens

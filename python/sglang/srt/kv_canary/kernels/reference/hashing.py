@@ -36,7 +36,25 @@ def stored_position(identity: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(writer: torch.Tensor) -> torch.Tensor:
-    return shift_right(writer, record.WRITER_STATE_SHIFT)
+    """State of a record: DAMAGED where the writer word is not one that the canary writes, nor 0."""
+    state = shift_right(writer, record.WRITER_STATE_SHIFT)
+    mode = (writer >> record.WRITER_MODE_SHIFT) & record.WRITER_MODE_MASK
+    known = (_nibbles_off(writer) == 0) & (mode < len(record.Mode))
+    known &= (state > record.State.NEVER_WRITTEN) & (state < len(record.State))
+    state = torch.where(known, state, record.DAMAGED)
+    return torch.where(writer == 0, int(record.State.NEVER_WRITTEN), state)
+
+
+def with_check_nibble(writer: torch.Tensor) -> torch.Tensor:
+    """Writer words whose check nibble is still 0."""
+    return writer | (_nibbles_off(writer) << record.WRITER_CHECK_SHIFT)
+
+
+def _nibbles_off(writer: torch.Tensor) -> torch.Tensor:
+    """What the check nibble of a writer word is off by."""
+    for bits in (32, 16, 8, 4):
+        writer = writer ^ (writer >> bits)
+    return (writer & 0xF) ^ record.WRITER_NIBBLES
 
 
 def chain_step(previous: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:

@@ -66,9 +66,7 @@ def _mark_allocated(group: CanaryBufferGroup, slots: torch.Tensor) -> None:
     for records in _buffers(group):
         writer = records[slots, record.WORD_WRITER]
         freed = hashing.state_of(writer) == State.FREED
-        allocated = writer ^ record.to_signed64(
-            (State.FREED ^ State.ALLOCATED) << record.WRITER_STATE_SHIFT
-        )
+        allocated = writer ^ record.to_signed64(record.FREED_TO_ALLOCATED)
         records[slots, record.WORD_WRITER] = torch.where(freed, allocated, writer)
 
 
@@ -79,13 +77,14 @@ def _mark_unfilled(group: CanaryBufferGroup, slots: torch.Tensor, word: int) -> 
 
 
 def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) -> None:
-    """Live records keep their last writer in the content word; never-written ones stay."""
+    """Live records keep their last writer in the content word, damaged ones their word; never-written ones stay."""
     for records in _buffers(group):
         words = records[slots]
         states = hashing.state_of(words[:, record.WORD_WRITER])
-        live, allocated = states == State.LIVE, states == State.ALLOCATED
-        words[live, record.WORD_CONTENT] = words[live, record.WORD_WRITER]
-        words[live | allocated | (states == State.UNFILLED), record.WORD_WRITER] = freed_word
+        written = (states == State.LIVE) | (states == record.DAMAGED)
+        words[written, record.WORD_CONTENT] = words[written, record.WORD_WRITER]
+        freed = (states != State.NEVER_WRITTEN) & (states != State.FREED)
+        words[freed, record.WORD_WRITER] = freed_word
         records[slots] = words
 
 

@@ -10,7 +10,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, blocks_between_visits, turn_of
-from sglang.srt.kv_canary.kernels.reference import check, ring
+from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
 from sglang.srt.kv_canary.plan_input import ForwardPlan
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
@@ -123,8 +123,10 @@ def report_bad_requests(plan, requests: Requests, tag_id: int, forward: int, sta
 
 
 def writer_words(forward: int, rows: torch.Tensor, mode: int) -> torch.Tensor:
-    base = record.pack_writer(forward, 0, mode, record.State.LIVE)
-    return ((rows & record.WRITER_ROW_MASK) << record.WRITER_ROW_SHIFT) | base
+    base = (forward & record.FORWARD_MASK) | (record.State.LIVE << record.WRITER_STATE_SHIFT)
+    base |= (mode & record.WRITER_MODE_MASK) << record.WRITER_MODE_SHIFT
+    words = ((rows & record.WRITER_ROW_MASK) << record.WRITER_ROW_SHIFT) | base
+    return hashing.with_check_nibble(words)
 
 
 def slots_at(
