@@ -21,6 +21,7 @@ from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Reason
 from sglang.srt.kv_canary.runner.launcher import Launcher
+from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
 from sglang.test.kv_canary.backends import REFERENCE, Backend
@@ -266,6 +267,8 @@ class World:
             spec.request_rows, spec.context_len, dtype=torch.int32, device=self.device
         )
         self._rows_taken = 0
+        groups = tuple(g.group for g in self.groups)
+        self._possible = set(violation_pairs(groups, tuple(Side)))
 
     def oracle(self) -> Oracle:
         """The model of this world from now on; make it before anything runs."""
@@ -384,7 +387,15 @@ class World:
         total = int(log.total)
         first = max(self._rows_taken, total - log.capacity)
         self._rows_taken = total
-        return log.rows[[s % log.capacity for s in range(first, total)]].tolist()
+        rows = log.rows[[s % log.capacity for s in range(first, total)]].tolist()
+        for row in rows:
+            self._check_is_foreseen(Violation.from_row(row))
+        return rows
+
+    def _check_is_foreseen(self, violation: Violation) -> None:
+        """Metrics create the series of every violation at start-up."""
+        found = {(violation.tag, r.name) for r in Reason if r & violation.reasons}
+        assert found <= self._possible, f"violation_pairs() lacks {found - self._possible}"
 
     def take_violations(self) -> list[Violation]:
         return [Violation.from_row(row) for row in self.take_rows()]

@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.runner.health import HealthCheck
 from sglang.srt.kv_canary.runner.launch_counts import PER_FORWARD, CountsBetween, tags_of
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
+from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
 from sglang.srt.kv_canary.state import Counter
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "violations_total",
         "Failed checks of slots, by reason; one violation may have several.",
+        ("reason", "launch_tag"),
+    ),
+    Metric(
+        "last_violation_timestamp_seconds",
+        "Unix time at which violations_total last grew; absent until it does.",
         ("reason", "launch_tag"),
     ),
     Metric("moot_total", "Findings in forwards whose request was dead already; dropped."),
@@ -138,6 +144,9 @@ class MetricsExporter(StepObserver):
         self._published: Summary | None = None
         self._latest: Summary | None = None
         self._next = 0.0
+        sides = PER_FORWARD if sweep is None else tuple(Side)
+        for tag, reason in violation_pairs(groups, sides):
+            self._count("violations_total", 0, reason=reason, launch_tag=tag)
 
     def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
         self._latest = summary
@@ -174,7 +183,9 @@ class MetricsExporter(StepObserver):
         self._count("ring_overwritten_total", found.overwritten)
         self._count("host_seconds_total", manager.clock.spent_ns / 1e9)
         for (tag, reason), count in found.by_tag_and_reason.items():
-            self._count("violations_total", count, reason=reason, launch_tag=tag)
+            pair = {"reason": reason, "launch_tag": tag}
+            if self._count("violations_total", count, **pair):
+                self._set("last_violation_timestamp_seconds", time.time(), **pair)
 
     def _publish_device(self, summary: Summary) -> None:
         self._count("forwards_total", summary.forward_done)
@@ -196,13 +207,14 @@ class MetricsExporter(StepObserver):
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._families.child(name, {**self._labels, **labels}).set(value)
 
-    def _count(self, name: str, value: float, **labels: str) -> None:
-        """Bring a counter up to `value`, its total so far."""
+    def _count(self, name: str, value: float, **labels: str) -> bool:
+        """Bring a counter up to `value`, its total so far. Returns whether it grew."""
         key = name, tuple(labels.values())
         growth = value - self._values.get(key, 0)
         # inc(0) too: a series that exists from the start has a rate, and an alert can tell 0 from absent.
         self._families.child(name, {**self._labels, **labels}).inc(max(0, growth))
         self._values[key] = value
+        return growth > 0
 
 
 def build_metrics_exporter(
