@@ -25,12 +25,12 @@ READY_STAMP = $(VENV)/.stamp-ready
 # One OpenMP thread: more of them fight for the cores with the engine's own processes.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 
-.PHONY: help demo test lint format wheel setup clean
+.PHONY: help demo test lint format wheel setup prometheus clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make setup | lint | format | wheel | clean'
+	@echo 'also: make setup | lint | format | wheel | prometheus | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
@@ -53,6 +53,10 @@ wheel: $(READY_STAMP)
 	@ls dist/*.whl
 
 setup: $(READY_STAMP)
+
+# Prometheus 2 and 3 for the tests that run one; without it they are skipped.
+prometheus:
+	@tools/fetch_prometheus.sh .prometheus
 
 clean:
 	rm -rf build dist $(SHIM)/build

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.runner import metrics as metrics_module
 from sglang.srt.kv_canary.runner.health import HealthCheck
@@ -24,6 +26,7 @@ from sglang.srt.kv_canary.runner.metrics import (
     metric_labels,
 )
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
+from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.tree_rig import TreeRig
@@ -83,16 +86,61 @@ def test_violations_are_counted_by_reason_and_launch_tag(monkeypatch: Any) -> No
     rig = MeasuredRig(monkeypatch)
     rig.serve(list(range(100, 130)), range(5))
     rig.idle(5)
-    assert rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_V_FULL") is None
+    pair = {"reason": "CONTENT", "launch_tag": "SWEEP_V_FULL"}
+    assert rig.value("violations_total", **pair) == 0
+    assert rig.value("last_violation_timestamp_seconds", **pair) is None
+    started = time.time()
     damaged = rig.pool.v_buffer[0][rig.cached_slots(list(range(100, 130)))[7]]
     before = damaged.clone()
     damaged += 1
     rig.idle(12)
     damaged.copy_(before)
     rig.idle(12)
-    found = rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_V_FULL")
+    found = rig.value("violations_total", **pair)
     assert found == rig.manager.violations.by_tag_and_reason["SWEEP_V_FULL", "CONTENT"] > 0
-    assert rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_K_FULL") is None
+    found_at = rig.value("last_violation_timestamp_seconds", **pair)
+    assert started <= found_at <= time.time()
+    rig.idle(12)  # a sweep of clean slots
+    assert rig.value("last_violation_timestamp_seconds", **pair) == found_at
+    assert rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_K_FULL") == 0
+
+
+def test_every_series_of_violations_exists_before_the_first_step(monkeypatch: Any) -> None:
+    """All at 0, so that the first violation is an increase."""
+    rig = MeasuredRig(monkeypatch)
+    (family,) = (f for f in rig.registry.collect() if f.name == f"{PREFIX}violations")
+    samples = {
+        (s.labels["launch_tag"], s.labels["reason"]): s.value
+        for s in family.samples
+        if s.name.endswith("_total")
+    }
+    assert set(samples.values()) == {0}
+    assert set(samples) == set(violation_pairs(rig.manager.groups, tuple(Side)))
+
+
+@pytest.mark.parametrize(
+    ("tag", "reason"),
+    [
+        ("HEAD_K_FULL", "CONTENT"),  # no layer has run
+        ("TAIL_K_FULL", "WRITE_TOKEN"),  # HEAD writes
+        ("SWEEP_K_FULL", "UNMAPPED_SLOT"),  # a sweep reads no row
+        ("HEAD_V_FULL", "DOUBLE_FREE"),  # reported once, at K
+        ("HEAD_K_FULL", "SWA_EVICTED_IN_WINDOW"),
+    ],
+)
+def test_there_is_no_series_for_what_cannot_happen(monkeypatch: Any, tag: str, reason: str) -> None:
+    rig = MeasuredRig(monkeypatch)
+    assert rig.value("violations_total", reason=reason, launch_tag=tag) is None
+    assert rig.value("violations_total", reason="CHAIN", launch_tag=tag) == 0
+
+
+def test_without_a_sweep_its_tags_have_no_series_of_violations(monkeypatch: Any) -> None:
+    rig = MeasuredRig(monkeypatch)
+    draft = {**LABELS, "runner": "draft"}
+    MetricsExporter(rig.manager.groups, draft, rig.families)
+    pair = {"reason": "CHAIN", "runner": "draft"}
+    assert rig.value("violations_total", launch_tag="TAIL_K_FULL", **pair) == 0
+    assert rig.value("violations_total", launch_tag="SWEEP_K_FULL", **pair) is None
 
 
 def test_moot_findings_are_counted(monkeypatch: Any) -> None:
@@ -161,7 +209,15 @@ def test_prometheus_client_is_imported_only_for_metrics() -> None:
 
 
 def _names_in(text: str) -> set[str]:
-    return set(re.findall(r"sglang:kv_canary_\w+", text))
+    """Names that `text` has, as the canary exports them."""
+    return {f"{PREFIX}{name}" for name in re.findall(r"sglang[:_]kv_canary_(\w+)", text)}
+
+
+def _has_both_spellings(expression: str) -> bool:
+    """Whether each name appears as often as Prometheus 3 stores it as it does as Prometheus 2 stores it."""
+    return sorted(re.findall(r"sglang:(\w+)", expression)) == sorted(
+        re.findall(r"sglang_(\w+)", expression)
+    )
 
 
 KNOWN = {metric.full_name for metric in METRICS}
@@ -172,7 +228,7 @@ def test_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
     dashboard = json.loads(text)
     assert _names_in(text) <= KNOWN
     expressions = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
-    assert all("sglang:kv_canary_" in expression for expression in expressions)
+    assert [e for e in expressions if not _names_in(e) or not _has_both_spellings(e)] == []
     assert {metric.full_name for metric in METRICS} == _names_in(" ".join(expressions))
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
@@ -182,6 +238,11 @@ def test_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
         for labels in re.findall(r"by \(([^)]*)\)", expression)
         for label in labels.split(",")
     }
+    variables = [
+        v["query"]["query"] for v in dashboard["templating"]["list"] if "refId" in v["query"]
+    ]
+    assert variables
+    assert all('{__name__=~"sglang[:_]kv_canary_active"}' in variable for variable in variables)
     assert grouped <= {"model_name", "tp_rank", "runner"} | {x for m in METRICS for x in m.labels}
 
 
@@ -193,6 +254,8 @@ def test_the_alerts_use_metrics_that_exist() -> None:
     for rule in rules:
         assert _names_in(rule["expr"]), rule["alert"]
         assert _names_in(rule["expr"]) <= KNOWN, rule["alert"]
+        assert _has_both_spellings(rule["expr"]), rule["alert"]
+        assert " by (" not in rule["expr"], f"{rule['alert']} loses instance, dp_rank or pp_rank"
         assert rule["annotations"]["summary"]
 
 
