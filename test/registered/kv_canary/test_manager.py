@@ -220,7 +220,7 @@ def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:
 
 
 def test_a_forward_that_is_not_bracketed_inside_is_an_error() -> None:
-    rig = ManagerRig()
+    rig = ManagerRig(mode=CanaryMode.RAISE)
     with (
         pytest.raises(CanaryPhaseError, match="was not checked"),
         rig.manager.with_ops_outside_graph(),

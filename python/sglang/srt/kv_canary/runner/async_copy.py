@@ -48,7 +48,7 @@ class DelayedDeviceHostHandler:
 
     At most one copy is under way, and `least_seconds` lie between the starts of two; further steps start none, so that
     a slow device is never queued upon, and a fast one does not wait for the host's part of each copy. The handler's
-    state is clean again even when the callback raises.
+    state is clean again even when the copy or the callback raises.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class DelayedDeviceHostHandler:
         """Hand a finished copy to the callback. Returns whether there was one."""
         if self._pending is None:
             return False
-        future, context = self._pending
+        (future, context), self._pending = self._pending, None
         if wait:
             future.wait()
         elif not future.ready():
+            self._pending = future, context
             return False
-        self._pending = None
         self._callback(future.host, context)
         return True

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.kv_canary.runner.guard import InternalErrors
+
 logger = logging.getLogger(__name__)
 
 
 class FirstError:
-    """Keeps the first error of what it runs and logs the others, so that none is lost."""
+    """Hands errors to `errors`; of those that must be raised it keeps the first and logs the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: InternalErrors) -> None:
+        self._errors = errors
         self._error: Exception | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -20,6 +23,8 @@ class FirstError:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            if self._errors.contain(error, function):
+                return None
             if self._error is None:
                 self._error = error
             elif error is not self._error:
@@ -27,6 +32,6 @@ class FirstError:
             return None
 
     def raise_first(self) -> None:
-        """Raises the first error, if there was one."""
+        """Raises the first error that must be raised, if there was one."""
         if self._error is not None:
             raise self._error

@@ -92,6 +92,11 @@ class FlightRecorder:
             if row in step.requests:
                 step.rewritten_rows.add(row)
 
+    def forget_in_flight(self) -> None:
+        """Something that happened to rows went unnoticed: all that forwards in flight see is moot."""
+        for step in self._steps.in_flight:
+            step.moot_rows.update(step.requests)
+
     @property
     def steps_in_flight(self) -> tuple[StepRecord, ...]:
         """Steps whose result has not arrived, oldest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.endpoint import Part, Side
+from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.backend import select_backend
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
@@ -22,6 +23,7 @@ from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.first_error import FirstError
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
+from sglang.srt.kv_canary.runner.guard import InternalErrors, Tracking
 from sglang.srt.kv_canary.runner.host_clock import HostClock
 from sglang.srt.kv_canary.runner.launcher import Launcher, launch_endpoints_per_forward
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
@@ -29,7 +31,7 @@ from sglang.srt.kv_canary.runner.step_observer import CopyPoint, StepObserver, S
 from sglang.srt.kv_canary.runner.violation_manager import ViolationManager
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.single_forward_manager import SingleForwardManager
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from sglang.srt.kv_canary.state import CanaryDeviceState, Header
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -52,7 +54,8 @@ class CanaryManager:
     """One per model runner. Not thread-safe: used from the scheduler's thread.
 
     Outside of graphs: `with_ops_outside_graph` around whatever runs or replays forwards. Inside:
-    `bracket_model_forward` around `model.forward`.
+    `bracket_model_forward` around `model.forward`. Its own errors are handed to `errors`; those of the code that it
+    brackets pass through untouched.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class CanaryManager:
         recorder: FlightRecorder,
         sink: EventSink,
         num_single_forwards: int = 1,
+        tracking: Tracking | None = None,
     ) -> None:
         self.config = config
         self.identity = identity
@@ -78,13 +82,20 @@ class CanaryManager:
         self.ledger = SlotLedger(backend, groups, self.state)
         reporter = ViolationReporter(config.mode, sink, config.log_every_s)
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
+        self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.abandoned_ct = 0  # times that the model raised between HEAD and TAIL, or beside them
         self.step_ct = 0
         self.clock = HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
-        self.armed = False
+        self.serving = False  # start-up is over
+        self.armed = False  # forwards are checked
+        self._device_armed = False
+        self._tracking = Tracking() if tracking is None else tracking
+        self._losses_seen = 0
+        self._blind = False  # records are out of date
+        self._capturing = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
             SingleForwardManager(
@@ -92,7 +103,7 @@ class CanaryManager:
             )
             for i in range(num_single_forwards)
         )
-        self._active_single_forward = 0
+        self._active_single_forward: int | None = None
         self._depth = 0  # nested model.forward calls: only the outermost counts
         # A server that raises does so before it answers many more tokens.
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
@@ -115,24 +126,30 @@ class CanaryManager:
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over: from now on every forward is checked. Captured graphs obey too."""
         self._set_armed(True)
+        self.serving = self.errors.serving = True
 
     def _set_armed(self, armed: bool) -> None:
         self.armed = armed
         self.state.set_armed(armed)
+        self._device_armed = armed
 
     @contextmanager
     def disarmed(self) -> Iterator[None]:
         """For captures after start-up: they run the model with made-up inputs."""
-        was_armed = self.armed
+        was_armed, was_capturing = self.armed, self._capturing
         self._set_armed(False)
+        self._capturing = True
         try:
             yield
         finally:
-            self._set_armed(was_armed)
+            self._capturing = was_capturing
+            self._set_armed(was_armed and not self._blind)
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
+        """A step of the start-up: what observers raise is raised."""
         self.radix_cache = tree_cache
-        self._tell_observers("attach_radix_cache", tree_cache)
+        for observer in self.observers:
+            observer.attach_radix_cache(tree_cache)
 
     # Forwards
 
@@ -152,21 +169,18 @@ class CanaryManager:
         """
         asked = maybe_inaccurate_forward_batch
         mode = None if asked is None else asked.forward_mode.name
-        singles = [self._single_forwards[i] for i in single_forward_indices]
         launched_before = self.forward_ct
         try:
             with self.clock:
                 self._before_forwards()
-                for single in singles:
-                    single.pre_ops_outside_graph(expected, mode)
+            opened = self._checking and self._attempt(
+                self._open, single_forward_indices, expected, mode
+            )
             yield
-            with self.clock:
-                for single in singles:
-                    single.post_ops_outside_graph()
+            if opened and self._checking:
+                self._attempt(self._close, single_forward_indices)
         except BaseException:
-            for single in singles:
-                single.abandon()
-            self._resync_forward_counter(launched_before)
+            self._abandon(launched_before)
             raise
         if step_goes_on:
             self.owes_copy = True
@@ -175,27 +189,35 @@ class CanaryManager:
 
     @contextmanager
     def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
-        """model.forward calls in here belong to single forward `index` (an inner draft step)."""
-        before, self._active_single_forward = self._active_single_forward, index
+        """model.forward calls in here belong to single forward `index` (an inner draft step).
+
+        Raises CanaryPhaseError when another one is active already, or there is no such single forward.
+        """
+        self._single(index)
+        if self._active_single_forward is not None:
+            raise CanaryPhaseError(
+                f"kv-canary: single forward {index} begins inside of single forward {self._active_single_forward}; "
+                "expected one after the other"
+            )
+        self._active_single_forward = index
         try:
             yield
         finally:
-            self._active_single_forward = before
+            self._active_single_forward = None
 
     @contextmanager
     def bracket_model_forward(self, forward_batch: ForwardBatch) -> Iterator[None]:
         """Around one `model.forward`, which may be under capture; nested calls do nothing."""
-        if self._depth:
+        if self._depth or not self._checking:
             yield
             return
-        single = self._single_forwards[self._active_single_forward]
+        single = self._single_forwards[self._active_single_forward or 0]
         self._depth += 1
         try:
-            with self.clock:
-                single.pre_ops_maybe_inside_graph(forward_batch)
+            opened = self._attempt(single.pre_ops_maybe_inside_graph, forward_batch)
             yield
-            with self.clock:
-                single.post_ops_maybe_inside_graph()
+            if opened and self._checking:
+                self._attempt(single.post_ops_maybe_inside_graph)
         except BaseException:
             single.abandon()
             raise
@@ -204,27 +226,58 @@ class CanaryManager:
 
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
         """A graph is replayed that holds these single forwards' launches."""
-        for index in single_forward_indices:
-            self._single_forwards[index].note_replay(mode)
+        if self._checking:
+            for index in single_forward_indices:
+                self._attempt(self._single(index).note_replay, mode)
+
+    def _single(self, index: int) -> SingleForwardManager:
+        if not 0 <= index < len(self._single_forwards):
+            raise CanaryPhaseError(
+                f"kv-canary: expected a single forward from 0 to {len(self._single_forwards) - 1} of the "
+                f"{self.identity.role} runner, got {index}"
+            )
+        return self._single_forwards[index]
+
+    def _open(self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None):
+        for index in indices:
+            self._single(index).pre_ops_outside_graph(expected, mode)
+
+    def _close(self, indices: tuple[int, ...]) -> None:
+        for index in indices:
+            self._single(index).post_ops_outside_graph()
 
     def _note_launch(self, mode: str) -> None:
         self.forward_ct += 1
         name = mode if self.identity.role == "target" else f"{self.identity.role} {mode}"
         self.recorder.note_forward(self.forward_ct, name)
 
-    def _resync_forward_counter(self, launched_before: int) -> None:
-        """HEAD gave out a number that TAIL did not confirm: the device will give it out again."""
+    def _abandon(self, launched_before: int) -> None:
+        """An exception passes through. HEAD may have given out a number that TAIL did not confirm."""
         self.abandoned_ct += 1
-        done = int(self.state.summary[0])  # an exception is no hot path
-        self.forward_ct = max(launched_before, done)
+        try:
+            for single in self._single_forwards:
+                single.abandon()
+            # The device gives the number out again. It may wait here: an exception is no hot path.
+            self.forward_ct = max(launched_before, self._forwards_done())
+        except Exception as error:
+            # The exception that passes through says more, and must not be replaced.
+            if self.errors.contain(error, self._abandon):
+                self.lose_track()
+
+    def _forwards_done(self) -> int:
+        return int(self.state.summary[Header.FORWARD_DONE])
 
     def _before_forwards(self) -> None:
         self.step_ct += 1
-        self.ledger.apply()
+        if self._tracking.losses != self._losses_seen:
+            self._stop_checking()
+        if self._blind:
+            self._attempt(self._check_again_if_possible)
+        self._attempt(self.ledger.apply)
         self._tell_observers("before_forwards", self)
 
     def _after_forwards(self) -> None:
-        attempts = FirstError()
+        attempts = FirstError(self.errors)
         with self.clock:
             awaited = attempts.run(self._tell_observers, "after_forwards", self)
             attempts.run(self.drain)
@@ -233,22 +286,79 @@ class CanaryManager:
         attempts.raise_first()
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
-        """Calls `method` of every observer; whether one returned True.
-
-        What the first failing one raised is raised after all have run.
-        """
-        attempts = FirstError()
+        """Calls `method` of every observer; whether one returned True. One that raises does not stop the others."""
+        attempts = FirstError(self.errors)
         results = [attempts.run(getattr(observer, method), *args) for observer in self.observers]
         attempts.raise_first()
         return any(results)
+
+    # Internal errors
+
+    def _attempt(self, function: Callable[..., object], *args: Any) -> bool:
+        """Run what keeps records up to date; False after an error with which serving goes on, but not checking."""
+        try:
+            with self.clock:
+                function(*args)
+        except Exception as error:
+            if not self.errors.contain(error, function):
+                raise
+            self.lose_track()
+            return False
+        return True
+
+    @property
+    def _checking(self) -> bool:
+        """Whether forwards are bracketed: always, except while records are out of date. Captures always are."""
+        return not self._blind or self._capturing
+
+    def lose_track(self) -> None:
+        """Records are out of date: no runner of the process checks until every slot has come back."""
+        self._tracking.lose(until_restart=self._capturing)
+        self.recorder.forget_in_flight()
+        self._stop_checking()
+
+    def _stop_checking(self) -> None:
+        """The device is told before the next forwards: here a graph may be under capture."""
+        self._losses_seen = self._tracking.losses
+        was_blind, self._blind, self.armed = self._blind, True, False
+        self.ledger.forget()
+        for single in self._single_forwards:
+            single.abandon()
+        if not was_blind:
+            self._say_checking(False)
+
+    def _check_again_if_possible(self) -> None:
+        if self._device_armed:
+            self._set_armed(False)
+        if self._tracking.until_restart or not self.ledger.complete:
+            return
+        self.ledger.apply()
+        self.forward_ct = self._forwards_done()  # waits, once: replays went on uncounted
+        self._set_armed(True)
+        self._blind = False
+        self._say_checking(True)
+
+    def _say_checking(self, checking: bool) -> None:
+        if checking:
+            logger.warning("kv-canary checks again on the %s runner", self.identity.role)
+        else:
+            how = "restart the server" if self._tracking.until_restart else "flush the cache"
+            logger.error(
+                "kv-canary does not check the %s runner any more after an internal error, because its records are out "
+                "of date and would raise false alarms. To have it check again, %s",
+                self.identity.role,
+                how,
+            )
+        event = {"event": "checking", "checking": checking, "reason": self.errors.last}
+        FirstError(self.errors).run(self.sink.emit, event)
 
     # Device to host
 
     def _start_copy(self, at_once: bool = False) -> None:
         """Copy the counters, unless a copy is under way or, without `at_once`, was a moment ago."""
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
-        started = self._copy.start(point, at_once)
-        self.owes_copy = not started
+        self.owes_copy = False  # also when the copy fails: the next launch owes one again
+        self.owes_copy = not self._copy.start(point, at_once)
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
@@ -256,7 +366,7 @@ class CanaryManager:
             self._drain(wait)
 
     def _drain(self, wait: bool = False) -> None:
-        attempts = FirstError()
+        attempts = FirstError(self.errors)
         attempts.run(self._copy.deliver, wait=wait)
         if self.violations.busy:
             attempts.run(self.violations.step, wait=wait)
@@ -269,12 +379,13 @@ class CanaryManager:
         Copies only where something was launched since the last copy: an idle server costs the device nothing.
         The clock does not run: no step is lengthened.
         """
-        attempts = FirstError()
-        self.owes_copy |= self.ledger.apply() > 0
+        attempts = FirstError(self.errors)
+        if self.ledger.due:
+            self.owes_copy |= self._attempt(self.ledger.apply)
         self.owes_copy |= attempts.run(self._tell_observers, "on_idle", self) is not False
         attempts.run(self._drain, wait=True)
         if self.owes_copy:
-            self._start_copy(at_once=True)
+            attempts.run(self._start_copy, at_once=True)
             attempts.run(self._drain, wait=True)
         attempts.raise_first()
 

@@ -44,7 +44,12 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("active", "1 while the KV canary checks forwards.", ("mode", "content")),
-    Metric("healthy", "1 unless the last health check found that checks did not run."),
+    Metric(
+        "healthy",
+        "1 unless the last health check found that checks did not run, or an internal error happened within 10 minutes "
+        "or has stopped the checks.",
+    ),
+    Metric("internal_errors_total", "Errors of the canary's own host code.", ("where",)),
     Metric("health_failures_total", "Health checks that found that checks did not run."),
     Metric("forwards_total", "Forwards that the canary bracketed, as counted on the device."),
     Metric(
@@ -158,17 +163,18 @@ class MetricsExporter(StepObserver):
 
     def _publish_if_due(self, manager: CanaryManager) -> None:
         now = time.monotonic()
-        if now >= self._next and manager.armed:
+        if now >= self._next and manager.serving:
             self._next = now + PUBLISH_EVERY_S
             self.publish(manager)
 
     def publish(self, manager: CanaryManager) -> None:
         """Bring every time series up to date."""
         mode, content = str(manager.config.mode), str(manager.config.content_mode)
-        self._set("active", 1, mode=mode, content=content)
+        self._set("active", int(manager.armed), mode=mode, content=content)
         self._publish_host(manager)
+        checks_run = self._health is None or self._health.healthy
+        self._set("healthy", int(checks_run and manager.armed and not manager.errors.recent))
         if self._health is not None:
-            self._set("healthy", int(self._health.healthy))
             self._count("health_failures_total", self._health.failures)
         if self._sweep is not None:
             self._count("sweep_passes_total", self._sweep.sweep_passes)
@@ -182,6 +188,8 @@ class MetricsExporter(StepObserver):
         self._count("moot_total", found.moot)
         self._count("ring_overwritten_total", found.overwritten)
         self._count("host_seconds_total", manager.clock.spent_ns / 1e9)
+        for where, count in manager.errors.by_where.items():
+            self._count("internal_errors_total", count, where=where)
         for (tag, reason), count in found.by_tag_and_reason.items():
             pair = {"reason": reason, "launch_tag": tag}
             if self._count("violations_total", count, **pair):

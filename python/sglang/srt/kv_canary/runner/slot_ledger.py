@@ -40,6 +40,7 @@ class SlotLedger:
         self._state = state
         self._events: list[SlotEvent] = []
         self._must_apply = False
+        self._unknown: set[PoolKind] = set()  # of these, events were lost since the last CLEAR
 
     def record(
         self,
@@ -56,12 +57,31 @@ class SlotLedger:
             return
         if kind is SlotEventKind.CLEAR:
             self._events = [e for e in self._events if e.pool_kind is not pool_kind]
+            self._unknown.discard(pool_kind)
+        if pool_kind in self._unknown:
+            return
         self._events.append(SlotEvent(kind, pool_kind, slots, page_size))
         self._must_apply |= kind is not SlotEventKind.ALLOC
 
+    def forget(self) -> None:
+        """An event was lost, so that what follows would be taken for double frees: each pool waits for its CLEAR."""
+        self._events, self._must_apply = [], False
+        self._unknown = set(self._groups)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every event since the last CLEAR of its pool, or since the start, is known."""
+        return not self._unknown
+
+    @property
+    def due(self) -> bool:
+        """Whether `apply` has something to do."""
+        waiting = self._must_apply or len(self._events) >= MAX_WAITING_ALLOCS
+        return waiting and self.complete
+
     def apply(self) -> int:
         """Apply what is due on the current stream. Returns how many launches it took."""
-        if not self._must_apply and len(self._events) < MAX_WAITING_ALLOCS:
+        if not self.due:
             return 0
         events, self._events, self._must_apply = self._events, [], False
         launches = 0

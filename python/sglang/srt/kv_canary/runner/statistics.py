@@ -68,6 +68,7 @@ class StatisticsReporter(StepObserver):
             "violations": manager.violations.reported,
             "moot": manager.violations.moot,
             "overwritten": manager.violations.overwritten,
+            "internal_errors": manager.errors.total,
             "host_us_per_step": round(host_us / max(1, between.steps), 1),
         }
 
@@ -81,5 +82,5 @@ def statistics_line(event: dict[str, Any], role: str) -> str:
         f"kv-canary statistics, {role} runner, steps {e['from_step']} to {e['to_step']}, {e['forwards']} forwards: "
         f"slots checked {checked}; coverage {coverage}; host {e['host_us_per_step']} us a step; so far "
         f"{e['sweep_passes']} sweep passes, {e['violations']} violations, {e['moot']} moot, "
-        f"{e['overwritten']} ring rows overwritten"
+        f"{e['overwritten']} ring rows overwritten, {e['internal_errors']} internal errors"
     )

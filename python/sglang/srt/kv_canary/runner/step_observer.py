@@ -52,7 +52,7 @@ class Summary:
 class StepObserver:
     """Base class: every method does nothing. Called from the scheduler's thread, outside of graphs.
 
-    What one observer raises reaches the caller after all others have run.
+    What one observer raises does not stop the others. See InternalErrors for what becomes of it.
     """
 
     def before_forwards(self, manager: CanaryManager) -> None:

@@ -180,7 +180,13 @@ class SweepOrchestrator(StepObserver):
                 self._say_nothing_to_walk("no prefix cache is attached")
                 return False
             self._begin(manager)
-        return self._advance(manager, idle)
+        try:
+            return self._advance(manager, idle)
+        except Exception:
+            self._pass = (
+                None  # its place in the tree is unknown; the next one begins when it is due
+            )
+            raise
 
     @property
     def is_between_passes(self) -> bool:

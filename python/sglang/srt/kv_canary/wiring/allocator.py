@@ -12,6 +12,7 @@ from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.errors import startup_error
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 _SIMPLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
@@ -41,6 +42,7 @@ def _refuse_unless_simple(allocator: Any) -> None:
         )
 
 
+@guarded
 def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if not free_index.numel():
         return
@@ -50,11 +52,13 @@ def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
         context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
 
 
+@guarded
 def _after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
     if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
         context.slot_event(allocator, SlotEventKind.ALLOC, slots)
 
 
+@guarded
 def _after_clear(_: Any, allocator: Any) -> None:
     context.slot_event(allocator, SlotEventKind.CLEAR, None)
 

@@ -12,8 +12,9 @@ from sglang.srt.kv_canary.anchor import anchor_of
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.manager import CanaryManager
 
-# What each row's anchor on the device is, for rows where it is not 0; same for all managers of the process.
-_anchor_of_row: dict[int, int] = {}
+# What each row's anchor on the device is, for rows where it is not 0; same for all managers of the process. None:
+# writing it has failed.
+_anchor_of_row: dict[int, int | None] = {}
 
 
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
@@ -26,11 +27,12 @@ def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -
     }
     if not changed:
         return
-    _anchor_of_row.update(changed)
+    _anchor_of_row.update(dict.fromkeys(changed))
     for manager in managers:
         anchors = manager.state.anchors
         rows = _to_device(list(changed), anchors.device)
         anchors[rows] = _to_device(list(changed.values()), anchors.device)
+    _anchor_of_row.update(changed)
 
 
 def _to_device(values: list[int], device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder, StepRecord
+from sglang.srt.kv_canary.runner.guard import Tracking
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class CanaryContext:
     allocator_kinds: dict[int, PoolKind] = field(default_factory=dict)  # id(allocator)
     allocators: list[Any] = field(default_factory=list)  # kept alive: their ids are keys
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
+    tracking: Tracking = field(default_factory=Tracking)
     frees: int = 0  # calls of an allocator's free() with slots, also those that a free group defers
     sink: EventSink | None = None
     launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter

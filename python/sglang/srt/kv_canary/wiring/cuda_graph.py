@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 
+@guarded
 def _before_replay(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     manager = context.manager_of(graph_runner.model_runner)
     if manager is not None:

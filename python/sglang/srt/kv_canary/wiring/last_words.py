@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def _before_kill(*args: Any, **kwargs: Any) -> None:
     path = os.environ.get(LAST_WORDS_ENV)
     if path is None or os.environ.get(_OWNER_ENV) != str(os.getpid()) or not Path(path).exists():
         return
-    text = Path(path).read_text()
-    Path(path).unlink()
+    text = ""
+    with suppress(OSError):  # what kills the process must not be stopped here
+        text = Path(path).read_text(errors="replace")
+        Path(path).unlink()
     if text:
         sys.stderr.write(f"\n{text}")
         sys.stderr.flush()

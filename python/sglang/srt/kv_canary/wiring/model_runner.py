@@ -10,6 +10,7 @@ from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.wiring.anchors import update_anchors
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 
@@ -27,7 +28,10 @@ def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
     # SGLang inspects the signature of model.forward.
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with manager.bracket_model_forward(forward_batch_of(args, kwargs)):
+        batch = attempt(forward_batch_of, args, kwargs)
+        if batch is None:
+            return original(*args, **kwargs)
+        with manager.bracket_model_forward(batch):
             return original(*args, **kwargs)
 
     model.forward = forward
@@ -51,8 +55,8 @@ def _around_forward(
     if manager is None or manager.identity.role == "draft":
         return original(model_runner, forward_batch, *args, **kwargs)
     if forward_batch.forward_mode.is_extend():
-        update_anchors(context.managers, context.requests)
-    expected = expected_tokens_of(manager, forward_batch, context.requests)
+        attempt(update_anchors, context.managers, context.requests)
+    expected = attempt_aside(expected_tokens_of, manager, forward_batch, context.requests)
     with manager.with_ops_outside_graph(
         maybe_inaccurate_forward_batch=forward_batch, expected=expected
     ):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 
+@guarded
 def _before_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     stream = getattr(scheduler, "schedule_stream", None)  # set just before; not on MLX
     for manager in context.managers:

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import attempt, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
 
@@ -23,31 +24,44 @@ def _around_run_batch(
 ) -> Any:
     if not context.active:
         return original(scheduler, batch, *a, **k)
+    step = attempt(_begin_step, batch)
+    try:
+        result = original(scheduler, batch, *a, **k)
+    finally:
+        attempt(_end_step)
+    if step is not None:
+        # The result cannot carry the step: under pipeline parallelism another one comes back.
+        context.launched[batch.forward_iter] = step
+    return result
+
+
+def _begin_step(batch: Any) -> StepRecord:
     context.requests = list(batch.reqs)
-    step = context.recorder.begin_step(
+    return context.recorder.begin_step(
         (request.req_pool_idx, request.rid)
         for request in batch.reqs
         if request.req_pool_idx is not None
     )
-    try:
-        result = original(scheduler, batch, *a, **k)
-    finally:
-        context.recorder.end_step()
-        context.requests = []
-    # The result cannot carry the step: under pipeline parallelism another one comes back.
-    context.launched[batch.forward_iter] = step
-    return result
+
+
+def _end_step() -> None:
+    context.recorder.end_step()
+    context.requests = []
 
 
 def _around_process_result(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **k: Any
 ) -> Any:
     if context.active:
-        context.recorder.result_arrived(_step_of(batch))
+        attempt(_result_arrived, batch)
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
         manager.drain()
     return returned
+
+
+def _result_arrived(batch: Any) -> None:
+    context.recorder.result_arrived(_step_of(batch))
 
 
 def _step_of(batch: Any) -> StepRecord:
@@ -76,6 +90,7 @@ class _IdleClock:
         return True
 
 
+@guarded
 def _after_idle(_: Any, scheduler: Any) -> None:
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _IdleClock.due()):
@@ -83,11 +98,13 @@ def _after_idle(_: Any, scheduler: Any) -> None:
             manager.on_idle()
 
 
+@guarded
 def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
     if context.active and req.req_pool_idx is not None:
         context.recorder.row_released(req.req_pool_idx)
 
 
+@guarded
 def _before_session_release(sessions: Any, session_id: str) -> None:
     """A streaming session puts its row on the pool's free list by itself."""
     slot = sessions.slots.get(session_id)
@@ -95,6 +112,7 @@ def _before_session_release(sessions: Any, session_id: str) -> None:
         context.recorder.row_released(slot.req_pool_idx)
 
 
+@guarded
 def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
     """A session keeps its row and gives back what lies behind `target`, to be taken anew by its next turn."""
     if context.active and end > target:
@@ -105,9 +123,14 @@ def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **
     """A prefix cache that re-points the row to its own slots frees the row's; one that finds no equal frees none."""
     frees = context.frees
     returned = original(req, *a, **k)
-    if context.active and context.frees != frees and req.req_pool_idx is not None:
-        context.recorder.row_rewritten(req.req_pool_idx)
+    if context.active and context.frees != frees:
+        attempt(_row_rewritten, req)
     return returned
+
+
+def _row_rewritten(req: Any) -> None:
+    if req.req_pool_idx is not None:
+        context.recorder.row_rewritten(req.req_pool_idx)
 
 
 def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:

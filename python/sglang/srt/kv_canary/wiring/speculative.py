@@ -34,6 +34,7 @@ from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.speculation import parents_of_tree
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 
@@ -53,7 +54,7 @@ def _around_draft(original: Callable[..., Any], worker: Any, *args: Any, **kwarg
     manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, *args, **kwargs)
-    steps = _inner_forwards(worker.speculative_num_steps)
+    steps = attempt(_inner_forwards, worker.speculative_num_steps) or ()
     with manager.with_ops_outside_graph(steps, step_goes_on=True):
         return original(worker, *args, **kwargs)
 
@@ -74,7 +75,8 @@ def _around_draft_prefill(
     manager = context.manager_of(draft_runner_of(worker))
     if manager is None:
         return original(worker, batch, *args, **kwargs)
-    with manager.with_ops_outside_graph(expected=_expected_tokens(manager, batch)):
+    expected = attempt_aside(_expected_tokens, manager, batch)
+    with manager.with_ops_outside_graph(expected=expected):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -142,6 +144,7 @@ def _around_draft_forward(
         del _InnerForwards.running[id(runner)]
 
 
+@guarded
 def _before_forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     """May be under capture of a draft graph."""
     manager = context.manager_of(model_runner)
@@ -162,6 +165,7 @@ def _publish_tree(manager: CanaryManager, spec_info: Any) -> None:
         buffer[: parents.numel()].copy_(parents.flatten())
 
 
+@guarded
 def _before_draft_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     manager = context.manager_of(runner.model_runner)
     if manager is not None:
@@ -169,6 +173,7 @@ def _before_draft_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: 
         manager.note_replay(forward_batch.forward_mode.name, steps)
 
 
+@guarded
 def _before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     manager = context.manager_of(runner.model_runner)
     if manager is not None:
@@ -182,11 +187,15 @@ def _around_accept(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """v1, before the rejected slots are freed."""
+    attempt(_before_accept, batch)
+    return original(verify_input, batch, *args, **kwargs)
+
+
+def _before_accept(batch: Any) -> None:
     if batch.out_cache_loc is not None and not batch.forward_mode.is_idle():
         for manager in context.managers:
             if manager.identity.role == "draft":
                 _mark_unfilled(manager, batch.out_cache_loc)
-    return original(verify_input, batch, *args, **kwargs)
 
 
 def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
@@ -199,6 +208,7 @@ def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tenso
     return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
 
 
+@guarded
 def _after_move(
     _: Any, pool: Any, tgt_loc: torch.Tensor, src_loc: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:

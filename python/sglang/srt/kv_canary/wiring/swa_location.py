@@ -28,6 +28,7 @@ import torch
 
 from sglang.srt.kv_canary.swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import attempt, contain
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.model_runner import forward_batch_of
 
@@ -48,7 +49,10 @@ current = _Current()
 def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
     """Around one `model.forward`, which may be under capture: its new slots are translated here."""
     kept_before, batch_before = current.kept, forward_batch.out_cache_loc_swa
-    kept = SwaOutCacheLoc.translate(pool.full_to_swa_index_mapping, forward_batch.out_cache_loc)
+    # Without it each layer translates afresh.
+    kept = attempt(
+        SwaOutCacheLoc.translate, pool.full_to_swa_index_mapping, forward_batch.out_cache_loc
+    )
     current.kept = kept
     # The trtllm backend writes to this location without asking the pool; HEAD compares it.
     if kept is not None:
@@ -82,7 +86,10 @@ def _wrap_model_forward(model: Any, pool: Any) -> None:
     # SGLang inspects the signature of model.forward.
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with translated_once(pool, forward_batch_of(args, kwargs)):
+        batch = attempt(forward_batch_of, args, kwargs)
+        if batch is None:
+            return original(*args, **kwargs)
+        with translated_once(pool, batch):
             return original(*args, **kwargs)
 
     model.forward = forward
@@ -93,12 +100,13 @@ def _around_translate(
 ) -> torch.Tensor:
     if current.kept is None:
         return original(pool, kv_indices)
-    return get_swa_out_cache_loc(
-        current.kept,
-        pool.full_to_swa_index_mapping,
-        kv_indices,
-        functools.partial(original, pool),
-    )
+    translate = functools.partial(original, pool)
+    try:
+        mapping = pool.full_to_swa_index_mapping
+        return get_swa_out_cache_loc(current.kept, mapping, kv_indices, translate)
+    except Exception as error:
+        contain(error, get_swa_out_cache_loc)
+        return translate(kv_indices)
 
 
 def _around_set_swa_loc(original: Callable[..., None], pool: Any, loc: torch.Tensor | None) -> None:

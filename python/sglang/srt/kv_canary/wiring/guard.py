@@ -1,0 +1,60 @@
+"""Around what hooks do for the canary: in mode `log`, none of it raises into SGLang while the server serves.
+
+SGLang's own calls stay outside of these guards, so that its exceptions pass through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sglang.srt.kv_canary.wiring.context import context
+
+__all__ = ["attempt", "attempt_aside", "contain", "guarded"]
+
+T = TypeVar("T")
+
+
+def contain(error: Exception, function: Callable[..., Any], loses_track: bool = True) -> None:
+    """Report `error`, raised by `function`; raises it again where serving does not go on after it.
+
+    `loses_track`: without what the function does, records, or what is known of requests, are out of date.
+    """
+    managers = context.managers
+    if not managers or not managers[0].errors.contain(error, function):
+        raise error
+    if loses_track:
+        managers[0].lose_track()  # the others follow at their next forwards
+
+
+def attempt(function: Callable[..., T], *args: Any) -> T | None:
+    """What `function` returns; None after an error with which serving, but not checking, goes on."""
+    try:
+        return function(*args)
+    except Exception as error:
+        contain(error, function)
+        return None
+
+
+def attempt_aside(function: Callable[..., T], *args: Any) -> T | None:
+    """What `function` returns; None after an error with which serving and checking go on."""
+    try:
+        return function(*args)
+    except Exception as error:
+        contain(error, function, loses_track=False)
+        return None
+
+
+def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A BEFORE or AFTER hook whose errors are contained: SGLang goes on as if there were no hook."""
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            contain(error, hook)
+            return None
+
+    return run
