@@ -13,6 +13,7 @@ import prometheus_client
 import pytest
 import torch
 
+from sglang.srt.kv_canary.anchor import anchor_of
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError
@@ -553,8 +554,9 @@ def test_a_model_without_a_forward_batch_runs_unchecked(in_context: Any, caplog:
     assert not rig.manager.armed
 
 
+@pytest.mark.parametrize("extra_key", ["tenant", None])
 def test_an_anchor_whose_write_failed_is_written_next_time(
-    in_context: Any, monkeypatch: Any
+    extra_key: str | None, in_context: Any, monkeypatch: Any
 ) -> None:
     rig = in_context(ManagerRig())
     request = SimpleNamespace(req_pool_idx=3, extra_key="tenant")
@@ -563,10 +565,10 @@ def test_an_anchor_whose_write_failed_is_written_next_time(
         patch.setattr(anchors, "_to_device", _broken)
         with pytest.raises(Broken):
             anchors.update_anchors([rig.manager], [request])
-    request.extra_key = None  # the anchor 0, which needs no write on a row that never had another
+    retried = SimpleNamespace(req_pool_idx=3, extra_key=extra_key)
     rig.manager.state.anchors[3] = 17  # as far as the failed write may have come
-    anchors.update_anchors([rig.manager], [request])
-    assert int(rig.manager.state.anchors[3]) == 0
+    anchors.update_anchors([rig.manager], [retried])
+    assert int(rig.manager.state.anchors[3]) == anchor_of(extra_key)
 
 
 # Texts
