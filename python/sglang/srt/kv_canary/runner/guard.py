@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.runner.event_sink import EventSink
+from sglang.srt.kv_canary.runner.safe_text import safe_text
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,7 @@ class Tracking:
 
 def describe_error(error: Exception) -> str:
     """Class and message on one line; control characters are escaped, because a message may quote a request."""
-    message = ascii(str(error))[1:-1]
-    if len(message) > MAX_MESSAGE:
-        message = message[:MAX_MESSAGE] + "..."
+    message = safe_text(error, MAX_MESSAGE)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

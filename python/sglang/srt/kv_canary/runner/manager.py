@@ -395,7 +395,7 @@ class CanaryManager:
         May be called again.
         """
         deadline = time.monotonic() + timeout_s
-        attempts = FirstError()
+        attempts = FirstError(self.errors)
         attempts.run(
             self._await_copies, deadline
         )  # one under way may have missed the last findings
