@@ -163,6 +163,7 @@ def test_unlocked_only_leaves_out_what_a_request_uses(kind, page):
     assert in_use
     result = walk_radix_cache_for_canary(tree.cache, unlocked_only=True, swa_resident_only=False)
     assert set(result.slot_indices.tolist()) == tree.held_slots() - in_use
+    assert set(walk_radix_cache_for_canary(tree.cache).slot_indices.tolist()) == tree.held_slots()
     check_chunk(tree, result)  # a child of a locked node still has the locked node's slot before it
     assert any(prev in in_use for _, _, prev in entries(result))
     tree.unlock(lock)

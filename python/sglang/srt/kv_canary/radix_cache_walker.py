@@ -82,7 +82,7 @@ class RadixCacheWalkResult:
 
 
 def walk_radix_cache_for_canary(
-    radix_cache: BasePrefixCache, unlocked_only: bool, swa_resident_only: bool
+    radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
 ) -> RadixCacheWalkResult:
     """Every slot that `radix_cache` holds on the device, at once; the arguments are RadixCacheWalker's."""
     walker = RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only)

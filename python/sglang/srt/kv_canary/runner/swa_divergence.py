@@ -1,7 +1,7 @@
 """SWA divergence: proof that a test really exercised the sliding window, counted on the device.
 
 A clean SWA run says little when no token ever left the window and no slot was ever re-used. One line every N
-steps tells what happened in the interval.
+steps tells what has happened so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.runner.event_sink import EventSink
-from sglang.srt.kv_canary.runner.launch_counts import CountsBetween
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
 from sglang.srt.kv_canary.state import Counter
 
@@ -30,9 +29,9 @@ _SWA = CanaryLaunchTag(PoolKind.SWA, "K", Side.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class SwaDivergenceLog:
-    """What happened since the line before. One forward counts a slot once, however many halves it has."""
+    """Totals since the start. One forward counts a slot once, however many halves it has."""
 
-    forward_ct: int  # forwards since the start
+    forward_ct: int  # forwards
     verify_full: int  # slots of the FULL pool that forwards verified
     verify_swa: int  # slots of the SWA pool: at most the window of each request
     swa_full_idx_divergence: (
@@ -41,34 +40,36 @@ class SwaDivergenceLog:
     swa_out_of_window_tokens: int  # prefix tokens that lie before the window
 
     def format(self) -> str:
-        """The line, without a newline."""
-        return PREFIX + json.dumps(asdict(self))
+        """The line, without a newline; the value has no spaces, because SGLang's log tools read up to the first one."""
+        return PREFIX + json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def parse(cls, line: str) -> SwaDivergenceLog:
-        """The log of a line that contains one. Raises ValueError for any other line."""
+    def parse(cls, line: str) -> SwaDivergenceLog | None:
+        """The log of a line that contains one; None for any other line, and for one that is cut off."""
         _, found, text = line.partition(PREFIX)
+        if not found:
+            return None
         try:
-            values = json.JSONDecoder().raw_decode(text)[0] if found else None
+            values, _ = json.JSONDecoder().raw_decode(text)
         except json.JSONDecodeError:
-            values = None
-        if values is None:
-            raise ValueError(f"expected a line with {PREFIX}<json>, got {line!r}")
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
-            raise ValueError(f"expected the fields {names}, got {values!r}")
+            return None
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            return None
+        if any(type(value) is not int for value in values.values()):
+            return None
         return cls(**values)
 
     @classmethod
+    def find_all(cls, text: str) -> list[SwaDivergenceLog]:
+        """Those of all complete lines in `text`, a log, oldest first."""
+        found = (cls.parse(line) for line in text.splitlines())
+        return [log for log in found if log is not None]
+
+    @classmethod
     def find_last(cls, text: str) -> SwaDivergenceLog | None:
-        """The newest complete line in `text`, a log; None where there is none."""
-        for line in reversed(text.splitlines()):
-            if PREFIX in line:
-                try:
-                    return cls.parse(line)
-                except ValueError:  # cut off, because the log is still being written
-                    continue
-        return None
+        """That of the newest complete line in `text`, a log; None where there is none."""
+        found = (cls.parse(line) for line in reversed(text.splitlines()))
+        return next((log for log in found if log is not None), None)
 
 
 class SwaDivergenceReporter(StepObserver):
@@ -106,15 +107,18 @@ class SwaDivergenceReporter(StepObserver):
         """Log and return the line, if one is due."""
         if self._latest is None or self._latest.step - self._reported.step < self._interval:
             return None
-        between = CountsBetween(self._reported, self._latest)
-        self._reported = self._latest
+        latest = self._reported = self._latest
         line = SwaDivergenceLog(
-            forward_ct=between.later.forward_done,
-            verify_full=between.grown(_FULL, Counter.CHECKED),
-            verify_swa=between.grown(_SWA, Counter.CHECKED),
-            swa_full_idx_divergence=between.grown(_SWA, Counter.IDX_DIVERGENCE),
-            swa_out_of_window_tokens=between.grown(_SWA, Counter.OUT_OF_WINDOW),
+            forward_ct=latest.forward_done,
+            verify_full=_total(latest, _FULL, Counter.CHECKED),
+            verify_swa=_total(latest, _SWA, Counter.CHECKED),
+            swa_full_idx_divergence=_total(latest, _SWA, Counter.IDX_DIVERGENCE),
+            swa_out_of_window_tokens=_total(latest, _SWA, Counter.OUT_OF_WINDOW),
         )
         logger.info("%s", line.format())
         self._sink.emit({"event": "swa_divergence", **asdict(line)})
         return line
+
+
+def _total(summary: Summary, tag: CanaryLaunchTag, counter: Counter) -> int:
+    return int(summary.counters[tag.id, counter])
