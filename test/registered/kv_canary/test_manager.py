@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,15 @@ import torch
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.kv_canary.state import Counter
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.kernel_cases import make_state
 from sglang.test.kv_canary.manager_rig import ManagerRig
@@ -235,6 +238,81 @@ def test_a_doubled_phase_names_both_callers() -> None:
     with pytest.raises(CanaryPhaseError, match=r"test_manager\.py.*test_manager\.py"):
         single.pre_ops_outside_graph()
     assert single.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_single_forward_that_does_not_exist_is_an_error(index: int) -> None:
+    manager = ManagerRig(mode=CanaryMode.RAISE).manager
+    with (
+        pytest.raises(
+            CanaryPhaseError, match=f"expected a single forward from 0 to 0.*got {index}"
+        ),
+        manager.with_active_single_forward_manager(index),
+    ):
+        pass
+    with (
+        pytest.raises(CanaryPhaseError, match=f"got {index}"),
+        manager.with_ops_outside_graph((index,)),
+    ):
+        pass
+
+
+def test_single_forwards_follow_each_other_and_do_not_nest() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    active = rig.manager.with_active_single_forward_manager
+    with active(0):
+        with (
+            pytest.raises(CanaryPhaseError, match="0 begins inside of single forward 0"),
+            active(0),
+        ):
+            pass
+        rig.extend(1, range(20))
+    with active(0):
+        rig.decode([1])
+    assert rig.settle() == []
+
+
+def test_a_decode_without_tokens_is_an_empty_batch() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.result(rig.extend(1, range(20)))
+    before = rig.manager.state.counters.clone()
+
+    def without_tokens(batch: ForwardBatch) -> None:
+        batch.input_ids = batch.positions = batch.out_cache_loc = torch.zeros(0, dtype=torch.int64)
+
+    rig.on_batch = without_tokens
+    rig.result(rig.decode([1]))
+    assert rig.settle() == []
+    assert torch.equal(rig.manager.state.counters, before)
+    assert rig.manager.forward_ct == 1
+
+
+@pytest.mark.parametrize("side", [Side.HEAD, Side.TAIL])
+def test_an_endpoint_launches_its_group_and_side(side: Side) -> None:
+    """What it launches is what a forward launches: content is re-read with TAIL."""
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    manager, tags = rig.manager, list(product(("K", "V"), (Side.HEAD, Side.TAIL)))
+
+    def counts(half: str, of: Side) -> torch.Tensor:
+        return manager.state.counters[CanaryLaunchTag(PoolKind.FULL, half, of).id].clone()
+
+    before = {tag: counts(*tag) for tag in tags}
+    rig.decode([1])
+    grown = {tag: counts(*tag) - before[tag] for tag in tags}
+    plans = []
+    rig.on_batch = lambda batch: plans.append(manager.plan_input.fill_from_forward_batch(batch))
+    rig.decode([1])
+    before = {tag: counts(*tag) for tag in tags}
+    endpoint = next(e for e in manager.launcher.endpoints if e.tag.side is side)
+    endpoint.launch_per_forward(manager.launcher, plans[0])
+    for tag in tags:
+        now = counts(*tag) - before[tag]
+        if tag[1] is not side:
+            assert int(now.abs().sum()) == 0
+            continue
+        assert int(now[Counter.CHECKED]) == int(grown[tag][Counter.CHECKED]) + 1
+        assert (now[Counter.CONTENT_CHECKED] > 0) == (grown[tag][Counter.CONTENT_CHECKED] > 0)
 
 
 def test_the_mode_is_what_the_scheduler_asked_for() -> None:

@@ -76,18 +76,17 @@ def free_tag_name(kind: PoolKind) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CanaryEndpoint:
-    """One endpoint of a group. `launch_per_forward` / `launch_sweep` run it alone (tests, tools)."""
+    """One endpoint of a group: what is checked and counted. One launch serves the endpoints of all halves."""
 
     tag: CanaryLaunchTag
     group: CanaryBufferGroup
 
     def launch_per_forward(self, launcher, plan) -> None:
-        """Verify and write this endpoint's group and side, as far as `plan` has work for them."""
-        if part := plan.parts(self.tag.side):
-            launcher.check_and_write(plan, self.group, self.tag.side, part)
+        """Verify and write all halves of this endpoint's group and side, as far as `plan` has work for them."""
+        launcher.launch(plan, self.group, self.tag.side)
 
     def launch_sweep(self, launcher, sweep_plan) -> None:
-        """Verify the flat list `sweep_plan` against this endpoint's records."""
+        """Verify the flat list `sweep_plan` against the records of all halves of this endpoint's group."""
         launcher.check_list(sweep_plan, self.group)
 
 

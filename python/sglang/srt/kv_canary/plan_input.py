@@ -157,12 +157,12 @@ class PlanInput:
     def fill_from_forward_batch(
         self, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
     ) -> ForwardPlan | None:
-        """The plan of one forward, or None when it has no requests (idle, empty).
+        """The plan of one forward, or None when it has no requests or no tokens (idle, empty).
 
         Raises UnsupportedForwardError for a forward mode that the canary does not know.
         """
         fb, mode = forward_batch, forward_batch.forward_mode
-        if mode.is_idle() or fb.batch_size == 0:
+        if mode.is_idle() or fb.batch_size == 0 or fb.out_cache_loc.shape[0] == 0:
             return None
         if mode.is_decode():
             return self._draft_decode(fb) if self.is_draft else self._decode(fb, expected)

@@ -59,6 +59,18 @@ class Launcher:
     def endpoints(self) -> tuple[CanaryEndpoint, ...]:
         return tuple(e for group in self.groups for e in build_endpoints_from_group(group))
 
+    def launch(
+        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
+    ) -> None:
+        """Of `part`, what `plan` has work for; content follows what TAIL writes."""
+        part &= plan.parts(side)
+        if not part:
+            return
+        self.check_and_write(plan, group, side, part)
+        writes_tail = side is Side.TAIL and Part.WRITE in part
+        if writes_tail and self.content_mode is not ContentMode.NONE:
+            self.check_content(plan, group)
+
     def check_and_write(
         self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
     ) -> None:
@@ -102,15 +114,9 @@ class Launcher:
 def launch_endpoints_per_forward(
     launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.ALL
 ) -> None:
-    """All endpoints of `side`, as far as the plan has work for them; content follows what TAIL of its group writes."""
-    part &= plan.parts(side)
-    if not part:
-        return
+    """All endpoints of `side`, as far as the plan has work for them."""
     for group in launcher.groups:
-        launcher.check_and_write(plan, group, side, part)
-        writes_tail = side is Side.TAIL and Part.WRITE in part
-        if writes_tail and launcher.content_mode is not ContentMode.NONE:
-            launcher.check_content(plan, group)
+        launcher.launch(plan, group, side, part)
 
 
 def launch_endpoints_sweep(
