@@ -31,6 +31,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "serve with a real engine under the canary, then catch injected faults"),
+    Command("faults", "faults that can be injected, with arguments and what must be reported"),
     Command("pools", "what is covered, by KV pool class and by path of SGLang"),
     Command("settings", "flags and environment variables, with defaults"),
 )

@@ -1,5 +1,6 @@
 """Every check fires on a real server with an MHA pool, at the right endpoints, and accuses nobody else."""
 
+import json
 import random
 import sys
 from collections.abc import Awaitable, Callable
@@ -110,6 +111,33 @@ class TestMHAFaults(FaultCases):
             self.serve_two(f"after-{number}")
             assert len(self.violations()) == number
         assert slots[0] == slots[1]
+
+    # What is no command
+
+    def test_malformed_commands_are_answered_and_the_server_lives(self) -> None:
+        folder, address = self.serving.controls, "target0"
+        (folder / f"{address}-folder.json").mkdir()
+        contents = {
+            "empty": "",
+            "truncated": '{"fault": "flip_by',
+            "list": "[1, 2]",
+            "no-args": '{"fault": "flip_bytes"}',
+            "no-such-fault": '{"fault": "melt", "args": {}}',
+            "unknown-argument": '{"fault": "flip_bytes", "args": {"slot": 3}}',
+            "wrong-type": '{"fault": "flip_bytes", "args": {"position": "3"}}',
+            "too-many-sources": '{"fault": "flip_bytes", "args": {"source": 99}}',
+        }
+        for name, text in contents.items():
+            (folder / f"{address}-{name}.part").write_text(text)
+            (folder / f"{address}-{name}.part").rename(folder / f"{address}-{name}.json")
+        self.serve_two("malformed")
+        for name in (*contents, "folder"):
+            answer = folder / f"{address}-{name}.done.json"
+            self.serving.wait_for(answer.exists, f"{name} was answered")
+            assert "error" in json.loads(answer.read_text()), name
+        (folder / f"{address}-folder.json").rmdir()
+        self.serve_two("malformed-after")
+        self.assert_no_violations()
 
     # The demo's verdict
 

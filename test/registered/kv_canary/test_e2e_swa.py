@@ -139,6 +139,14 @@ class TestSWAFaults(FaultCases):
         else:
             self.assert_no_violations()
 
+    @pytest.mark.parametrize("fault", ["double_free", "allocate_live_slot"])
+    def test_fault_in_no_pool_in_particular_changes_nothing(self, fault: str) -> None:
+        injection = self.inject(fault)
+        self.serve_two(f"no-pool-{fault}")
+        with pytest.raises(RuntimeError, match="name one with 'kind'"):
+            injection.answer()
+        self.assert_no_violations()
+
     # Slots that change hands
 
     def test_freed_swa_slot_goes_to_another_request(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.kv_canary.perturb.faults import FAULTS
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.traffic import random_tokens
 
@@ -28,6 +29,16 @@ class Case:
     reason: str
     tags: tuple[str, ...]
     args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The table of faults says the same as the tests: arguments, and what must be seen."""
+        fault = FAULTS[self.fault]
+        fault.complete(self.args)
+        documented = [reason.name for reason in fault.reasons]
+        if self.reason not in documented:
+            raise ValueError(
+                f"{self.fault}: expected one of {documented} as documented, got {self.reason}"
+            )
 
     def __str__(self) -> str:
         own = [str(v) for k, v in self.args.items() if k not in ("mode", "min_prefix")]

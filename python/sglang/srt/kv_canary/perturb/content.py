@@ -12,16 +12,20 @@ from sglang.srt.kv_canary.record import State
 
 
 def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Flip bits of `count` bytes of one slot. `kind`, `half`, `source` (layer) say in which buffer."""
+    """Also of a slot of the prefix cache, which a sweep then finds."""
     target = scene.pick(args)
     if target is None:
         return None
-    half, index, count = args.get("half", "K"), args.get("source", 0), args.get("count", 1)
-    group = scene.group(args.get("kind", "FULL"))
+    half, index, count = args["half"], args["source"], args["count"]
+    group = scene.group(args["kind"])
     sources = group.content(half)
     if not sources:
         raise ValueError("no content is covered: start with --kv-canary-real-data partial or all")
+    if index >= len(sources):
+        raise ValueError(f"{half} has the sources 0 to {len(sources) - 1}, not {index}")
     row = bytes_of(sources[index], slot_in(group, target.slot))
+    if count > len(row):
+        raise ValueError(f"a slot has {len(row)} bytes in this layer, not {count}")
     row[:count] ^= 0x55
     return Outcome(
         (target.slot,),
@@ -53,7 +57,7 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 def scramble_free_slots(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """No fault: overwrite the bytes of every slot that no request and no prefix holds, as lost memory would be."""
-    group = scene.group(args.get("kind", "FULL"))
+    group = scene.group(args["kind"])
     free = (State.NEVER_WRITTEN, State.FREED)
     slots = [slot for slot, state in states_of(group).items() if state in free]
     for source in (*group.k_content, *group.v_content):

@@ -1,48 +1,299 @@
-"""The table of faults that a command can name."""
+"""The table of commands: what each does, with which arguments, and what must be reported.
+
+Commands are checked against it, and `kv-canary faults` prints it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.perturb import (
+    content,
+    inputs,
+    lifetime,
+    observe,
+    records,
+    rows,
+    swa_mapping,
+)
+from sglang.srt.kv_canary.perturb.fault import (
+    REQUIRED,
+    Argument,
+    Fault,
+    choice,
+    number,
+    switch,
+    text,
+    tokens,
+)
+from sglang.srt.kv_canary.record import Reason
 
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
-from sglang.srt.kv_canary.perturb import content, inputs, lifetime, records, rows, swa_mapping
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
-from sglang.srt.kv_canary.state import Counter
+__all__ = ["FAULTS", "WITHDRAW"]
 
-Fault = Callable[[Scene, dict[str, Any]], Outcome | None]  # None: not now, ask again next step
+WITHDRAW = "withdraw"
 
-FAULTS: dict[str, Fault] = {
-    "flip_bytes": content.flip_bytes,
-    "write_outside_plan": content.write_outside_plan,
-    "scramble_free_slots": content.scramble_free_slots,
-    "other_requests_slot": rows.other_requests_slot,
-    "swap_entries": rows.swap_entries,
-    "padding_slot": rows.padding_slot,
-    "never_written_slot": rows.never_written_slot,
-    "freed_slot": rows.freed_slot,
-    "slot_out_of_range": rows.slot_out_of_range,
-    "free_live_slot": lifetime.free_live_slot,
-    "allocate_live_slot": lifetime.allocate_live_slot,
-    "double_free": lifetime.double_free,
-    "damage_record": records.damage_record,
-    "wrong_token": inputs.wrong_token,
-    "wrong_position": inputs.wrong_position,
-    "wrong_row": inputs.wrong_row,
-    "wrong_length": inputs.wrong_length,
-    "stale_mapping": swa_mapping.stale_mapping,
-    "shared_swa_slot": swa_mapping.shared_swa_slot,
-    "evicted_in_window": swa_mapping.evicted_in_window,
-    "stale_location": swa_mapping.stale_location,
-    "early_eviction": swa_mapping.early_eviction,
-}
+# Which request: arguments of every fault that happens to a request of the running batch.
+_MODES = ("EXTEND", "DECODE", "MIXED", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2")
+READER = (
+    text("rid", "request id", otherwise="any request"),
+    choice("mode", _MODES, "SGLang's mode of the forward", otherwise="any forward"),
+    number("min_prefix", "the request reads at least as many slots", 8),
+)
+# Which slot: of a request, or of a cached prefix.
+_POSITION = "position of the slot; the fault waits for a request or prefix that has it"
+POSITION = number("position", _POSITION, otherwise="the middle")
+NEAR_END = number("position", _POSITION, otherwise="the third from the end")
+CACHED = tokens(
+    "cached",
+    "token ids: take a slot of this cached prefix, with the server idle or not",
+    otherwise="a slot that a running request reads",
+)
+SLOT = (*READER, POSITION, CACHED)
+# Which buffer.
+KIND = choice("kind", tuple(kind.value for kind in PoolKind), "pool kind", "FULL")
+HALF = choice("half", ("K", "V"), "half of the pool", "K")
+OF_ALLOCATOR = choice(
+    "kind", ("FULL", "SWA"), "free in one pool of a SWA model only", otherwise="all pools"
+)
+KEEP = switch("keep", "do not undo the change after the forward")
+ENTRY = (*READER, POSITION, KEEP)
 
 
-def read_counters(scene: Scene) -> dict[str, Any]:
-    """No fault: the device's counters, as {launch tag: {counter: value}}."""
-    by_tag = {}
-    for tag_id, values in enumerate(scene.manager.state.counters.tolist()):
-        if any(values):
-            names = (counter.name.lower() for counter in Counter)
-            by_tag[CanaryLaunchTag.from_id(tag_id).name] = dict(zip(names, values, strict=True))
-    return {"counters": by_tag, "forwards": scene.manager.forward_ct}
+def _table(*faults: Fault) -> dict[str, Fault]:
+    return {fault.name: fault for fault in faults}
+
+
+FAULTS: dict[str, Fault] = _table(
+    Fault(
+        "flip_bytes",
+        content.flip_bytes,
+        "Flip bits of one slot's K or V bytes, as a memory error or a late transfer does.",
+        (
+            *SLOT,
+            KIND,
+            HALF,
+            number("source", "index of the layer among those that the half covers", 0),
+            number("count", "bytes to flip", 1, minimum=1),
+        ),
+        (Reason.CONTENT,),
+        "TAIL of that half, at the next forward that reads the slot, or SWEEP. With "
+        "--kv-canary-real-data partial only if the byte is one that is sampled",
+    ),
+    Fault(
+        "write_outside_plan",
+        content.write_outside_plan,
+        "Store K and V of every layer into a slot that the running forward does not own.",
+        SLOT,
+        (Reason.CONTENT,),
+        "TAIL of each half, at the next forward that reads the slot, or SWEEP",
+    ),
+    Fault(
+        "scramble_free_slots",
+        content.scramble_free_slots,
+        "Overwrite the bytes of all slots that nobody holds. This is no fault: nothing may be reported.",
+        (KIND,),
+    ),
+    Fault(
+        "other_requests_slot",
+        rows.other_requests_slot,
+        "Point one page table entry of a request at another request's slot. Needs two requests in one batch.",
+        ENTRY,
+        (Reason.CHAIN,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "swap_entries",
+        rows.swap_entries,
+        "Exchange two page table entries of a request.",
+        (*ENTRY, number("second", "position of the other entry", otherwise="position + 2")),
+        (Reason.POSITION,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "padding_slot",
+        rows.padding_slot,
+        "Point one page table entry of a request at slot 0.",
+        ENTRY,
+        (Reason.UNMAPPED_SLOT,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "never_written_slot",
+        rows.never_written_slot,
+        "Point one page table entry of a request at a slot that no forward has written since the start.",
+        ENTRY,
+        (Reason.NEVER_WRITTEN,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "freed_slot",
+        rows.freed_slot,
+        "Point one page table entry of a request at a slot that is free.",
+        ENTRY,
+        (Reason.USE_AFTER_FREE,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "slot_out_of_range",
+        rows.slot_out_of_range,
+        "Point one page table entry of a request past the pool, for the HEAD check only: the model would crash.",
+        (
+            *READER,
+            POSITION,
+            number("slot", "the slot", otherwise="7 past the end of the pool", minimum=None),
+        ),
+        (Reason.SLOT_OUT_OF_RANGE,),
+        "HEAD",
+        eager_only=True,
+    ),
+    Fault(
+        "free_live_slot",
+        lifetime.free_live_slot,
+        "Free the slot (the page) that a request or a cached prefix still reads.",
+        (
+            *SLOT,
+            OF_ALLOCATOR,
+            switch(
+                "hand_out_next",
+                "the next allocation gets the slot; waits until another request is first in the batch",
+            ),
+        ),
+        (Reason.USE_AFTER_FREE, Reason.CHAIN),
+        "HEAD and TAIL; CHAIN once the slot's next owner has written it",
+        breaks_accounting=True,
+    ),
+    Fault(
+        "allocate_live_slot",
+        lifetime.allocate_live_slot,
+        "Free the slot (the page) that a request or a cached prefix reads, and allocate it without a write.",
+        (*SLOT, OF_ALLOCATOR),
+        (Reason.UNWRITTEN_SINCE_ALLOC,),
+        "HEAD and TAIL",
+    ),
+    Fault(
+        "double_free",
+        lifetime.double_free,
+        "Free a slot that is free already. The free list itself is repaired.",
+        (OF_ALLOCATOR,),
+        (Reason.DOUBLE_FREE,),
+        "HEAD of the K half, at the next forward",
+    ),
+    Fault(
+        "damage_record",
+        records.damage_record,
+        "Flip a bit of one of the canary's own records, or zero it.",
+        (
+            *SLOT,
+            KIND,
+            HALF,
+            choice("what", (*records.DAMAGE, "zero"), "what to damage", REQUIRED),
+            choice("side", ("HEAD", "TAIL"), "whose record", "HEAD"),
+        ),
+        (
+            Reason.POSITION,
+            Reason.TOKEN,
+            Reason.CHAIN,
+            Reason.CONTENT,
+            Reason.BAD_STATE,
+            Reason.NEVER_WRITTEN,
+        ),
+        "the damaged side and half, with the reason of what was damaged",
+    ),
+    Fault(
+        "wrong_token",
+        inputs.wrong_token,
+        "Feed another token at the first new position of a request.",
+        READER,
+        (Reason.WRITE_TOKEN,),
+        "HEAD, with mode EXTEND",
+    ),
+    Fault(
+        "wrong_position",
+        inputs.wrong_position,
+        "Feed the first new token of a request with the position after its own.",
+        READER,
+        (Reason.WRITE_POSITION,),
+        "HEAD",
+    ),
+    Fault(
+        "wrong_row",
+        inputs.wrong_row,
+        "Give the HEAD check a request row that req_to_token does not have.",
+        READER,
+        (Reason.ROW_OUT_OF_RANGE,),
+        "HEAD",
+        eager_only=True,
+    ),
+    Fault(
+        "wrong_length",
+        inputs.wrong_length,
+        "Give the HEAD check a length that does not fit into req_to_token.",
+        READER,
+        (Reason.LENGTH_OUT_OF_RANGE,),
+        "HEAD",
+        eager_only=True,
+    ),
+    Fault(
+        "stale_mapping",
+        swa_mapping.stale_mapping,
+        "Map a slot in the sliding window to the SWA slot of the position before it.",
+        (*READER, NEAR_END),
+        (Reason.POSITION,),
+        "HEAD and TAIL of SWA",
+    ),
+    Fault(
+        "shared_swa_slot",
+        swa_mapping.shared_swa_slot,
+        "Map a slot in the sliding window to another request's SWA slot. Needs two requests in one batch.",
+        (*READER, NEAR_END),
+        (Reason.CHAIN,),
+        "HEAD and TAIL of SWA",
+    ),
+    Fault(
+        "evicted_in_window",
+        swa_mapping.evicted_in_window,
+        "Map a slot to 0, which means evicted.",
+        (*READER, NEAR_END),
+        (Reason.SWA_EVICTED_IN_WINDOW,),
+        "HEAD and TAIL of SWA, for a position inside of the window",
+    ),
+    Fault(
+        "stale_location",
+        swa_mapping.stale_location,
+        "Let attention store the first new token of a request in a free SWA slot.",
+        READER,
+        (Reason.WRITE_LOCATION,),
+        "HEAD of SWA",
+        eager_only=True,
+    ),
+    Fault(
+        "early_eviction",
+        swa_mapping.early_eviction,
+        "Let SGLang evict SWA slots too early from now on.",
+        (
+            number(
+                "slots", "shorten the window by this; < 0 takes that back", REQUIRED, minimum=None
+            ),
+        ),
+        (Reason.SWA_EVICTED_IN_WINDOW,),
+        "HEAD and TAIL of SWA, with 2 or more slots: SGLang keeps one more than the window",
+    ),
+    Fault(
+        "counters",
+        observe.read_counters,
+        "Answer with the device's counters of every launch tag. This is no fault.",
+    ),
+    Fault(
+        WITHDRAW,
+        None,
+        "Forget a command that still waits. This is no fault.",
+        (
+            Argument(
+                "name",
+                "a command's name",
+                lambda v: isinstance(v, str),
+                "the NAME of that command",
+                REQUIRED,
+            ),
+        ),
+    ),
+)

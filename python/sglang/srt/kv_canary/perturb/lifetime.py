@@ -20,10 +20,10 @@ def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
     That waits until another request is before this one in the batch: else its own next token would get it.
     """
-    target, hand_out = scene.pick(args), args.get("hand_out_next", False)
+    target, hand_out = scene.pick(args), args["hand_out_next"]
     if target is None or (hand_out and target.reader is not None and target.reader.index == 0):
         return None
-    allocator, slot = _owner(scene, target.slot, args)
+    allocator, slot = _owner(scene, target.slot, args, needs_free_list=hand_out)
     slots = _free(scene, allocator, slot)
     detail = f"freed {target}"
     if hand_out:
@@ -37,7 +37,7 @@ def allocate_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     target = scene.pick(args)
     if target is None:
         return None
-    allocator, slot = _owner(scene, target.slot, args)
+    allocator, slot = _owner(scene, target.slot, args, needs_free_list=True)
     slots = _free(scene, allocator, slot)
     _move_to_front(allocator)
     allocator.alloc(allocator.page_size)
@@ -46,7 +46,7 @@ def allocate_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 def double_free(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Free a slot that is free already; the free list itself is put right again."""
-    allocator, _ = _owner(scene, 0, args)
+    allocator, _ = _owner(scene, 0, args, needs_free_list=True)
     slot = _freed_slot(scene, allocator, args)
     if slot is None:
         return None
@@ -56,12 +56,18 @@ def double_free(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     return Outcome(slots, (), f"freed slot {slot}, which was free already")
 
 
-def _owner(scene: Scene, full_slot: int, args: dict[str, Any]) -> tuple[Any, int]:
+def _owner(
+    scene: Scene, full_slot: int, args: dict[str, Any], needs_free_list: bool
+) -> tuple[Any, int]:
     """The allocator that `kind` names, default the whole one, and `full_slot` as it numbers it."""
     kind = args.get("kind")
     if kind is None:
+        if needs_free_list and scene.allocator.free_pages is None:
+            raise ValueError("this model has two pools: name one with 'kind', FULL or SWA")
         return scene.allocator, full_slot
-    part = getattr(scene.allocator, f"{kind.lower()}_attn_allocator")
+    part = getattr(scene.allocator, f"{kind.lower()}_attn_allocator", None)
+    if part is None:
+        raise ValueError("this model has one pool: leave out 'kind'")
     return part, slot_in(scene.group(kind), full_slot)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
-from sglang.srt.kv_canary.perturb.faults import FAULTS, read_counters
+from sglang.srt.kv_canary.perturb.fault import ArgumentError
+from sglang.srt.kv_canary.perturb.faults import FAULTS, WITHDRAW
 from sglang.srt.kv_canary.perturb.scene import Outcome, Scene, readers_of
 from sglang.srt.kv_canary.runner.step_observer import StepObserver
 
@@ -40,10 +43,21 @@ class PerturbObserver(StepObserver):
 
     def _take(self) -> None:
         for command in self._folder.take():
-            if command.fault == "withdraw":
-                self._waiting.pop(command.args["name"], None)
+            try:
+                command = _checked(command)
+            except ArgumentError as error:
+                self._folder.reply(command.name, {"error": str(error)})
+                continue
+            if command.fault == WITHDRAW:
+                self._withdraw(command)
             else:
                 self._waiting[command.name] = command
+
+    def _withdraw(self, command: Command) -> None:
+        name = command.args["name"]
+        known = self._waiting.pop(name, None) is not None
+        answer = {"detail": f"withdrew {name}"} if known else {"error": f"{name} does not wait"}
+        self._folder.reply(command.name, answer)
 
     def _wrap_forward(self) -> None:
         original = self._model_runner.forward
@@ -86,6 +100,20 @@ class PerturbObserver(StepObserver):
         return outcomes
 
 
+def _checked(command: Command) -> Command:
+    """`command` with its defaults filled in; raises `ArgumentError` for what cannot be executed."""
+    fault = FAULTS.get(command.fault)
+    if fault is None:
+        raise ArgumentError(f"no fault {command.fault[:40]!r}; known: {', '.join(FAULTS)}")
+    args = fault.complete(command.args)
+    if fault.breaks_accounting and envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get():
+        raise ArgumentError(
+            f"{fault.name}: SGLang's own leak check would end this server; start it with "
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0"
+        )
+    return replace(command, args=args)
+
+
 @contextmanager
 def _device_at_rest(device: torch.device) -> Iterator[None]:
     """Faults touch what SGLang's schedule stream and forward stream both use."""
@@ -99,11 +127,7 @@ def _device_at_rest(device: torch.device) -> Iterator[None]:
 def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, Any] | None]:
     """(what a fault did, answer); the answer is None when the command has to wait."""
     try:
-        if command.fault == "counters":
-            return None, read_counters(scene)
-        if command.fault not in FAULTS:
-            raise ValueError(f"no fault {command.fault!r}; known: {', '.join(FAULTS)}, counters")
-        outcome = FAULTS[command.fault](scene, command.args)
+        outcome = FAULTS[command.fault].act(scene, command.args)
         return outcome, None if outcome is None else outcome.as_answer()
     except Exception as error:
         return None, {"error": f"{type(error).__name__}: {error}"}

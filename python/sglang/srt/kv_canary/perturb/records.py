@@ -23,14 +23,12 @@ def damage_record(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     target = scene.pick(args)
     if target is None:
         return None
-    what, half, side = args["what"], args.get("half", "K"), args.get("side", "HEAD")
-    group = scene.group(args.get("kind", "FULL"))
+    what, half, side = args["what"], args["half"], args["side"]
+    group = scene.group(args["kind"])
     records, slot = group.records(half, side), slot_in(group, target.slot)
     if what == "zero":
         records[slot] = 0
-    elif what in DAMAGE:
+    else:
         word, bits = DAMAGE[what]
         records[slot, word] ^= record.to_signed64(bits)
-    else:
-        raise ValueError(f"what={what!r}: choose from {', '.join([*DAMAGE, 'zero'])}")
     return Outcome((target.slot,), target.request_ids, f"{side} {half} record, {what}, of {target}")

@@ -91,7 +91,7 @@ def _repoint(
     """Write `entries` (position -> slot); the forward runs with them, then they are put right again."""
     before = {position: scene.slot(reader, position) for position in entries}
     _write(scene.rows, reader.row, entries)
-    keep = args.get("keep", False)
+    keep = args["keep"]
     return Outcome(
         (*entries.values(), *before.values()),
         (reader.request_id,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,7 @@ class Outcome:
     request_ids: tuple[str, ...] = ()  # requests that were damaged
     detail: str = ""
     rows: tuple[int, ...] = ()  # request rows that no request has
+    data: dict[str, Any] = field(default_factory=dict)  # JSON that is added to the answer
     around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
     before_head: Callable[[Any], None] | None = None
     after_forward: Callable[[], None] | None = None
@@ -51,6 +52,7 @@ class Outcome:
             "request_ids": list(self.request_ids),
             "rows": list(self.rows),
             "detail": self.detail,
+            **self.data,
         }
 
 
@@ -104,16 +106,18 @@ class Scene:
         """The full slot that `reader` reads at `position`."""
         return int(self.rows[reader.row, position])
 
-    def pick_readers(self, count: int = 1, args: dict[str, Any] | None = None) -> list[Reader]:
+    def pick_readers(self, count: int, args: dict[str, Any]) -> list[Reader]:
         """`count` readers of this forward that suit `args`, or an empty list when there are fewer.
 
-        `args`: `rid` (the first reader's request), `mode` (name of the forward's mode), `min_prefix`.
+        `args`: `rid` (the first reader's request), `mode` (name of the forward's mode), `min_prefix`; and positions,
+        which all of them must read.
         """
-        args = args or {}
         fb, mode = self.forward_batch, args.get("mode")
         if fb is None or (mode and fb.forward_mode.name != mode):
             return []
-        fit = [r for r in self.readers if r.prefix >= args.get("min_prefix", 8)]
+        positions = [args[name] for name in ("position", "second") if name in args]
+        prefix = max(args["min_prefix"], *(position + 1 for position in positions), 0)
+        fit = [r for r in self.readers if r.prefix >= prefix]
         fit = [r for r in fit if r.tokens_to_go >= MIN_TOKENS_TO_GO]
         if "rid" in args:
             fit.sort(key=lambda r: r.request_id != args["rid"])

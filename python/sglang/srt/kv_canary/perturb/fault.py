@@ -1,0 +1,139 @@
+"""A fault as data: its command's arguments, their defaults and checks, and what the canary must report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.kv_canary.record import Reason
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+
+__all__ = [
+    "REQUIRED",
+    "Argument",
+    "ArgumentError",
+    "Fault",
+    "choice",
+    "number",
+    "switch",
+    "text",
+    "tokens",
+]
+
+REQUIRED = object()  # as a default: the command must give the argument
+Act = Callable[["Scene", dict[str, Any]], "Outcome | None"]  # None: not now, ask again next step
+
+
+class ArgumentError(ValueError):
+    """A command has arguments that its fault does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """`default` is filled in where it is not None; else `otherwise` says what the fault does without the argument."""
+
+    name: str
+    expected: str
+    accepts: Callable[[Any], bool]
+    help: str
+    default: Any = None
+    otherwise: str = ""
+
+    @property
+    def default_text(self) -> str:
+        if self.default is REQUIRED:
+            return "required"
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return self.otherwise if self.default is None else str(self.default)
+
+
+def number(
+    name: str, help_: str, default: Any = None, otherwise: str = "", minimum: int | None = 0
+) -> Argument:
+    """A whole number, at least `minimum` where there is one."""
+    expected = "a whole number" if minimum is None else f"a whole number >= {minimum}"
+
+    def accepts(value: Any) -> bool:
+        return type(value) is int and (minimum is None or value >= minimum)
+
+    return Argument(name, expected, accepts, help_, default, otherwise)
+
+
+def text(name: str, help_: str, default: Any = None, otherwise: str = "") -> Argument:
+    return Argument(
+        name, "a text", lambda v: isinstance(v, str) and v != "", help_, default, otherwise
+    )
+
+
+def switch(name: str, help_: str) -> Argument:
+    return Argument(name, "true or false", lambda v: isinstance(v, bool), help_, False)
+
+
+def choice(
+    name: str, choices: tuple[str, ...], help_: str, default: Any = None, otherwise: str = ""
+) -> Argument:
+    expected = f"one of {', '.join(choices)}"
+    return Argument(
+        name, expected, lambda v: isinstance(v, str) and v in choices, help_, default, otherwise
+    )
+
+
+def tokens(name: str, help_: str, otherwise: str = "") -> Argument:
+    return Argument(
+        name,
+        "a list of token ids",
+        lambda v: isinstance(v, list) and bool(v) and all(type(token) is int for token in v),
+        help_,
+        otherwise=otherwise,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One command of the control folder. `reasons`: one of them must be reported, none for what is no fault."""
+
+    name: str
+    act: Act | None  # None: the observer does it, without a scene
+    summary: str
+    arguments: tuple[Argument, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    where: str = ""  # at which launch tags, and when
+    breaks_accounting: bool = False  # SGLang's own leak check ends the server once it is idle
+    eager_only: bool = False  # has no effect on a forward that a CUDA graph replays
+    by_name: Mapping[str, Argument] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_name = {argument.name: argument for argument in self.arguments}
+        object.__setattr__(self, "by_name", by_name)
+
+    def complete(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """`args` with the defaults filled in; raises `ArgumentError` for what this fault does not take."""
+        for name, value in args.items():
+            self._check(name, value)
+        filled = {a.name: a.default for a in self.arguments if a.default is not None} | dict(args)
+        missing = [name for name, value in filled.items() if value is REQUIRED]
+        if missing:
+            argument = self.by_name[missing[0]]
+            raise ArgumentError(
+                f"{self.name} needs the argument {argument.name!r}: {argument.expected}"
+            )
+        return filled
+
+    def _check(self, name: str, value: Any) -> None:
+        argument = self.by_name.get(name)
+        if argument is None:
+            known = ", ".join(self.by_name) or "none"
+            raise ArgumentError(f"{self.name} has no argument {name[:40]!r}; it takes: {known}")
+        if not argument.accepts(value):
+            raise ArgumentError(
+                f"{self.name}: expected {argument.expected} for {name!r}, got {_shortened(value)}"
+            )
+
+
+def _shortened(value: Any, most: int = 60) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= most else f"{shown[:most]}..."

@@ -1,0 +1,19 @@
+"""No faults: what a tester asks of a running engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
+from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+from sglang.srt.kv_canary.state import Counter
+
+
+def read_counters(scene: Scene, args: dict[str, Any]) -> Outcome:
+    """The device's counters, as {launch tag: {counter: value}}."""
+    by_tag = {}
+    for tag_id, values in enumerate(scene.manager.state.counters.tolist()):
+        if any(values):
+            names = (counter.name.lower() for counter in Counter)
+            by_tag[CanaryLaunchTag.from_id(tag_id).name] = dict(zip(names, values, strict=True))
+    return Outcome(data={"counters": by_tag, "forwards": scene.manager.forward_ct})
