@@ -112,6 +112,15 @@ class TestMHAFaults(FaultCases):
             assert len(self.violations()) == number
         assert slots[0] == slots[1]
 
+    def test_fault_injection_is_announced(self) -> None:
+        folder = str(self.serving.controls)
+        (active,) = self.serving.get("/server_info")["kv_canary_active"]
+        assert active["fault_injection"] == folder
+        assert (
+            f"fault injection is ON: whoever can write to the folder {folder!r}"
+            in self.serving.stderr
+        )
+
     # What is no command
 
     def test_malformed_commands_are_answered_and_the_server_lives(self) -> None:

@@ -581,7 +581,8 @@ def test_server_that_starts_shows_the_flags_and_every_active_canary(llama, tmp_p
     assert ended.returncode == 0, ended.stderr
     info = json.loads(ended.stdout.splitlines()[-1])
     (active,) = info.pop("kv_canary_active")
-    assert active["mode"] == "log"
+    assert (active["mode"], active["fault_injection"]) == ("log", "")
+    assert "fault injection" not in ended.stderr
     assert info == {
         "kv_canary": "log",
         "kv_canary_real_data": "none",

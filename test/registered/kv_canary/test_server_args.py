@@ -177,6 +177,28 @@ def test_variable_that_does_not_parse_refuses(make_args, monkeypatch):
     make_args()  # not asked for: not looked at
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "named"),
+    [
+        ([], {"SGLANG_KV_CANARY_RING_CAPACITY": "many"}, "SGLANG_KV_CANARY_RING_CAPACITY='many'"),
+        ([], {"SGLANG_KV_CANARY_RINGS": "1"}, "SGLANG_KV_CANARY_RINGS='1'"),
+        (["--enable-lmcache"], {}, "cannot protect this server. LMCache"),
+    ],
+    ids=["bad value", "unknown variable", "unprotectable"],
+)
+def test_command_line_ends_in_one_line(flags, variables, named, parse, capsys, monkeypatch):
+    assert parse("--kv-canary", "log").kv_canary == "log"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        parse("--kv-canary", "log", *flags)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sglang: error: ")
+    assert named in line
+
+
 # What cannot be protected
 
 # Case -> field values that make it so, on a real ServerArgs.

@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.errors import CanaryConfigError
 
 __all__ = [
     "ENV_PREFIX",
+    "PERTURB_DIR",
     "SETTINGS",
     "EnvSetting",
     "default_of",
@@ -102,6 +103,14 @@ def _path_usable(path: str, kind: str) -> bool:
         return os.path.isfile(path) and os.access(path, os.W_OK)
     return os.access(folder, os.W_OK)
 
+
+PERTURB_DIR = EnvSetting(
+    "PERTURB_DIR",
+    EnvStr,
+    "",
+    "Tests only: turns fault injection on and names its control folder; see `kv-canary faults`.",
+    path_kind="folder",
+)
 
 SETTINGS: tuple[EnvSetting, ...] = (
     EnvSetting(
@@ -190,13 +199,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Most host microseconds that the sweep spends in one step.",
         minimum=1,
     ),
-    EnvSetting(
-        "PERTURB_DIR",
-        EnvStr,
-        "",
-        "Tests only: control folder of the fault injection.",
-        path_kind="folder",
-    ),
+    PERTURB_DIR,
 )
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}

@@ -442,4 +442,5 @@ class CanaryManager:
             "record_bytes": record_bytes,
             "state_bytes": self.state.nbytes,
             "share_of_pool": round(record_bytes / pool_bytes, 6) if pool_bytes else None,
+            "fault_injection": self.config.perturb_dir,  # "" is off
         }

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.kv_canary.environ import PERTURB_DIR
 from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
@@ -147,6 +148,13 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         manager.mark_init_finished()
         description = manager.describe()
         logger.info("%s", active_line(description))
+        if folder := description["fault_injection"]:
+            logger.warning(
+                "kv-canary: fault injection is ON: whoever can write to the folder %r can damage the KV cache of this "
+                "server. To turn it off, unset %s",
+                folder,
+                PERTURB_DIR.name,
+            )
         manager.sink.emit({"event": "active", **description})
         if description["role"] == "target":
             set_active_summary(description)

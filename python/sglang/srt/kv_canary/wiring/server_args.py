@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -278,6 +279,7 @@ def _restore(cls: type, before: dict[str, Any]) -> None:
 
 def _wrapped_methods(cls: type) -> dict[str, Any]:
     add_cli_args, post_init, check = cls.add_cli_args, cls.__post_init__, cls.check_server_args
+    from_cli_args = cls.from_cli_args.__func__
 
     @functools.wraps(add_cli_args)
     def add_all_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +292,15 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
         post_init(self)
         check_request(self)
 
+    @functools.wraps(from_cli_args)
+    def from_checked_cli_args(cls: type, args: argparse.Namespace) -> Any:
+        """Ends the process as a bad flag does; who builds ServerArgs in Python gets the exception."""
+        try:
+            return from_cli_args(cls, args)
+        except (CanaryConfigError, CanaryStartupError) as error:
+            print(f"sglang: error: {error}", file=sys.stderr)
+            sys.exit(2)
+
     # Runs once more right before the launch: fields can be changed after construction.
     @functools.wraps(check)
     def check_all_server_args(self: Any) -> None:
@@ -299,6 +310,7 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
     return {
         "add_cli_args": staticmethod(add_all_cli_args),
         "__post_init__": checked_post_init,
+        "from_cli_args": classmethod(from_checked_cli_args),
         "check_server_args": check_all_server_args,
     }
 
