@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -14,6 +15,8 @@ import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.pool_patcher import attach_canary_buffers
 from sglang.srt.kv_canary.wiring.memory import (
+    SMALL_POOL_MESSAGES,
+    _name_share_of_small_pool,
     _reserve_records,
     budget_without_records,
     record_bytes_of,
@@ -239,6 +242,53 @@ def test_off_changes_nothing() -> None:
     )
     config = configurator.calculate_pool_sizes(10_000 * CELL, page_size=1)
     assert config.max_total_num_tokens == 10_000
+
+
+PAGE = 64
+
+
+@pytest.fixture
+def sized(tmp_path: Path) -> Callable[[int], MemoryPoolConfig]:
+    """SGLang's configurator of an MHA model on pages of 64 under the canary; available bytes -> sizes."""
+    args = _server_args(kv_canary="log")
+    model_config = ModelConfig.from_server_args(args, _write(tmp_path / "model", TINY_LLAMA))
+    configurator = _default_configurator()
+    _reserve_records(
+        configurator, types.SimpleNamespace(server_args=args, model_config=model_config)
+    )
+    return lambda available_bytes: configurator.calculate_pool_sizes(available_bytes, PAGE)
+
+
+def test_pool_that_is_too_small_because_of_the_records_names_their_share(sized: Callable) -> None:
+    page = PAGE * CELL
+    assert sized(2 * page).max_total_num_tokens == PAGE
+    with pytest.raises(RuntimeError) as refusal:
+        sized(page)
+    share = f"kv-canary keeps {100 * 128 / (CELL + 128):.2f} % of the KV budget for its records: "
+    assert str(refusal.value).startswith("Not enough memory. ")
+    assert share in str(refusal.value)
+    with pytest.raises(RuntimeError) as without:  # not the canary's doing
+        sized(page - 1)
+    assert "kv-canary" not in str(without.value)
+
+
+@pytest.mark.parametrize("message", SMALL_POOL_MESSAGES)
+def test_message_of_sglang_about_a_small_pool_names_the_share(
+    message: str, sized: Callable
+) -> None:
+    """The check itself needs a loaded model; what is raised here is what the installed SGLang raises."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    assert f', "{message}"' in inspect.getsource(TpModelWorker.__init__)
+
+    def raises(text: str) -> None:
+        raise AssertionError(text)
+
+    sized(2 * PAGE * CELL)
+    with pytest.raises(AssertionError, match=f"^{message}. kv-canary keeps 0.10 % of "):
+        _name_share_of_small_pool(raises, message)
+    with pytest.raises(AssertionError, match=r"^something else$"):
+        _name_share_of_small_pool(raises, "something else")
 
 
 def test_no_memory_left_stays_sglangs_own_error() -> None:

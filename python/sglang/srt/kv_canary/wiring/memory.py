@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.kv_canary.buffer_group import PoolKind
@@ -12,6 +14,9 @@ from sglang.srt.kv_canary.speculation import draft_keeps_kv
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
 logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+SMALL_POOL_MESSAGES = ("Memory pool size is too small", "max_running_request is zero")
 
 
 def record_bytes_of(config: Any, model_config: Any, is_draft: bool = False) -> int:
@@ -75,13 +80,41 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
         if draft is not None:
             records += record_bytes_of(config, draft, is_draft=True)
         left = budget_without_records(available_bytes, records)
-        logger.info(
-            "kv-canary: %.2f %% of the KV budget are kept for its records",
-            100 * (1 - left / available_bytes),
-        )
-        return original(left, page_size)
+        _share.text = _share_text(available_bytes - left, available_bytes)
+        logger.info("%s", _share.text)
+        try:
+            return original(left, page_size)
+        except RuntimeError as error:  # enough for the pool alone
+            raise RuntimeError(f"{error} {_share.text}") from error
 
     configurator.calculate_pool_sizes = calculate_pool_sizes
+
+
+def _share_text(kept_bytes: int, available_bytes: int) -> str:
+    return (
+        f"kv-canary keeps {100 * kept_bytes / available_bytes:.2f} % of the KV budget for its records: "
+        f"{kept_bytes / MIB:.2f} of {available_bytes / MIB:.2f} MiB."
+    )
+
+
+@dataclass(slots=True)
+class _Share:
+    """What the canary took from the pool of this process's target model."""
+
+    text: str = ""  # "" until the pool is sized, and without a canary
+
+
+_share = _Share()
+
+
+def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND TpModelWorker.__init__: SGLang's message about a small pool also says what the canary took from it."""
+    try:
+        return original(*args, **kwargs)
+    except AssertionError as error:
+        if _share.text and str(error) in SMALL_POOL_MESSAGES:
+            raise AssertionError(f"{error}. {_share.text}") from error
+        raise
 
 
 def _draft_model_config(server_args: Any) -> Any | None:
@@ -104,5 +137,11 @@ HOOKS = (
         _reserve_records,
         HookType.AFTER,
         "the memory headroom",
+    ),
+    HookSpec(
+        "sglang.srt.managers.tp_worker.TpModelWorker.__init__",
+        _name_share_of_small_pool,
+        HookType.AROUND,
+        "the canary's share in SGLang's message about a small pool",
     ),
 )
