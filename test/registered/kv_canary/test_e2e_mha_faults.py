@@ -112,14 +112,9 @@ class TestMHAFaults(FaultCases):
             assert len(self.violations()) == number
         assert slots[0] == slots[1]
 
-    def test_fault_injection_is_announced(self) -> None:
-        folder = str(self.serving.controls)
+    def test_server_info_says_that_faults_can_be_injected(self) -> None:
         (active,) = self.serving.get("/server_info")["kv_canary_active"]
-        assert active["fault_injection"] == folder
-        assert (
-            f"fault injection is ON: whoever can write to the folder {folder!r}"
-            in self.serving.stderr
-        )
+        assert active["fault_injection"] == str(self.serving.controls)
 
     # What is no command
 
