@@ -186,6 +186,85 @@ def test_a_paged_free_gives_back_whole_pages() -> None:
         _forget()
 
 
+def _paged(rig: ManagerRig, pages: int = 1) -> torch.Tensor:
+    """Slots of fresh pages, written by row 1."""
+    slots = rig.allocator.alloc(16 * pages)
+    rig._alloc_extend = lambda row, count: slots[:count]
+    rig.result(rig.extend(1, range(16 * pages)))
+    return slots
+
+
+@pytest.fixture
+def paged_rig() -> Iterator[ManagerRig]:
+    yield _rig(CanaryMode.LOG, page_size=16)
+    _forget()
+
+
+@pytest.mark.parametrize("first", [16, 3], ids=["same slots", "other slots of the page"])
+def test_a_page_that_a_step_frees_twice(paged_rig: ManagerRig, first: int) -> None:
+    rig = paged_rig
+    slots = _paged(rig)
+    before = rig.allocator.available_size()
+    rig.allocator.free(slots[:first])
+    rig.allocator.free(slots[-first:])
+    assert rig.allocator.available_size() == before + 32, "the page is in the free list twice"
+    assert _reasons(rig) == {"DOUBLE_FREE"}
+    assert {v.slot for v in rig.reported} == set(slots[-first:].tolist())
+
+
+def test_pages_that_a_free_group_lists_twice_are_freed_once(paged_rig: ManagerRig) -> None:
+    rig = paged_rig
+    slots = _paged(rig, pages=2)
+    before = rig.allocator.available_size()
+    rig.allocator.free_group_begin()
+    rig.allocator.free(slots[:20])
+    rig.allocator.free(slots[20:])
+    rig.allocator.free_group_end()
+    assert rig.allocator.available_size() == before + 32
+    assert rig.settle() == []
+
+
+def test_pages_that_are_freed_handed_out_and_freed_within_a_step(paged_rig: ManagerRig) -> None:
+    rig = paged_rig
+    slots = _paged(rig, pages=2)
+    rig.allocator.free(slots[:16])
+    rig.allocator.free(slots[16:])
+    for _ in range(3):
+        pages = rig.allocator.alloc(rig.allocator.available_size())
+        for page in pages.view(-1, 16):
+            rig.allocator.free(page)
+    assert rig.settle() == []
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_double_free_before_a_clear_of_the_same_step(page_size: int) -> None:
+    rig = _rig(CanaryMode.LOG, page_size)
+    try:
+        slots = _paged(rig)
+        rig.allocator.free(slots)
+        rig.allocator.free(slots[:1])
+        rig.allocator.clear()
+        assert _reasons(rig) == {"DOUBLE_FREE"}
+        assert {v.slot for v in rig.reported} == {int(slots[0])}
+    finally:
+        _forget()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_frees_and_allocations_before_a_clear_of_the_same_step(page_size: int) -> None:
+    rig = _rig(CanaryMode.RAISE, page_size)
+    try:
+        slots = _paged(rig)
+        rig.allocator.free(slots)
+        rig.allocator.free(rig.allocator.alloc(rig.allocator.available_size()))
+        rig.allocator.clear()
+        rig.lengths[1] = 0
+        _paged(rig)
+        assert rig.settle() == []
+    finally:
+        _forget()
+
+
 def test_an_unknown_allocator_class_is_refused() -> None:
     class SomeAllocator:
         pass

@@ -198,6 +198,48 @@ def test_a_page_is_freed_whole_and_once(backend):
     assert_violation(scene.free([9]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=9)
 
 
+def paged(backend) -> Scene:
+    """Two pages of 4 with records: slots 8 to 15."""
+    scene = Scene(WorldSpec(page_size=4), backend)
+    scene.forward(1, 0, [1, 2, 3, 4, 5, 6, 7, 8], list(range(8, 16)))
+    return scene
+
+
+@fires(Reason.DOUBLE_FREE)
+def test_a_page_that_two_calls_of_a_step_free(backend):
+    """The allocator then hands it out twice, also where the calls list other slots of it."""
+    found = paged(backend).free([8, 9, 12, 10, 11], call_ids=[0, 0, 1, 2, 2])
+    assert [v.reasons for v in found] == [Reason.DOUBLE_FREE] * 2
+    assert sorted(v.values["slot"] for v in found) == [10, 11]
+    assert all(record.unpack_writer(v.values["writer"])[3] == State.LIVE for v in found)
+
+
+def test_a_page_that_one_call_lists_in_many_places_is_freed_once(backend):
+    """SGLang frees the distinct pages of a call; a free group is one call."""
+    assert_clean(paged(backend).free([8, 12, 9, 13, 8, 11]))
+    assert_clean(paged(backend).free([8, 10, 8, 12, 15], call_ids=[0, 0, 0, 1, 1]))
+
+
+def test_calls_of_two_steps_are_not_compared_with_each_other(backend):
+    scene = paged(backend)
+    for _ in range(3):
+        assert_clean(scene.free([8, 12], call_ids=[0, 1]))
+        assert_clean(scene.reallocate(list(range(8, 16))))
+        assert_clean(scene.free([12, 8], call_ids=[0, 1]))
+        assert_clean(scene.reallocate(list(range(8, 16))))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("side", READS)
+@pytest.mark.parametrize("bit", [0, 40, 53, 57, 61, 63])
+def test_damage_to_a_record_that_is_freed_is_no_double_free(backend, side, page_size, bit):
+    scene = Scene(WorldSpec(page_size=page_size), backend)
+    scene.forward(1, 0, [1, 2, 3, 4], [8, 9, 10, 11])
+    scene.flip_record(scene.full, "K", side, 9, record.WORD_WRITER, bit)
+    assert_clean(scene.free([8, 9, 10, 11]))
+    assert_violation(scene.free([9]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=9)
+
+
 def test_a_page_that_the_pool_cuts_off_is_freed_up_to_its_end(backend):
     scene = Scene(WorldSpec(num_slots=42, page_size=4), backend)
     scene.forward(1, 0, [1, 2], [40, 41])

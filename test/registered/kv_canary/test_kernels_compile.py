@@ -87,6 +87,7 @@ triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL)
 triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL)
 triton_backend.check_list(sweep, strided, state)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16)
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16, listed.int())
 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
     triton_backend.check_and_write_content(decode, group, state, mode)
@@ -109,7 +110,7 @@ KERNELS = {
     "fingerprint_kernel": 1,
     "list_kernel": 2,
     "content_list_kernel": 1,
-    "slot_event_kernel": 6,
+    "slot_event_kernel": 7,
     "copy_kernel": 1,
 }
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary import free_marks, record
 from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.kernels import slots as slot_launches
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
@@ -154,6 +154,56 @@ def test_free_of_pages(small: bool, monkeypatch):
     assert twin.assert_equal() == 16
     twin.apply_slot_event(FREE, torch.tensor([SLOTS - 1], device=slots.device), page_size=48)
     twin.assert_equal()
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["one program", "three launches"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+def test_pages_that_several_calls_free(small: bool, dtype: torch.dtype, monkeypatch):
+    if not small:
+        monkeypatch.setattr(slot_launches, "ONE_PROGRAM_SLOTS", 1)
+    twin, pool = make_twin()
+    slots = row_of(pool, 1, 900).to(dtype)
+    odd = torch.tensor([0, -3, SLOTS, SLOTS + 7], device=slots.device, dtype=dtype)
+    generator = torch.Generator().manual_seed(4)
+    for round_ in range(3):
+        order = torch.randperm(900, generator=generator).to(slots.device)
+        listed = torch.cat([slots[order[:500]], odd, slots[order[:90]]])
+        calls = torch.arange(listed.shape[0], device=slots.device, dtype=torch.int32) // 70
+        twin.apply_slot_event(FREE, listed, page_size=16, call_ids=calls)
+        rows = twin.assert_equal()
+        assert rows > 90 * (round_ + 1)
+        twin.apply_slot_event(ALLOC, slots)
+        assert twin.assert_equal() == rows
+    whole = torch.arange(48, device=slots.device)  # the last page alone is in both calls
+    calls = (torch.arange(64, device=slots.device) >= 48).int()
+    for group in (twin.group, twin.kernel_group):
+        word = record.pack_writer(1, 1, 1, record.State.LIVE)
+        for name in ("k_head", "k_tail", "v_head", "v_tail"):
+            getattr(group, name)[16:64, record.WORD_WRITER] = word
+    listed = 16 + torch.cat([whole, whole[32:]])
+    twin.apply_slot_event(FREE, listed, page_size=16, call_ids=calls)
+    assert twin.assert_equal() == rows + 16
+
+
+def test_numbers_of_frees_begin_anew():
+    """2^31 numbers last for weeks; then the marks of old calls must not look like later ones."""
+    twin, pool = make_twin()
+    slots = row_of(pool, 1, 900)
+    marks = twin.kernel_group.free_marks
+    marks.take(free_marks.LAST_NUMBER - 2)
+    for round_ in range(5):
+        twin.apply_slot_event(FREE, torch.cat([slots[:10], slots[3:4]]))
+        assert twin.assert_equal() == round_ + 1
+        twin.apply_slot_event(ALLOC, slots[:10])
+    assert marks.take(1) < 10
+
+
+def test_calls_of_pages_that_split_a_slot_are_refused():
+    base = make_group(64, halves="K")
+    group = make_group(16, halves="K", stride=4, chain_base=base)
+    listed = torch.arange(8, device=kernel_device())
+    with pytest.raises(ValueError, match="multiple of 4 full slots, got 2"):
+        slot_launches.apply_slot_event(FREE, listed, group, make_state(), 2, listed.int())
 
 
 def test_reads_after_events():

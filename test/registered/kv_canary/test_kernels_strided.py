@@ -300,6 +300,18 @@ def test_double_free_is_one_row_a_slot_whatever_the_page(backend, page_size):
     assert [(v.values["slot"], v.values["full_slot"]) for v in found] == [(8, 32), (9, 36)]
 
 
+@pytest.mark.parametrize("cut", [0, 3, 4, 8], ids="first call lists {} tokens".format)
+def test_a_page_that_two_calls_free(backend, cut):
+    """Slots 8 and 9 of one page, once in the first call and then token by token in the second."""
+    world = served(backend)
+    slots = [32 + p for p in range(8)]
+    call_ids = [0] * cut + [1] * 8
+    world.event(SlotEventKind.FREE, slots[:cut] + slots, world.strided, call_ids)
+    found = world.take_violations()
+    assert {v.reasons for v in found} <= {Reason.DOUBLE_FREE}
+    assert sorted(v.values["slot"] for v in found) == ([8, 9] if cut else [])
+
+
 def test_a_slot_that_is_handed_out_and_written_again(backend):
     world = served(backend)
     world.event(SlotEventKind.FREE, [64 + p for p in range(8)], world.strided)

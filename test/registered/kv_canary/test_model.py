@@ -190,8 +190,10 @@ damage = st.one_of(flips, writer_flips, content_flips, aliases, remaps)
 
 def events(*kinds: SlotEventKind, careless: bool = False):
     slots = st.lists(number, min_size=1, max_size=6).map(tuple)
-    event, how = st.sampled_from(kinds), st.just(careless)
-    return st.builds(AllocatorEvent, slots=slots, group=small, event=event, careless=how)
+    event, how, calls = st.sampled_from(kinds), st.just(careless), st.integers(1, 3)
+    return st.builds(
+        AllocatorEvent, slots=slots, group=small, event=event, careless=how, calls=calls
+    )
 
 
 odd_entries = st.lists(st.tuples(small, st.one_of(small, number)), max_size=3).map(tuple)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryConfig, ContentMode, TokenCheck
 from sglang.srt.kv_canary.kernels import launch, slots, triton_backend
 from sglang.srt.kv_canary.runner import manager
@@ -127,6 +128,23 @@ def test_a_target_without_graphs_compiles_nothing_while_it_serves(pool, content,
     serve(rig)
     served = launches.take()
     assert {variant[0] for variant in served} >= {"forward_kernel", "slot_event_kernel"}
+    assert missing(served, compiled) == []
+
+
+def test_frees_of_pages_by_several_calls_compile_nothing_while_it_serves(launches):
+    rig = ManagerRig(real=make_mha_pool(size=512, page_size=16))
+    compile_target(rig, server_args())
+    compiled = launches.take()
+    ledger = rig.manager.ledger
+    for slot_type in (torch.int32, torch.int64):
+        for count in (1, slots.ONE_PROGRAM_SLOTS + 1):
+            for calls in (1, 2):
+                for _ in range(calls):
+                    freed = torch.zeros(count, dtype=slot_type)
+                    ledger.record(SlotEventKind.FREE, PoolKind.FULL, freed, 16)
+                ledger.apply()
+    served = launches.take()
+    assert {variant[0] for variant in served} == {"slot_event_kernel"}
     assert missing(served, compiled) == []
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
+from sglang.srt.kv_canary.free_marks import FreeMarks
 from sglang.srt.kv_canary.record import RECORD_WORDS
 
 
@@ -84,6 +85,7 @@ class CanaryBufferGroup:
     chain_source: torch.Tensor | None = None
     # Strided groups: the group of stride 1 whose chains they take over, written before in the same forward.
     chain_base: CanaryBufferGroup | None = None
+    free_marks: FreeMarks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("k_head", "k_tail", "v_head", "v_tail"):
@@ -96,6 +98,8 @@ class CanaryBufferGroup:
                 f"got {self.chain_source.shape[0]}"
             )
 
+        marks = FreeMarks.allocate(self.num_slots, self.k_head.device)
+        object.__setattr__(self, "free_marks", marks)
         if self.stride != 1:
             self._check_strided()
         elif self.chain_base is not None:
@@ -110,9 +114,9 @@ class CanaryBufferGroup:
                 f"{name}: a slot stands for {self.stride} tokens, so that its chain is that of a group with "
                 f"stride 1; expected one as chain_base, got {base and base.kind.value}"
             )
-        for field in ("v_head", "swa_index_lut", "window", "chain_source"):
-            if getattr(self, field) is not None:
-                raise ValueError(f"{name}: a strided group has no {field}")
+        for absent in ("v_head", "swa_index_lut", "window", "chain_source"):
+            if getattr(self, absent) is not None:
+                raise ValueError(f"{name}: a strided group has no {absent}")
 
     def _check_records(self, name: str, records: torch.Tensor | None) -> None:
         if records is None:

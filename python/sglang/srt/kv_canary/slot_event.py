@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+MOST_CALLS = 1024  # of the allocator that one event may stand for
+
 
 class SlotEventKind(IntEnum):
     ALLOC = 0

@@ -20,19 +20,15 @@ class Backend:
     device: str
     # Verifies before it writes: a slot that one request reads and another writes is no race.
     ordered: bool
-    # Sets the writer word's highest bit while a FREE runs: a record that has it by damage counts as freed twice.
-    marks_frees: bool
 
     @property
     def functions(self) -> ModuleType:
         return import_module(self.module_name)
 
 
-REFERENCE = Backend(
-    "reference", "sglang.srt.kv_canary.kernels.reference", "cpu", ordered=True, marks_frees=False
-)
-INTERPRETER = Backend("triton-interpreter", TRITON, "cpu", ordered=False, marks_frees=True)
-CUDA = Backend("triton-cuda", TRITON, "cuda", ordered=False, marks_frees=True)
+REFERENCE = Backend("reference", "sglang.srt.kv_canary.kernels.reference", "cpu", ordered=True)
+INTERPRETER = Backend("triton-interpreter", TRITON, "cpu", ordered=False)
+CUDA = Backend("triton-cuda", TRITON, "cuda", ordered=False)
 
 
 def available_backends() -> tuple[Backend, ...]:

@@ -17,7 +17,6 @@ from sglang.srt.kv_canary.record import (
     PREV_ANCHOR,
     PREV_UNREACHABLE,
     RECORD_WORDS,
-    WORD_WRITER,
     Column,
     Mode,
     Reason,
@@ -153,13 +152,15 @@ class Evict:
 class AllocatorEvent:
     """The records are told of slots, mostly held ones, that nobody freed or allocated; the mapping stays.
 
-    `careless`: slots of a pool that has no draft model are unfilled too.
+    `careless`: slots of a pool that has no draft model are unfilled too. `calls`: of a FREE of pages, which that many
+    calls of the allocator list, one after the other.
     """
 
     slots: tuple[int, ...]
     group: int = 0
     event: SlotEventKind = SlotEventKind.FREE
     careless: bool = False
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,13 +308,21 @@ class History:
     # -- allocator -----------------------------------------------------------------------------------------
 
     def _event(
-        self, kind: SlotEventKind, slots: Sequence[int] | None, g: GroupWorld, model: GroupModel
+        self,
+        kind: SlotEventKind,
+        slots: Sequence[int] | None,
+        g: GroupWorld,
+        model: GroupModel,
+        calls: int = 1,
     ) -> None:
         if slots is not None and not slots:
             return
-        self.world.event(kind, slots, g)
+        call_ids = None
+        if calls > 1 and self.spec.page_size > 1 and kind is SlotEventKind.FREE:
+            call_ids = [i * calls // len(slots) for i in range(len(slots))]
+        self.world.event(kind, slots, g, call_ids)
         if kind is SlotEventKind.FREE:
-            self.oracle.free(slots, model, self.spec.page_size)
+            self.oracle.free(slots, model, self.spec.page_size, call_ids)
         elif kind is SlotEventKind.ALLOC:
             self.oracle.alloc(slots, model)
         elif kind is SlotEventKind.UNFILL:
@@ -418,7 +427,7 @@ class History:
             p % span if p % 3 == 0 else self._pick_slot(p, model) * stride + p % stride
             for p in op.slots
         ]
-        self._event(op.event, slots, g, model)
+        self._event(op.event, slots, g, model, op.calls)
 
     def _do_clear(self, op: Clear) -> None:
         for g, model in self._groups():
@@ -518,8 +527,6 @@ class History:
         half = model.halves[op.half % len(model.halves)]
         side = ("HEAD", "TAIL")[op.side % 2]
         slot, word, bit = self._pick_slot(op.slot, model), op.word % RECORD_WORDS, op.bit % 64
-        if word == WORD_WRITER and bit == 63 and self.world.backend.marks_frees:
-            bit = 62
         self.world.flip_record(g, half, side, slot, word, bit)
         model.flip(half, side, slot, word, bit)
 

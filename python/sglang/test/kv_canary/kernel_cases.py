@@ -268,10 +268,15 @@ class Twin:
         self.run("check_list_content", lambda f, group, state: f(plan, group, state, mode))
 
     def apply_slot_event(
-        self, kind: SlotEventKind, slots: torch.Tensor | None, page_size: int = 1
+        self,
+        kind: SlotEventKind,
+        slots: torch.Tensor | None,
+        page_size: int = 1,
+        call_ids: torch.Tensor | None = None,
     ) -> None:
         self.run(
-            "apply_slot_event", lambda f, group, state: f(kind, slots, group, state, page_size)
+            "apply_slot_event",
+            lambda f, group, state: f(kind, slots, group, state, page_size, call_ids),
         )
 
     def copy_records(self, source: torch.Tensor, target: torch.Tensor) -> None:

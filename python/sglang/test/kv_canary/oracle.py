@@ -755,10 +755,16 @@ class Oracle:
                     forward, row, mode, _ = record.unpack_writer(records[slot].writer)
                     records[slot].set_writer(forward, row, mode, State.ALLOCATED)
 
-    def free(self, slots: Iterable[int], group: GroupModel, page_size: int = 1) -> None:
-        """Free the pages of `slots`; a slot that is free already is reported."""
+    def free(
+        self,
+        slots: Iterable[int],
+        group: GroupModel,
+        page_size: int = 1,
+        call_ids: list[int] | None = None,
+    ) -> None:
+        """Free the pages of `slots`; a slot that is free already, or whose page an earlier call freed, is reported."""
         slots = list(slots)
-        self._check_double_frees(slots, group, page_size)
+        self._check_double_frees(slots, group, page_size, call_ids or [0] * len(slots))
         inside = [slot for slot in slots if 0 < slot // group.stride < group.num_slots]
         pages = {slot // page_size for slot in inside}
         freed = {
@@ -782,15 +788,23 @@ class Oracle:
         for slot in range(1, group.num_slots):
             self._mark_freed(slot, group, Mode.CLEAR)
 
-    def _check_double_frees(self, slots: list[int], group: GroupModel, page_size: int) -> None:
+    def _check_double_frees(
+        self, slots: list[int], group: GroupModel, page_size: int, call_ids: list[int]
+    ) -> None:
         seen: set[int] = set()
-        before = -1
-        for full_slot in slots:
-            slot, last, before = full_slot // group.stride, before, full_slot // group.stride
-            if not 0 < slot < group.num_slots or (group.stride != 1 and slot == last):
-                continue  # the first of a slot's tokens speaks for it
+        freed_by: dict[int, int] = {}  # page -> the first call that listed it
+        before = None
+        for full_slot, call in zip(slots, call_ids, strict=True):
+            slot = full_slot // group.stride
+            last, before = before, (slot, call)
+            if not 0 < slot < group.num_slots:
+                continue
+            first_call = freed_by.setdefault(full_slot // page_size, call)
+            if group.stride != 1 and last == before:
+                continue  # the first of a call's tokens in a slot speaks for it
             stored = group.records["K", "HEAD"][slot]
-            repeated = page_size == 1 and slot in seen and stored.state != State.NEVER_WRITTEN
+            repeated = (page_size == 1 and slot in seen) or first_call < call
+            repeated = repeated and stored.state != State.NEVER_WRITTEN
             if group.stride == 1:
                 seen.add(slot)
             self._report(

@@ -113,8 +113,13 @@ class Scene(World):
         memory.write(slot, bytes([memory.layout.row_of(slot)[at] ^ 1]), at)
         self.upload()
 
-    def free(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[Violation]:
-        self.event(SlotEventKind.FREE, slots, g or self.full)
+    def free(
+        self,
+        slots: Sequence[int],
+        g: GroupWorld | None = None,
+        call_ids: Sequence[int] | None = None,
+    ) -> list[Violation]:
+        self.event(SlotEventKind.FREE, slots, g or self.full, call_ids)
         return self.take_violations()
 
     def reallocate(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[Violation]:

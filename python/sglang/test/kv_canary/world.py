@@ -364,10 +364,19 @@ class World:
         if content:
             self.kernels.check_list_content(plan, g.group, self.state, self.spec.content_mode)
 
-    def event(self, kind: SlotEventKind, slots: Sequence[int] | None, g: GroupWorld) -> None:
+    def event(
+        self,
+        kind: SlotEventKind,
+        slots: Sequence[int] | None,
+        g: GroupWorld,
+        call_ids: Sequence[int] | None = None,
+    ) -> None:
         """An allocator event, on slots as the allocator of the group's slots knows them."""
         tensor = None if slots is None else self._index(slots)
-        self.kernels.apply_slot_event(kind, tensor, g.group, self.state, self.spec.page_size)
+        ids = None
+        if call_ids is not None:
+            ids = torch.tensor(call_ids, dtype=torch.int32, device=self.device)
+        self.kernels.apply_slot_event(kind, tensor, g.group, self.state, self.spec.page_size, ids)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], g: GroupWorld) -> None:
         """Records follow bytes that were moved before."""

@@ -9,7 +9,7 @@ from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.kernels.launch import dense, grid_of
 from sglang.srt.kv_canary.kernels.slots_kernel import copy_kernel, slot_event_kernel
 from sglang.srt.kv_canary.record import Mode, State
-from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.slot_event import MOST_CALLS, SlotEventKind
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 BLOCK = 256
@@ -32,11 +32,15 @@ def apply_slot_event(
     group: CanaryBufferGroup,
     state: CanaryDeviceState,
     page_size: int = 1,
+    call_ids: torch.Tensor | None = None,
 ) -> None:
     """Apply one allocator event to all records of `group`.
 
     FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
     pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
+
+    `call_ids`: int32[slots], of a FREE of pages: which of up to MOST_CALLS calls listed each slot, in ascending order;
+    None: one call. A call may list a page several times, two calls must not. A single slot may be listed once at all.
     """
     size = group.num_slots if kind is SlotEventKind.CLEAR else slots.shape[0]
     if size == 0:
@@ -44,17 +48,28 @@ def apply_slot_event(
     device = group.k_head.device
     grid = grid_of(-(-size // BLOCK), device, PROGRAMS_PER_SM)
     free = kind is SlotEventKind.FREE
-    launches = [(grid, free, True)]
-    # Every slot of a FREE is looked at before one is marked: within a program, or launch after launch.
-    if free:
-        small = size <= ONE_PROGRAM_SLOTS
-        launches = [((1,), True, True)] if small else [(grid, True, False), (grid, False, True)]
+    by_call = free and page_size > 1 and call_ids is not None
+    if by_call and page_size % group.stride:
+        raise ValueError(
+            f"{group.kind.value}: expected pages of a multiple of {group.stride} full slots, got {page_size}"
+        )
+    number = group.free_marks.take(MOST_CALLS if by_call else 1) if free else 0
+    phases = (by_call, free, True)  # tag, check, mark
+    launches = [(grid, phases)]
+    # Each phase of a FREE has seen every slot before the next begins: within a program, or launch after launch.
+    if free and size <= ONE_PROGRAM_SLOTS:
+        launches = [((1,), phases)]
+    elif free:
+        steps = ((True, False, False), (False, True, False), (False, False, True))
+        launches = [(grid, step) for step in (steps if by_call else steps[1:])]
     mode, written = _WRITES[kind]
-    for programs, check, mark in launches:
+    for programs, (tag, check, mark) in launches:
         slot_event_kernel[programs](
             state.summary,
             state.violations.rows,
             None if kind is SlotEventKind.CLEAR else dense(slots),
+            call_ids if by_call else None,
+            group.free_marks.marks,
             group.k_head,
             group.k_tail,
             group.v_head,
@@ -66,7 +81,9 @@ def apply_slot_event(
             page_size,
             int(mode),
             int(written),
+            number,
             KIND=int(kind),
+            TAG=tag,
             CHECK=check,
             MARK=mark,
             SINGLE=page_size == 1,

@@ -31,9 +31,6 @@ ALLOC = tl.constexpr(int(SlotEventKind.ALLOC))
 FREE = tl.constexpr(int(SlotEventKind.FREE))
 CLEAR = tl.constexpr(int(SlotEventKind.CLEAR))
 UNFILL = tl.constexpr(int(SlotEventKind.UNFILL))
-# Bit of the writer word that is set between the phases of a FREE, to find slots that the call frees twice. It lies
-# in the state, of which no used value has it.
-_FREEING = tl.constexpr(-(1 << 63))
 
 
 @jit
@@ -45,7 +42,6 @@ def _mark(records, slots, usable, word, KIND: tl.constexpr):
         tl.store(words + WRITER, word, mask=usable)
         tl.store(words + CONTENT, writer * 0, mask=usable)
     else:
-        writer = writer & ~_FREEING
         state = state_of(writer)
         if KIND == ALLOC:
             tl.store(words + WRITER, writer ^ FREED_TO_ALLOCATED, mask=usable & (state == FREED))
@@ -53,8 +49,7 @@ def _mark(records, slots, usable, word, KIND: tl.constexpr):
             written = (state == LIVE) | (state == DAMAGED)
             tl.store(words + CONTENT, writer, mask=usable & written)
             freed = (state != NEVER_WRITTEN) & (state != FREED)
-            # Others get their own word back, without the mark.
-            tl.store(words + WRITER, tl.where(freed, word, writer), mask=usable)
+            tl.store(words + WRITER, word, mask=usable & freed)
 
 
 @jit
@@ -67,22 +62,12 @@ def _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND: tl.cons
 
 
 @jit
-def _report_double_free(report, k_head, slots, listed, usable, SINGLE: tl.constexpr):
-    """Report slots that are free already, or, where pages are single slots, that this call frees twice.
-
-    `listed`: what the allocator was given for them.
-    """
+def _report_double_free(report, k_head, slots, listed, usable, repeated):
+    """Report slots that are free already, or `repeated` in this launch. `listed`: what the allocator was given."""
     words = k_head + slots * WORDS
-    if SINGLE:
-        marks = tl.full(slots.shape, _FREEING, tl.int64)
-        writer = tl.atomic_or(words + WRITER, marks, mask=usable)
-        repeated = writer < 0
-        writer = writer & ~_FREEING
-        repeated = repeated & (state_of(writer) != NEVER_WRITTEN)
-    else:
-        writer = tl.load(words + WRITER, mask=usable, other=0)
-        repeated = tl.full(slots.shape, False, tl.int1)
-    twice = usable & (repeated | (state_of(writer) == FREED))
+    writer = tl.load(words + WRITER, mask=usable, other=0)
+    state = state_of(writer)
+    twice = usable & ((state == FREED) | (repeated & (state != NEVER_WRITTEN)))
     if sum_of(twice.to(tl.int32), 0) > 0:
         identity = tl.load(words, mask=usable, other=0)
         append_rows(
@@ -129,14 +114,44 @@ def _listed_before(slot_list, size, item, BLOCK: tl.constexpr):
     return tl.load(slot_list + at - 1, mask=(at > 0) & (at < size), other=-1).to(tl.int64)
 
 
+@jit
+def _calls(call_list, size, item, BLOCK: tl.constexpr):
+    """(number of the call that listed each entry of a block, and of the one that listed the entry before)."""
+    at = item * BLOCK + tl.arange(0, BLOCK)
+    if call_list is None:
+        calls = at * 0
+        before = calls
+    else:
+        calls = tl.load(call_list + at, mask=at < size, other=0)
+        before = tl.load(call_list + at - 1, mask=(at > 0) & (at < size), other=-1)
+    return calls, before
+
+
+@jit
+def _first_of_page(listed, page_size, STRIDE: tl.constexpr):
+    """Slot that begins the page of each listed slot."""
+    return listed // page_size * page_size // STRIDE
+
+
 @jit(
-    do_not_specialize=["size", "num_slots", "capacity", "tag", "page_size", "mode", "state"],
-    do_not_specialize_on_alignment=["slot_list"],
+    do_not_specialize=[
+        "size",
+        "num_slots",
+        "capacity",
+        "tag",
+        "page_size",
+        "mode",
+        "state",
+        "number",
+    ],
+    do_not_specialize_on_alignment=["slot_list", "call_list"],
 )
 def slot_event_kernel(
     summary,
     ring,
     slot_list,  # None: every slot
+    call_list,  # see slots.apply_slot_event
+    marks,  # see FreeMarks
     k_head,
     k_tail,
     v_head,  # None: the group has only K
@@ -148,8 +163,10 @@ def slot_event_kernel(
     page_size,
     mode,
     state,
+    number,  # the highest that this FREE took, its first call's
     KIND: tl.constexpr,
-    CHECK: tl.constexpr,  # phases of a FREE; both only in a single program
+    TAG: tl.constexpr,  # phases of a FREE; several only in a single program
+    CHECK: tl.constexpr,
     MARK: tl.constexpr,
     SINGLE: tl.constexpr,  # pages are single slots
     STRIDE: tl.constexpr,  # listed slots per slot
@@ -160,15 +177,30 @@ def slot_event_kernel(
     forward = tl.load(summary + FORWARD_DONE)
     word = pack_writer(forward, forward * 0, mode.to(tl.int64), state.to(tl.int64))
     items = (size + (BLOCK - 1)) // BLOCK
+    if TAG:
+        for item in range(program, items, programs):
+            _, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+            calls, _ = _calls(call_list, size, item, BLOCK)
+            mark = marks + _first_of_page(listed, page_size, STRIDE)
+            tl.atomic_max(mark, number - calls, mask=usable)  # the first call's stays
+        tl.debug_barrier()
     if CHECK:
         report = Report(summary, ring, capacity, tag, forward)
         for item in range(program, items, programs):
             slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+            calls, calls_before = _calls(call_list, size, item, BLOCK)
             if STRIDE != 1:
                 # The first of a slot's tokens, which are neighbours in the list, speaks for it.
                 before = _listed_before(slot_list, size, item, BLOCK)
-                usable = usable & (slots != before // STRIDE)
-            _report_double_free(report, k_head, slots, listed, usable, SINGLE and STRIDE == 1)
+                usable = usable & ((slots != before // STRIDE) | (calls != calls_before))
+            repeated = tl.full([BLOCK], False, tl.int1)
+            if SINGLE and STRIDE == 1:
+                mine = tl.full([BLOCK], number, tl.int32)
+                repeated = tl.atomic_max(marks + slots, mine, mask=usable) == mine
+            elif call_list is not None:
+                mark = marks + _first_of_page(listed, page_size, STRIDE)
+                repeated = tl.load(mark, mask=usable, other=0) > number - calls
+            _report_double_free(report, k_head, slots, listed, usable, repeated)
         tl.debug_barrier()
     if MARK:
         for item in range(program, items, programs):

@@ -429,6 +429,7 @@ class CanaryManager:
             s.row_bytes * g.num_slots for g in self.groups for s in g.k_content + g.v_content
         )
         record_bytes = sum(g.record_bytes for g in self.groups)
+        mark_bytes = sum(g.free_marks.marks.nbytes for g in self.groups)
         return {
             "role": self.identity.role,
             "rank": self.identity.rank,
@@ -440,7 +441,7 @@ class CanaryManager:
             "content": str(self.config.content_mode),
             "slots": {g.kind.value: g.num_slots for g in self.groups},
             "record_bytes": record_bytes,
-            "state_bytes": self.state.nbytes,
+            "state_bytes": self.state.nbytes + mark_bytes,
             "share_of_pool": round(record_bytes / pool_bytes, 6) if pool_bytes else None,
             "fault_injection": self.config.perturb_dir,  # "" is off
         }

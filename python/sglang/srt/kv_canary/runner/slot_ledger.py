@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.slot_event import MOST_CALLS, SlotEventKind
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
 # ALLOC events alone change nothing that a correct reader sees, so they wait for a FREE, up to this many.
@@ -21,6 +21,7 @@ class SlotEvent:
     pool_kind: PoolKind  # of the allocator, FULL or SWA
     slots: torch.Tensor | None  # that the allocator hands out; None for CLEAR
     page_size: int
+    call_ids: torch.Tensor | None = None  # of several FREEs of pages: which one listed each slot
 
 
 class SlotLedger:
@@ -38,6 +39,7 @@ class SlotLedger:
             kind: tuple(group for group in groups if group.allocator_kind is kind) for kind in kinds
         }
         self._state = state
+        self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, from the first use on
         self._events: list[SlotEvent] = []
         self._must_apply = False
         self._unknown: set[PoolKind] = set()  # of these, events were lost since the last CLEAR
@@ -56,7 +58,6 @@ class SlotLedger:
         if pool_kind not in self._groups:
             return
         if kind is SlotEventKind.CLEAR:
-            self._events = [e for e in self._events if e.pool_kind is not pool_kind]
             self._unknown.discard(pool_kind)
         if pool_kind in self._unknown:
             return
@@ -89,32 +90,38 @@ class SlotLedger:
             if event.slots is not None and event.slots.is_cuda:
                 # Also of what is merged: its memory goes back to the stream that allocated it as soon as it is merged.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
-        for event in _coalesce(events):
+        for event in self._coalesce(events):
             for group in self._groups[event.pool_kind]:
                 self._backend.apply_slot_event(
-                    event.kind, event.slots, group, self._state, event.page_size
+                    event.kind, event.slots, group, self._state, event.page_size, event.call_ids
                 )
                 launches += 1
         return launches
 
+    def _coalesce(self, events: list[SlotEvent]) -> list[SlotEvent]:
+        """Runs of equal events per pool kind become one; the order within a pool kind is kept."""
+        merged: list[SlotEvent] = []
+        for pool_kind in dict.fromkeys(e.pool_kind for e in events):
+            run: list[SlotEvent] = []
+            for event in (e for e in events if e.pool_kind is pool_kind):
+                if run and (event.kind is not run[0].kind or len(run) == MOST_CALLS):
+                    merged.append(self._merge(run))
+                    run = []
+                run.append(event)
+            merged.append(self._merge(run))
+        return merged
 
-def _coalesce(events: list[SlotEvent]) -> list[SlotEvent]:
-    """Runs of equal events per pool kind become one; the order within a pool kind is kept."""
-    merged: list[SlotEvent] = []
-    for pool_kind in dict.fromkeys(e.pool_kind for e in events):
-        run: list[SlotEvent] = []
-        for event in (e for e in events if e.pool_kind is pool_kind):
-            if run and event.kind is not run[0].kind:
-                merged.append(_merge(run))
-                run = []
-            run.append(event)
-        merged.append(_merge(run))
-    return merged
+    def _merge(self, run: list[SlotEvent]) -> SlotEvent:
+        first = run[0]
+        if len(run) == 1 or first.slots is None:
+            return first
+        slots, call_ids = torch.cat([e.slots for e in run]), None
+        if first.kind is SlotEventKind.FREE and first.page_size > 1:
+            call_ids = self._ids_of([e.slots.shape[0] for e in run], slots.device)
+        return replace(first, slots=slots, call_ids=call_ids)
 
-
-def _merge(run: list[SlotEvent]) -> SlotEvent:
-    first = run[0]
-    if len(run) == 1 or first.slots is None:
-        return first
-    slots = torch.cat([e.slots for e in run])
-    return SlotEvent(first.kind, first.pool_kind, slots, first.page_size)
+    def _ids_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
+        """int32[sum of `lengths`]: the number of each length, as often. Nothing is copied to the device for it."""
+        if self._call_ids is None:
+            self._call_ids = torch.arange(MOST_CALLS, dtype=torch.int32, device=device)
+        return torch.cat([self._call_ids[i : i + 1].expand(n) for i, n in enumerate(lengths)])

@@ -22,6 +22,10 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
                 for count in (1, MANY_SLOTS):
                     slots = torch.zeros(count, dtype=dtype, device=device)
                     launcher.backend.apply_slot_event(kind, slots, group, launcher.state, page_size)
+                    if kind is SlotEventKind.FREE and page_size > 1:  # several calls of a step
+                        launcher.backend.apply_slot_event(
+                            kind, slots, group, launcher.state, page_size, slots.int()
+                        )
         # Nothing is live yet, so clearing changes nothing.
         launcher.backend.apply_slot_event(
             SlotEventKind.CLEAR, None, group, launcher.state, page_size

@@ -9,7 +9,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.kernels.reference import hashing, ring
 from sglang.srt.kv_canary.record import Mode, Reason, State
-from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.slot_event import MOST_CALLS, SlotEventKind
 from sglang.srt.kv_canary.state import CanaryDeviceState, Header
 
 
@@ -19,11 +19,15 @@ def apply_slot_event(
     group: CanaryBufferGroup,
     state: CanaryDeviceState,
     page_size: int = 1,
+    call_ids: torch.Tensor | None = None,
 ) -> None:
     """Apply one allocator event to all records of `group`.
 
     FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
     pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
+
+    `call_ids`: int32[slots], of a FREE of pages: which of up to MOST_CALLS calls listed each slot, in ascending order;
+    None: one call. A call may list a page several times, two calls must not. A single slot may be listed once at all.
     """
     forward = int(state.summary[Header.FORWARD_DONE])
     if kind is SlotEventKind.CLEAR:
@@ -31,9 +35,10 @@ def apply_slot_event(
     else:
         listed = slots.long()
     slots = torch.div(listed, group.stride, rounding_mode="floor")
-    speaks = _first_of_its_slot(slots, group)
+    calls = torch.zeros_like(slots) if call_ids is None else call_ids.long()
+    speaks = _first_of_its_slot(slots, calls, group)
     inside = (slots > 0) & (slots < group.num_slots)
-    slots, listed, speaks = slots[inside], listed[inside], speaks[inside]
+    slots, listed, calls, speaks = slots[inside], listed[inside], calls[inside], speaks[inside]
     if kind is SlotEventKind.ALLOC:
         _mark_allocated(group, slots.unique())
         return
@@ -41,7 +46,8 @@ def apply_slot_event(
         _mark_unfilled(group, slots, record.pack_writer(forward, 0, Mode.NONE, State.UNFILLED))
         return
     if kind is SlotEventKind.FREE:
-        _report_double_free(group, slots[speaks], listed[speaks], forward, state, page_size)
+        repeated = _repeated(group, listed, calls, page_size)[speaks]
+        _report_double_free(group, slots[speaks], listed[speaks], repeated, forward, state)
         first = listed // page_size * page_size // group.stride
         page = torch.arange(-(-page_size // group.stride), device=slots.device)
         slots = (first[:, None] + page).flatten()
@@ -50,12 +56,28 @@ def apply_slot_event(
     _mark_freed(group, slots.unique(), record.pack_writer(forward, 0, mode, State.FREED))
 
 
-def _first_of_its_slot(slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
-    """Of the tokens of one strided slot, which are neighbours in the list, the first one; of other groups all."""
+def _first_of_its_slot(
+    slots: torch.Tensor, calls: torch.Tensor, group: CanaryBufferGroup
+) -> torch.Tensor:
+    """Of a call's tokens of one strided slot, which are neighbours in the list, the first one; of other groups all."""
     first = torch.ones_like(slots, dtype=torch.bool)
     if group.stride != 1:
-        first[1:] = slots[1:] != slots[:-1]
+        first[1:] = (slots[1:] != slots[:-1]) | (calls[1:] != calls[:-1])
     return first
+
+
+def _repeated(
+    group: CanaryBufferGroup, listed: torch.Tensor, calls: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Listed slots whose page an earlier call listed; of single slots, those that are in the list before."""
+    if page_size == 1:
+        if group.stride != 1:
+            return torch.zeros_like(listed, dtype=torch.bool)
+        calls = torch.arange(listed.shape[0], device=listed.device)
+    pages = listed // page_size
+    last = torch.full((group.num_slots * group.stride,), MOST_CALLS + listed.shape[0])
+    first_call = last.to(listed.device).scatter_reduce(0, pages, calls, "amin")
+    return calls > first_call[pages]
 
 
 def _buffers(group: CanaryBufferGroup) -> list[torch.Tensor]:
@@ -88,15 +110,11 @@ def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) 
         records[slots] = words
 
 
-def _report_double_free(group, slots, listed, forward: int, state, page_size: int) -> None:
-    """A slot that is freed while free, or twice in one call where neither pages nor strides explain it."""
+def _report_double_free(group, slots, listed, repeated, forward: int, state) -> None:
+    """A slot that is freed while free, or `repeated`."""
     words = group.k_head[slots]
-    twice = hashing.state_of(words[:, record.WORD_WRITER]) == State.FREED
-    if page_size == 1 and group.stride == 1 and slots.numel():
-        order = torch.sort(slots, stable=True)
-        repeated = torch.zeros_like(twice)
-        repeated[order.indices[1:]] = order.values[1:] == order.values[:-1]
-        twice |= repeated & (hashing.state_of(words[:, record.WORD_WRITER]) != State.NEVER_WRITTEN)
+    states = hashing.state_of(words[:, record.WORD_WRITER])
+    twice = (states == State.FREED) | (repeated & (states != State.NEVER_WRITTEN))
     ring.append(
         state,
         torch.where(twice, int(Reason.DOUBLE_FREE), 0),
