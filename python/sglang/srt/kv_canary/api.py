@@ -101,6 +101,7 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
         ),
         recorder=context.recorder.for_runner(),
         sink=context.sink.for_runner(role),
+        cause_numbers=context.cause_numbers,
         num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,
         tracking=context.tracking,
     )

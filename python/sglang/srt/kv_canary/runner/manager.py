@@ -69,6 +69,7 @@ class CanaryManager:
         sink: EventSink,
         num_single_forwards: int = 1,
         tracking: Tracking | None = None,
+        cause_numbers: Iterator[int] | None = None,  # shared by the managers of a process
     ) -> None:
         self.config = config
         self.identity = identity
@@ -80,7 +81,7 @@ class CanaryManager:
         backend = select_backend(identity.device)
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
         self.ledger = SlotLedger(backend, groups, self.state)
-        reporter = ViolationReporter(config.mode, sink, config.log_every_s)
+        reporter = ViolationReporter(config.mode, sink, config.log_every_s, cause_numbers)
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.kv_canary.runner.event_sink import EventSink
     from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from sglang.srt.kv_canary.wiring.farewell import Farewell
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class CanaryContext:
     tracking: Tracking = field(default_factory=Tracking)
     frees: int = 0  # calls of an allocator's free() with slots, also those that a free group defers
     sink: EventSink | None = None
+    cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    farewell: Farewell | None = None
     launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
 

@@ -11,6 +11,7 @@ from sglang.srt.kv_canary.environ import PERTURB_DIR
 from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.farewell import install_farewell
 from sglang.srt.kv_canary.wiring.guard import attempt, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
@@ -58,6 +59,7 @@ def _around_process_result(
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
         manager.drain()
+    attempt(_attend_farewell)
     return returned
 
 
@@ -97,6 +99,12 @@ def _after_idle(_: Any, scheduler: Any) -> None:
     if context.active and (owed or _IdleClock.due()):
         for manager in context.managers:
             manager.on_idle()
+        _attend_farewell()
+
+
+def _attend_farewell() -> None:
+    if context.farewell is not None:
+        context.farewell.attend()
 
 
 @guarded
@@ -158,6 +166,8 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         manager.sink.emit({"event": "active", **description})
         if description["role"] == "target":
             set_active_summary(description)
+    if context.active:
+        install_farewell()
 
 
 def active_line(description: dict[str, Any]) -> str:

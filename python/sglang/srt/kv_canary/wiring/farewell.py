@@ -1,0 +1,164 @@
+"""The end of a server: the scheduler processes name every finding that still waits, before they are killed.
+
+SGLang's main process ends its scheduler processes with SIGKILL, however the server is stopped (SIGTERM, Ctrl-C,
+`Engine.shutdown`). So it first leaves a note in a folder of its own, waits a moment until each scheduler process has
+said that it is done, and only then kills. A scheduler process that gets SIGTERM itself (systemd sends it to every
+process of a service), or that ends by an exception or Ctrl-C, names its findings, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+logger = logging.getLogger(__name__)
+
+FOLDER_ENV = "_KV_CANARY_FAREWELL_FOLDER"
+_OWNER_ENV = "_KV_CANARY_FAREWELL_PID"  # of the main process that made the folder
+_NOTE = "the-server-ends"
+WAIT_S = 3.0  # of the main process: a scheduler process answers between two steps
+FINISH_S = 1.0  # of a scheduler process, for copies from the device
+LOOK_EVERY_S = 0.02
+
+
+# In the main process
+
+
+def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    if getattr(server_args, "kv_canary", "none") == "none":
+        return
+    os.environ[FOLDER_ENV] = tempfile.mkdtemp(prefix="kv_canary_farewell_")
+    os.environ[_OWNER_ENV] = str(os.getpid())
+
+
+def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
+    """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
+    folder = os.environ.get(FOLDER_ENV)
+    if folder is None or os.environ.get(_OWNER_ENV) != str(os.getpid()):
+        return
+    if parent_pid not in (None, os.getpid()):
+        return
+    del os.environ[FOLDER_ENV]
+    ask_for_farewell(Path(folder), WAIT_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def ask_for_farewell(folder: Path, wait_s: float) -> None:
+    """Ask the scheduler processes in `folder` to name what waits; until all have, or `wait_s` are over."""
+    if not folder.is_dir():
+        return
+    (folder / _NOTE).touch()
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and any(map(_is_running, folder.glob("*.pid"))):
+        time.sleep(0.005)
+
+
+def _is_running(path: Path) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(int(path.stem)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# In a scheduler process
+
+
+class Farewell:
+    """Names what waits when this process is to end. `attend` is called between steps and while idle."""
+
+    def __init__(self, finish: Callable[[], None], folder: Path | None) -> None:
+        self._finish = finish
+        self._folder = folder
+        self._mine = None if folder is None else folder / f"{os.getpid()}.pid"
+        self._next_look = 0.0
+        self._terminated = False
+        self._saying = threading.Lock()
+        if self._mine is not None and folder.is_dir():
+            self._mine.touch()
+
+    def attend(self) -> None:
+        """Does nothing until the process is to end. Cheap: looks for the note once in LOOK_EVERY_S."""
+        if self._terminated:
+            self._die_of_sigterm()
+        now = time.monotonic()
+        if self._folder is None or now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        if (self._folder / _NOTE).exists():
+            self._folder = None
+            self.say()
+
+    def say(self) -> None:
+        """Name what waits, and let the main process go on."""
+        if not self._saying.acquire(blocking=False):
+            return
+        try:
+            self._finish()
+        finally:
+            self._saying.release()
+            if self._mine is not None:
+                self._mine.unlink(missing_ok=True)
+
+    def on_sigterm(self, *_: Any) -> None:
+        """Between two byte codes of anything: only notes it. A process that comes to no step ends all the same."""
+        if self._terminated:
+            return
+        self._terminated = True
+        timer = threading.Timer(WAIT_S, self._die_of_sigterm)
+        timer.daemon = True
+        timer.start()
+
+    def _die_of_sigterm(self) -> None:
+        self.say()
+        # The handler of a signal can be reset in the main thread only; SIGKILL has none.
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM if in_main else signal.SIGKILL)
+
+
+def install_farewell() -> None:
+    """In a scheduler process whose canary is active."""
+    folder = os.environ.get(FOLDER_ENV)
+    farewell = context.farewell = Farewell(
+        _finish_managers, None if folder is None else Path(folder)
+    )
+    atexit.register(farewell.say)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, farewell.on_sigterm)
+
+
+def _finish_managers() -> None:
+    """Never raises: there is nobody left to handle it."""
+    for manager in context.managers:
+        try:
+            manager.finish(FINISH_S)
+        except Exception as error:  # a violation in mode raise: its text is the report
+            logger.error("%s", error)
+
+
+_PROTECTS = "findings that wait to be named when the server ends"
+HOOKS = (
+    HookSpec(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        _before_launch,
+        HookType.BEFORE,
+        _PROTECTS,
+    ),
+    HookSpec("sglang.srt.utils.common.kill_process_tree", _before_kill, HookType.BEFORE, _PROTECTS),
+)
