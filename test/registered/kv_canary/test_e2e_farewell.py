@@ -4,12 +4,14 @@ import os
 import random
 import signal
 import sys
+import time
 from typing import ClassVar
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.e2e import CanaryE2EBase
+from sglang.test.kv_canary.quiet_idle import names_nothing_while_idle
 from sglang.test.kv_canary.traffic import random_tokens
 
 register_cpu_ci(est_time=50, suite="stage-a-test-cpu")
@@ -18,16 +20,9 @@ DAMAGED = 25  # more than are named at once
 LINE = "kv_canary violation: launch_tag=TAIL_K_FULL fail_reason=CONTENT "
 
 
-def never_idle_for_long() -> None:
-    """What waits is not named while the server idles, which it does for seconds between SIGTERM and its end."""
-    from sglang.srt.kv_canary.runner import violation_reporter
-
-    violation_reporter.IDLE_INTERVAL_S = 1e9
-
-
 class TestSigterm(CanaryE2EBase):
     ends_server = True
-    plugins: ClassVar = (never_idle_for_long,)
+    plugins: ClassVar = (names_nothing_while_idle,)
     env: ClassVar = {"SGLANG_KV_CANARY_LOG_EVERY_S": "1e9"}
 
     def test_everything_that_waits_is_named_before_the_server_ends(self) -> None:
@@ -38,6 +33,8 @@ class TestSigterm(CanaryE2EBase):
         self.generate("reader\n\x1b[2Jkv-canary healthy", [*prompt, 7], 4)
         found = self.violations()
         assert {event["cause"] for event in found} == {*range(1, DAMAGED + 1)}
+        # The plugin works: SGLang, too, idles for seconds between SIGTERM and its end.
+        time.sleep(1.5)
         assert self.serving.stderr.count(LINE) == 20
         os.kill(self.serving.process.pid, signal.SIGTERM)
         self.serving.process.wait(60)

@@ -34,6 +34,7 @@ class TestMHARaise(CanaryE2EBase):
         # one that runs, so the fault below always finds its victim.
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "10",
+        "SGLANG_KV_CANARY_SWEEP_REPORT_EVERY_S": "1",
         "SGLANG_KV_CANARY_SWEEP_BUDGET_SLOTS": "300",  # several chunks a pass
         "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
     }

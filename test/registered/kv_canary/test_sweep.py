@@ -16,7 +16,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.config import CanaryMode, ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
 from sglang.srt.kv_canary.errors import CanaryStartupError
-from sglang.srt.kv_canary.runner import sweep as sweep_module
+from sglang.srt.kv_canary.runner import sweep_report
 from sglang.srt.kv_canary.runner.observers import build_observers
 from sglang.srt.kv_canary.runner.sweep import IDLE_CONTENT_FACTOR, SweepOrchestrator, legs_of
 from sglang.srt.kv_canary.state import Counter
@@ -92,9 +92,9 @@ def test_a_clean_cache_is_covered_in_full_and_reports_nothing(kind: str) -> None
 def test_each_pass_has_its_own_findings_also_where_copies_are_rare(
     copy_every_s: float, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(sweep_module, "EVENT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep_report, "FINDINGS_EVERY_S", 0.0)
     events = tmp_path / "events.jsonl"
-    rig = SweptRig(copy_every_s=copy_every_s, event_file=str(events))
+    rig = SweptRig(copy_every_s=copy_every_s, event_file=str(events), sweep_report_every_s=0.0)
     rig.serve(PROMPT, ANSWER)
     rig.manager.groups[0].k_tail[rig.cached_slots(PROMPT)[17], record.WORD_IDENTITY] ^= 1
     running = rig.admit([1, 2, 3])
@@ -357,9 +357,9 @@ def test_a_pass_starts_every_interval_and_the_steps_count_like_idle_ticks() -> N
 
 
 def test_events_state_slots_seconds_and_findings(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sweep_module, "EVENT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep_report, "FINDINGS_EVERY_S", 0.0)
     events = tmp_path / "events.jsonl"
-    rig = SweptRig(event_file=str(events))
+    rig = SweptRig(event_file=str(events), sweep_report_every_s=0.0)
     rig.serve(PROMPT, ANSWER)
     rig.passes(3)
     clean = _events(events, "sweep_pass")[-1]
@@ -376,8 +376,7 @@ def test_events_state_slots_seconds_and_findings(tmp_path: Path, monkeypatch: An
 @pytest.fixture
 def no_time_for_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least time between two events or log lines is never over, however slow the machine is."""
-    monkeypatch.setattr(sweep_module, "EVENT_EVERY_S", 1e9)
-    monkeypatch.setattr(sweep_module, "LOG_EVERY_S", 1e9)
+    monkeypatch.setattr(sweep_report, "FINDINGS_EVERY_S", 1e9)
 
 
 @pytest.mark.usefixtures("no_time_for_news")
@@ -391,16 +390,38 @@ def test_findings_that_stay_are_not_logged_each_pass(tmp_path: Path) -> None:
     assert len([e for e in _events(events, "sweep_pass") if e["findings"]]) == 1
 
 
-@pytest.mark.usefixtures("no_time_for_news")
-def test_short_passes_are_counted_but_not_all_logged(tmp_path: Path, caplog: Any) -> None:
+def test_clean_passes_are_summed_up(tmp_path: Path, caplog: Any) -> None:
     events = tmp_path / "events.jsonl"
     rig = SweptRig(event_file=str(events))
     rig.serve(PROMPT)
     with caplog.at_level("INFO"):
         rig.passes(20)
-    assert rig.sweep.sweep_passes >= 20
-    assert len([r for r in caplog.records if "kv-canary sweep: pass" in r.message]) == 1
-    assert len(_events(events, "sweep_pass")) == 1
+        assert rig.sweep.sweep_passes >= 20
+        assert len([r for r in caplog.records if "kv-canary sweep: pass" in r.message]) == 1
+        (first,) = _events(events, "sweep_pass")
+        assert first["since_last"]["passes"] == 1
+        rig.sweep._reporter._reported = -1e9  # the interval is over
+        rig.passes(1)
+    _, summary = _events(events, "sweep_pass")
+    passes = summary["since_last"]["passes"]
+    assert passes == summary["passes"] - first["passes"] >= 20
+    assert summary["since_last"]["slots"]["FULL"] == passes * len(PROMPT)
+    assert f"{passes} passes since the last line: {passes * len(PROMPT)} FULL slots" in caplog.text
+
+
+def test_new_findings_and_their_end_are_reported_at_once(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    rig = SweptRig(event_file=str(events), sweep_report_every_s=1e9)
+    rig.serve(PROMPT, ANSWER)
+    rig.passes(3)
+    slots = rig.cached_slots(PROMPT)
+    before = rig.pool.k_buffer[0].clone()
+    for count in (1, 2):
+        rig.pool.k_buffer[0][slots[count]] += 1
+        rig.passes(3)
+    rig.pool.k_buffer[0].copy_(before)
+    rig.passes(3)
+    assert [event["findings"] for event in _events(events, "sweep_pass")] == [0, 1, 2, 0]
 
 
 # What there is to walk

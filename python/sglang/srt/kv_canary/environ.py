@@ -199,6 +199,14 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Most host microseconds that the sweep spends in one step.",
         minimum=1,
     ),
+    EnvSetting(
+        "SWEEP_REPORT_EVERY_S",
+        EnvFloat,
+        600.0,
+        "Seconds between two reports of clean sweep passes; the first pass, and one with new findings, are reported at "
+        "once.",
+        minimum=0,
+    ),
     PERTURB_DIR,
 )
 

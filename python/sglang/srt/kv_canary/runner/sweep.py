@@ -46,6 +46,7 @@ from sglang.srt.kv_canary.radix_cache_walker import RadixCacheWalker, RadixCache
 from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.launcher import launch_endpoints_sweep
 from sglang.srt.kv_canary.runner.step_observer import StepObserver, Summary
+from sglang.srt.kv_canary.runner.sweep_report import PassDone, SweepReporter
 from sglang.srt.kv_canary.state import Counter as DeviceCounter
 from sglang.srt.kv_canary.sweep_plan_builder import (
     build_strided_sweep_plan,
@@ -58,10 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOG_EVERY_S = 10.0  # least seconds between two log lines about clean passes
-EVENT_EVERY_S = (
-    1.0  # and between two events; every pass is counted, and one with findings always reported
-)
 IDLE_CONTENT_FACTOR = 16  # times the content budget of a step, where no step is lengthened
 PATIENCE_TICKS = 16  # how long a pass waits for the last of its findings to be decoded
 CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
@@ -132,9 +129,7 @@ class SweepOrchestrator(StepObserver):
         self._next_start = config.sweep_interval
         self._begun = 0
         self._said_nothing = False
-        self._next_log = self._next_event = 0.0
-        self._unlogged = 0
-        self._had_findings = False
+        self._reporter = SweepReporter(sink, config.sweep_report_every_s)
         self.sweep_passes = 0  # completed, and confirmed by the device's counters
         self.sweep_seconds = 0.0  # of completed passes
         self.launches: Counter[PoolKind] = Counter()  # per group, ever
@@ -225,7 +220,7 @@ class SweepOrchestrator(StepObserver):
             current.legs.pop(0)
             current.walker = None
             return self._advance(manager, idle)
-        self._log_progress(current)
+        self._reporter.under_way(current.number, current.started, current.slots)
         return self._launch(manager, current, plans)
 
     def _launch(
@@ -276,39 +271,9 @@ class SweepOrchestrator(StepObserver):
         findings = _findings(manager) - done.findings_before
         self.sweep_passes += 1
         self.sweep_seconds += done.seconds
-        self._unlogged += 1
-        now = time.monotonic()
-        is_news = findings > 0 and not self._had_findings
-        self._had_findings = findings > 0
-        if is_news or now >= self._next_event:
-            self._next_event = now + EVENT_EVERY_S
-            self._sink.emit(
-                {
-                    "event": "sweep_pass",
-                    "pass": done.number,
-                    "passes": self.sweep_passes,
-                    "slots": dict(done.slots),
-                    "chunks": done.chunks,
-                    "seconds": round(done.seconds, 6),
-                    "findings": findings,
-                }
-            )
-        if is_news or now >= self._next_log:
-            self._next_log = now + LOG_EVERY_S
-            log = logger.error if findings else logger.info
-            log("%s", _pass_line(done, findings, self._unlogged))
-            self._unlogged = 0
-
-    def _log_progress(self, current: SweepPass) -> None:
-        now = time.monotonic()
-        if now >= max(self._next_log, current.started + LOG_EVERY_S):
-            self._next_log = now + LOG_EVERY_S
-            logger.info(
-                "kv-canary sweep: pass %d under way for %.1f s, %s so far",
-                current.number,
-                now - current.started,
-                _slots_text(current.slots),
-            )
+        self._reporter.pass_done(
+            PassDone(done.number, done.slots, done.chunks, done.seconds, findings)
+        )
 
     def _say_nothing_to_walk(self, why: str) -> None:
         if self._said_nothing:
@@ -369,15 +334,3 @@ def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
     for tensor in (plan.slots, plan.positions, plan.prev_slots, plan.anchors):
         if tensor is not None:
             tensor.record_stream(current)
-
-
-def _slots_text(slots: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind} slots" for kind, count in slots.items()) or "0 slots"
-
-
-def _pass_line(done: SweepPass, findings: int, passes: int) -> str:
-    line = (
-        f"kv-canary sweep: pass {done.number} done: {_slots_text(done.slots)} in {done.seconds:.2f} s, "
-        f"{done.chunks} chunks, {findings} findings"
-    )
-    return line + (f" ({passes} passes since the last line)" if passes > 1 else "")
