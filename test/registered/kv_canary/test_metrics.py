@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.kernels import reference
@@ -27,6 +29,7 @@ from sglang.srt.kv_canary.runner.metrics import (
 )
 from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
 from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
+from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.tree_rig import TreeRig
@@ -124,7 +127,7 @@ def test_every_series_of_violations_exists_before_the_first_step(monkeypatch: An
         ("HEAD_K_FULL", "CONTENT"),  # no layer has run
         ("TAIL_K_FULL", "WRITE_TOKEN"),  # HEAD writes
         ("SWEEP_K_FULL", "UNMAPPED_SLOT"),  # a sweep reads no row
-        ("HEAD_V_FULL", "DOUBLE_FREE"),  # reported once, at K
+        ("HEAD_K_FULL", "DOUBLE_FREE"),  # the allocator finds it, at FREE_FULL
         ("HEAD_K_FULL", "SWA_EVICTED_IN_WINDOW"),
     ],
 )
@@ -132,6 +135,17 @@ def test_there_is_no_series_for_what_cannot_happen(monkeypatch: Any, tag: str, r
     rig = MeasuredRig(monkeypatch)
     assert rig.value("violations_total", reason=reason, launch_tag=tag) is None
     assert rig.value("violations_total", reason="CHAIN", launch_tag=tag) == 0
+
+
+def test_double_frees_have_a_series_at_the_allocators_tag(monkeypatch: Any) -> None:
+    rig = MeasuredRig(monkeypatch)
+    assert rig.value("violations_total", reason="DOUBLE_FREE", launch_tag="FREE_FULL") == 0
+    rig.serve(list(range(100, 130)), range(5))
+    slot = torch.tensor(rig.cached_slots(list(range(100, 130)))[7:8])
+    for _ in range(3):
+        rig.manager.ledger.record(SlotEventKind.FREE, PoolKind.FULL, slot.clone(), 1)
+        rig.idle(3)
+    assert rig.value("violations_total", reason="DOUBLE_FREE", launch_tag="FREE_FULL") == 2
 
 
 def test_without_a_sweep_its_tags_have_no_series_of_violations(monkeypatch: Any) -> None:

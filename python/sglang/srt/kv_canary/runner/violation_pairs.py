@@ -6,6 +6,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.runner.launch_counts import tags_of
+from sglang.srt.kv_canary.runner.violation import tag_name
 
 _OF_NEW_TOKENS = Reason.WRITE_TOKEN | Reason.WRITE_POSITION | Reason.WRITE_LOCATION
 _OF_REQUESTS = (
@@ -27,7 +28,7 @@ def violation_pairs(
     """
     by_kind = {group.kind: group for group in groups}
     return tuple(
-        (tag.name, reason.name)
+        (tag_name(tag.id, reason), reason.name)
         for tag in tags_of(groups, sides)
         for reason in Reason
         if not reason & _excluded(tag, by_kind[tag.kind])

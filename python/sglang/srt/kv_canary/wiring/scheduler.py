@@ -12,7 +12,7 @@ from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.farewell import install_farewell
-from sglang.srt.kv_canary.wiring.guard import attempt, guarded
+from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
 
@@ -59,7 +59,7 @@ def _around_process_result(
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
         manager.drain()
-    attempt(_attend_farewell)
+    attempt_aside(_attend_farewell)
     return returned
 
 
@@ -99,7 +99,7 @@ def _after_idle(_: Any, scheduler: Any) -> None:
     if context.active and (owed or _IdleClock.due()):
         for manager in context.managers:
             manager.on_idle()
-        _attend_farewell()
+        attempt_aside(_attend_farewell)
 
 
 def _attend_farewell() -> None:
