@@ -6,9 +6,11 @@ given back in that time is dead in that forward: what the forward saw of it is m
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from sglang.srt.kv_canary.record import FORWARD_MASK
 
 MAX_FORWARDS = 8192  # forwards that reports can still name
 
@@ -47,8 +49,8 @@ class FlightRecorder:
     """
 
     def __init__(self, max_forwards: int = MAX_FORWARDS, steps: _Steps | None = None) -> None:
-        self._forwards: dict[int, ForwardRecord] = {}
-        self._order: deque[int] = deque()
+        self._forwards: OrderedDict[int, ForwardRecord] = OrderedDict()  # oldest first
+        self._newest = 0
         self._max_forwards = max_forwards
         self._steps = _Steps() if steps is None else steps
 
@@ -69,10 +71,15 @@ class FlightRecorder:
         self._steps.current = None
 
     def note_forward(self, forward: int, mode: str) -> None:
-        if len(self._order) >= self._max_forwards:
-            self._forwards.pop(self._order.popleft(), None)
-        self._order.append(forward)
+        """`forward` is launched now. A number that an abandoned forward had is given out again."""
         self._forwards[forward] = ForwardRecord(forward, mode, self._steps.current)
+        if len(self._forwards) > self._max_forwards:
+            self._forwards.popitem(last=False)
+        self._newest = forward
+
+    def whole_number(self, low: int) -> int:
+        """The newest forward whose number has these low 32 bits, which are all that a record keeps of it."""
+        return max(low, self._newest - ((self._newest - low) & FORWARD_MASK))
 
     def result_arrived(self, step: StepRecord) -> None:
         """The scheduler begins to process the step's result: nothing becomes moot in it any more."""

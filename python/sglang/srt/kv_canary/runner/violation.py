@@ -120,7 +120,8 @@ def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
     """Who wrote `word`; None where it is damaged and would name somebody else."""
     if not record.is_writer_intact(word):
         return None
-    forward, row, mode, _ = record.unpack_writer(word)
+    low, row, mode, _ = record.unpack_writer(word)
+    forward = recorder.whole_number(low)
     found = recorder.find(forward)
     step = None if found is None or found.step is None else found.step.step
     return Actor(forward, row, Mode(mode).name, recorder.request_id(forward, row), step)

@@ -141,7 +141,8 @@ class ViolationManager:
             return False
         word = int(row[Column.WRITER])
         key = (kind.index, int(row[Column.SLOT]), word)
-        writer_forward, writer_row, _, _ = unpack_writer(word)
+        low, writer_row, _, _ = unpack_writer(word)
+        writer_forward = self._recorder.whole_number(low)
         if key not in self._unseeded and not self._recorder.was_rewritten(
             writer_forward, writer_row
         ):
