@@ -25,6 +25,7 @@ from bench_kernels import (
     graph_time,
     make_group,
     make_state,
+    run_content,
     run_forward,
 )
 
@@ -71,7 +72,7 @@ def content_times(size: int, prefix: int) -> dict[str, float]:
     run_forward(batch.prefill(), group, state, ContentMode.ALL)
     plan = batch.decode()
     run_forward(plan, group, state, ContentMode.ALL)
-    launch = [lambda: triton_backend.check_and_write_content(plan, group, state, ContentMode.ALL)]
+    launch = [lambda: run_content(plan, group, state, ContentMode.ALL)]
     return {"content": cold_time(launch)}
 
 

@@ -30,6 +30,7 @@ from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Side
 from sglang.srt.kv_canary.kernels import content, forward, sweep, triton_backend
+from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import PREV_ANCHOR, SECTOR_BYTES, Mode
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -261,7 +262,13 @@ def run_forward(plan, group, state, mode: ContentMode = ContentMode.NONE) -> Non
     for side in (Side.HEAD, Side.TAIL):
         triton_backend.check_and_write(plan, group, side, state)
     if mode is not ContentMode.NONE:
-        triton_backend.check_and_write_content(plan, group, state, mode)
+        run_content(plan, group, state, mode)
+
+
+def run_content(plan, group, state, mode: ContentMode) -> None:
+    budget = state.capacities.content_budget_bytes
+    (slots,) = content_slots_per_forward((group,), mode, budget)
+    triton_backend.check_and_write_content(plan, group, state, mode, slots)
 
 
 # -- cases -----------------------------------------------------------------------------------------------------
@@ -428,7 +435,7 @@ def bench_content_steps(report: Report, args, group, mode: ContentMode, per_slot
         plan, name = batch.decode(), f"content {mode}: step {size} x {prefix}"
 
         def launch(plan=plan, state=state) -> None:
-            triton_backend.check_and_write_content(plan, group, state, mode)
+            run_content(plan, group, state, mode)
 
         def step(plan=plan, state=state) -> None:
             run_forward(plan, group, state, mode)
@@ -454,7 +461,7 @@ def bench_content_chunk(report: Report, group, mode: ContentMode, per_slot: int)
     run_forward(plan, group, state, mode)
 
     def launch() -> None:
-        triton_backend.check_and_write_content(plan, group, state, mode)
+        run_content(plan, group, state, mode)
 
     name = f"content {mode}: write of one chunk of {CHUNK}"
     report.add(name, graph_time(launch, 3), CHUNK * per_slot)

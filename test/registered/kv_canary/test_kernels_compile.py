@@ -83,14 +83,14 @@ for side in (Side.HEAD, Side.TAIL):
 triton_backend.check_and_write(decode, strided, Side.HEAD, state)
 for part in (Part.VERIFY, ~Part.VERIFY):
     triton_backend.check_and_write(decode, strided, Side.TAIL, state, part)
-triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL)
-triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL)
+triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL, 8)
+triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL, 8)
 triton_backend.check_list(sweep, strided, state)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16, listed.int())
 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
-    triton_backend.check_and_write_content(decode, group, state, mode)
+    triton_backend.check_and_write_content(decode, group, state, mode, 8)
 triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)

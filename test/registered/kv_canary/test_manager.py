@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang.srt.kv_canary.kernels import reference
+from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
@@ -27,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.kernel_cases import make_state
 from sglang.test.kv_canary.manager_rig import ManagerRig
-from sglang.test.kv_canary.pool_fixtures import make_nsa_pool
+from sglang.test.kv_canary.pool_fixtures import make_mha_pool, make_nsa_pool, make_swa_pool
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -65,6 +66,36 @@ def test_a_violation_names_reader_writer_and_both_forwards() -> None:
     assert (violation.writer.request_id, violation.writer.forward) == ("req-1", 1)
     assert violation.stored_position == 7
     assert violation.content_written != violation.content_now
+
+
+def _reread(rig: ManagerRig, forwards: int) -> dict[PoolKind, float]:
+    """Bytes of K and V that each group re-reads in a decode of row 1, on average."""
+    counters = rig.manager.state.counters
+    before = counters.clone()
+    for _ in range(forwards):
+        rig.result(rig.decode([1]))
+    found = {}
+    for group in rig.manager.groups:
+        tag = CanaryLaunchTag(group.kind, "K", Side.TAIL).id
+        slots = int((counters - before)[tag, Counter.CONTENT_CHECKED])
+        size = content_bytes_per_slot(group, rig.manager.config.content_mode)
+        found[group.kind] = slots * size / forwards
+    return found
+
+
+@pytest.mark.parametrize("budget", [4096, 8192, 20000])
+def test_groups_share_the_content_budget(budget: int) -> None:
+    real = make_swa_pool(size=256, size_swa=200, head_num=2, head_dim=8)
+    rig = ManagerRig(real=real, sliding_window_size=120, content_budget_bytes=budget)
+    rig.result(rig.extend(1, range(10, 150)))
+    found = _reread(rig, 40)
+    assert budget / 3 < sum(found.values()) <= budget
+    full, swa = found[PoolKind.FULL], found[PoolKind.SWA]
+    assert full > 0 < swa
+    # The same budget is all one group's where there is one group.
+    alone = ManagerRig(real=make_mha_pool(size=256), content_budget_bytes=budget)
+    alone.result(alone.extend(1, range(10, 150)))
+    assert budget / 3 < sum(_reread(alone, 40).values()) <= budget
 
 
 def test_use_after_free_names_the_free_and_the_writer() -> None:

@@ -124,7 +124,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "CONTENT_BUDGET_BYTES",
         EnvInt,
         16777216,
-        "Most bytes of K and V that one forward re-reads for content checks, over all groups.",
+        "Maximum bytes of K and V that one forward re-reads for content checks on average, over all groups.",
         minimum=1,
     ),
     EnvSetting(

@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels import reference
+from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Mode
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -259,7 +260,12 @@ class Twin:
         self.run("check_and_write", lambda f, group, state: f(plan, group, side, state, part))
 
     def check_and_write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:
-        self.run("check_and_write_content", lambda f, group, state: f(plan, group, state, mode))
+        """With a content budget that the group has for itself."""
+        budget = self.state.capacities.content_budget_bytes
+        (slots,) = content_slots_per_forward((self.group,), mode, budget)
+        self.run(
+            "check_and_write_content", lambda f, group, state: f(plan, group, state, mode, slots)
+        )
 
     def check_list(self, plan: SweepVerifyPlan) -> None:
         self.run("check_list", lambda f, group, state: f(plan, group, state))

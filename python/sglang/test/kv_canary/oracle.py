@@ -644,13 +644,10 @@ class Oracle:
             self._write_content(forward, group, half, tag)
 
     def _content_positions(self, forward: Forward, group: GroupModel) -> list[tuple[Request, int]]:
-        """Every k-th position, with the k that keeps the bytes read within the budget."""
-        layouts = [layout for half in group.halves for layout in group.content.get(half, ())]
-        if self.content_mode is ContentMode.PARTIAL:
-            slot_bytes = record.SECTOR_COST_BYTES * len(layouts)
-        else:
-            slot_bytes = sum(layout.row_bytes for layout in layouts)
-        budget = max(1, self.content_budget_bytes // max(1, slot_bytes))
+        """Every k-th position, with the k that keeps the bytes read of all groups within the budget."""
+        token_bytes = sum(self._content_bytes(g) for g in self.groups)
+        tokens = self.content_budget_bytes // max(1, token_bytes)
+        budget = max(1, tokens // group.stride)
         prefixes = list(self._prefixes(forward, group))
         total = sum(len(positions) for _, positions in prefixes)
         every = max(1, -(-total // budget))
@@ -659,6 +656,15 @@ class Oracle:
         return [
             (r, p) for r, positions in prefixes for p in positions if p // stride % every == turn
         ]
+
+    def _content_bytes(self, group: GroupModel) -> int:
+        """Of a slot, for each token that it stands for, rounded up."""
+        layouts = [layout for half in group.halves for layout in group.content.get(half, ())]
+        if self.content_mode is ContentMode.PARTIAL:
+            slot_bytes = record.SECTOR_COST_BYTES * len(layouts)
+        else:
+            slot_bytes = sum(layout.row_bytes for layout in layouts)
+        return -(-slot_bytes // group.stride)
 
     def _compare_content(
         self, group: GroupModel, half: str, tag: int, slot: int, full_slot: int, row: int

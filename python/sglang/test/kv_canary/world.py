@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Reason
 from sglang.srt.kv_canary.runner.launcher import Launcher
@@ -346,8 +347,10 @@ class World:
             self.kernels.check_and_write(plan, g.group, Side.TAIL, self.state)
 
     def content(self, plan: ForwardPlan) -> None:
-        for g in self.groups:
-            self.kernels.check_and_write_content(plan, g.group, self.state, self.spec.content_mode)
+        mode, groups = self.spec.content_mode, tuple(g.group for g in self.groups)
+        budgets = content_slots_per_forward(groups, mode, self.spec.content_budget_bytes)
+        for group, slots in zip(groups, budgets, strict=True):
+            self.kernels.check_and_write_content(plan, group, self.state, mode, slots)
 
     def sweep(self, entries: Sequence[SweepEntry], g: GroupWorld, *, content: bool = True) -> None:
         def column(values: Iterable[int]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from sglang.srt.kv_canary.kernels.launch import (
     grid_of,
     window_of,
 )
-from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot, content_unit
+from sglang.srt.kv_canary.kernels.layout import content_unit
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan
 from sglang.srt.kv_canary.record import SECTOR_BYTES
 from sglang.srt.kv_canary.state import CanaryDeviceState
@@ -164,10 +164,16 @@ def _has_few_items(plan: ForwardPlan) -> bool:
 
 
 def check_and_write_content(
-    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
+    plan: ForwardPlan,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    mode: ContentMode,
+    budget_slots: int,
 ) -> None:
-    """Fingerprint the forward's new slots, and re-read some of its prefix, every k-th position."""
-    budget = state.capacities.content_budget_bytes // max(1, content_bytes_per_slot(group, mode))
+    """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
+
+    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
+    """
     num_rows, context = plan.req_to_token.shape
     few = _has_few_items(plan)
     per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
@@ -175,7 +181,7 @@ def check_and_write_content(
         constants = launch.constants(mode, few)
         slots = constants["SLOTS"]
         visits = min(
-            plan.batch_size * -(-context // slots), budget // slots + 1 + 2 * plan.batch_size
+            plan.batch_size * -(-context // slots), budget_slots // slots + 1 + 2 * plan.batch_size
         )
         writes = -(-plan.num_tokens // slots)
         if group.stride != 1:
@@ -205,7 +211,7 @@ def check_and_write_content(
             full_limit_of(group),
             group.num_slots,
             window_of(plan, group),
-            max(1, min(budget, INT32_MAX)),
+            max(1, min(budget_slots, INT32_MAX)),
             state.violations.capacity,
             CanaryLaunchTag(group.kind, halves[0], Side.TAIL).id,
             *launch.sizes,

@@ -45,3 +45,19 @@ def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
     if mode is ContentMode.PARTIAL:
         return SECTOR_COST_BYTES * len(sources)
     return sum(s.row_bytes for s in sources)
+
+
+def content_bytes_per_token(groups: tuple[CanaryBufferGroup, ...], mode: ContentMode) -> int:
+    """What content checks of one token take from the content budget, in all `groups` together."""
+    return sum(-(-content_bytes_per_slot(group, mode) // group.stride) for group in groups)
+
+
+def content_slots_per_forward(
+    groups: tuple[CanaryBufferGroup, ...], mode: ContentMode, budget_bytes: int
+) -> tuple[int, ...]:
+    """Slots of each of `groups`, whose content one forward re-reads: those of equally many tokens, together in budget.
+
+    At least one each. The batch decides how many there are to re-read, which the host does not know.
+    """
+    tokens = budget_bytes // max(1, content_bytes_per_token(groups, mode))
+    return tuple(max(1, tokens // group.stride) for group in groups)

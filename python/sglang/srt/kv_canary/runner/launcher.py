@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.endpoint import (
     build_endpoints_from_group,
 )
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
 from sglang.srt.kv_canary.state import CanaryDeviceState
 
@@ -40,6 +41,7 @@ class Launcher:
     groups: tuple[CanaryBufferGroup, ...]
     state: CanaryDeviceState
     content_mode: ContentMode
+    _content_slots: dict[int, int] = field(init=False)  # id(group) -> slots a forward re-reads
 
     def __post_init__(self) -> None:
         before: list[torch.Tensor] = []
@@ -51,9 +53,14 @@ class Launcher:
                     f"{[g.kind.value for g in self.groups]}"
                 )
             before.append(group.k_head)
+        slots: dict[int, int] = {}
         if self.content_mode is not ContentMode.NONE:
+            budget = self.state.capacities.content_budget_bytes
+            each = content_slots_per_forward(self.groups, self.content_mode, budget)
+            slots = {id(group): n for group, n in zip(self.groups, each, strict=True)}
             for group in self.groups:
                 self.backend.prepare(group)  # waits for the device, which no forward may
+        object.__setattr__(self, "_content_slots", slots)
 
     @property
     def endpoints(self) -> tuple[CanaryEndpoint, ...]:
@@ -82,7 +89,8 @@ class Launcher:
             self.backend.check_list_content(plan, group, self.state, self.content_mode)
 
     def check_content(self, plan: ForwardPlan, group: CanaryBufferGroup) -> None:
-        self.backend.check_and_write_content(plan, group, self.state, self.content_mode)
+        slots = self._content_slots[id(group)]
+        self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
 
     def copy_records(
         self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor

@@ -40,7 +40,7 @@ from sglang.srt.kv_canary.anchor import anchor_of
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
+from sglang.srt.kv_canary.kernels.layout import content_bytes_per_token
 from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
 from sglang.srt.kv_canary.radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
 from sglang.srt.kv_canary.runner.event_sink import EventSink
@@ -80,7 +80,7 @@ def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tupl
         served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
         read = 0
         if content is not ContentMode.NONE:
-            read = sum(-(-content_bytes_per_slot(g, content) // g.stride) for g in served)
+            read = content_bytes_per_token(served, content)
         if served:
             legs.append(SweepLeg(served, through_mapping, read))
     return tuple(legs)

@@ -9,7 +9,6 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
 from sglang.srt.kv_canary.kernels.layout import (
-    content_bytes_per_slot,
     content_unit,
     slots_between_visits,
     turn_of,
@@ -73,13 +72,20 @@ def content_fingerprint(
 
 
 def check_and_write_content(
-    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
+    plan: ForwardPlan,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    mode: ContentMode,
+    budget_slots: int,
 ) -> None:
-    """Fingerprint the forward's new slots, and re-read some of its prefix, every k-th position."""
+    """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
+
+    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
+    """
     forward = int(state.summary[Header.FORWARD_DONE])
     if not int(state.summary[Header.ARMED]):
         return
-    read_slots, read_rows, read_full = _rotating_slots(plan, group, forward, state, mode)
+    read_slots, read_rows, read_full = _rotating_slots(plan, group, forward, budget_slots)
     for half in group.halves:
         if group.content(half):
             tag_id = CanaryLaunchTag(group.kind, half, Side.TAIL).id
@@ -99,12 +105,11 @@ def _write(plan, group, half: str, forward: int, state, mode) -> None:
     state.counters[tag_id, Counter.CONTENT_WRITTEN] += slots.numel()
 
 
-def _rotating_slots(plan, group, forward: int, state, mode):
+def _rotating_slots(plan, group, forward: int, budget_slots: int):
     """(slots, rows, full slots) of the prefix positions (of strided groups: slots) whose turn it is."""
     requests = requests_of(plan, group.window).in_slots(group.stride)
     counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    budget = state.capacities.content_budget_bytes // max(1, content_bytes_per_slot(group, mode))
-    k = slots_between_visits(int(counts.sum()), budget)
+    k = slots_between_visits(int(counts.sum()), budget_slots)
     index = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
     positions = torch.arange(index.shape[0], device=counts.device)
     positions = positions - (counts.cumsum(0) - counts)[index] + requests.window_starts[index]
