@@ -139,6 +139,12 @@ class TestSWAFaults(FaultCases):
         else:
             self.assert_no_violations()
 
+    def test_window_cannot_lose_more_than_it_has(self) -> None:
+        with pytest.raises(RuntimeError, match=r"the window has \d+ tokens and cannot lose 1000"):
+            self.inject("early_eviction", slots=1000).answer()
+        self.serve_two("window")
+        self.assert_no_violations()
+
     @pytest.mark.parametrize("fault", ["double_free", "allocate_live_slot"])
     def test_fault_in_no_pool_in_particular_changes_nothing(self, fault: str) -> None:
         injection = self.inject(fault)

@@ -23,6 +23,7 @@ STRICT = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
 VALUES = (
     None,
     True,
+    1 << 31,
     -1,
     0,
     1,
@@ -97,6 +98,22 @@ def test_command_that_cannot_be_removed_is_not_executed(
     assert controls.take() == []
     assert "cannot be removed" in controls.answer("a")["error"]
     assert controls.take() == []
+
+
+def test_command_that_another_replica_has_taken_is_not_executed(
+    controls: ControlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two schedulers may have read it before one of them removes it."""
+    controls.send(Command("a", "counters"))
+    remove = Path.unlink
+
+    def remove_after_another(self: Path) -> None:
+        remove(self)
+        remove(self)
+
+    monkeypatch.setattr(Path, "unlink", remove_after_another)
+    assert controls.take() == []
+    assert controls.answer("a") is None
 
 
 def test_folder_that_is_gone_is_an_empty_one(tmp_path: Path) -> None:

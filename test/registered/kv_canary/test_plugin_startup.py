@@ -69,6 +69,25 @@ def test_loads_and_can_be_asked_for(fresh):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_server_args_know_the_flags_once_plugins_are_loaded(fresh):
+    ended = fresh.run(
+        script(
+            LOAD,
+            """
+        from sglang.srt.server_args import ServerArgs
+        try:
+            ServerArgs(model_path="dummy", kv_canary="log")
+        except TypeError as error:
+            print(error)
+        load_plugins()
+        print(json.dumps(ServerArgs(model_path="dummy", kv_canary="log").kv_canary))
+    """,
+        )
+    )
+    assert ended.result == "log"
+    assert "unexpected keyword argument 'kv_canary'" in ended.stdout
+
+
 def test_registering_twice_is_once(fresh):
     ended = fresh.run(
         script(

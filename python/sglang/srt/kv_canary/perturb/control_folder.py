@@ -104,12 +104,14 @@ class ControlFolder:
         command, problem = None, ""
         try:
             command = _parse(name, path)
-        except FileNotFoundError:  # withdrawn by hand since the folder was listed
+        except FileNotFoundError:  # taken by another replica, or removed by hand
             return None
         except (OSError, _Malformed) as error:
             problem = str(error)
         try:
             path.unlink()
+        except FileNotFoundError:
+            return None
         except OSError as error:
             # It would be executed again at each step.
             self._stuck.add(file_name)

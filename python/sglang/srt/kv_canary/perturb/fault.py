@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
 
 __all__ = [
+    "MIN_INT32",
     "REQUIRED",
     "Argument",
     "ArgumentError",
@@ -23,6 +24,7 @@ __all__ = [
     "tokens",
 ]
 
+MIN_INT32, MAX_INT32 = -(1 << 31), (1 << 31) - 1  # what an entry of req_to_token holds
 REQUIRED = object()  # as a default: the command must give the argument
 Act = Callable[["Scene", dict[str, Any]], "Outcome | None"]  # None: not now, ask again next step
 
@@ -52,13 +54,13 @@ class Argument:
 
 
 def number(
-    name: str, help_: str, default: Any = None, otherwise: str = "", minimum: int | None = 0
+    name: str, help_: str, default: Any = None, otherwise: str = "", minimum: int = 0
 ) -> Argument:
-    """A whole number, at least `minimum` where there is one."""
-    expected = "a whole number" if minimum is None else f"a whole number >= {minimum}"
+    """A whole number of 32 bits, at least `minimum`."""
+    expected = f"a whole number from {minimum} to {MAX_INT32}"
 
     def accepts(value: Any) -> bool:
-        return type(value) is int and (minimum is None or value >= minimum)
+        return type(value) is int and minimum <= value <= MAX_INT32
 
     return Argument(name, expected, accepts, help_, default, otherwise)
 

@@ -16,6 +16,7 @@ from sglang.srt.kv_canary.perturb import (
     swa_mapping,
 )
 from sglang.srt.kv_canary.perturb.fault import (
+    MIN_INT32,
     REQUIRED,
     Argument,
     Fault,
@@ -139,7 +140,7 @@ FAULTS: dict[str, Fault] = _table(
         (
             *READER,
             POSITION,
-            number("slot", "the slot", otherwise="7 past the end of the pool", minimum=None),
+            number("slot", "the slot", otherwise="7 past the end of the pool", minimum=MIN_INT32),
         ),
         (Reason.SLOT_OUT_OF_RANGE,),
         "HEAD",
@@ -271,7 +272,10 @@ FAULTS: dict[str, Fault] = _table(
         "Let SGLang evict SWA slots too early from now on.",
         (
             number(
-                "slots", "shorten the window by this; < 0 takes that back", REQUIRED, minimum=None
+                "slots",
+                "shorten the window by this; < 0 takes that back",
+                REQUIRED,
+                minimum=MIN_INT32,
             ),
         ),
         (Reason.SWA_EVICTED_IN_WINDOW,),

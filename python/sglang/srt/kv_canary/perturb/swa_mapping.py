@@ -57,7 +57,10 @@ def stale_location(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:
     """SGLang believes from now on that the window is `slots` shorter; `slots` < 0 takes that back."""
     tree_cache, slots = scene.manager.radix_cache, args["slots"]
-    tree_cache.sliding_window_size -= slots
+    window = tree_cache.sliding_window_size
+    if slots >= window:
+        raise ValueError(f"the window has {window} tokens and cannot lose {slots}")
+    tree_cache.sliding_window_size = window - slots
     return Outcome(detail=f"SGLang keeps {tree_cache.sliding_window_size} tokens of the window")
 
 
