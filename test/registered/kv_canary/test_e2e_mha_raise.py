@@ -1,10 +1,13 @@
 """RAISE mode and the sweep over HTTP: clean requests raise no alarm; one flipped byte ends the server with a report."""
 
 import random
+import socket
 import sys
+from importlib.metadata import version
 from typing import ClassVar
 
 import aiohttp
+import psutil
 import pytest
 import torch
 
@@ -70,6 +73,15 @@ class TestMHARaise(CanaryE2EBase):
         assert (active["mode"], active["pools"]) == ("raise", ["FULL"])
         (event,) = self.serving.events("active")
         assert active.items() <= event.items()
+        assert (event["host"], event["pid"]) == (socket.gethostname(), self.scheduler_pid())
+        assert event["model"] == self.serving.server_args["model_path"]
+        assert event["sglang_version"] == version("sglang")
+        assert event["canary_version"] == version("sglang-kv-canary")
+
+    def scheduler_pid(self) -> int:
+        children = psutil.Process(self.serving.process.pid).children(recursive=True)
+        (scheduler,) = (c for c in children if any("sglang::scheduler" in a for a in c.cmdline()))
+        return scheduler.pid
 
     def test_violation_ends_the_server_and_is_the_last_word(self) -> None:
         # A slot of the answer: the prefix cache has only the prompt yet, so the sweep does not report it, too.

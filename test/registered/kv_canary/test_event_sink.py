@@ -46,7 +46,7 @@ def full_file(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_under_the_event_file_neither_stops_serving_nor_silences_reports(
     full_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = ManagerRig(event_file=str(full_file))
+    rig = ManagerRig(event_file=str(full_file), log_every_s=1e9)
     rig.extend(1, range(30))
     rig.rows.req_to_token[1, 2:28] = torch.arange(400, 426)  # more causes than are named at once
     rig.decode([1])

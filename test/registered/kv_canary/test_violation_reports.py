@@ -189,7 +189,7 @@ def test_an_idle_server_names_what_waits_without_waiting_for_a_long_interval(
     step = rig.decode([1])
     rig.recorder.result_arrived(step)
     rig.manager.drain()
-    assert len(log.slots) == 20
+    assert len(log.slots) == violation_reporter.READ_PER_STEP
     rig.manager.on_idle()
     assert len(log.slots) == 20  # a second has not passed
     monkeypatch.setattr(violation_reporter, "IDLE_INTERVAL_S", 0.0)
@@ -226,6 +226,30 @@ def test_what_does_not_fit_the_backlog_is_counted_and_said(
     _let_the_interval_end(rig)
     rig.manager.drain()
     assert sorted(log.slots) == sorted(slots)
+
+
+def test_a_flood_is_looked_into_over_several_steps(
+    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(violation_reporter, "READ_PER_STEP", 4)
+    path = tmp_path / "events"
+    rig = ManagerRig(log_every_s=0.0, event_file=str(path))
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(30))
+    for _ in range(3):  # the same findings come again meanwhile
+        before = len(_events(path, "violation"))
+        rig.recorder.result_arrived(rig.decode([1]))
+        rig.manager.drain()
+        read = [event["slot"] for event in _events(path, "violation")]
+        assert read == slots[: len(read)]
+        assert (
+            before < len(read) <= before + 8
+        )  # in two calls: one after the launch, one with the result
+    assert rig.settle()
+    assert log.slots == slots
+    reporter = rig.manager.violations._reporter
+    assert (reporter.distinct, reporter.repeats) == (30, 60)
+    assert {c.findings for c in reporter._causes.values()} == {3}
 
 
 def test_at_the_end_everything_is_named(log: Log) -> None:

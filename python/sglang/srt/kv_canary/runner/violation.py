@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -133,6 +134,12 @@ def _state_name(word: int) -> str:
     return State(record.unpack_writer(word)[3]).name
 
 
+@cache
+def reason_names(reasons: int) -> tuple[str, ...]:
+    return tuple(reason.name for reason in Reason if reasons & reason)
+
+
+@cache
 def tag_name(tag_id: int, reasons: int) -> str:
     """Where a row was found. Double frees have the id of a forward's tag, and no forward found them."""
     tag = CanaryLaunchTag.from_id(tag_id)
@@ -163,7 +170,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     return Violation(
         sequence=values[Column.SEQUENCE],
         tag=tag_name(values[Column.TAG], values[Column.REASONS]),
-        reasons=tuple(r.name for r in Reason if values[Column.REASONS] & r),
+        reasons=reason_names(values[Column.REASONS]),
         slot=_known(values[Column.SLOT]),
         full_slot=_known(values[Column.FULL_SLOT]),
         prev_slot=_known(values[Column.PREV_SLOT]),

@@ -13,7 +13,7 @@ from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
 from sglang.srt.kv_canary.record import VIOLATION_COLUMNS, Column, Reason, unpack_writer
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.violation import tag_name
+from sglang.srt.kv_canary.runner.violation import reason_names, tag_name
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.kv_canary.state import ViolationLog
 
@@ -115,9 +115,8 @@ class ViolationManager:
             tag_id, reasons = pair >> 32, pair & 0xFFFFFFFF
             tag = tag_name(tag_id, reasons)
             self.by_tag[tag] += count
-            for reason in Reason:
-                if reasons & reason:
-                    self.by_tag_and_reason[tag, reason.name] += count
+            for reason in reason_names(reasons):
+                self.by_tag_and_reason[tag, reason] += count
 
     def _is_moot(self, row: np.ndarray) -> bool:
         forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +26,29 @@ from sglang.srt.kv_canary.runner.violation import Violation, decode_row
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # causes that are named per interval; the others wait their turn
-MAX_WAITING = 4096  # causes that wait; findings of further ones are dropped, and counted
+MAX_WAITING = 4096  # causes and findings that wait; further findings are dropped, and counted
+# New findings that are looked into per step: each takes about 0.1 ms of the scheduler's thread.
+READ_PER_STEP = 16
+READ_PER_IDLE_TICK = 512
 MAX_CAUSES = 4096  # causes to which findings are folded; one that was forgotten gets a new number
 IDLE_INTERVAL_S = 1.0  # an idle server names what waits, however long the interval is
 LAST_WORDS_ENV = "_KV_CANARY_LAST_WORDS_FILE"  # set by the main process for its children
 
 
+@dataclass(slots=True)
+class _Unread:
+    """A new finding whose cause is not known yet."""
+
+    row: np.ndarray
+    recorder: FlightRecorder
+    repeats: int = 0
+
+
 class ViolationReporter:
     """Folds findings into causes and names each cause once. Repeats are counted.
 
-    Each interval begins with the first cause that is named after the last one has ended. Events are written at once;
-    the log may have to wait.
+    Each interval begins with the first cause that is named after the last one has ended. Events are written as soon as
+    a finding has been read; the log may have to wait.
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class ViolationReporter:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._known = KnownFindings()
         self._causes: dict[CauseKey, Cause] = {}
+        self._unread: dict[bytes, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
         self._grown: dict[int, Cause] = {}  # due for an event that sums them up
         self._interval_began = float("-inf")
@@ -65,17 +78,13 @@ class ViolationReporter:
     # What is found
 
     def log_or_raise_violation(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
-        """Report what is new among `rows` of the ring; in RAISE mode then raise CanaryViolationError."""
-        news = self._news(rows, recorder)
-        if self._mode is CanaryMode.RAISE:
-            if news:
-                self._raise(news)
-        else:
-            self.name_waiting()
+        """Take in what is new among `rows` of the ring, for `name_waiting`; RAISE mode raises CanaryViolationError."""
+        self._take(rows, recorder)
+        if self._mode is CanaryMode.RAISE and (causes := self._read(len(self._unread))):
+            self._raise(causes)
 
-    def _news(self, rows: np.ndarray, recorder: FlightRecorder) -> list[Cause]:
-        """Counts repeats; folds the other rows into causes, and returns those."""
-        touched: dict[int, Cause] = {}
+    def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
+        """Counts repeats, and keeps new findings for `_read`."""
         keys = finding_keys(rows, recorder)
         forwards = rows[:, Column.READER_FORWARD].tolist()
         for index, key in enumerate(keys):
@@ -86,12 +95,23 @@ class ViolationReporter:
                 cause.last_forward = forwards[index]
                 if cause.has_doubled:
                     self._grown[cause.number] = cause
-            elif len(self._waiting) >= MAX_WAITING:
+            elif key in self._unread:
+                self.repeats += 1
+                self._unread[key].repeats += 1
+            elif len(self._waiting) + len(self._unread) >= MAX_WAITING:
                 self._dropped += 1
             else:
-                cause = self._fold(decode_row(rows[index], recorder))
-                self._known.add(key, cause)
-                touched[cause.number] = cause
+                self._unread[key] = _Unread(rows[index], recorder)
+
+    def _read(self, most: int) -> list[Cause]:
+        """Folds the oldest new findings into causes, and returns those."""
+        touched: dict[int, Cause] = {}
+        for key in list(itertools.islice(self._unread, most)):
+            unread = self._unread.pop(key)
+            cause = self._fold(decode_row(unread.row, unread.recorder))
+            cause.findings += unread.repeats
+            self._known.add(key, cause)
+            touched[cause.number] = cause
         return list(touched.values())
 
     def _fold(self, violation: Violation) -> Cause:
@@ -133,8 +153,9 @@ class ViolationReporter:
 
     def name_waiting(self, idle: bool = False) -> None:
         """Name the causes whose turn it is. Called after each step, and while the server idles."""
-        if not (self._waiting or self._grown or self._dropped):
+        if not (self._unread or self._waiting or self._grown or self._dropped):
             return
+        self._read(READ_PER_IDLE_TICK if idle else READ_PER_STEP)
         now = time.monotonic()
         interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
         if now - self._interval_began >= interval:
@@ -156,6 +177,7 @@ class ViolationReporter:
 
     def name_all(self) -> None:
         """The process ends: everything that waits is named, what is many in one line each."""
+        self._read(len(self._unread))
         for cause in itertools.islice(self._waiting, MAX_NAMED):
             logger.error("%s", cause.report())
         rest = [cause.line() for cause in itertools.islice(self._waiting, MAX_NAMED, None)]

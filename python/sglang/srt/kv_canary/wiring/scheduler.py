@@ -14,6 +14,7 @@ from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.farewell import install_farewell
 from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from sglang.srt.kv_canary.wiring.process_identity import process_identity
 from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         from sglang.srt.kv_canary.wiring.warm_up import compile_launches
 
         compile_launches(scheduler)
+        identity = process_identity(scheduler.server_args)
     for manager in context.managers:
         manager.mark_init_finished()
         description = manager.describe()
@@ -163,7 +165,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
                 folder,
                 PERTURB_DIR.name,
             )
-        manager.sink.emit({"event": "active", **description})
+        manager.sink.emit({"event": "active", **identity, **description})
         if description["role"] == "target":
             set_active_summary(description)
     if context.active:
