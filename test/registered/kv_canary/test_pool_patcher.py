@@ -25,6 +25,7 @@ from sglang.srt.kv_canary.pool_patcher import (
     register_pool_attacher,
     registry,
 )
+from sglang.srt.kv_canary.pool_patcher.api import attached_groups
 from sglang.srt.kv_canary.pool_patcher.installed_pools import installed_pools
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import pool_fixtures as pools
@@ -262,20 +263,9 @@ EMPTY: dict[str, tuple[Callable[[], RealPool], list[PoolKind]]] = {
     "swa-no-full-layers": (lambda: pools.make_swa_pool(full_layers=0), [SWA]),
     "swa-no-swa-layers": (lambda: pools.make_swa_pool(swa_layers=0), [FULL]),
     "swa-no-swa-slots": (lambda: pools.make_swa_pool(size_swa=0), [FULL]),
-    "swa-none-full": (lambda: _without(pools.make_swa_pool(), "full_kv_pool"), [SWA]),
-    "swa-none-swa": (lambda: _without(pools.make_swa_pool(), "swa_kv_pool"), [FULL]),
     "dsv4-no-c4": (lambda: pools.make_dsv4_pool(compression_ratios=(0, 128)), [SWA, C128]),
     "dsv4-no-c128-slots": (lambda: pools.make_dsv4_pool(size=64), [SWA, C4]),
-    "dsv4-none-c4": (
-        lambda: _without(pools.make_dsv4_pool(), "c4_kv_pool"),
-        [SWA, C4_INDEXER, C128],
-    ),
 }
-
-
-def _without(real: RealPool, attribute: str) -> RealPool:
-    setattr(real.pool, attribute, None)
-    return real
 
 
 @pytest.mark.parametrize("name", EMPTY)
@@ -292,13 +282,82 @@ def test_empty_sub_pools_have_no_group(name: str) -> None:
         lambda: pools.make_mha_pool(size=0),
         lambda: pools.make_swa_pool(full_layers=0, swa_layers=0),
         lambda: pools.make_hybrid_linear_pool(full_attention_layer_ids=()),
-        lambda: _without(pools.make_hybrid_linear_pool(), "full_kv_pool"),
     ],
-    ids=["mha-layers", "mla-layers", "mha-slots", "swa", "hybrid-stage", "hybrid-none"],
+    ids=["mha-layers", "mla-layers", "mha-slots", "swa", "hybrid-stage"],
 )
 def test_a_pool_with_nothing_to_check_is_a_clear_error(make: Callable[[], RealPool]) -> None:
     with pytest.raises(UnsupportedPoolError, match="has no layers or no slots on this rank"):
         _attach(make())
+
+
+MISSING_SUB_POOLS = [
+    (pools.make_swa_pool, "full_kv_pool"),
+    (pools.make_swa_pool, "swa_kv_pool"),
+    (pools.make_hybrid_linear_pool, "full_kv_pool"),
+    *((pools.make_dsv4_pool, f"{name}_kv_pool") for name in ("swa", "c4", "c4_indexer", "c128")),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    MISSING_SUB_POOLS,
+    ids=[f"{m.__name__}-{a}" for m, a in MISSING_SUB_POOLS],
+)
+@pytest.mark.parametrize("gone", [False, True], ids=["None", "no attribute"])
+def test_a_missing_sub_pool_is_refused_by_name(make, attribute: str, gone: bool) -> None:
+    real = make()
+    setattr(real.pool, attribute, None)
+    if gone:
+        delattr(real.pool, attribute)
+    name = f"{type(real.pool).__name__}.{attribute}"
+    with pytest.raises(UnsupportedPoolError, match=f"{name}: expected the pool of the .* slots"):
+        _attach(real)
+    assert not attached_groups(real.pool)
+
+
+# Maker, the sub-pool if any, the buffers of the layers, how many layers
+BUFFERS = [
+    (pools.make_mha_pool, "", "k_buffer", 2),
+    (pools.make_mha_pool, "", "v_buffer", 2),
+    (pools.make_fp4_mha_pool, "", "v_scale_buffer", 2),
+    (pools.make_mla_pool, "", "kv_buffer", 2),
+    (pools.make_fp4_mla_pool, "", "kv_scale_buffer", 2),
+    (pools.make_nsa_pool, "", "index_k_with_scale_buffer", 2),
+    (pools.make_swa_pool, "swa_kv_pool", "v_buffer", 2),
+    (pools.make_hybrid_linear_pool, "full_kv_pool", "k_buffer", 2),
+    (pools.make_dsv4_pool, "swa_kv_pool", "kv_buffer", 4),
+    (pools.make_dsv4_pool, "c128_kv_pool", "kv_buffer", 1),
+    (pools.make_dsv4_pool, "c4_indexer_kv_pool", "index_k_with_scale_buffer", 2),
+]
+
+
+@pytest.mark.parametrize("content", [True, False], ids=["content", "no content"])
+@pytest.mark.parametrize("damage", ["None", "empty", "one less", "a layer is None"])
+@pytest.mark.parametrize(
+    ("make", "sub_pool", "attribute", "layers"),
+    BUFFERS,
+    ids=[f"{m.__name__}-{s}-{a}" for m, s, a, _ in BUFFERS],
+)
+def test_missing_buffers_of_layers_are_refused_by_name(
+    make, sub_pool: str, attribute: str, layers: int, damage: str, content: bool
+) -> None:
+    real = make()
+    pool = getattr(real.pool, sub_pool) if sub_pool else real.pool
+    whole = list(getattr(pool, attribute))
+    assert len(whole) == layers
+    broken, found = {
+        "None": (None, "expected one buffer for each of . layers, got None"),
+        "empty": ([], "expected one buffer for each of . layers, got 0"),
+        "one less": (whole[:-1], f"expected .*, got {layers - 1}"),
+        "a layer is None": ([*whole[:-1], None], "expected a tensor, got NoneType"),
+    }[damage]
+    setattr(pool, attribute, broken)
+    name = rf"{type(pool).__name__}.{attribute}\S*: {found}$"
+    with pytest.raises(UnsupportedPoolError, match=name):
+        attach_canary_buffers(
+            real.pool, allocator=real.allocator, content=content, sliding_window_size=8
+        )
+    assert not attached_groups(real.pool)
 
 
 def _hisparse_nsa() -> RealPool:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.kernels.reference.content import content_fingerprint
 from sglang.srt.kv_canary.pool_patcher import UnsupportedPoolError, attach_canary_buffers
+from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary import pool_fixtures as pools
 from sglang.test.kv_canary.pool_fixtures import RealPool
@@ -342,6 +343,22 @@ def test_a_pool_with_another_index_space_is_refused() -> None:
         UnsupportedPoolError, match=r"expected buffers \[65, \.\.\.\].*got shape \[62, 2, 8\]"
     ):
         attach_canary_buffers(pool, content=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (0, 2, 8), (0, 4, 2, 8)])
+def test_buffers_without_rows_have_the_layout_of_their_rows(shape: tuple[int, ...]) -> None:
+    empty, some = torch.zeros(shape), torch.zeros((3, *shape[1:]))
+    assert ContentSource.of_rows(empty).row_bytes == ContentSource.of_rows(some).row_bytes
+    without, source = row_sources([empty], 0, 4)[0], row_sources([some], 3, 4)[0]
+    assert (without.row_bytes, without.page_stride) == (source.row_bytes, source.page_stride)
+
+
+def test_buffers_without_rows_and_with_gaps_in_them() -> None:
+    gaps = torch.zeros(0, 4, 4).transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        ContentSource.of_rows(gaps)
+    assert len(row_sources([gaps], 0, 1)) == 16
+    assert row_sources([torch.zeros(0, 4, 0)], 0, 1) == ()
 
 
 def test_a_row_in_too_many_pieces_is_refused() -> None:

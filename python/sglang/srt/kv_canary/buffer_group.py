@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,18 +50,28 @@ class ContentSource:
     @classmethod
     def of_rows(cls, data: torch.Tensor) -> ContentSource:
         """The source for a buffer `[num_slots, ...]` whose rows are contiguous."""
-        if data.ndim < 2 or not data[0].is_contiguous():
+        if data.ndim < 2 or not _has_contiguous_rows(data):
             raise ValueError(
                 f"expected a buffer [num_slots, ...] with contiguous rows, got shape {tuple(data.shape)} "
                 f"strides {data.stride()}; describe its layout with ContentSource(...) instead"
             )
         stride = data.stride(0) * data.element_size()
-        return cls(data, 1, stride, 0, data[0].numel() * data.element_size())
+        return cls(data, 1, stride, 0, math.prod(data.shape[1:]) * data.element_size())
 
     @property
     def address(self) -> int:
         """Device address of slot 0's first byte."""
         return self.data.data_ptr() + self.offset
+
+
+def _has_contiguous_rows(data: torch.Tensor) -> bool:
+    """Also of a buffer without rows, whose layout says what a row would be like."""
+    expected = 1
+    for size, stride in zip(reversed(data.shape[1:]), reversed(data.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from math import prod
 
 import torch
 
@@ -69,7 +70,7 @@ def _sources_of(buffer: torch.Tensor, num_slots: int, page_size: int) -> Iterato
             f"expected buffers [{num_slots}, ...] or [{num_slots // max(1, page_size)}, {page_size}, ...] "
             f"(one row per slot), got shape {list(buffer.shape)}"
         )
-    if buffer[(0,) * lead].numel() == 0:
+    if prod(buffer.shape[lead:]) == 0:
         return
     run_bytes, outer = _contiguous_run(buffer, lead)
     for index in outer:

@@ -34,6 +34,7 @@ from sglang.srt.kv_canary.pool_patcher.attachment import (
 from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
 from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers
 
 ATTENTION_WINDOW = (
     128  # tokens that the backend reads, the new one included (SWA_WINDOW of its module)
@@ -49,8 +50,9 @@ _COMPRESSED = (  # in the order of get_contiguous_buf_infos
 def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
     """Groups SWA, C4, C4_INDEXER and C128, each K-only; sub-pools without layers or slots give none.
 
-    `options.sliding_window_size` and the mapping are needed where there is a SWA group. A HiSparse c4 pool is
-    refused, and with it the whole pool; so are compressed rows without SWA rows, whose chains they take over.
+    `options.sliding_window_size` and the mapping are needed where there is a SWA group. A missing sub-pool and a
+    HiSparse c4 pool are refused, and with them the whole pool; so are compressed rows without SWA rows, whose chains
+    they take over.
     """
     groups, kv_splices, state_splices, listed = [], [], [], 0
     for group in attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA).groups:
@@ -63,24 +65,25 @@ def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
         for group in attach_sub_pool(pool, attribute, options, kind).groups:
             groups.append(_as_strided(pool, group, base))
             kv_splices += _splices(getattr(pool, attribute), group, listed)
-        listed += _layers(getattr(pool, attribute, None))
+        listed += getattr(pool, attribute).layer_num
     splices = {KV_BUF_INFOS: tuple(kv_splices), STATE_BUF_INFOS: tuple(state_splices)}
     return PoolAttachment(tuple(groups), {m: s for m, s in splices.items() if s})
 
 
 def attach_dsv4_rows(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One group over a DeepSeekV4SingleKVPool (SWA, c4 or c128, as `options.kind` says)."""
-    if not pool.kv_buffer or pool.size <= 0:
+    if not pool.layer_num or pool.size <= 0:
         return PoolAttachment()
     token_bytes = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
     parts = (token_bytes, pool.kv_cache_total_dim - token_bytes)
-    num_slots, content = page_sources(pool.kv_buffer, pool.page_size, parts)
+    buffers = layer_buffers(pool, "kv_buffer")
+    num_slots, content = page_sources(buffers, pool.page_size, parts)
     return PoolAttachment((_group(pool, options, num_slots, content),))
 
 
 def attach_dsv4_indexer(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One group over a DeepSeekV4IndexerPool."""
-    if not pool.index_k_with_scale_buffer or pool.size <= 0:
+    if not pool.layer_num or pool.size <= 0:
         return PoolAttachment()
     num_slots, content = indexer_content(pool)
     return PoolAttachment((_group(pool, options, num_slots, content),))
@@ -107,12 +110,5 @@ def _as_strided(
     return dataclasses.replace(group, stride=stride, chain_base=base)
 
 
-def _layers(sub_pool: Any) -> int:
-    buffers = getattr(sub_pool, "kv_buffer", None) or getattr(
-        sub_pool, "index_k_with_scale_buffer", None
-    )
-    return len(buffers or ())
-
-
 def _splices(sub_pool: Any, group: CanaryBufferGroup, start: int):
-    return splice_halves(group, _layers(sub_pool), sub_pool.page_size, start)
+    return splice_halves(group, sub_pool.layer_num, sub_pool.page_size, start)

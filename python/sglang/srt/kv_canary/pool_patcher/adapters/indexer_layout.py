@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.kv_canary.buffer_group import ContentSource
 from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
 from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers
 
 
 def indexer_content(pool: Any) -> tuple[int, tuple[ContentSource, ...]]:
@@ -14,7 +15,7 @@ def indexer_content(pool: Any) -> tuple[int, tuple[ContentSource, ...]]:
     refuse_preshuffled_pages(pool.page_size)
     key_bytes = pool.index_head_dim
     scale_bytes = pool.index_head_dim // pool.quant_block_size * 4
-    buffers = list(pool.index_k_with_scale_buffer)
+    buffers = layer_buffers(pool, "index_k_with_scale_buffer")
     return page_sources(buffers, pool.page_size, (key_bytes, scale_bytes))
 
 

@@ -8,14 +8,15 @@ from sglang.srt.kv_canary.buffer_group import ContentSource
 from sglang.srt.kv_canary.pool_patcher.attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
 from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
 from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers, scale_buffers
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One group with K and V over `size + page_size` slots; the FP4 pool's scales are content as well.
 
-    A pool without layers or slots gives no group.
+    A pool without layers or slots gives no group; one that lacks a layer's buffer is refused.
     """
-    layers = len(pool.k_buffer)
+    layers = pool.layer_num
     if not layers or pool.size <= 0:
         return PoolAttachment()
     num_slots = pool.size + pool.page_size
@@ -26,6 +27,5 @@ def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
 
 
 def _content(pool: Any, half: str, num_slots: int) -> tuple[ContentSource, ...]:
-    buffers = list(getattr(pool, f"{half}_buffer"))
-    buffers += list(getattr(pool, f"{half}_scale_buffer", ()))
+    buffers = layer_buffers(pool, f"{half}_buffer") + scale_buffers(pool, f"{half}_scale_buffer")
     return row_sources(buffers, num_slots, pool.page_size)

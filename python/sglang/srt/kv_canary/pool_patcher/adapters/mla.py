@@ -7,18 +7,19 @@ from typing import Any
 from sglang.srt.kv_canary.pool_patcher.attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
 from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
 from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers, scale_buffers
 
 
 def attach_mla(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One K-only group over `size + page_size` slots; the FP4 pool's scales are content as well.
 
-    A pool without layers or slots gives no group.
+    A pool without layers or slots gives no group; one that lacks a layer's buffer is refused.
     """
-    layers = len(pool.kv_buffer)
+    layers = pool.layer_num
     if not layers or pool.size <= 0:
         return PoolAttachment()
     num_slots = pool.size + pool.page_size
-    buffers = list(pool.kv_buffer) + list(getattr(pool, "kv_scale_buffer", ()))
+    buffers = layer_buffers(pool, "kv_buffer") + scale_buffers(pool, "kv_scale_buffer")
     content = row_sources(buffers, num_slots, pool.page_size)
     group = build_group(options.kind, num_slots, pool.device, options, content)
     return PoolAttachment((group,), {KV_BUF_INFOS: splice_halves(group, layers, pool.page_size)})

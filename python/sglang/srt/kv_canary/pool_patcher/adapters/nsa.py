@@ -18,10 +18,9 @@ from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_
 def attach_nsa(pool: Any, options: AttachOptions) -> PoolAttachment:
     """FULL as for MLA, and an INDEXER group in the same slot space, spliced into the state buffers."""
     latent = attach_mla(pool, options)
-    layers = len(pool.index_k_with_scale_buffer)
-    if not latent.groups or not layers:
+    if not latent.groups:
         return latent
     num_slots, content = indexer_content(pool)
     indexer = build_group(PoolKind.INDEXER, num_slots, pool.device, options, content)
-    splices = {STATE_BUF_INFOS: splice_halves(indexer, layers, pool.page_size)}
+    splices = {STATE_BUF_INFOS: splice_halves(indexer, pool.layer_num, pool.page_size)}
     return PoolAttachment((*latent.groups, indexer), {**latent.splices, **splices})

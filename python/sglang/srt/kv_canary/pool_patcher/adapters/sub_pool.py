@@ -14,10 +14,12 @@ from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
 def attach_sub_pool(
     pool: Any, attribute: str, options: AttachOptions, kind: PoolKind
 ) -> PoolAttachment:
-    """The attachment of `pool.<attribute>` with at most one group, of `kind`; empty if there is no sub-pool."""
+    """The attachment of `pool.<attribute>` with at most one group, of `kind`. Refuses a pool without that sub-pool."""
     sub_pool = getattr(pool, attribute, None)
     if sub_pool is None:
-        return PoolAttachment()
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__}.{attribute}: expected the pool of the {kind.value} slots, got None"
+        )
     attachment = build_attachment(sub_pool, dataclasses.replace(options, kind=kind))
     if len(attachment.groups) > 1:
         kinds = [group.kind.value for group in attachment.groups]

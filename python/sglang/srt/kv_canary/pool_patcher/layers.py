@@ -1,0 +1,34 @@
+"""The buffers of a pool's layers: all of them, or the pool is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+
+
+def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
+    """`pool.<attribute>`, a tensor for each of the pool's `layer_num` layers.
+
+    Raises UnsupportedPoolError where one is missing: its layer would go unchecked.
+    """
+    buffers = getattr(pool, attribute, None)
+    name, layers = f"{type(pool).__name__}.{attribute}", pool.layer_num
+    if buffers is None or len(buffers) != layers:
+        found = None if buffers is None else len(buffers)
+        raise UnsupportedPoolError(
+            f"{name}: expected one buffer for each of {layers} layers, got {found}"
+        )
+    for layer, buffer in enumerate(buffers):
+        if not isinstance(buffer, torch.Tensor):
+            raise UnsupportedPoolError(
+                f"{name}[{layer}]: expected a tensor, got {type(buffer).__name__}"
+            )
+    return list(buffers)
+
+
+def scale_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
+    """The same of quantisation scales; none where the pool's class has no such attribute."""
+    return layer_buffers(pool, attribute) if hasattr(pool, attribute) else []
