@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.safe_text import safe_text
 
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
+RUNBOOK = "docs/alarms.md"  # in the repository; the wheel has no documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,14 @@ def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str]
         lines.append(f"  freed      after forward {v.freed.forward} ({v.freed.mode})")
     if v.state is not None:
         lines.append(f"  record     {v.state}{_predecessor(v)}")
+    for first in v.reasons[:1]:
+        lines.append(f"  help       {runbook_section(first)} in the KV-canary repository")
     return "\n".join(lines)
+
+
+def runbook_section(reason: str) -> str:
+    """Where the runbook says what `reason` means and what to do."""
+    return f"{RUNBOOK}#{reason.lower()}"
 
 
 def _finder(v: Violation) -> str:
