@@ -22,6 +22,7 @@ from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Reason
 from sglang.srt.kv_canary.runner.launcher import Launcher
+from sglang.srt.kv_canary.runner.violation import tag_name
 from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
@@ -401,12 +402,13 @@ class World:
         self._rows_taken = total
         rows = log.rows[[s % log.capacity for s in range(first, total)]].tolist()
         for row in rows:
-            self._check_is_foreseen(Violation.from_row(row))
+            self._check_is_foreseen(row[Column.TAG], row[Column.REASONS])
         return rows
 
-    def _check_is_foreseen(self, violation: Violation) -> None:
+    def _check_is_foreseen(self, tag_id: int, reasons: int) -> None:
         """Metrics create the series of every violation at start-up."""
-        found = {(violation.tag, r.name) for r in Reason if r & violation.reasons}
+        tag = tag_name(tag_id, reasons)
+        found = {(tag, r.name) for r in Reason if r & reasons}
         assert found <= self._possible, f"violation_pairs() lacks {found - self._possible}"
 
     def take_violations(self) -> list[Violation]:
