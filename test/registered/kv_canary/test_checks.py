@@ -7,6 +7,7 @@ import torch
 
 from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.config import ContentMode
+from sglang.srt.kv_canary.expected_inputs import RowStart
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK
 from sglang.srt.kv_canary.record import Mode, Reason, State
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -15,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.backends import INTERPRETER, Backend, available_backends
 from sglang.test.kv_canary.oracle import Forward, Request, SweepEntry
 from sglang.test.kv_canary.scene import Scene, assert_clean, assert_violation, chain_of, writer
-from sglang.test.kv_canary.world import WorldSpec
+from sglang.test.kv_canary.world import Violation, WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -75,6 +76,13 @@ def swa(request) -> Scene:
 @pytest.fixture(params=available_backends(), ids=lambda b: b.name)
 def backend(request) -> Backend:
     return request.param
+
+
+def beside_the_row(found: list[Violation], position: int) -> list[Violation]:
+    """What is found beside that the row, whose last token is at `position`, no longer leads to its own prefix."""
+    row = [v for v in found if Reason.ROW_CHAIN in v.reasons]
+    assert_violation(row, Reason.ROW_CHAIN, ["HEAD_K_FULL"], expected_position=position)
+    return [v for v in found if Reason.ROW_CHAIN not in v.reasons]
 
 
 def test_every_reason_has_a_test():
@@ -337,7 +345,7 @@ def test_a_slot_of_another_position(scene):
     assert right != wrong
     scene.table[1][3] = wrong
     assert_violation(
-        scene.decode(1),
+        beside_the_row(scene.decode(1), 3),
         Reason.POSITION | Reason.CHAIN,
         scene.tags(*READS),
         slot=wrong,
@@ -356,7 +364,7 @@ def test_a_slot_of_another_request_with_the_same_token_and_position(scene):
     scene.table[1][2] = stolen
     found = scene.decode(1)
     assert_violation(
-        found,
+        beside_the_row(found, 2),
         Reason.CHAIN,
         scene.tags(*READS),
         slot=stolen,
@@ -552,8 +560,8 @@ def test_padding_requests_and_tokens_are_silent(scene):
     scene.table[0][:4] = [60, 61, -5, 99999]
     [slot] = scene.allocate(1)
     requests = (Request(1, 3, 1, 0), Request(0, 4, 1, 1), Request(0, 0, 1, 2))
-    forward = Forward(requests, (7, 0, 0), (3, 9, 0), (slot, 0, 0), Mode.DECODE)
-    assert_clean(scene.run(forward, uniform=True, delta=-1))
+    forward = Forward(requests, (7, 0, 0), (3, 9, 0), (slot, 0, 0), Mode.DECODE, uniform=True)
+    assert_clean(scene.run(forward, delta=-1))
     assert set(scene.records(scene.full, "K", "HEAD")) == {*scene.table[1][:3], slot}
 
 
@@ -819,12 +827,70 @@ def test_a_sweep_skips_slot_0_and_unreachable_predecessors(mha):
     assert mha.counter("SWEEP_K_FULL", Counter.CHECKED) == 3
 
 
+# -- row memory ------------------------------------------------------------------------------------------------
+
+
+@fires(Reason.ROW_CHAIN)
+def test_a_row_that_has_become_another_requests(scene):
+    """Whole, so that its records agree with each other."""
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 9, 8])
+    scene.table[1][:3] = scene.table[2][:3]
+    assert_violation(
+        scene.decode(1),
+        Reason.ROW_CHAIN,
+        ["HEAD_K_FULL"],
+        slot=scene.slot(2, 2),
+        expected_position=2,
+        stored_token=8,
+        expected_chain=chain_of(5, 6, 8),
+        stored_chain=chain_of(5, 9, 8),
+        reader_row=1,
+        writer=record.pack_writer(2, 2, Mode.EXTEND, State.LIVE),
+    )
+    assert_clean(scene.decode(2))
+
+
+@fires(Reason.ROW_LENGTH)
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_row_of_another_length(scene, length):
+    scene.prefill(1, [5, 6, 8])
+    scene.lengths[1] = length
+    found = [v for v in scene.decode(1) if v.reasons == Reason.ROW_LENGTH]
+    assert_violation(
+        found, Reason.ROW_LENGTH, ["HEAD_K_FULL"], expected_position=3, stored_position=length
+    )
+
+
+@fires(Reason.ROW_CHAIN)
+def test_an_accepted_draft_that_is_not_what_was_sampled(scene):
+    scene.prefill(1, [5, 6, 8])
+    assert_clean(scene.verify_drafts(1, [11, 12, 13, 13], TREE, [0, 1], sampled=[13, 7]))
+    assert_violation(scene.decode(1), Reason.ROW_CHAIN, ["HEAD_K_FULL"], expected_position=4)
+
+
+@fires(Reason.WRITE_TOKEN)
+def test_a_decode_input_that_was_not_sampled(scene):
+    scene.prefill(1, [5, 6, 8])
+    scene.next_tokens({1: (7,)})
+    assert_clean(scene.decode(1, 7, start=RowStart.DECODES))
+    scene.next_tokens({1: (7,)})
+    assert_violation(
+        scene.decode(1, 6, start=RowStart.DECODES),
+        Reason.WRITE_TOKEN,
+        scene.tags(*WRITES),
+        expected_position=4,
+        expected_token=7,
+        stored_token=6,
+    )
+
+
 # -- speculative decoding ---------------------------------------------------------------------------------------
 
-TREE = (-1, -1, 0, 1)  # two roots with a child each
+TREE = (-1, 0, 0, 1)  # a root, two children of it, and a child of the first
 
 
-@pytest.mark.parametrize("accepted", [[], [0], [0, 2], [1, 3]])
+@pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 2], [0, 1, 3]])
 def test_tokens_of_a_draft_tree_follow_their_parents(scene, accepted):
     scene.prefill(1, [5, 6, 8])
     assert_clean(scene.verify_drafts(1, [11, 12, 13, 13], TREE, accepted))
@@ -835,14 +901,14 @@ def test_tokens_of_a_draft_tree_follow_their_parents(scene, accepted):
 @fires(Reason.CHAIN)
 def test_a_draft_token_behind_another_parent(scene):
     scene.prefill(1, [5, 6, 8])
-    assert_clean(scene.verify_drafts(1, [11, 12, 13, 13], TREE, [0, 3]))
+    assert_clean(scene.verify_drafts(1, [11, 12, 13, 14, 14], (*TREE, 2), [0, 1, 4]))
     assert_violation(
-        scene.decode(1),
+        beside_the_row(scene.decode(1), 5),
         Reason.CHAIN,
         scene.tags(*READS),
-        slot=scene.slot(1, 4),
-        expected_chain=chain_of(5, 6, 8, 11, 13),
-        stored_chain=chain_of(5, 6, 8, 12, 13),
+        slot=scene.slot(1, 5),
+        expected_chain=chain_of(5, 6, 8, 11, 12, 14),
+        stored_chain=chain_of(5, 6, 8, 11, 13, 14),
     )
 
 
@@ -901,8 +967,10 @@ def test_what_an_earlier_forward_of_the_step_verified_is_not_verified_again(mha)
     mha.prefill(1, [5, 6, 8])
     mha.flip_record(mha.full, "K", "TAIL", mha.slot(1, 1), record.WORD_CHAIN, 5)
     slots = mha.allocate(1)
-    forward = Forward((Request(1, 3, 1, 0),), (7,), (3,), tuple(slots), already_verified=True)
-    assert_clean(mha.run(forward, uniform=True))
+    forward = Forward(
+        (Request(1, 3, 1, 0),), (7,), (3,), tuple(slots), already_verified=True, uniform=True
+    )
+    assert_clean(mha.run(forward))
     assert mha.counter("TAIL_K_FULL", Counter.CHECKED) == 0
     assert mha.counter("TAIL_K_FULL", Counter.WRITTEN) == 4
 

@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -30,6 +30,7 @@ CASES = [
     Case("flip_bytes", "CONTENT", ("TAIL_V_FULL",), {**DECODE, "half": "V", "source": 1}),
     Case("write_outside_plan", "CONTENT", TAIL, DECODE),
     Case("other_requests_slot", "CHAIN", HEAD + TAIL, DECODE),
+    Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL",), DECODE),
     Case("swap_entries", "POSITION", HEAD + TAIL, DECODE),
     Case("padding_slot", "UNMAPPED_SLOT", HEAD + TAIL, DECODE),
     Case("never_written_slot", "NEVER_WRITTEN", HEAD + TAIL, DECODE),
@@ -39,6 +40,7 @@ CASES = [
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", HEAD + TAIL, DECODE),
     Case("double_free", "DOUBLE_FREE", ("FREE_FULL",)),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, DECODE),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     Case("wrong_position", "WRITE_POSITION", HEAD, EXTEND),
     Case("wrong_row", "ROW_OUT_OF_RANGE", HEAD, DECODE),
@@ -48,8 +50,6 @@ CASES = [
 
 
 class TestMHAFaults(FaultCases):
-    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
-
     def test_clean_twin(self) -> None:
         self.serve_two("clean")
         self.assert_no_violations()

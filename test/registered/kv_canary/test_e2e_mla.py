@@ -26,6 +26,7 @@ CASES = [
     *content_cases("FULL", "K", layers=2),
     Case("write_outside_plan", "CONTENT", TAIL, DECODE),
     Case("other_requests_slot", "CHAIN", HEAD + TAIL, DECODE),
+    Case("other_requests_row", "ROW_CHAIN", HEAD, DECODE),
     Case("swap_entries", "POSITION", HEAD + TAIL, DECODE),
     Case("padding_slot", "UNMAPPED_SLOT", HEAD + TAIL, DECODE),
     Case("never_written_slot", "NEVER_WRITTEN", HEAD + TAIL, DECODE),
@@ -34,6 +35,7 @@ CASES = [
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", HEAD + TAIL, DECODE),
     Case("double_free", "DOUBLE_FREE", ("FREE_FULL",)),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, DECODE),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     *record_cases("FULL", "K"),
 ]
@@ -71,7 +73,6 @@ class TestMLAFaults(FaultCases):
         "kv_canary_real_data": "all",
         "disable_overlap_schedule": True,
     }
-    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:

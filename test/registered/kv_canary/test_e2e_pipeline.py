@@ -103,6 +103,16 @@ class TestPipeline(CanaryE2EBase):
         self.assert_all_explained(done)
 
     @pytest.mark.parametrize("stage", STAGES)
+    def test_an_input_that_was_not_sampled(self, stage: int) -> None:
+        """Only the last stage samples; the other one is sent what it compares."""
+        injection = self.inject("wrong_token", pp_rank=stage, **DECODE)
+        self.serve_some(f"token{stage}")
+        done = injection.answer()
+        assert self.reported_in_forwards("WRITE_TOKEN") == {"HEAD_K_FULL", "HEAD_V_FULL"}
+        self.assert_only_on(stage)
+        self.assert_all_explained(done)
+
+    @pytest.mark.parametrize("stage", STAGES)
     def test_live_slot_freed(self, stage: int) -> None:
         injection = self.inject("free_live_slot", pp_rank=stage, **DECODE)
         self.serve_some(f"freed{stage}")

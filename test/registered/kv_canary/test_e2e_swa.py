@@ -40,6 +40,7 @@ CASES = [
     *content_cases("SWA", "K V", layers=2),
     Case("write_outside_plan", "CONTENT", TAIL, DECODE),
     Case("other_requests_slot", "CHAIN", FULL + SWA, DECODE),
+    Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL", "HEAD_K_SWA"), DECODE),
     Case("swap_entries", "POSITION", FULL + SWA, DECODE),
     Case("padding_slot", "UNMAPPED_SLOT", FULL + SWA, DECODE),
     Case("never_written_slot", "NEVER_WRITTEN", FULL, DECODE),
@@ -49,6 +50,7 @@ CASES = [
     Case("allocate_live_slot", "UNWRITTEN_SINCE_ALLOC", SWA, {**DECODE, "kind": "SWA"}),
     Case("double_free", "DOUBLE_FREE", ("FREE_SWA",), {"kind": "SWA"}),
     Case("wrong_token", "WRITE_TOKEN", HEAD, EXTEND),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, DECODE),
     Case("wrong_position", "WRITE_POSITION", HEAD, DECODE),
     Case("stale_location", "WRITE_LOCATION", tags("HEAD", "K V", "SWA"), EXTEND),
     Case("stale_mapping", "POSITION", SWA, DECODE),
@@ -98,7 +100,6 @@ class TestSWAFaults(FaultCases):
         "kv_canary_real_data": "all",
         "disable_overlap_schedule": True,
     }
-    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:

@@ -58,7 +58,6 @@ class Strided(World):
         """A forward that brings `tokens` of a row; `changes`: prefix, positions, out_slots, mode, uniform."""
         start = changes.pop("prefix", self.lengths[row])
         count = len(tokens)
-        uniform = changes.pop("uniform", False)
         values = {
             "positions": tuple(range(start, start + count)),
             "out_slots": tuple(32 * row + p for p in range(start, start + count)),
@@ -66,7 +65,7 @@ class Strided(World):
         }
         forward = Forward((Request(row, start, count, 0),), tuple(tokens), **values)
         self.upload()
-        plan = self.plan(forward, uniform=uniform)
+        plan = self.plan(forward)
         self.head(plan)
         for memory in (m for g in self.groups for m in g.memories["K"]):
             for slot in range(memory.layout.page_size, 30):
@@ -416,8 +415,8 @@ def test_long_chunks_and_many_blocks(stride, dtype, launches):
 def test_trees_are_refused(backend):
     world = served(backend)
     request = Request(1, 14, 2, 0)
-    forward = Forward((request,), (1, 2), (14, 15), (46, 47), parents=(-1, 0))
-    plan = world.plan(forward, uniform=True)
+    forward = Forward((request,), (1, 2), (14, 15), (46, 47), parents=(-1, 0), uniform=True)
+    plan = world.plan(forward)
     with pytest.raises(UnsupportedForwardError, match="draft trees"):
         world.head(plan)
 

@@ -34,6 +34,7 @@ from sglang.test.kv_canary.histories import (
     Remap,
     SetAnchor,
     Step,
+    SwapRows,
     Sweep,
 )
 from sglang.test.kv_canary.world import WorldSpec
@@ -137,7 +138,7 @@ def steps(*, faulty: bool, most_tokens: int = 9):
     faults, during = st.just(()), st.just(())
     if faulty:
         what = st.sampled_from(
-            ["token", "position", "out_slot", "location", "known", "row", "length"]
+            ["token", "position", "out_slot", "location", "known", "start", "row", "length"]
         )
         index = st.one_of(st.just(0), number)  # often several faults of one token
         fault = st.builds(InputFault, what=what, index=index, value=number, kind=small)
@@ -156,6 +157,7 @@ def steps(*, faulty: bool, most_tokens: int = 9):
         known=st.sampled_from(["none", "tail", "all"]),
         ending=st.sampled_from(["full"] * 8 + ["no content", "aborted"]),
         seed=number,
+        samples=st.booleans(),
         faults=faults,
         during=during,
         before_content=during,
@@ -185,7 +187,8 @@ content_flips = st.builds(
 )
 aliases = st.builds(Alias, row=small, position=number, value=number, kind=small)
 remaps = st.builds(Remap, slot=number, value=number, kind=small)
-damage = st.one_of(flips, writer_flips, content_flips, aliases, remaps)
+swaps = st.builds(SwapRows, row=small, other=small)
+damage = st.one_of(flips, writer_flips, content_flips, aliases, remaps, swaps)
 
 
 def events(*kinds: SlotEventKind, careless: bool = False):

@@ -58,7 +58,7 @@ def test_later_readers_of_that_record_are_told_too() -> None:
 def test_the_same_without_a_rewritten_row_is_reported() -> None:
     rig = _decode_between_unmap_and_repoint(CanaryMode.LOG, repoint=False)
     reasons = {reason for v in rig.settle() for reason in v.reasons}
-    assert reasons == {"SWA_EVICTED_IN_WINDOW", "CHAIN"}
+    assert reasons == {"SWA_EVICTED_IN_WINDOW"}
 
 
 def test_a_foreign_slot_in_a_rewritten_row_is_reported_all_the_same() -> None:

@@ -37,6 +37,8 @@ CASES = [
     *damages("draft", DRAFT, "chain", "CHAIN"),
     ("draft", Case("write_outside_plan", "CONTENT", tags("TAIL", "K V", "FULL"), DRAFT)),
     ("target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY)),
+    ("target", Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL",), VERIFY)),
+    ("target", Case("wrong_token", "WRITE_TOKEN", tags("HEAD", "K V", "FULL"), VERIFY)),
     ("draft", Case("other_requests_slot", "CHAIN", EVERYWHERE, {"mode": "DRAFT_EXTEND_V2"})),
     ("draft", Case("wrong_position", "WRITE_POSITION", tags("HEAD", "K V", "FULL"), DRAFT)),
 ]

@@ -23,6 +23,8 @@ NGRAM_CASES = [
     *damages("target", VERIFY, "chain", "CHAIN"),
     ("target", Case("write_outside_plan", "CONTENT", tags("TAIL", "K V", "FULL"), VERIFY)),
     ("target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY)),
+    ("target", Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL",), VERIFY)),
+    ("target", Case("wrong_token", "WRITE_TOKEN", tags("HEAD", "K V", "FULL"), VERIFY)),
     ("target", Case("wrong_position", "WRITE_POSITION", tags("HEAD", "K V", "FULL"), VERIFY)),
     ("target", Case("free_live_slot", "USE_AFTER_FREE", EVERYWHERE, VERIFY)),
 ]

@@ -90,7 +90,9 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
             dp_rank=dp_rank,
         ),
         groups=groups,
-        plan_input=PlanInput.allocate(rows, is_draft, speculation.tree_width(is_draft)),
+        plan_input=PlanInput.allocate(
+            rows, is_draft, speculation.tree_width(is_draft), speculation.draft_tokens
+        ),
         capacities=CanaryLaunchCapacities.from_args(
             max_running_requests=max(1, model_runner.max_running_requests),
             request_rows=rows.shape[0],
@@ -98,6 +100,7 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
             ring_capacity=config.ring_capacity,
             verify_budget_slots=config.verify_budget_slots,
             content_budget_bytes=config.content_budget_bytes,
+            max_extend_tokens=_max_extend_tokens(server_args, rows.shape[1]),
         ),
         recorder=context.recorder.for_runner(),
         sink=context.sink.for_runner(role),
@@ -105,6 +108,12 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
         num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,
         tracking=context.tracking,
     )
+
+
+def _max_extend_tokens(server_args: Any, context_len: int) -> int:
+    """New tokens of one prefill, with as many of chunked prompts; longer ones are rare and cost an allocation."""
+    chunk = server_args.chunked_prefill_size or 0
+    return max(chunk if chunk > 0 else context_len, server_args.max_prefill_tokens)
 
 
 def _chained_to_target(groups: tuple[CanaryBufferGroup, ...]) -> tuple[CanaryBufferGroup, ...]:

@@ -27,9 +27,14 @@ class PoolKind(str, Enum):
         return list(PoolKind).index(self)
 
     @property
+    def stride(self) -> int:
+        """Tokens that one slot stands for, in SGLang's pools of this kind."""
+        return {PoolKind.C4: 4, PoolKind.C128: 128, PoolKind.C4_INDEXER: 4}.get(self, 1)
+
+    @property
     def is_compressed(self) -> bool:
         """Whether one slot stands for several tokens."""
-        return self in (PoolKind.C4, PoolKind.C128, PoolKind.C4_INDEXER)
+        return self.stride > 1
 
 
 @dataclass(frozen=True, slots=True)

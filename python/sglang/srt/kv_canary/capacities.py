@@ -17,6 +17,7 @@ class CanaryLaunchCapacities:
     ring_capacity: int  # violation rows kept
     verify_budget_slots: int  # slots verified per forward, group and half
     content_budget_bytes: int  # K/V bytes re-read per forward
+    max_extend_tokens: int  # new tokens in one prefill
 
     @classmethod
     def from_args(
@@ -28,8 +29,9 @@ class CanaryLaunchCapacities:
         ring_capacity: int,
         verify_budget_slots: int,
         content_budget_bytes: int,
+        max_extend_tokens: int | None = None,
     ) -> CanaryLaunchCapacities:
-        """Raises ValueError when a size is not positive."""
+        """Raises ValueError when a size is not positive. `max_extend_tokens` None: one request's context."""
         capacities = cls(
             max_batch_size=max_running_requests,
             max_request_rows=request_rows,
@@ -37,6 +39,7 @@ class CanaryLaunchCapacities:
             ring_capacity=ring_capacity,
             verify_budget_slots=verify_budget_slots,
             content_budget_bytes=content_budget_bytes,
+            max_extend_tokens=context_len if max_extend_tokens is None else max_extend_tokens,
         )
         for name in cls.__slots__:
             if getattr(capacities, name) <= 0:

@@ -138,7 +138,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "TOKEN_CHECK",
         EnvStr,
         "tail",
-        "Prefill tokens compared with the host's own list: none, the last 32 of each cached prefix (tail), or all.",
+        "Prefill tokens compared with the host's own list: none; every new token and the last 32 of each cached prefix "
+        "(tail); the whole prefix too (all).",
         choices=("none", "tail", "all"),
     ),
     EnvSetting(

@@ -1,28 +1,51 @@
-"""The host's own token lists, on the device: what a forward's tokens should be."""
+"""What the host knows of a forward's tokens, on the device: its own token lists, and where each request starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
 
 TAIL_TOKENS = 32  # prefix tokens compared per request where the token check is `tail`
-_SPAN_WORDS = 3
+SPAN_WORDS = 5
 
 
-def words_of_tails(batch_size: int) -> int:
-    """int64 words of the lists of a batch in which TAIL_TOKENS tokens of each request are known."""
-    return batch_size * (_SPAN_WORDS + TAIL_TOKENS // 2)
+def words_of_lists(batch_size: int, new_tokens: int) -> int:
+    """int64 words of the lists of a batch with `new_tokens` tokens and TAIL_TOKENS before each request's."""
+    return batch_size * (SPAN_WORDS + TAIL_TOKENS // 2) + (new_tokens + 1) // 2
+
+
+class RowStart(IntEnum):
+    """What the host says of a request's row instead of a length."""
+
+    KEEP = -1  # the row is as its last forward left it
+    FORGET = -2  # the request is new in the row, and the chain of its prefix is not known
+    DECODES = -3  # KEEP, and the request's first new token is the one that was sampled for it
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """What the host knows of one request of a batch.
+
+    The token at position p is known iff first <= p < first + len(tokens). `start` >= 0: the request is new in its row,
+    with `start` cached tokens whose chain is `start_chain`; else a RowStart.
+    """
+
+    first: int = 0
+    tokens: Sequence[int] = ()
+    start: int = RowStart.KEEP
+    start_chain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Known tokens of each request of a batch.
+    """What the host knows of each request of a batch.
 
-    `tokens` int32[n]; `spans` int64[batch size, 3] of (offset into `tokens`, first position, count): the token
-    at position p of request i is known iff first <= p < first + count.
+    `tokens` int32[n]; `spans` int64[batch size, SPAN_WORDS] of (offset into `tokens`, first position, count, start,
+    start chain), see KnownTokens.
     """
 
     tokens: torch.Tensor
@@ -31,27 +54,26 @@ class ExpectedTokens:
     @classmethod
     def from_lists(
         cls,
-        known: Sequence[tuple[int, Sequence[int]]],
+        known: Sequence[KnownTokens],
         device: torch.device | str,
         memory: torch.Tensor | None = None,
     ) -> ExpectedTokens:
-        """From one (first position, tokens) per request; tokens may be empty, where nothing is known.
+        """From one KnownTokens per request.
 
         `memory`, int64[any] on `device`: lists that fit go there, in order of the current stream, and are valid until
-        the next ones do. An allocation of their own would shift where SGLang's activations lie, at which prefill takes
-        0.25 % longer.
+        the next ones do. An allocation of their own moves SGLang's activations, which slows prefill by 0.25 %.
         """
         device = torch.device(device)
         flat: list[int] = []
-        spans: list[tuple[int, int, int]] = []
-        for first, tokens in known:
-            spans.append((len(flat), first, len(tokens)))
-            flat.extend(tokens)
-        if not flat:
+        spans: list[tuple[int, int, int, int, int]] = []
+        for k in known:
+            spans.append((len(flat), k.first, len(k.tokens), int(k.start), k.start_chain))
+            flat.extend(k.tokens)
+        if not flat and all(k.start == RowStart.KEEP for k in known):
             return cls.nothing(len(spans), device)
         # One copy for both: it waits for nothing, but takes its time on the host.
-        words = _SPAN_WORDS * len(spans)
-        size = words + (len(flat) + 1) // 2
+        words = SPAN_WORDS * len(spans)
+        size = words + max(1, (len(flat) + 1) // 2)
         host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         host[:words] = torch.tensor(spans, dtype=torch.int64).view(-1)
         host[words:].view(torch.int32)[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
@@ -59,18 +81,19 @@ class ExpectedTokens:
             packed = memory[:size].copy_(host, non_blocking=True)
         else:
             packed = host.to(device, non_blocking=True)
-        tokens_of = packed[words:].view(torch.int32)[: len(flat)]
-        return cls(tokens_of, packed[:words].view(-1, _SPAN_WORDS))
+        tokens_of = packed[words:].view(torch.int32)[: max(1, len(flat))]
+        return cls(tokens_of, packed[:words].view(-1, SPAN_WORDS))
 
     @classmethod
     def nothing(cls, batch_size: int, device: torch.device) -> ExpectedTokens:
-        """Nothing is known of any request: most prefills without a cached prefix, at no cost."""
-        tokens, spans = _zeros(1 << max(0, batch_size - 1).bit_length(), device)
+        """Nothing is known of any request, at no cost."""
+        tokens, spans = _nothing(1 << max(0, batch_size - 1).bit_length(), device)
         return cls(tokens, spans[:batch_size])
 
 
 @lru_cache
-def _zeros(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _nothing(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """One token, and spans of length 0; nobody writes them."""
-    spans = torch.zeros(batch_size, _SPAN_WORDS, dtype=torch.int64, device=device)
+    spans = torch.zeros(batch_size, SPAN_WORDS, dtype=torch.int64, device=device)
+    spans[:, 3] = RowStart.KEEP
     return torch.zeros(1, dtype=torch.int32, device=device), spans

@@ -64,6 +64,9 @@ class ForwardPlan:
     write: WritePlan
     req_to_token: torch.Tensor  # int32[request rows, context length]
     expected: ExpectedTokens | None = None
+    row_growth: int = (
+        0  # tokens that a row may have grown by since its last forward: accepted drafts
+    )
 
     def __post_init__(self) -> None:
         if self.verify.padded and self.write.ext_lens is not None:
@@ -121,14 +124,20 @@ class PlanInput:
     is_draft: bool = False
     inner_step: int = 0  # which of a step's draft forwards this is for
     parents: torch.Tensor | None = None
+    row_growth: int = 0  # of target verifies, see ForwardPlan
 
     @classmethod
     def allocate(
-        cls, req_to_token: torch.Tensor, is_draft: bool = False, tree_width: int = 1
+        cls,
+        req_to_token: torch.Tensor,
+        is_draft: bool = False,
+        tree_width: int = 1,
+        draft_tokens: int = 1,
     ) -> PlanInput:
         """`req_to_token`: int32[request rows, context length], contiguous rows.
 
-        `tree_width`: the most new tokens of a request that do not follow each other; 1: no trees.
+        `tree_width`: maximum new tokens of a request that do not follow each other; 1: no trees. `draft_tokens`:
+        tokens per request that a target verify checks.
         """
         if (
             req_to_token.ndim != 2
@@ -143,7 +152,7 @@ class PlanInput:
         if tree_width > 1:
             size = req_to_token.shape[0] * tree_width
             parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
-        return cls(req_to_token, is_draft, parents=parents)
+        return cls(req_to_token, is_draft, parents=parents, row_growth=draft_tokens - 1)
 
     @property
     def numbers_forwards(self) -> bool:
@@ -251,7 +260,8 @@ class PlanInput:
             _swa_location_of_attention(fb),
             scratch,
         )
-        return ForwardPlan(verify, write, self.req_to_token, expected)
+        growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
+        return ForwardPlan(verify, write, self.req_to_token, expected, growth)
 
 
 def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:

@@ -87,6 +87,8 @@ class Reason(IntFlag):
     ROW_OUT_OF_RANGE = 1 << 14
     LENGTH_OUT_OF_RANGE = 1 << 15
     WRITE_LOCATION = 1 << 16
+    ROW_CHAIN = 1 << 17
+    ROW_LENGTH = 1 << 18
 
 
 REASON_HELP: dict[Reason, str] = {
@@ -104,9 +106,11 @@ REASON_HELP: dict[Reason, str] = {
     Reason.WRITE_TOKEN: "the forward was fed another token than the request's own list has",
     Reason.WRITE_POSITION: "the forward was fed another position than the request's length implies",
     Reason.DOUBLE_FREE: "the slot was freed although it was free already",
-    Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token",
+    Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token, or is the padding row 0",
     Reason.LENGTH_OUT_OF_RANGE: "the request's length lies outside of req_to_token",
     Reason.WRITE_LOCATION: "attention stores the new token in another SWA slot than the mapping says",
+    Reason.ROW_CHAIN: "the request's row leads to another prefix than the request has",
+    Reason.ROW_LENGTH: "the forward is given another length than the request's last forward left",
 }
 
 
@@ -136,6 +140,12 @@ class Column(IntEnum):
 
 
 VIOLATION_COLUMNS = len(Column)
+
+# Row memory: two 64-bit words per request row and group, as the row's last forward left it.
+ROW_WORDS = 2
+ROW_WORD_LENGTH = 0  # tokens + 1 (low 32 bits), 0: nothing known; forward counter (high 32 bits)
+ROW_WORD_CHAIN = 1  # chain of the last of these tokens
+
 UNKNOWN = -(1 << 63)  # a value that this check does not know
 PREV_ANCHOR = -1  # the chain starts here, from the request's anchor
 PREV_UNREACHABLE = -2  # there is a predecessor, but its record cannot be read: no chain check

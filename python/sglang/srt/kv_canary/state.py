@@ -7,10 +7,11 @@ from enum import IntEnum
 
 import torch
 
+from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.endpoint import NUM_TAGS
-from sglang.srt.kv_canary.expected_inputs import words_of_tails
-from sglang.srt.kv_canary.record import UNKNOWN, VIOLATION_COLUMNS
+from sglang.srt.kv_canary.expected_inputs import words_of_lists
+from sglang.srt.kv_canary.record import ROW_WORDS, UNKNOWN, VIOLATION_COLUMNS
 
 
 class Header(IntEnum):
@@ -68,6 +69,41 @@ class ViolationLog:
 
 
 @dataclass(frozen=True, slots=True)
+class RowMemory:
+    """What each request row was when its last forward ended, so that the next one can tell whether it still is.
+
+    Records of a prefix agree with each other even where the whole prefix is another request's; this tells them apart.
+    """
+
+    # int64[pool kinds, request rows, ROW_WORDS]: each group keeps its own, because launches follow each other
+    words: torch.Tensor
+    # int64[request rows]: the token sampled for the row (low 32 bits), after which of its forwards (high 32 bits)
+    sampled: torch.Tensor
+
+    @classmethod
+    def allocate(cls, request_rows: int, device: torch.device | str) -> RowMemory:
+        shape = (len(PoolKind), request_rows, ROW_WORDS)
+        return cls(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(request_rows, dtype=torch.int64, device=device),
+        )
+
+    def forget(self) -> None:
+        """Nothing is known of any row: forwards ran unseen, or noted tokens that were not computed."""
+        self.words.zero_()
+
+    def of(self, group: CanaryBufferGroup) -> torch.Tensor | None:
+        """int64[request rows, ROW_WORDS] of `group`; None where its forwards do not say how long a row is.
+
+        Draft forwards write ahead of what is accepted; the target's next verify checks the same rows. A strided slot
+        is complete only with its last token.
+        """
+        if group.chain_source is not None or group.stride != 1:
+            return None
+        return self.words[group.kind.index]
+
+
+@dataclass(frozen=True, slots=True)
 class CanaryDeviceState:
     """Everything on the device besides the records. `summary` is what the host copies."""
 
@@ -75,6 +111,7 @@ class CanaryDeviceState:
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
     token_lists: torch.Tensor  # int64[words], see ExpectedTokens.from_lists
+    row_memory: RowMemory
     capacities: CanaryLaunchCapacities
 
     @classmethod
@@ -83,12 +120,13 @@ class CanaryDeviceState:
     ) -> CanaryDeviceState:
         summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
         total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
-        words = words_of_tails(capacities.max_batch_size)
+        words = words_of_lists(capacities.max_batch_size, capacities.max_extend_tokens)
         return cls(
             summary=summary,
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=torch.zeros(words, dtype=torch.int64, device=device),
+            row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )
 
@@ -99,7 +137,8 @@ class CanaryDeviceState:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.summary, self.violations.rows, self.anchors, self.token_lists)
+        rows = (self.row_memory.words, self.row_memory.sampled)
+        tensors = (self.summary, self.violations.rows, self.anchors, self.token_lists, *rows)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_armed(self, armed: bool) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import HALVES
+from sglang.srt.kv_canary.expected_inputs import RowStart
 from sglang.srt.kv_canary.record import (
+    FORWARD_MASK,
     PREV_ANCHOR,
     PREV_UNREACHABLE,
     RECORD_WORDS,
@@ -21,6 +23,7 @@ from sglang.srt.kv_canary.record import (
     Mode,
     Reason,
     State,
+    chain_step,
 )
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import Header
@@ -91,12 +94,22 @@ class Remap:
     kind: int = 0
 
 
-Damage = FlipRecord | FlipContent | Alias | Remap
+@dataclass(frozen=True, slots=True)
+class SwapRows:
+    """Two rows of req_to_token change places: each request reads all of the other's slots."""
+
+    row: int
+    other: int
+
+
+Damage = FlipRecord | FlipContent | Alias | Remap | SwapRows
+
+ROW_GROWTH = 3  # of all steps: one less than the tokens that 'verify' and 'tree' bring at most
 
 
 @dataclass(frozen=True, slots=True)
 class InputFault:
-    """Wrong input of a forward: 'token', 'position', 'out_slot', 'location', 'known', 'row' or 'length'."""
+    """Wrong input of a forward: 'token', 'position', 'out_slot', 'location', 'known', 'start', 'row' or 'length'."""
 
     what: str
     index: int
@@ -127,6 +140,7 @@ class Step:
         "full"  # 'full', 'no content' (that launch is missing) or 'aborted' (the model raised)
     )
     seed: int = 0
+    samples: bool = False  # whether the requests' next tokens are noted after the forward
     faults: tuple[InputFault, ...] = ()
     during: tuple[Damage, ...] = ()  # while the layers run
     before_content: tuple[Damage, ...] = ()
@@ -212,6 +226,9 @@ class HostRow:
 
     slots: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # at least one per slot
+    is_new: bool = (
+        True  # no forward has left the row as it is: the next one is told where it starts
+    )
 
 
 class Pages:
@@ -262,6 +279,7 @@ class History:
             self.reasons_seen.update(r for r in Reason if r & row[Column.REASONS])
         self._compare_rows(predicted, found, operation)
         self._compare_records(operation)
+        self._compare_row_memory(operation)
         headers = self.world.headers()
         expected_headers = dict.fromkeys(Header, 0) | {
             Header.FORWARD_DONE: self.oracle.done,
@@ -297,6 +315,15 @@ class History:
             for (half, side), table in model.records.items():
                 name = f"records {model.kind.value} {half} {side}"
                 _check_equal(name, table.nonzero(), self.world.records(g, half, side), operation)
+
+    def _compare_row_memory(self, operation: Operation) -> None:
+        for g, model in self._groups():
+            expected = {
+                row: (m.length, m.chain, m.forward & FORWARD_MASK)
+                for row, m in model.row_memory.items()
+            }
+            name = f"row memory of {model.kind.value}"
+            _check_equal(name, expected, self.world.rows(g), operation)
 
     def _groups(self) -> list[tuple[GroupWorld, GroupModel]]:
         return list(zip(self.world.groups, self.oracle.groups, strict=True))
@@ -547,6 +574,10 @@ class History:
             value = _odd_value(op, self.spec.num_slots)
             self.world.table[index][op.position % length] = value
 
+    def _do_swap_rows(self, op: SwapRows) -> None:
+        table, one, other = self.world.table, self._row_index(op.row), self._row_index(op.other)
+        table[one][:], table[other][:] = table[other][:], table[one][:]
+
     def _do_remap(self, op: Remap) -> None:
         if self.world.swa:
             slot = self._pick_slot(op.slot, self.oracle.groups[0])
@@ -554,7 +585,7 @@ class History:
 
     def _damage(self, damage: Sequence[Damage]) -> None:
         for op in damage:
-            remaps = isinstance(op, Alias | Remap)
+            remaps = isinstance(op, Alias | Remap | SwapRows)
             if self.world.backend.ordered or not remaps:  # else slots read and written might meet
                 _HANDLERS[type(op)](self, op)
 
@@ -564,10 +595,9 @@ class History:
         forward = self._forward(op)
         if forward is None:
             return
-        uniform = op.style != "ragged"
         delta = -forward.requests[0].count if op.style == "decode" else 0
         self.world.upload()
-        plan = self.world.plan(forward, uniform=uniform, delta=delta)
+        plan = self.world.plan(forward, delta=delta)
         forward = forward.without_padding  # stale rows are no requests
         self.world.head(plan)
         for _, model in self._groups():
@@ -591,6 +621,24 @@ class History:
                 self.oracle.content(forward, model)
         if forward.parents is not None:
             self._accept(forward)
+        if op.samples:
+            self._sample(forward, random.Random(op.seed))
+
+    def _sample(self, forward: Forward, rng: random.Random) -> None:
+        """Each request's next token, after the drafts that it kept beyond the first."""
+        sampled = {}
+        for request in forward.requests:
+            row = self.rows[request.row] if 0 < request.row < self.spec.request_rows else None
+            if row is None or row.is_new or len(row.slots) <= request.prefix:
+                continue
+            offset, length = self.spec.token_offset, len(row.slots)
+            if len(row.tokens) <= length + offset:
+                row.tokens += rng.choices(TOKENS, k=length + offset + 1 - len(row.tokens))
+            first = request.prefix + 1 if forward.uniform else length
+            sampled[request.row] = tuple(row.tokens[first + offset : length + offset + 1])
+        if sampled:
+            self.world.next_tokens(sampled)
+            self.oracle.next_tokens(sampled)
 
     def _accept(self, forward: Forward) -> None:
         """Keep the path to each request's last token and free the others, as after the verification of drafts."""
@@ -607,6 +655,7 @@ class History:
             kept = [new[i] for i in path]
             dropped = [slot for slot in new if slot not in kept]
             row.slots[request.prefix :] = kept
+            row.is_new |= path[0] != 0  # trees of drafts have one root
             offset = self.spec.token_offset
             first = request.start
             tokens = [forward.tokens[first + i] for i in path]
@@ -674,15 +723,30 @@ class History:
         self.world.table[index][prefix : prefix + count] = slots
         parents = self._parents(draft.step, count)
         depths = _depths(parents) if draft.has_tree else range(count)
+        start, chain = self._row_start(index, prefix, count, draft.step)
         first = {"none": len(row.tokens), "tail": max(0, prefix - 2), "all": 0}[draft.step.known]
         last = prefix + offset if draft.has_tree else end  # nobody knows draft tokens
         draft.add(
-            Request(index, prefix, count, 0, first, tuple(row.tokens[first:last])),
+            Request(index, prefix, count, 0, first, tuple(row.tokens[first:last]), start, chain),
             row.tokens[prefix + offset : end],
             [prefix + depth for depth in depths],
             slots,
             parents,
         )
+
+    def _row_start(self, index: int, prefix: int, count: int, step: Step) -> tuple[int, int]:
+        """What the host says of a row: where a new one starts, with the chain of its own tokens."""
+        row, offset = self.rows[index], self.spec.token_offset
+        if not row.is_new:
+            decodes = step.style == "ragged" and step.known == "none" and count == 1
+            return (RowStart.DECODES if decodes else RowStart.KEEP), 0
+        row.is_new = count == 0  # then no forward leaves the row
+        if prefix and step.seed % 5 == 0:  # as of a request whose tokens the host does not have
+            return RowStart.FORGET, 0
+        chain = self.world.anchors[index]
+        for position in range(prefix):
+            chain = chain_step(chain, row.tokens[position + offset], position)
+        return prefix, chain
 
     def _parents(self, step: Step, count: int) -> list[int]:
         """Parents of one request's tokens; the last number that a token can get means no earlier token: a root."""
@@ -710,6 +774,8 @@ class History:
             self._add_bad_request(draft, fault)
         elif fault.what == "known":
             draft.lie(fault.index, fault.value)
+        elif fault.what == "start" and draft.requests:
+            draft.lie_of_start(fault.index, fault.value, fault.kind)
         elif draft.tokens:
             i = fault.index % len(draft.tokens)
             if fault.what == "token":
@@ -794,6 +860,12 @@ class _Draft:
         tokens[value % len(tokens)] ^= 1
         self.requests[at] = replace(self.requests[at], known=tuple(tokens))
 
+    def lie_of_start(self, index: int, value: int, kind: int) -> None:
+        """The host says something else of one request's row."""
+        at = index % len(self.requests)
+        start = (*RowStart, value % 40, self.requests[at].prefix)[kind % (len(RowStart) + 2)]
+        self.requests[at] = replace(self.requests[at], row_start=int(start), row_chain=value)
+
     def forward(self) -> Forward:
         return Forward(
             tuple(self.requests),
@@ -804,6 +876,8 @@ class _Draft:
             tuple(self.parents) if self.has_tree else None,
             self.step.already_verified,
             padded=self.stale,
+            uniform=self.step.style != "ragged",
+            row_growth=ROW_GROWTH,
         )
 
 
@@ -861,4 +935,5 @@ _HANDLERS = {
     FlipContent: History._do_flip_content,
     Alias: History._do_alias,
     Remap: History._do_remap,
+    SwapRows: History._do_swap_rows,
 }

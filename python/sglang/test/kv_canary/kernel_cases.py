@@ -16,7 +16,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
@@ -135,6 +135,7 @@ class Pool:
     tokens: dict[int, list[int]] = field(init=False, default_factory=dict)
     generator: torch.Generator = field(init=False)
     free: list[int] = field(init=False)
+    _growth: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -167,7 +168,7 @@ class Pool:
         expected = None
         if known:
             expected = ExpectedTokens.from_lists(
-                [(0, self.tokens[row]) for row in rows], self.device
+                [KnownTokens(0, self.tokens[row]) for row in rows], self.device
             )
         return ForwardPlan(
             VerifyPlan(self.index(rows), self.index(base), delta),
@@ -182,7 +183,13 @@ class Pool:
             ),
             self.req_to_token,
             expected,
+            self._take_growth(mode, new[0]),
         )
+
+    def _take_growth(self, mode: Mode, tokens: int) -> int:
+        """What rows may have grown by since the forward before: all drafts of a verify are accepted here."""
+        growth, self._growth = self._growth, tokens - 1 if mode is Mode.TARGET_VERIFY else 0
+        return growth
 
     def extend(self, new: dict[int, int], known: bool = False) -> ForwardPlan:
         """A prefill of row -> number of new tokens."""

@@ -15,7 +15,7 @@ import torch
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, ContentMode
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
 from sglang.srt.kv_canary.plan_input import PlanInput
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.event_sink import EventSink
@@ -33,6 +33,7 @@ from sglang.test.kv_canary.pool_fixtures import (
 
 CONTEXT = 256
 MAX_REQUESTS = 8
+MAX_DRAFTS = 4
 
 
 class ManagerRig:
@@ -67,7 +68,7 @@ class ManagerRig:
             config,
             RunnerIdentity("target", 0, device),
             groups,
-            PlanInput.allocate(self.rows.req_to_token),
+            PlanInput.allocate(self.rows.req_to_token, draft_tokens=MAX_DRAFTS),
             CanaryLaunchCapacities.from_args(
                 max_running_requests=MAX_REQUESTS,
                 request_rows=self.rows.req_to_token.shape[0],
@@ -83,11 +84,21 @@ class ManagerRig:
         self.reported: list[Any] = []
         self.after_translation: Callable[[ForwardBatch], None] | None = None
         self.on_batch: Callable[[ForwardBatch], Any] = lambda batch: None  # may change it
-        self.expected: Callable[[ForwardBatch], ExpectedTokens | None] = lambda batch: None
+        self.expected: Callable[[ForwardBatch], ExpectedTokens | None] = self._starts
         self.manager.violations._reporter.log_or_raise_violation = self._collect(
             self.manager.violations._reporter.log_or_raise_violation
         )
         self.manager.mark_init_finished()
+
+    def _starts(self, batch: ForwardBatch) -> ExpectedTokens | None:
+        """A request that is prefilled from its first token on is new in its row; the rig's anchors are 0."""
+        if batch.extend_prefix_lens_cpu is None:
+            return None
+        known = [
+            KnownTokens(start=0) if prefix == 0 else KnownTokens()
+            for prefix in batch.extend_prefix_lens_cpu
+        ]
+        return ExpectedTokens.from_lists(known, self.device)
 
     def _collect(self, original: Any) -> Any:
         def log_or_raise_violation(rows: np.ndarray, recorder: FlightRecorder) -> None:
@@ -133,6 +144,16 @@ class ManagerRig:
         for row in rows:
             self.lengths[row] += 1
         return step
+
+    def verify(self, row: int, tokens: Sequence[int]) -> Any:
+        """The target verifies drafts that follow each other; how many the row keeps is for the caller to say."""
+        prefix, count = self.lengths[row], len(tokens)
+        slots = self._alloc_extend(row, count)
+        self.rows.req_to_token[row, prefix : prefix + count] = slots.int()
+        positions = range(prefix, prefix + count)
+        batch = self._batch(ForwardMode.TARGET_VERIFY, [row], tokens, positions, slots)
+        batch.seq_lens = torch.tensor([prefix], device=self.device)
+        return self._run(batch, slots, False)
 
     def idle(self) -> Any:
         """A forward without requests, as a data parallel rank runs beside others."""

@@ -16,6 +16,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.expected_inputs import RowStart
 from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, turn_of
 from sglang.srt.kv_canary.record import UNKNOWN, Column, Mode, Reason, State
 from sglang.srt.kv_canary.state import Counter
@@ -35,6 +36,8 @@ class Request:
     start: int  # first of its tokens in the forward
     known_from: int = 0  # position of known[0]
     known: tuple[int, ...] = ()  # tokens that the host says this request has
+    row_start: int = RowStart.KEEP  # what the host says of the row, as KnownTokens has it
+    row_chain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Forward:
     swa_out_slots: tuple[int, ...] | None = None  # where attention stores the tokens; None: unknown
     # Requests whose first slot is 0 are padding, whatever their row. The oracle wants `without_padding`.
     padded: bool = False
+    uniform: bool = False  # every request has as many tokens: they are drafts after the first one
+    row_growth: int = 0  # tokens that a row may have grown by since its last forward
 
     @property
     def without_padding(self) -> Forward:
@@ -198,6 +203,15 @@ STATE_REASONS = {
 }
 
 
+@dataclass(slots=True)
+class RowModel:
+    """A request row as its last forward left it."""
+
+    length: int
+    chain: int
+    forward: int
+
+
 @dataclass
 class GroupModel:
     """One buffer group. `lut` and the layouts' memories are shared with whoever changes them."""
@@ -216,6 +230,11 @@ class GroupModel:
     def __post_init__(self) -> None:
         sides = ("HEAD", "TAIL")
         self.records = {(half, side): RecordTable() for half in self.halves for side in sides}
+        self.row_memory: dict[int, RowModel] = {}
+
+    @property
+    def remembers_rows(self) -> bool:
+        return self.chain_source is None and self.stride == 1
 
     def tag(self, half: str, side: Side) -> int:
         return CanaryLaunchTag(self.kind, half, side).id
@@ -273,6 +292,7 @@ class Oracle:
         self.rows: list[Row] = []
         self.total_rows = 0
         self.counters: Tally[tuple[int, Counter]] = Tally()
+        self.sampled: dict[int, tuple[int, int]] = {}  # row -> (token, after which of its forwards)
 
     def take_rows(self) -> list[Row]:
         rows, self.rows = self.rows, []
@@ -295,10 +315,12 @@ class Oracle:
         self.running = self.done + 1
         if not self.armed:
             return
+        # As they were before this forward, which leaves them otherwise
+        self._rows = {r: self._remembered(r, group) for r in forward.requests}
         for half in group.halves:
             tag = group.tag(half, Side.HEAD)
             for request in forward.requests:
-                self._check_request(request, tag)
+                self._check_request(forward, request, group, tag)
             self._verify_prefixes(forward, group, half, Side.HEAD)
             if group.stride == 1:
                 self._write_head(forward, group, half)
@@ -324,10 +346,15 @@ class Oracle:
         """Neither padding nor out of range: only such requests are read and written."""
         return request.row != 0 and self._row_exists(request.row) and self._length_fits(request)
 
-    def _check_request(self, request: Request, tag: int) -> None:
+    def _check_request(
+        self, forward: Forward, request: Request, group: GroupModel, tag: int
+    ) -> None:
         reasons = NO_REASON
         if not self._row_exists(request.row):
             reasons = Reason.ROW_OUT_OF_RANGE
+        elif request.row == 0 and group.remembers_rows and forward.uniform:
+            if request.count and forward.out_slots[request.start]:
+                reasons = Reason.ROW_OUT_OF_RANGE
         elif request.row != 0 and not self._length_fits(request):
             reasons = Reason.LENGTH_OUT_OF_RANGE
         self._report(
@@ -472,11 +499,118 @@ class Oracle:
             return chains[prev_slot].chain
         return None
 
+    # -- row memory ----------------------------------------------------------------------------------------
+
+    def _remembered(self, request: Request, group: GroupModel) -> RowModel | None:
+        """What the host or the row's last forward says of the row; None: nothing."""
+        if not group.remembers_rows or request.row_start == RowStart.FORGET:
+            return None
+        if request.row_start >= 0:
+            return RowModel(request.row_start, request.row_chain, -1)
+        return group.row_memory.get(request.row)
+
+    def _expected_sample(self, forward: Forward, request: Request, group: GroupModel) -> int:
+        """The token that was sampled for the request's first new position; UNKNOWN where nothing says so."""
+        start = request.row_start
+        if start != RowStart.DECODES and not (forward.uniform and start == RowStart.KEEP):
+            return UNKNOWN
+        row = self._rows[request]
+        token, after = self.sampled.get(request.row, (UNKNOWN, -1))
+        if row is None or row.length != request.prefix or row.forward != after:
+            return UNKNOWN
+        if not row.forward & record.FORWARD_MASK:  # looks like nothing was sampled
+            return UNKNOWN
+        return token
+
+    def _certain_tokens(self, forward: Forward, request: Request) -> int:
+        """New tokens that surely stay; 0 for padding."""
+        certain = min(request.count, 1) if forward.uniform else request.count
+        if certain and forward.out_slots[request.start + certain - 1] == 0:
+            return 0
+        return certain
+
+    def _check_row(self, forward: Forward, request: Request, group: GroupModel) -> None:
+        """Is the row what its last forward left, or the request's own tokens say?"""
+        row = self._rows[request]
+        if row is None or not self._certain_tokens(forward, request):
+            return
+        reader = {
+            "tag": group.tag("K", Side.HEAD),
+            "reader_row": request.row,
+            "reader_forward": self.running,
+            "last_writer": 0,
+        }
+        if not row.length <= request.prefix <= row.length + forward.row_growth:
+            self._report(
+                Reason.ROW_LENGTH,
+                expected_position=row.length,
+                stored_position=request.prefix,
+                writer=0,
+                **reader,
+            )
+            return
+        if row.length == 0:
+            return
+        full_slot = self.table[request.row][row.length - 1]
+        slot, _ = group.locate(full_slot)
+        if slot is None:
+            return
+        stored = group.records["K", "HEAD"][slot]
+        if stored.state != State.LIVE or stored.chain == row.chain:
+            return
+        self._report(
+            Reason.ROW_CHAIN,
+            slot=slot,
+            full_slot=full_slot,
+            expected_position=row.length - 1,
+            stored_position=stored.position,
+            stored_token=stored.token,
+            expected_chain=row.chain,
+            stored_chain=stored.chain,
+            writer=stored.writer,
+            **reader,
+        )
+
+    def _seed(self, request: Request, group: GroupModel, records: RecordTable) -> int:
+        """Chain before the request's first new token."""
+        if request.prefix:
+            slot, _ = group.locate(self.table[request.row][request.prefix - 1])
+            row = self._rows[request]
+            if slot is None and row is not None and row.length == request.prefix:
+                return row.chain
+        return self._chain_before(request, request.prefix, group, records)
+
+    def _remember_row(
+        self, forward: Forward, request: Request, group: GroupModel, chains: list[int]
+    ) -> None:
+        certain = self._certain_tokens(forward, request)
+        if certain:
+            group.row_memory[request.row] = RowModel(
+                request.prefix + certain, chains[certain - 1], self.running
+            )
+
+    def next_tokens(self, rows: dict[int, tuple[int, ...]]) -> None:
+        """What was sampled for each row: accepted drafts, then its next input."""
+        for index, tokens in rows.items():
+            for group in self.groups:
+                row = group.row_memory.get(index)
+                if row is None:
+                    continue
+                for token in tokens[:-1]:
+                    row.chain = record.chain_step(row.chain, token, row.length)
+                    row.length += 1
+                self.sampled[index] = tokens[-1], row.forward
+
     def _write_head(self, forward: Forward, group: GroupModel, half: str) -> None:
         tag, records = group.tag(half, Side.HEAD), group.records[half, "HEAD"]
         requests = [r for r in forward.requests if self._is_valid(r)]
+        if half == "K":
+            for request in requests:
+                self._check_row(forward, request, group)
         chains = [self._new_chains(forward, request, group, records) for request in requests]
         for request, request_chains in zip(requests, chains, strict=True):
+            if half == "K" and group.remembers_rows:
+                self._remember_row(forward, request, group, request_chains)
             for i, chain in enumerate(request_chains):
                 at = request.start + i
                 token, position = forward.tokens[at], forward.positions[at]
@@ -494,6 +628,7 @@ class Oracle:
                     attention_slot,
                     group,
                     tag,
+                    self._expected_sample(forward, request, group) if i == 0 else UNKNOWN,
                 )
                 slot, _ = group.locate(full_slot)
                 if slot is None:
@@ -516,7 +651,7 @@ class Oracle:
                 before = request.prefix + forward.depth(request, i)
                 previous = self._chain_before(request, before, group, group.chain_source)
             elif parent < 0:
-                previous = self._chain_before(request, request.prefix, group, records)
+                previous = self._seed(request, group, records)
             else:
                 previous = chains[parent]
             chains.append(record.chain_step(previous, token, position))
@@ -575,6 +710,7 @@ class Oracle:
         attention_slot: int,
         group: GroupModel,
         tag: int,
+        sampled: int = UNKNOWN,
     ) -> None:
         """Is the forward fed what the request's own list and length say, and stored where the mapping says?
 
@@ -588,6 +724,8 @@ class Oracle:
         expected_token = UNKNOWN
         if token is not None:
             expected_token = _known_token(request, expected_position + group.token_offset)
+            if expected_token == UNKNOWN:
+                expected_token = sampled
             if expected_token not in (UNKNOWN, token):
                 reasons |= Reason.WRITE_TOKEN
         if position != expected_position:

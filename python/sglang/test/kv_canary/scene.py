@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.expected_inputs import RowStart
 from sglang.srt.kv_canary.record import Mode, Reason
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.test.kv_canary.oracle import Forward, Request, SweepEntry
@@ -56,12 +57,16 @@ class Scene(World):
         mode: Mode = Mode.EXTEND,
         content: bool = True,
         swa_out_slots: Sequence[int] | None = None,
+        start: int | None = None,
     ) -> list[Violation]:
         """A forward of one request. `known`: the tokens from position 0 that the host has for it.
 
-        `swa_out_slots`: where attention stores the tokens in the SWA pool, if that is known ahead.
+        `swa_out_slots`: where attention stores the tokens in the SWA pool, if that is known ahead. `start`: what the
+        host says of the row, as KnownTokens has it.
         """
-        request = Request(row, prefix, len(tokens), 0, 0, tuple(known))
+        if start is None:
+            start = RowStart.KEEP if prefix else 0  # without cached tokens it is new in its row
+        request = Request(row, prefix, len(tokens), 0, 0, tuple(known), start)
         positions = tuple(positions or range(prefix, prefix + len(tokens)))
         located = None if swa_out_slots is None else tuple(swa_out_slots)
         forward = Forward(
@@ -70,9 +75,17 @@ class Scene(World):
         return self.run(forward, content=content)
 
     def verify_drafts(
-        self, row: int, tokens: Sequence[int], parents: Sequence[int], accepted: Sequence[int]
+        self,
+        row: int,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        accepted: Sequence[int],
+        sampled: Sequence[int] | None = None,
     ) -> list[Violation]:
-        """The target verifies a draft tree; the tokens numbered `accepted` become the request's."""
+        """The target verifies a draft tree; the tokens numbered `accepted` become the request's.
+
+        `sampled`: what the sampler says of them, the first one left out, and of the next token; by default the truth.
+        """
         slots, prefix = self.allocate(len(tokens)), self.lengths[row]
         request = Request(row, prefix, len(tokens), 0)
         depths: list[int] = []
@@ -80,11 +93,20 @@ class Scene(World):
             depths.append(0 if parent < 0 else depths[parent] + 1)
         positions = tuple(prefix + depth for depth in depths)
         forward = Forward(
-            (request,), tuple(tokens), positions, tuple(slots), Mode.TARGET_VERIFY, tuple(parents)
+            (request,),
+            tuple(tokens),
+            positions,
+            tuple(slots),
+            Mode.TARGET_VERIFY,
+            tuple(parents),
+            uniform=True,
+            row_growth=len(tokens) - 1,
         )
-        found = self.run(forward, uniform=True)
+        found = self.run(forward)
         self.table[row][prefix : prefix + len(accepted)] = [slots[i] for i in accepted]
         self.lengths[row] += len(accepted)
+        truth = [*(tokens[i] for i in accepted[1:]), 7]
+        self.next_tokens({row: tuple(truth if sampled is None else sampled)})
         return found
 
     def run(self, forward: Forward, *, content: bool = True, **plan) -> list[Violation]:

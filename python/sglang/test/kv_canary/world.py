@@ -17,7 +17,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
 from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
 from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang.srt.kv_canary.record import Column, Reason
@@ -301,9 +301,9 @@ class World:
         for group in self.groups:
             group.upload()
 
-    def plan(self, forward: Forward, *, uniform: bool = False, delta: int = 0) -> ForwardPlan:
-        """The plan tensors. `uniform`: as decode has it, without ext_lens; `delta`: the plan's prefix_delta."""
-        requests = forward.requests
+    def plan(self, forward: Forward, *, delta: int = 0) -> ForwardPlan:
+        """The plan tensors; uniform forwards have no ext_lens. `delta`: the plan's prefix_delta."""
+        requests, uniform = forward.requests, forward.uniform
         write = WritePlan(
             self._index(forward.tokens),
             self._index(forward.positions),
@@ -322,9 +322,9 @@ class World:
             forward.already_verified,
             forward.padded,
         )
-        known = [(r.known_from, r.known) for r in requests]
+        known = [KnownTokens(r.known_from, r.known, r.row_start, r.row_chain) for r in requests]
         expected = ExpectedTokens.from_lists(known, self.device)
-        return ForwardPlan(verify, write, self.req_to_token, expected)
+        return ForwardPlan(verify, write, self.req_to_token, expected, forward.row_growth)
 
     def _parents(self, forward: Forward) -> torch.Tensor | None:
         if forward.parents is None:
@@ -352,6 +352,21 @@ class World:
         budgets = content_slots_per_forward(groups, mode, self.spec.content_budget_bytes)
         for group, slots in zip(groups, budgets, strict=True):
             self.kernels.check_and_write_content(plan, group, self.state, mode, slots)
+
+    def next_tokens(self, rows: dict[int, tuple[int, ...]]) -> None:
+        """What was sampled for each row: accepted drafts, then its next input."""
+        width = max(map(len, rows.values()))
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows.values()]
+        counts = None if width == 1 else self._index(map(len, rows.values()))
+        tokens = torch.tensor(padded, dtype=self.spec.index_dtype, device=self.device)
+        groups = tuple(g.group for g in self.groups)
+        self.kernels.note_next_tokens(self._index(rows), tokens, counts, groups, self.state)
+
+    def flip_row(self, g: GroupWorld, row: int, word: int, bit: int) -> None:
+        """Flip one bit of a group's row memory."""
+        memory = self.state.row_memory.of(g.group)
+        if memory is not None:
+            memory[row, word] ^= record.to_signed64(1 << bit)
 
     def sweep(self, entries: Sequence[SweepEntry], g: GroupWorld, *, content: bool = True) -> None:
         def column(values: Iterable[int]) -> torch.Tensor:
@@ -432,6 +447,17 @@ class World:
         """One counter by the launch tag's name."""
         ids = {CanaryLaunchTag.from_id(t).name: t for t in range(NUM_TAGS) if t % 4 < len(Side)}
         return int(self.state.counters[ids[tag], counter])
+
+    def rows(self, g: GroupWorld) -> dict[int, tuple[int, int, int]]:
+        """Row memory of a group: row -> (length, chain, forward), of rows that some forward has left."""
+        memory = self.state.row_memory.of(g.group)
+        words = [] if memory is None else memory.tolist()
+        mask = record.FORWARD_MASK
+        return {
+            row: ((word & mask) - 1, chain, (word >> 32) & mask)
+            for row, (word, chain) in enumerate(words)
+            if word & mask
+        }
 
     def records(self, g: GroupWorld, half: str, side: str) -> dict[int, tuple[int, ...]]:
         """Records that are not all zeros, by slot."""

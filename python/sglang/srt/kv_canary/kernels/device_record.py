@@ -57,6 +57,8 @@ BAD_DOUBLE_FREE = tl.constexpr(int(Reason.DOUBLE_FREE))
 BAD_ROW = tl.constexpr(int(Reason.ROW_OUT_OF_RANGE))
 BAD_LENGTH = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
 BAD_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
+BAD_ROW_CHAIN = tl.constexpr(int(Reason.ROW_CHAIN))
+BAD_ROW_LENGTH = tl.constexpr(int(Reason.ROW_LENGTH))
 
 MULTIPLIER = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER))
 MULTIPLIER_INVERSE = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER_INVERSE))

@@ -9,11 +9,19 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
+from sglang.srt.kv_canary.expected_inputs import SPAN_WORDS as _SPAN_WORDS
 from sglang.srt.kv_canary.kernels import layout
 from sglang.srt.kv_canary.kernels.device_record import FORWARD_MASK, UNKNOWN
 from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
 
 TURN_MULTIPLIER = tl.constexpr(layout.TURN_MULTIPLIER)
+SPAN_WORDS = tl.constexpr(_SPAN_WORDS)
+# Words of a span, as ExpectedTokens has them
+OFFSET = tl.constexpr(0)
+FIRST = tl.constexpr(1)
+LENGTH = tl.constexpr(2)
+START = tl.constexpr(3)
+START_CHAIN = tl.constexpr(4)
 
 
 class Batch(NamedTuple):
@@ -89,18 +97,23 @@ def item_of(item, firsts, sizes, requests):
 
 
 @jit
+def span_word(known, request, word: tl.constexpr, lanes, other: tl.constexpr):
+    """A word of the spans of `request`; `other` where the host has said nothing."""
+    listed = lanes & (request < known.num_spans)
+    return tl.load(known.spans + request * SPAN_WORDS + word, mask=listed, other=other)
+
+
+@jit
 def known_token(known, request, position, lanes):
     """The host's token of `lanes` at `position` of `request`, UNKNOWN where there is none."""
     token = tl.full(position.shape, UNKNOWN, tl.int64)
     if known.spans is not None:
-        span = known.spans + request * 3
-        listed = lanes & (request < known.num_spans)
-        offset = tl.load(span, mask=listed, other=0)
-        first = tl.load(span + 1, mask=listed, other=0)
-        length = tl.load(span + 2, mask=listed, other=0)
+        offset = span_word(known, request, OFFSET, lanes, 0)
+        first = span_word(known, request, FIRST, lanes, 0)
+        length = span_word(known, request, LENGTH, lanes, 0)
         place = position + known.offset
         at = offset + place - first
-        listed = listed & (place >= first) & (place < first + length)
+        listed = lanes & (place >= first) & (place < first + length)
         listed = listed & (at >= 0) & (at < known.num_tokens)
         found = tl.load(known.tokens + at, mask=listed, other=0).to(tl.int64)
         token = tl.where(listed, found, token)

@@ -27,6 +27,7 @@ from sglang.srt.kv_canary.kernels.device_record import (
     translate,
     writer_word,
 )
+from sglang.srt.kv_canary.kernels.device_rows import check_rows, remember, store_rows
 from sglang.srt.kv_canary.kernels.device_spans import known_token, request_at
 from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
 
@@ -134,10 +135,10 @@ def _slot_before(batch, space, row, position, lanes):
 
 
 @jit
-def _chain_of(records, slot, readable, anchor, position):
-    """Chain of `slot`, the anchor for the token at position 0; 0 where it cannot be read."""
+def _chain_of(records, slot, readable, anchor, position, otherwise):
+    """Chain of `slot`, the anchor for the token at position 0; `otherwise` where it cannot be read."""
     chain = tl.load(records + slot * WORDS + CHAIN)
-    return tl.where(position == 0, anchor, tl.where(readable, chain, 0))
+    return tl.where(position == 0, anchor, tl.where(readable, chain, otherwise))
 
 
 class FlatTokens(NamedTuple):
@@ -152,10 +153,11 @@ class FlatTokens(NamedTuple):
     position: Any
     full: Any
     anchor: Any
+    remembered: Any  # of each token's row; None: the group has no row memory
 
 
 @jit
-def flat_tokens(batch, inputs, anchors, index, SINGLE: tl.constexpr):
+def flat_tokens(batch, inputs, anchors, rows, known, index, SINGLE: tl.constexpr):
     """Tokens `index`. SINGLE: one token per request."""
     request = index if SINGLE else index // tl.maximum(batch.tokens_per_request, 1)
     row, prefix, _, valid = request_at(batch, request)
@@ -164,7 +166,10 @@ def flat_tokens(batch, inputs, anchors, index, SINGLE: tl.constexpr):
     position = tl.load(inputs.positions + index, mask=lanes, other=0).to(tl.int64)
     full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
     anchor = tl.load(anchors + tl.where(lanes, row, 0))
-    return FlatTokens(index, request, lanes, row, prefix, token, position, full, anchor)
+    remembered = None
+    if rows.words is not None:
+        remembered = remember(rows, known, request, row, lanes, True)
+    return FlatTokens(index, request, lanes, row, prefix, token, position, full, anchor, remembered)
 
 
 @jit
@@ -174,6 +179,7 @@ def write_flat(
     space,
     known,
     report,
+    rows,
     tokens,
     chain_source,
     k_records,
@@ -204,20 +210,36 @@ def write_flat(
             expected_position = expected_position + more.to(tl.int64)
             parent = _parent_of(inputs, at, parent, more)
     writer = writer_word(report.forward, row, inputs.mode)
+    expected = known_token(known, tokens.request, expected_position, lanes)
+    anchor = tokens.anchor
     if chain_source is None:
+        otherwise = gathered * 0
+        if rows.words is not None:
+            remembered = tokens.remembered
+            # Padding of graphs keeps stale rows; its slot is 0.
+            first_lanes = lanes & (tokens.full != 0)
+            if not SINGLE:
+                first_lanes = first_lanes & (place == 0)
+            follows = remembered.length == prefix
+            otherwise = tl.where(follows, remembered.chain, otherwise)
+            sampled = tl.where(first_lanes & follows, remembered.sampled, UNKNOWN)
+            expected = tl.where(expected == UNKNOWN, sampled, expected)
+            check_rows(batch, space, report, k_records, rows, remembered, row, prefix, first_lanes)
         before, readable = _slot_before(batch, space, row, prefix, lanes)
-        chain = power * _chain_of(k_records, before, readable, tokens.anchor, prefix) + gathered
+        seed = _chain_of(k_records, before, readable, anchor, prefix, otherwise)
+        chain = power * seed + gathered
         if v_records is not None:
-            seed = _chain_of(v_records, before, readable, tokens.anchor, prefix)
+            seed = _chain_of(v_records, before, readable, anchor, prefix, otherwise)
             store_record(v_records, slot, keep, identity, power * seed + gathered, writer)
+        if rows.words is not None:
+            store_rows(rows, report.forward, row, prefix + 1, chain, first_lanes)
     else:
         before, readable = _slot_before(batch, space, row, expected_position, lanes)
-        seed = _chain_of(chain_source, before, readable, tokens.anchor, expected_position)
+        seed = _chain_of(chain_source, before, readable, anchor, expected_position, 0)
         chain = seed * MULTIPLIER + mix64(identity)
         if v_records is not None:
             store_record(v_records, slot, keep, identity, chain, writer)
     store_record(k_records, slot, keep, identity, chain, writer)
-    expected = known_token(known, tokens.request, expected_position, lanes)
     _report_inputs(
         inputs,
         tokens.index,
@@ -274,6 +296,7 @@ def write_tile(
     space,
     known,
     report,
+    rows,
     anchors,
     chain_source,
     k_records,
@@ -309,31 +332,48 @@ def write_tile(
     anchor = tl.load(anchors + row)
     slot, reasons = translate(space, full)
     keep = lanes & (reasons == 0)
+    # The input words again, at full width: identity keeps 32 bits of each.
+    token = tl.load(inputs.input_ids + at, mask=lanes, other=0).to(tl.int64)
+    position = tl.load(inputs.positions + at, mask=lanes, other=0).to(tl.int64)
+    expected_position = prefix + in_chunk
+    expected = known_token(known, index + lane * 0, expected_position, lanes)
     if chain_source is None:
+        otherwise = prefix * 0
+        if rows.words is not None:
+            # Several tokens each without chunks are drafts: only the first one is certain.
+            certain = 1 if batch.ext_lens is None else new
+            last = lanes & (in_chunk == certain - 1) & (full != 0)
+            every = lane >= 0
+            UNIFORM: tl.constexpr = batch.ext_lens is None
+            remembered = remember(rows, known, index + lane * 0, row + lane * 0, every, UNIFORM)
+            follows = remembered.length == prefix
+            # One value in all lanes.
+            otherwise = max_of(tl.where(follows, remembered.chain, 0), 0)
+            sampled = tl.where(follows & lanes & (in_chunk == 0), remembered.sampled, UNKNOWN)
+            expected = tl.where(expected == UNKNOWN, sampled, expected)
+            check_rows(batch, space, report, k_records, rows, remembered, row, prefix, last)
         before_chunk, readable = _slot_before(batch, space, row, prefix, prefix >= 0)
-        seed = _chain_of(k_records, before_chunk, readable, anchor, prefix)
+        seed = _chain_of(k_records, before_chunk, readable, anchor, prefix, otherwise)
         v_seed = seed
         if v_records is not None:
-            v_seed = _chain_of(v_records, before_chunk, readable, anchor, prefix)
+            v_seed = _chain_of(v_records, before_chunk, readable, anchor, prefix, otherwise)
         before, tiles_power = _sum_before(inputs, first, tile, inverse_powers, tile_power, TILE)
         within = cumsum_of(mix64(identity) * inverse_powers)
         chain = powers * ((seed * tiles_power + before) * MULTIPLIER + within)
         if v_records is not None:
             v_chain = powers * ((v_seed * tiles_power + before) * MULTIPLIER + within)
             store_record(v_records, slot, keep, identity, v_chain, writer)
+        if rows.words is not None:
+            store_rows(rows, report.forward, row, prefix + certain, chain, last)
     else:
-        positions = prefix + in_chunk
-        slots_before, readable = _slot_before(batch, space, row + lane * 0, positions, lanes)
-        seeds = _chain_of(chain_source, slots_before, readable, anchor, positions)
+        slots_before, readable = _slot_before(
+            batch, space, row + lane * 0, expected_position, lanes
+        )
+        seeds = _chain_of(chain_source, slots_before, readable, anchor, expected_position, 0)
         chain = seeds * MULTIPLIER + mix64(identity)
         if v_records is not None:
             store_record(v_records, slot, keep, identity, chain, writer)
     store_record(k_records, slot, keep, identity, chain, writer)
-    # The input words again, at full width: identity keeps 32 bits of each.
-    token = tl.load(inputs.input_ids + at, mask=lanes, other=0).to(tl.int64)
-    position = tl.load(inputs.positions + at, mask=lanes, other=0).to(tl.int64)
-    expected_position = prefix + in_chunk
-    expected = known_token(known, index + lane * 0, expected_position, lanes)
     _report_inputs(
         inputs,
         at,

@@ -39,6 +39,7 @@ from sglang.srt.kv_canary.kernels.device_record import (
     half_offset,
     translate,
 )
+from sglang.srt.kv_canary.kernels.device_rows import Rows
 from sglang.srt.kv_canary.kernels.device_spans import (
     Batch,
     Known,
@@ -217,8 +218,20 @@ def _verify(
 
 
 @jit
-def report_bad_requests(batch, report, row, prefix, valid, request, halves: tl.constexpr):
-    bad_row = (row < 0) | (row >= batch.num_rows)
+def padding_with_slots(batch, row, request, out_cache_loc):
+    """Requests of a uniform batch that have the padding row 0 and yet a slot for their first new token."""
+    padding = (row == 0) & (request < batch.size)
+    at = request * batch.tokens_per_request
+    full = tl.load(out_cache_loc + at, mask=padding & (batch.tokens_per_request > 0), other=0)
+    return padding & (full != 0)
+
+
+@jit
+def report_bad_requests(
+    batch, report, row, prefix, valid, request, misplaced, halves: tl.constexpr
+):
+    """`misplaced`: requests whose row is known to be another's."""
+    bad_row = (row < 0) | (row >= batch.num_rows) | misplaced
     bad_length = (row != 0) & (valid == 0) & (bad_row == 0)
     reasons = tl.where(bad_row, BAD_ROW, tl.where(bad_length, BAD_LENGTH, 0))
     reasons = tl.where(request < batch.size, reasons, 0)
@@ -295,6 +308,7 @@ HOST_INTEGERS = [
     "num_spans",
     "num_known",
     "token_offset",
+    "row_growth",
 ]
 BATCH_VIEWS = [
     "rows",
@@ -335,6 +349,8 @@ def forward_kernel(
     v_head,
     known_tokens,
     known_spans,
+    row_words,  # None: the group keeps no row memory
+    sampled,
     prefix_delta,
     batch_size,
     num_tokens,
@@ -352,6 +368,7 @@ def forward_kernel(
     num_spans,
     num_known,
     token_offset,
+    row_growth,
     BATCH: tl.constexpr,  # power of two >= batch_size
     BLOCK: tl.constexpr,  # slots per verify item
     WRITE_BLOCK: tl.constexpr,  # tokens per write item of decode and of TAIL
@@ -399,6 +416,8 @@ def forward_kernel(
         input_ids, positions, out_cache_loc, swa_out_cache_loc, starts, parents, num_tokens, mode
     )
 
+    row_memory = Rows(row_words, sampled, row_growth)
+
     request = tl.arange(0, BATCH)
     row, prefix, new, valid = request_at(batch, request)
     window_start = tl.maximum(prefix - window, 0)
@@ -429,7 +448,10 @@ def forward_kernel(
                 report, eligible, blocks, first_blocks, outside, every, phase, halves, BLOCK
             )
         if HEAD and WRITE:
-            report_bad_requests(batch, report, row, prefix, valid, request, halves)
+            misplaced = request < 0
+            if row_words is not None and ext_lens is None:
+                misplaced = padding_with_slots(batch, row, request, out_cache_loc)
+            report_bad_requests(batch, report, row, prefix, valid, request, misplaced, halves)
 
     diverged = tl.full([], 0, tl.int32)
     written = tl.full([], 0, tl.int32)
@@ -454,16 +476,19 @@ def forward_kernel(
                 v_written += v_copied
         elif TILE_BITS == 0:
             # Loaded a turn ahead, else ptxas puts these loads behind those of the records before.
-            tokens = flat_tokens(batch, inputs, anchors, first_write * WRITE_BLOCK + lane, SINGLE)
+            tokens = flat_tokens(
+                batch, inputs, anchors, row_memory, known, first_write * WRITE_BLOCK + lane, SINGLE
+            )
             for item in range(first_write, writes, programs):
                 following = (item + programs) * WRITE_BLOCK + lane
-                more = flat_tokens(batch, inputs, anchors, following, SINGLE)
+                more = flat_tokens(batch, inputs, anchors, row_memory, known, following, SINGLE)
                 written += write_flat(
                     batch,
                     inputs,
                     space,
                     known,
                     report,
+                    row_memory,
                     tokens,
                     chain_source,
                     k_records,
@@ -480,6 +505,7 @@ def forward_kernel(
                     space,
                     known,
                     report,
+                    row_memory,
                     anchors,
                     chain_source,
                     k_records,

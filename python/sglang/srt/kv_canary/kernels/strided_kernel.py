@@ -299,7 +299,7 @@ def strided_kernel(
             outside = prefix * 0
             count_verified(report, complete, blocks, first_blocks, outside, every, phase, 1, BLOCK)
         if HEAD and WRITE:
-            report_bad_requests(batch, report, row, prefix, valid, request, 1)
+            report_bad_requests(batch, report, row, prefix, valid, request, request < 0, 1)
 
     written = tl.full([], 0, tl.int32)
     if VERIFY:

@@ -11,6 +11,7 @@ from sglang.srt.kv_canary.kernels.content import (
     prepare,
 )
 from sglang.srt.kv_canary.kernels.forward import check_and_write
+from sglang.srt.kv_canary.kernels.next_tokens import note_next_tokens
 from sglang.srt.kv_canary.kernels.slots import apply_slot_event, copy_records
 from sglang.srt.kv_canary.kernels.sweep import check_list
 
@@ -22,5 +23,6 @@ __all__ = [
     "check_list_content",
     "content_fingerprint",
     "copy_records",
+    "note_next_tokens",
     "prepare",
 ]

@@ -102,6 +102,14 @@ FAULTS: dict[str, Fault] = _table(
         "HEAD and TAIL",
     ),
     Fault(
+        "other_requests_row",
+        rows.other_requests_row,
+        "Point a request's whole page table row at another request's slots. Needs a longer request in the batch.",
+        (*READER, KEEP),
+        (Reason.ROW_CHAIN,),
+        "HEAD of the K half, in that forward",
+    ),
+    Fault(
         "swap_entries",
         rows.swap_entries,
         "Exchange two page table entries of a request.",

@@ -51,8 +51,10 @@ def _change_input(scene: Scene, args: dict[str, Any], name: str, change: Any) ->
 
 def first_token(scene: Scene, reader: Reader) -> int:
     """Index in the batch's tokens of the reader's first new one."""
-    starts = scene.forward_batch.extend_start_loc
-    return reader.index if starts is None else int(starts[reader.index])
+    batch = scene.forward_batch
+    if batch.extend_start_loc is not None:
+        return int(batch.extend_start_loc[reader.index])
+    return reader.index * (batch.out_cache_loc.shape[0] // batch.batch_size)
 
 
 def _around_head(scene: Scene, args: dict[str, Any], name: str, value: int) -> Outcome | None:

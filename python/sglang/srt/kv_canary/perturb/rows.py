@@ -25,6 +25,21 @@ def other_requests_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     return _repoint(scene, victim, {position: theirs}, detail, args)
 
 
+def other_requests_row(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Point every entry of a request at the slots of another request of the same batch."""
+    readers = scene.pick_readers(2, args)
+    if not readers:
+        return None
+    victim, other = readers
+    if victim.prefix > other.prefix:
+        return None  # the other one does not have as many
+    entries = {position: scene.slot(other, position) for position in range(victim.prefix)}
+    if entries[0] == scene.slot(victim, 0):
+        return None  # a shared prefix
+    detail = f'now the slots of request "{other.request_id}"'
+    return _repoint(scene, victim, entries, detail, args)
+
+
 def swap_entries(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Exchange two entries of a row."""
     readers = scene.pick_readers(1, args)

@@ -92,6 +92,12 @@ class Launcher:
         slots = self._content_slots[id(group)]
         self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
 
+    def note_next_tokens(
+        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
+    ) -> None:
+        """What was sampled for request rows, see `kernels.next_tokens`."""
+        self.backend.note_next_tokens(rows, tokens, counts, self.groups, self.state)
+
     def copy_records(
         self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
     ) -> None:

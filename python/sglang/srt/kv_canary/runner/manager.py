@@ -225,6 +225,20 @@ class CanaryManager:
         finally:
             self._depth -= 1
 
+    def note_next_tokens(
+        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> None:
+        """What was sampled for request `rows` after their last forward, to be compared with their next inputs.
+
+        `tokens` int[batch size] or, with `counts` int[batch size], int[batch size, n]: see `kernels.next_tokens`.
+        """
+        if not self.armed:
+            return
+        attempts = FirstError(self.errors)
+        with self.clock:
+            attempts.run(self.launcher.note_next_tokens, rows, tokens, counts)
+        attempts.raise_first()
+
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
         """A graph is replayed that holds these single forwards' launches."""
         if self._checking:
@@ -260,6 +274,7 @@ class CanaryManager:
                 single.abandon()
             # The device gives the number out again. It may wait here: an exception is no hot path.
             self.forward_ct = max(launched_before, self._forwards_done())
+            self.state.row_memory.forget()
         except Exception as error:
             # The exception that passes through says more, and must not be replaced.
             if self.errors.contain(error, self._abandon):
@@ -334,6 +349,7 @@ class CanaryManager:
         if self._tracking.until_restart or not self.ledger.complete:
             return
         self.ledger.apply()
+        self.state.row_memory.forget()
         self.forward_ct = self._forwards_done()  # waits, once: replays went on uncounted
         self._set_armed(True)
         self._blind = False

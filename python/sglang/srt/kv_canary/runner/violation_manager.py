@@ -10,7 +10,13 @@ import torch
 
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
-from sglang.srt.kv_canary.record import VIOLATION_COLUMNS, Column, Reason, unpack_writer
+from sglang.srt.kv_canary.record import (
+    VIOLATION_COLUMNS,
+    Column,
+    Reason,
+    chain_fold,
+    chain_step,
+)
 from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.violation import reason_names, tag_name
@@ -24,7 +30,6 @@ logger = logging.getLogger(__name__)
 # that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
 _NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
-MAX_UNSEEDED = 65536  # SWA and compressed records remembered whose chain had nothing to start from
 
 
 class ViolationManager:
@@ -42,8 +47,6 @@ class ViolationManager:
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken over from the ring
         self._unsettled = _NO_ROWS
-        # (kind, slot, writer word), oldest first
-        self._unseeded: dict[tuple[int, int, int], None] = {}
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -123,30 +126,24 @@ class ViolationManager:
         moot = self._recorder.is_moot(forward, reader)
         if int(row[Column.REASONS]) in _SEEN_OF_A_REWRITTEN_ROW:
             moot = moot or self._recorder.was_rewritten(forward, reader)
-        moot = moot or self._has_no_seed(row)
+        moot = moot or _has_no_seed(row)
         self.moot += moot
         return moot
 
-    def _has_no_seed(self, row: np.ndarray) -> bool:
-        """Whether an SWA chain starts anew because its writer may have met that same unmapped moment.
 
-        Its predecessor was unreadable then, so the chain that it wrote fits nothing; later readers of the same
-        record are told by what was remembered. Compressed slots take over chains of SWA slots.
-        """
-        if int(row[Column.REASONS]) != Reason.CHAIN:
-            return False
-        kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
-        if kind is not PoolKind.SWA and not kind.is_compressed:
-            return False
-        word = int(row[Column.WRITER])
-        key = (kind.index, int(row[Column.SLOT]), word)
-        low, writer_row, _, _ = unpack_writer(word)
-        writer_forward = self._recorder.whole_number(low)
-        if key not in self._unseeded and not self._recorder.was_rewritten(
-            writer_forward, writer_row
-        ):
-            return False
-        if len(self._unseeded) >= MAX_UNSEEDED:
-            self._unseeded.pop(next(iter(self._unseeded)))
-        self._unseeded[key] = None
-        return True
+def _has_no_seed(row: np.ndarray) -> bool:
+    """Whether the record, or its predecessor, was written at a moment when nothing could be read to chain it to.
+
+    SGLang unmaps an SWA slot before it re-points the row. A draft forward that is queued then finds no predecessor and
+    starts from 0; target forwards start from the row memory. The words of such a record give it away: its chain is
+    one step from 0. Compressed slots fold chains of SWA slots.
+    """
+    if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.STORED_POSITION]) <= 0:
+        return False
+    kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
+    token, chain = int(row[Column.STORED_TOKEN]), int(row[Column.STORED_CHAIN])
+    if kind is PoolKind.SWA:
+        return chain == chain_step(0, token, int(row[Column.STORED_POSITION]))
+    if kind.is_compressed:
+        return chain_fold(chain, 0, kind.stride) in (token, int(row[Column.EXPECTED_TOKEN]))
+    return False

@@ -16,6 +16,7 @@ _OF_REQUESTS = (
     | Reason.SWA_EVICTED_IN_WINDOW
     | Reason.TOKEN
 )
+_OF_THE_ROW = Reason.ROW_CHAIN | Reason.ROW_LENGTH
 _OF_THE_SWA_MAPPING = Reason.SWA_EVICTED_IN_WINDOW | Reason.WRITE_LOCATION
 
 
@@ -44,7 +45,9 @@ def _excluded(tag: CanaryLaunchTag, group: CanaryBufferGroup) -> Reason:
     if tag.side is Side.SWEEP:
         excluded |= _OF_REQUESTS
     if (tag.half, tag.side) != ("K", Side.HEAD):
-        excluded |= Reason.DOUBLE_FREE
+        excluded |= Reason.DOUBLE_FREE | _OF_THE_ROW
+    if group.stride != 1 or group.chain_source is not None:
+        excluded |= _OF_THE_ROW
     if group.swa_index_lut is None:
         excluded |= _OF_THE_SWA_MAPPING
     return excluded

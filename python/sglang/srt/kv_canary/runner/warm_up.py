@@ -32,6 +32,16 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
         )
 
 
+def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:
+    """What was sampled, of row 0, which no request has; samplers give int32 or int64."""
+    device = launcher.state.summary.device
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dtype in (torch.int32, torch.int64):
+        launcher.note_next_tokens(rows, rows.to(dtype), None)
+        if drafts:
+            launcher.note_next_tokens(rows, rows.to(dtype), rows.to(torch.int32))
+
+
 def warm_up_unfills(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
     """UNFILL of slot 0, given as `dtypes`, one for each group."""
     for group, dtype in zip(launcher.groups, dtypes, strict=True):

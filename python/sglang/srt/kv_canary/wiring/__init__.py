@@ -17,6 +17,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "last_words",
     "memory",
     "model_runner",
+    "sampled_tokens",
     "schedule_stream",
     "scheduler",
     "speculative",

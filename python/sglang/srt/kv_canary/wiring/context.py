@@ -11,6 +11,7 @@ from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder, StepRecord
 from sglang.srt.kv_canary.runner.guard import Tracking
 from sglang.srt.kv_canary.slot_event import SlotEventKind
+from sglang.srt.kv_canary.wiring.row_owners import RowOwners
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,12 @@ class CanaryContext:
     farewell: Farewell | None = None
     launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
+    row_owners: RowOwners = field(default_factory=RowOwners)
+
+    def row_released(self, row: int) -> None:
+        """A request row, or a part of it, was given back."""
+        self.recorder.row_released(row)
+        self.row_owners.forget(row)
 
     @property
     def active(self) -> bool:

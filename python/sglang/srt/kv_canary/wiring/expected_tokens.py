@@ -4,37 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.kv_canary.anchor import anchor_of
 from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import TAIL_TOKENS, ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import (
+    TAIL_TOKENS,
+    ExpectedTokens,
+    KnownTokens,
+    RowStart,
+)
+from sglang.srt.kv_canary.host_chain import chain_of_tokens
 from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.guard import attempt_aside
 
 
 def expected_tokens_of(
     manager: CanaryManager, forward_batch: Any, requests: list[Any]
 ) -> ExpectedTokens | None:
-    """What the requests' own lists say of an extend forward's tokens; None where nothing is known.
+    """What the requests' own lists say of an extend forward; None for other forwards.
 
-    Mode `tail`: the last TAIL_TOKENS of each cached prefix. Mode `all`: the whole prefix and the input.
+    Mode `tail`: every new token, and the last TAIL_TOKENS of each cached prefix. Mode `all`: the whole prefix too. A
+    request that is new in its row starts with the chain of its own tokens, in every mode.
     """
-    mode = manager.config.token_check
     prefix_lens = forward_batch.extend_prefix_lens_cpu
-    if mode is TokenCheck.NONE or not manager.armed or prefix_lens is None:
+    if not manager.armed or prefix_lens is None:
         return None
-    if len(requests) != len(prefix_lens) or forward_batch.input_embeds is not None:
-        return None
-    known = [
-        _known_tokens(request, int(prefix), int(length), mode)
-        for request, prefix, length in zip(
-            requests, prefix_lens, forward_batch.extend_seq_lens_cpu, strict=True
-        )
-    ]
+    known = attempt_aside(_known_of_batch, manager.config.token_check, forward_batch, requests)
+    if known is None:  # a row whose owner is not known must not be compared with the one before
+        known = [KnownTokens(start=RowStart.FORGET)] * len(prefix_lens)
     return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
 
 
-def _known_tokens(
-    request: Any, prefix: int, length: int, mode: TokenCheck
-) -> tuple[int, list[int]]:
-    if mode is TokenCheck.ALL:
-        return 0, list(request.fill_ids[: prefix + length])
-    first = max(0, prefix - TAIL_TOKENS)
-    return first, list(request.fill_ids[first:prefix])
+def _known_of_batch(
+    mode: TokenCheck, forward_batch: Any, requests: list[Any]
+) -> list[KnownTokens] | None:
+    """None where the batch is not that of `requests`."""
+    prefix_lens, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    if len(requests) != len(prefix_lens):
+        return None
+    has_tokens = forward_batch.input_embeds is None  # else placeholders
+    return [
+        _known_tokens(request, int(prefix), int(length), mode if has_tokens else None)
+        for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
+    ]
+
+
+def _known_tokens(request: Any, prefix: int, length: int, mode: TokenCheck | None) -> KnownTokens:
+    """`mode` None: the request's list does not say what is computed."""
+    start, chain = RowStart.KEEP, 0
+    if context.row_owners.extend(request, prefix, length):
+        start, chain = _row_start(request, prefix, mode is not None)
+    if mode is None or mode is TokenCheck.NONE:
+        return KnownTokens(start=start, start_chain=chain)
+    first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
+    tokens = request.fill_ids[first : prefix + length]
+    # A decode in a mixed batch: under overlap the host does not have its token yet.
+    if start == RowStart.KEEP and length == 1 and len(request.fill_ids) <= prefix:
+        start = RowStart.DECODES
+    return KnownTokens(first, tokens, start, chain)
+
+
+def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
+    """(tokens in the row, chain of the last one) of a request that is new in it."""
+    if prefix and not has_tokens:
+        return RowStart.FORGET, 0
+    return prefix, chain_of_tokens(request.fill_ids[:prefix], anchor_of(request.extra_key))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sglang.srt.kv_canary.wiring.context import context
 
-__all__ = ["attempt", "attempt_aside", "contain", "guarded"]
+__all__ = ["attempt", "attempt_aside", "contain", "guarded", "guarded_aside"]
 
 T = TypeVar("T")
 
@@ -49,12 +49,21 @@ def attempt_aside(function: Callable[..., T], *args: Any) -> T | None:
 def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A BEFORE or AFTER hook whose errors are contained: SGLang goes on as if there were no hook."""
 
+    return _guarded(hook, loses_track=True)
+
+
+def guarded_aside(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a hook whose failure leaves nothing out of date: checking goes on, too."""
+    return _guarded(hook, loses_track=False)
+
+
+def _guarded(hook: Callable[..., Any], loses_track: bool) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
         except Exception as error:
-            contain(error, hook)
+            contain(error, hook, loses_track)
             return None
 
     return run

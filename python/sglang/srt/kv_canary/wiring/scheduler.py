@@ -111,7 +111,7 @@ def _attend_farewell() -> None:
 @guarded
 def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
     if context.active and req.req_pool_idx is not None:
-        context.recorder.row_released(req.req_pool_idx)
+        context.row_released(req.req_pool_idx)
 
 
 @guarded
@@ -119,14 +119,14 @@ def _before_session_release(sessions: Any, session_id: str) -> None:
     """A streaming session puts its row on the pool's free list by itself."""
     slot = sessions.slots.get(session_id)
     if context.active and slot is not None and slot.is_holding_kv:
-        context.recorder.row_released(slot.req_pool_idx)
+        context.row_released(slot.req_pool_idx)
 
 
 @guarded
 def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
     """A session keeps its row and gives back what lies behind `target`, to be taken anew by its next turn."""
     if context.active and end > target:
-        context.recorder.row_released(row)
+        context.row_released(row)
 
 
 def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:

@@ -28,7 +28,7 @@ import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
 from sglang.srt.kv_canary.pool_patcher.api import attached_groups
 from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -97,7 +97,7 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
     if batch.input_embeds is not None or _has_media(batch):
         return None
     known = [
-        (prefix + 1, list(request.fill_ids[prefix + 1 : prefix + length]))
+        KnownTokens(prefix + 1, request.fill_ids[prefix + 1 : prefix + length])
         for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
     ]
     return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)

@@ -25,6 +25,7 @@ from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
 from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.runner.warm_up import (
     warm_up_moves,
+    warm_up_next_tokens,
     warm_up_slot_events,
     warm_up_sweep,
     warm_up_unfills,
@@ -88,7 +89,7 @@ class EagerForwards:
 def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
     """What a target's ModelRunner runs without a graph."""
     args, most = model_runner.server_args, _most_requests(manager)
-    forwards = [_prefills(args, most, manager.config.token_check is not TokenCheck.NONE)]
+    forwards = [_prefills(args, most, known=True)]
     if not model_runner.is_generation:
         return forwards
     first = _first_without(model_runner.graph_runner)
@@ -99,7 +100,7 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
         forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, most, tokens))
     if require_mlp_sync(args):
         # Beside another rank's prefill, SGLang turns a decode into a prefill of one token each.
-        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64))
+        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64, known=True))
     return forwards
 
 
@@ -165,6 +166,9 @@ def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
     """Launch everything that the target launches while it serves, outside of graphs."""
     page_size = model_runner.token_to_kv_pool_allocator.page_size
     _warm_up(manager, target_forwards(manager, model_runner), page_size)
+    args = model_runner.server_args
+    drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
+    warm_up_next_tokens(manager.launcher, drafts)
     if _moves_slots(model_runner.server_args, page_size):
         warm_up_moves(manager.launcher, _slot_types(manager, torch.int64))
     if manager.config.sweep_interval:

@@ -11,6 +11,7 @@ from sglang.srt.kv_canary.kernels.reference.content import (
     prepare,
 )
 from sglang.srt.kv_canary.kernels.reference.forward import check_and_write
+from sglang.srt.kv_canary.kernels.reference.next_tokens import note_next_tokens
 from sglang.srt.kv_canary.kernels.reference.slots import (
     apply_slot_event,
     copy_records,
@@ -25,5 +26,6 @@ __all__ = [
     "check_list_content",
     "content_fingerprint",
     "copy_records",
+    "note_next_tokens",
     "prepare",
 ]

@@ -9,6 +9,7 @@ from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Part, Side
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.kernels.reference import check, hashing, ring, strided, tree
+from sglang.srt.kv_canary.kernels.reference.rows import Remembered, check_rows, remember, store_rows
 from sglang.srt.kv_canary.kernels.reference.spans import (
     Requests,
     begin_forward,
@@ -59,12 +60,15 @@ def _verify(plan, group, side: Side, requests: Requests, forward: int, state) ->
 
 
 def _write(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+    remembered = None
+    if side is Side.HEAD and state.row_memory.of(group) is not None:
+        remembered = remember(plan, group, requests, state)
+        check_rows(plan, group, requests, remembered, forward, state)
     for half in group.halves:
         tag_id = CanaryLaunchTag(group.kind, half, side).id
         if side is Side.HEAD:
-            report_bad_requests(plan, requests, tag_id, forward, state)
-            records = group.records(half, side.value)
-            written = _write_head(plan, group, requests, records, tag_id, forward, state)
+            report_bad_requests(plan, group, requests, tag_id, forward, state)
+            written = _write_head(plan, group, half, requests, remembered, forward, state)
         else:
             written = _write_tail(plan, group, half, forward)
         state.counters[tag_id, Counter.WRITTEN] += written
@@ -102,15 +106,17 @@ def expected_at(
     unknown = torch.full_like(positions, record.UNKNOWN)
     if expected is None:
         return unknown
-    offset, first, count = expected.spans[request_index].unbind(1)
+    offset, first, count = expected.spans[request_index, :3].unbind(1)
     known = (positions >= first) & (positions < first + count)
     index = torch.where(known, offset + positions - first, 0)
     return torch.where(known, expected.tokens[index].long(), unknown)
 
 
-def _write_head(plan, group, requests, records, tag_id: int, forward: int, state) -> int:
+def _write_head(
+    plan, group, half: str, requests, remembered: Remembered | None, forward: int, state
+) -> int:
     """Chain and write the new tokens; report inputs that are not what the request expects."""
-    write = plan.write
+    write, records = plan.write, group.records(half, "HEAD")
     ext = torch.where(requests.valid, requests.ext_lens, 0)
     request_index = torch.repeat_interleave(torch.arange(ext.shape[0], device=ext.device), ext)
     in_chunk = torch.arange(request_index.shape[0], device=ext.device)
@@ -122,12 +128,14 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
     parents, depths = tree.parents_and_depths(write, token_index, in_chunk)
     expected_position = requests.prefix_lens[request_index] + depths
     if group.chain_source is None:
-        seeds = _seeds(plan, group, requests, records, state)
+        seeds = _seeds(plan, group, requests, records, remembered, state)
         chains = _chains(ext, identity, seeds, parents)
     else:
         rows, before = requests.rows[request_index], expected_position
-        seeds = _chain_before(plan, group, rows, before, group.chain_source, state)
+        seeds = _chain_before(plan, group, rows, before, group.chain_source, 0, state)
         chains = hashing.chain_step(seeds, identity)
+    if remembered is not None and half == "K":
+        store_rows(plan, group, requests, chains, forward, state)
 
     full_slots = write.out_cache_loc[token_index].long()
     slots, reasons = check.translate(group, full_slots)
@@ -135,6 +143,10 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
     expected_token = expected_at(
         plan.expected, request_index, expected_position + group.kv_token_id_vs_position_offset
     )
+    if remembered is not None:
+        first = (in_chunk == 0) & (full_slots != 0) & (expected_token == record.UNKNOWN)
+        sampled = remembered.inputs(requests)[request_index]
+        expected_token = torch.where(first, sampled, expected_token)
     out_of_range = reasons & int(Reason.SLOT_OUT_OF_RANGE)
     real = full_slots != 0
     wrong_token = (expected_token != record.UNKNOWN) & (tokens != expected_token)
@@ -148,7 +160,7 @@ def _write_head(plan, group, requests, records, tag_id: int, forward: int, state
     ring.append(
         state,
         faults,
-        tag=tag_id,
+        tag=CanaryLaunchTag(group.kind, half, Side.HEAD).id,
         slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
         full_slot=full_slots,
         expected_position=expected_position,
@@ -181,18 +193,22 @@ def _attention_slots(write, group, token_index: torch.Tensor) -> torch.Tensor | 
     return write.swa_out_cache_loc[token_index].long()
 
 
-def _seeds(plan, group, requests, records, state) -> torch.Tensor:
-    """Chain before each request's first new token; 0 where the predecessor cannot be read."""
+def _seeds(plan, group, requests, records, remembered: Remembered | None, state) -> torch.Tensor:
+    """Chain before each request's first new token; what is remembered of its row where that cannot be read."""
     rows = torch.where(requests.valid, requests.rows, 0)
     lengths = torch.where(requests.valid, requests.prefix_lens, 0)
-    return _chain_before(plan, group, rows, lengths, records, state)
+    otherwise = 0 if remembered is None else remembered.seeds(requests)
+    return _chain_before(plan, group, rows, lengths, records, otherwise, state)
 
 
-def _chain_before(plan, group, rows, positions, records, state) -> torch.Tensor:
-    """Chain in `records` of the slot before `positions` of `rows`, the anchor at 0; 0 where it cannot be read."""
+def _chain_before(plan, group, rows, positions, records, otherwise, state) -> torch.Tensor:
+    """Chain in `records` of the slot before `positions` of `rows`, the anchor at 0.
+
+    `otherwise` where there is none to read.
+    """
     prev_full = plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
     prev_slots, reasons = check.translate(group, prev_full)
-    chains = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
+    chains = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], otherwise)
     return torch.where(positions == 0, state.anchors[rows], chains)
 
 

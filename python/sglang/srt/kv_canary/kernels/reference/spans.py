@@ -104,9 +104,22 @@ def count_checked(state, tag_id: int, plan, group, requests: Requests, lanes: ch
         counters[Counter.OUT_OF_WINDOW] += outside.sum()
 
 
-def report_bad_requests(plan, requests: Requests, tag_id: int, forward: int, state) -> None:
+def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
+    """Requests of a uniform batch that have the padding row 0 and yet a slot for their first new token."""
+    padding = requests.rows == 0
+    if plan.write.ext_lens is not None or not plan.write.tokens_per_request:
+        return torch.zeros_like(padding)
+    first = plan.write.out_cache_loc[requests.starts.clamp(max=plan.num_tokens - 1)]
+    return padding & (requests.starts < plan.num_tokens) & (first != 0)
+
+
+def report_bad_requests(
+    plan, group: CanaryBufferGroup, requests: Requests, tag_id: int, forward: int, state
+) -> None:
     num_rows, _ = plan.req_to_token.shape
     bad_row = (requests.rows < 0) | (requests.rows >= num_rows)
+    if state.row_memory.of(group) is not None:
+        bad_row |= padding_with_slots(plan, requests)
     reasons = torch.where(bad_row, int(Reason.ROW_OUT_OF_RANGE), 0)
     bad_length = ~requests.valid & ~bad_row & (requests.rows != 0)
     reasons = torch.where(bad_length, int(Reason.LENGTH_OUT_OF_RANGE), reasons)

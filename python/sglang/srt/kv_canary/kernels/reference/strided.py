@@ -43,7 +43,7 @@ def write(plan, group, side: Side, requests: Requests, forward: int, state) -> N
     """The slots that the forward completes. The base group's HEAD has run before."""
     tag_id = CanaryLaunchTag(group.kind, "K", side).id
     if side is Side.HEAD:
-        report_bad_requests(plan, requests, tag_id, forward, state)
+        report_bad_requests(plan, group, requests, tag_id, forward, state)
         written = _write_head(plan, group, requests, tag_id, forward, state)
     else:
         written = _write_tail(plan, group, forward)

@@ -1,0 +1,121 @@
+"""Row memory: is a request's row still what its last forward left, and was its token sampled?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.kv_canary import record
+from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.expected_inputs import RowStart
+from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
+from sglang.srt.kv_canary.kernels.reference.spans import Requests
+from sglang.srt.kv_canary.record import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What is known of each request's row, int64[batch size]."""
+
+    lengths: torch.Tensor  # -1: nothing
+    chains: torch.Tensor
+    sampled: torch.Tensor  # the token that follows; UNKNOWN where nothing says so
+
+    def seeds(self, requests: Requests) -> torch.Tensor:
+        """Chain before each request's first new token, for where the record before cannot be read."""
+        return torch.where(self.lengths == requests.prefix_lens, self.chains, 0)
+
+    def inputs(self, requests: Requests) -> torch.Tensor:
+        """First new token of each request, UNKNOWN where nothing says so."""
+        return torch.where(self.lengths == requests.prefix_lens, self.sampled, record.UNKNOWN)
+
+
+def remember(plan, group, requests: Requests, state) -> Remembered:
+    """What the host or the row's last forward says of the rows."""
+    memory = state.row_memory.of(group)
+    rows = torch.where(requests.valid, requests.rows, 0)
+    word, chains = memory[rows, record.ROW_WORD_LENGTH], memory[rows, record.ROW_WORD_CHAIN]
+    token = state.row_memory.sampled[rows]
+    lengths = (word & record.FORWARD_MASK) - 1
+    # 0: nothing was sampled yet, or the forward counter has just wrapped.
+    fits = ((word >> 32) == (token >> 32)) & ((word >> 32) != 0)
+    starts = torch.full_like(rows, RowStart.KEEP)
+    if plan.expected is not None:
+        starts, told_chains = plan.expected.spans[:, 3], plan.expected.spans[:, 4]
+        chains = torch.where(starts >= 0, told_chains, chains)
+        lengths = torch.where(starts == RowStart.FORGET, -1, lengths)
+        lengths = torch.where(starts >= 0, starts, lengths)
+    decodes = starts == RowStart.DECODES
+    if plan.write.ext_lens is None:
+        decodes |= starts == RowStart.KEEP
+    lengths = torch.where(requests.valid, lengths, -1)
+    known = decodes & fits & (lengths >= 0)
+    sampled = torch.where(known, hashing.stored_token(token), record.UNKNOWN)
+    return Remembered(lengths, chains, sampled)
+
+
+def certain_tokens(plan, requests: Requests) -> torch.Tensor:
+    """New tokens of each request that surely stay; of drafts only the first one. 0 for padding."""
+    certain = requests.ext_lens.clamp(min=0)
+    if plan.write.ext_lens is None:
+        certain = certain.clamp(max=1)
+    last = requests.starts + certain - 1
+    inside = requests.valid & (certain > 0) & (last >= 0) & (last < plan.num_tokens)
+    full = torch.zeros_like(last)
+    full[inside] = plan.write.out_cache_loc[last[inside]].long()
+    return torch.where(inside & (full != 0), certain, 0)
+
+
+def check_rows(
+    plan, group, requests: Requests, remembered: Remembered, forward: int, state
+) -> None:
+    """Report rows whose length or chain is not what is remembered of them."""
+    records = group.k_head
+    prefix, lengths = requests.prefix_lens, remembered.lengths
+    known = (certain_tokens(plan, requests) > 0) & (lengths >= 0)
+    wrong_length = known & ((lengths > prefix) | (prefix - lengths > plan.row_growth))
+    last = torch.where(known & ~wrong_length, lengths - 1, -1)
+    rows = torch.where(requests.valid, requests.rows, 0)
+    full = plan.req_to_token[rows, last.clamp(min=0)].long()
+    slots, slot_reasons = check.translate(group, full)
+    words = records[slots]
+    chain, writer = words[:, record.WORD_CHAIN], words[:, record.WORD_WRITER]
+    live = hashing.state_of(writer) == record.State.LIVE
+    wrong_chain = (last >= 0) & (slot_reasons == 0) & live & (chain != remembered.chains)
+    reasons = torch.where(wrong_chain, int(Reason.ROW_CHAIN), 0)
+    reasons = torch.where(wrong_length, int(Reason.ROW_LENGTH), reasons)
+
+    def of_chain(value: torch.Tensor) -> torch.Tensor:
+        return torch.where(wrong_chain, value, record.UNKNOWN)
+
+    identity = words[:, record.WORD_IDENTITY]
+    ring.append(
+        state,
+        reasons,
+        tag=CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
+        slot=of_chain(slots),
+        full_slot=of_chain(full),
+        expected_position=torch.where(wrong_chain, last, lengths),
+        stored_position=torch.where(wrong_chain, hashing.stored_position(identity), prefix),
+        stored_token=of_chain(hashing.stored_token(identity)),
+        expected_chain=of_chain(remembered.chains),
+        stored_chain=of_chain(chain),
+        reader_row=requests.rows,
+        reader_forward=forward,
+        writer=torch.where(wrong_chain, writer, 0),
+        last_writer=0,
+    )
+
+
+def store_rows(plan, group, requests: Requests, chains: torch.Tensor, forward: int, state) -> None:
+    """The rows' last forward leaves them with these tokens; `chains` int64[new tokens], request by request."""
+    certain = certain_tokens(plan, requests)
+    ext = torch.where(requests.valid, requests.ext_lens, 0)
+    keep = certain > 0
+    at = (ext.cumsum(0) - ext + certain - 1)[keep]
+    memory, rows = state.row_memory.of(group), requests.rows[keep]
+    lengths = (requests.prefix_lens + certain)[keep]
+    word = (lengths + 1) | (record.to_signed64(forward << 32))
+    memory[rows, record.ROW_WORD_LENGTH] = word
+    memory[rows, record.ROW_WORD_CHAIN] = chains[at]
