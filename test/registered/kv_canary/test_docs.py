@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.runner.violation import RUNBOOK, Actor, Violation, render
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.kv_canary.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -55,6 +58,12 @@ def runbook_sections() -> dict[str, str]:
     """Text of the sections of third level, by heading."""
     parts = re.split(r"^##+ (.+)$", prose(REPO / RUNBOOK), flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def event_file_commands() -> list[str]:
+    """The runbook's commands that read events.jsonl."""
+    lines = (REPO / RUNBOOK).read_text().splitlines()
+    return [line.strip(" `;") for line in lines if "jq " in line and "events.jsonl" in line]
 
 
 def violation(*reasons: str) -> Violation:
@@ -136,6 +145,33 @@ def test_every_alert_names_a_section_of_the_runbook() -> None:
         ((file, anchor),) = SECTION.findall(rule)
         assert f'runbook: "{file}#{anchor} ' in rule
         assert anchor in anchors(REPO / file), name
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_the_commands_that_read_the_event_file_work_as_they_stand(tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events.jsonl"))
+    rig.extend(1, range(20))
+    rig.extend(2, range(30))
+    slot = rig.slot(1, 5)
+    rig.rows.req_to_token[2, 6] = rig.rows.req_to_token[1, 5]
+    for _ in range(4):
+        rig.decode([1, 2])
+    rig.settle()
+    rig.manager.violations.finish()
+    commands = event_file_commands()
+    assert len(commands) == 6
+
+    def run(sign: str) -> str:
+        (command,) = (command for command in commands if sign in command)
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        return subprocess.check_output(shell, cwd=tmp_path, text=True)
+
+    assert re.search(r"1 .* rank 0 pp null dp null HEAD_K_FULL POSITION\+CHAIN", run(".tag"))
+    assert [4, slot] in [[*map(int, line.split())] for line in run(".slot").splitlines()]
+    assert run(".reader.request_id") == '"req-2"\n'
+    assert run(".readers[]") == '"req-2"\n'
+    assert 0 <= float(run("now - max")) < 600
+    assert '"cause":1,' in run(".cause <= 3")
 
 
 if __name__ == "__main__":
