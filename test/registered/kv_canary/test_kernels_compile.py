@@ -72,6 +72,10 @@ for plan in (prefill, decode):
 draft = make_group(200, device=device, chain_source=group.k_head)
 for part in (Part.ALL, Part.WRITE):
     triton_backend.check_and_write(decode, draft, Side.HEAD, state, part)
+triton_backend.check_and_write(prefill, draft, Side.HEAD, state)
+triton_backend.check_and_write(decode, group, Side.HEAD, state)
+for counts in (None, listed.int()):
+    triton_backend.note_next_tokens(listed, listed.int(), counts, (group, swa), state)
 padded = replace(tree, verify=replace(tree.verify, padded=True))
 triton_backend.check_and_write(padded, group, Side.TAIL, state)
 
@@ -104,7 +108,8 @@ triton_backend.copy_records(group, listed, listed)
 """
 
 KERNELS = {
-    "forward_kernel": 11,
+    "forward_kernel": 13,
+    "next_tokens_kernel": 2,
     "strided_kernel": 5,
     "content_kernel": 4,
     "fingerprint_kernel": 1,

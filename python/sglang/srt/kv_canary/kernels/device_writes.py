@@ -27,7 +27,12 @@ from sglang.srt.kv_canary.kernels.device_record import (
     translate,
     writer_word,
 )
-from sglang.srt.kv_canary.kernels.device_rows import check_rows, remember, store_rows
+from sglang.srt.kv_canary.kernels.device_rows import (
+    Remembered,
+    check_rows,
+    remember,
+    store_rows,
+)
 from sglang.srt.kv_canary.kernels.device_spans import known_token, request_at
 from sglang.srt.kv_canary.kernels.jit import cumsum_of, jit, max_of, sum_of
 
@@ -153,7 +158,7 @@ class FlatTokens(NamedTuple):
     position: Any
     full: Any
     anchor: Any
-    remembered: Any  # of each token's row; None: the group has no row memory
+    remembered: Any  # of each token's row
 
 
 @jit
@@ -166,7 +171,8 @@ def flat_tokens(batch, inputs, anchors, rows, known, index, SINGLE: tl.constexpr
     position = tl.load(inputs.positions + index, mask=lanes, other=0).to(tl.int64)
     full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
     anchor = tl.load(anchors + tl.where(lanes, row, 0))
-    remembered = None
+    # Not None where there is no row memory: loops carry it, and Triton carries tensors only.
+    remembered = Remembered(row * 0 - 1, row * 0, row * 0)
     if rows.words is not None:
         remembered = remember(rows, known, request, row, lanes, True)
     return FlatTokens(index, request, lanes, row, prefix, token, position, full, anchor, remembered)

@@ -163,7 +163,9 @@ def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
     """The requests of `forward_batch`; `requests` are the scheduler's, in batch order."""
     prefixes = forward_batch.extend_prefix_lens_cpu
     if prefixes is None:
-        prefixes = (forward_batch.seq_lens - 1).tolist()
+        # A decode's length counts its new token, a verify's leaves the drafts out.
+        new = 0 if forward_batch.forward_mode.is_target_verify() else 1
+        prefixes = (forward_batch.seq_lens - new).tolist()
     if len(requests) != len(prefixes):
         return ()
     return tuple(
