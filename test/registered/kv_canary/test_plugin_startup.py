@@ -226,6 +226,13 @@ def test_error_while_adding_the_flags_is_told_to_who_asks(fresh):
     assert fresh.run(broken).returncode == 0
 
 
+def test_a_start_has_no_warning_about_hooks(fresh):
+    """SGLang warns in each process of a function that two AROUND hooks share."""
+    ended = fresh.run(script(LOAD, "load_plugins()"))
+    assert ended.returncode == 0
+    assert "Multiple AROUND hooks" not in ended.stderr
+
+
 # Hooks that are not in place
 
 TARGETS = sorted({hook.target for hook in collect_hooks()})

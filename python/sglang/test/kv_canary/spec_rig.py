@@ -316,9 +316,9 @@ def v1_step(rig: SpecRig, row: int, drafts: list[int], tree, path: list[int], bo
 
 
 def accept(rig: SpecRig, row: int, slots: torch.Tensor, path: list[int]) -> None:
-    """What SGLang's v1 does behind a verify: unfilled for the draft, rejected slots freed, the row compacted."""
+    """What SGLang's v1 does after a verify: unfilled for the draft, rejected slots freed, the row compacted."""
     verified = SimpleNamespace(out_cache_loc=slots, forward_mode=ForwardMode.TARGET_VERIFY)
-    speculative._around_accept(lambda *_: None, None, verified)
+    speculative._before_accept(None, verified)
     rejected = [i for i in range(len(slots)) if i not in path]
     rig.allocator.free(slots[rejected])
     start = rig.lengths[row]

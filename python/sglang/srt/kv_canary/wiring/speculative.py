@@ -183,15 +183,9 @@ def _before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **k
 # Slots that change hands inside a step
 
 
-def _around_accept(
-    original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
-) -> Any:
+@guarded
+def _before_accept(_: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """v1, before the rejected slots are freed."""
-    attempt(_before_accept, batch)
-    return original(verify_input, batch, *args, **kwargs)
-
-
-def _before_accept(batch: Any) -> None:
     if batch.out_cache_loc is not None and not batch.forward_mode.is_idle():
         for manager in context.managers:
             if manager.identity.role == "draft":
@@ -245,11 +239,11 @@ def _hooks() -> tuple[HookSpec, ...]:
         (f"{_V2}.draft_forward", _around_draft_forward),
         (f"{_V2}._draft_extend_for_prefill", _around_draft_prefill),
         (f"{_V2}._draft_extend_for_decode", _around_draft_extend),
-        (f"{_PACKAGE}.eagle_info.EagleVerifyInput.verify", _around_accept),
     )
     hooks = [HookSpec(target, fn, HookType.AROUND, _DRAFT_KV) for target, fn in brackets]
     for target, fn in (
         (f"{_RUNNER}.forward", _before_forward),
+        (f"{_PACKAGE}.eagle_info.EagleVerifyInput.verify", _before_accept),
         (f"{_DRAFT_GRAPH}.replay", _before_draft_replay),
         (f"{_EXTEND_GRAPH}.replay", _before_draft_extend_replay),
     ):
