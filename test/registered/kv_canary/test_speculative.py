@@ -481,7 +481,7 @@ def test_records_move_with_their_bytes(content, hooked, monkeypatch):
         rig.accept(1, [2, 3, 900])
         rig.verify([1], [[5, 6, 7, 8]], TREE_PARENTS)
         reasons = {reason for _, _, reason in rig.findings()}
-        assert reasons == (set() if hooked else {"POSITION", "CHAIN", "CONTENT"})
+        assert reasons == (set() if hooked else {"POSITION", "CHAIN", "CONTENT", "ROW_CHAIN"})
 
 
 # Graphs

@@ -26,8 +26,10 @@ from sglang.srt.kv_canary.wiring import speculative
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.kv_canary.pool_fixtures import (
     make_mha_pool,
     skip_where_pools_on_cpu_cannot_be_written,
@@ -131,11 +133,14 @@ class SpecRig:
         """
         self.rows.req_to_token[row, : len(cached)] = torch.tensor(list(cached), dtype=torch.int32)
         start, ends = len(cached), []
+        request = Req("rig", "", list(prompt), SamplingParams())
+        request.req_pool_idx = row
         for length in chunks:
             ends.append(start + sum(chunks[: len(ends)]) + length)
         for end in [*ends, len(prompt)]:
             slots = self.allocate(row, start, end)
-            context.requests = [SimpleNamespace(fill_ids=list(prompt[:end]))]
+            request.fill_ids = list(prompt[:end])
+            context.requests = [request]
             part = list(prompt[start:end])
             self._extend(self.target, row, start, part, slots, self.target_pool)
             rotated = [*part[1:], prediction]
@@ -143,6 +148,7 @@ class SpecRig:
             start = end
         self.lengths[row] = len(prompt)
         self.tokens[row] = [*prompt, prediction]
+        self._note_sampled(row, [prediction])
 
     def allocate(self, row: int, start: int, end: int) -> torch.Tensor:
         """Slots of new positions, entered into the row."""
@@ -234,11 +240,16 @@ class SpecRig:
         """`tokens`, the last of which is the new bonus token, are the request's now."""
         self.lengths[row] += len(tokens)
         self.tokens[row] += tokens
+        self._note_sampled(row, tokens)
 
     def bonus(self, row: int) -> int:
         return self.tokens[row][-1]
 
     # Parts
+
+    def _note_sampled(self, row: int, tokens: Sequence[int]) -> None:
+        lengths = torch.tensor([len(tokens)], dtype=torch.int32)
+        self.target.note_next_tokens(torch.tensor([row]), torch.tensor([list(tokens)]), lengths)
 
     def _slots(self, row: int, positions: range) -> torch.Tensor:
         return self.rows.req_to_token[row, positions.start : positions.stop].long()
