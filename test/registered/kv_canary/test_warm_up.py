@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,16 +82,25 @@ def model_runner(allocator: Any, args: ServerArgs, **fields: Any) -> SimpleNames
 # Targets
 
 
+@dataclass(eq=False)
+class Request:
+    """The fields of SGLang's Req that the token lists are made from."""
+
+    req_pool_idx: int
+    fill_ids: Sequence[int] = range(30)
+    extra_key: str | None = None
+
+
 def target_rig(pool: str, **settings: Any) -> ManagerRig:
     window, real = None, make_mha_pool(size=512)
     if pool == "swa":
         window, real = 8, make_swa_pool(size=256, size_swa=256, head_num=2, head_dim=8)
     rig = ManagerRig(real=real, sliding_window_size=window, **settings)
-    prompts = {row: range(50 * row, 50 * row + 30) for row in range(1, MAX_REQUESTS + 1)}
+    requests = {row: Request(row) for row in range(1, MAX_REQUESTS + 1)}
 
     def expected(batch: ForwardBatch) -> Any:
-        requests = [SimpleNamespace(fill_ids=prompts[int(row)]) for row in batch.req_pool_indices]
-        return expected_tokens_of(rig.manager, batch, requests)
+        served = [requests[int(row)] for row in batch.req_pool_indices]
+        return expected_tokens_of(rig.manager, batch, served)
 
     rig.expected = expected
     return rig

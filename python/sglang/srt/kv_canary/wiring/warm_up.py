@@ -100,7 +100,7 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
         forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, most, tokens))
     if require_mlp_sync(args):
         # Beside another rank's prefill, SGLang turns a decode into a prefill of one token each.
-        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64, known=True))
+        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64))
     return forwards
 
 
