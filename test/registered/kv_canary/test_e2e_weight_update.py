@@ -1,7 +1,8 @@
 """Weights that change while the server runs: slots of the old weights stay true records, or are flushed.
 
 SGLang gives a prefix that was computed with the old weights to whoever asks for its tokens, unless the update
-flushes the cache; requests that run through an update go on with old and new KV. None of that is a violation.
+flushes the cache; requests that run through an update go on with old and new KV. None of that is a violation,
+unless SGLANG_KV_CANARY_STALE_WEIGHTS says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, ClassVar
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from sglang.test.kv_canary.traffic import (
     random_tokens,
 )
 
-register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
 WATCHED = "model.layers.1.mlp.down_proj.weight"
 
@@ -43,7 +45,7 @@ def _in_background(work: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: future.result(timeout=consts.PROCESS_TIMEOUT_S)
 
 
-class TestWeightUpdates(CanaryE2EBase):
+class WeightUpdates(CanaryE2EBase):
     """The three ways to update, each with another set of weights. The sweep reads the old weights' slots, too."""
 
     flags: ClassVar = {
@@ -58,10 +60,10 @@ class TestWeightUpdates(CanaryE2EBase):
         if flush:
             self.settle()
 
-    def update_from_disk(self, seed: int, flush: bool) -> None:
+    def update_from_disk(self, seed: int, flush: bool, **fields: Any) -> None:
         self.ready_to_update(flush)
         path = write_tiny_llama_checkpoint(self.serving.folder / f"weights{seed}", seed)
-        body = {"model_path": path, "load_format": "auto", "flush_cache": flush}
+        body = {"model_path": path, "load_format": "auto", "flush_cache": flush, **fields}
         assert self.serving.post("/update_weights_from_disk", body)["success"]
 
     def update_from_tensor(self, seed: int, flush: bool) -> None:
@@ -109,6 +111,9 @@ class TestWeightUpdates(CanaryE2EBase):
         assert updating()["success"]
         torch.distributed.destroy_process_group(ours)
 
+    def update(self, way: str, seed: int, flush: bool) -> None:
+        getattr(self, f"update_from_{way}")(seed, flush)
+
     def assert_weights(self, seed: int) -> None:
         """The server computes with the weights of `seed`."""
         body = {"name": WATCHED, "truncate_size": 1}
@@ -116,6 +121,8 @@ class TestWeightUpdates(CanaryE2EBase):
         expected = tiny_llama_weights(seed)[WATCHED][0]
         torch.testing.assert_close(torch.tensor(row), expected, rtol=0.01, atol=0.001)  # bf16
 
+
+class TestWeightUpdates(WeightUpdates):
     # An update hides nothing. First, while nobody else has written the slots that the flush frees.
 
     def test_damage_to_slots_of_the_old_weights_is_found(self) -> None:
@@ -149,7 +156,7 @@ class TestWeightUpdates(CanaryE2EBase):
         shape = TrafficShape(12, seed=5, flushes=0, name=f"{way}{flush}-")
         self.serve(shape)
         seed = 10 + len(way) + flush
-        getattr(self, f"update_from_{way}")(seed, flush)
+        self.update(way, seed, flush)
         self.assert_weights(seed)
         cached = self.cached_tokens("again", shape)
         assert cached == 0 if flush else cached > 0
@@ -197,6 +204,59 @@ class TestWeightUpdates(CanaryE2EBase):
         self.assert_weights(100 + updates - 1)
         self.assert_no_violations()
         self.assert_healthy()
+
+
+class TestStaleWeights(WeightUpdates):
+    """Reads of the old weights' KV are reported, and nothing else is."""
+
+    env: ClassVar = {"SGLANG_KV_CANARY_STALE_WEIGHTS": "report"}
+
+    def read_after(self, name: str, update: Callable[[], Any]) -> list[dict[str, Any]]:
+        """The violations of a request whose prefix is cached before an update."""
+        prompt = random_tokens(random.Random(name), 40)
+        self.generate(f"{name}-writer", prompt, 1)
+        update()
+        self.assert_no_violations()  # the sweep has read all of it
+        self.generate(f"{name}-reader", prompt, 4)
+        return self.violations()
+
+    def test_the_versions_are_named(self) -> None:
+        self.expect_violations()
+        self.update_from_disk(31, flush=True, weight_version="before")
+        found = self.read_after(
+            "named", lambda: self.update_from_disk(32, flush=False, weight_version="after")
+        )
+        (event,) = found
+        assert (event["tag"], event["reasons"]) == ("HEAD_K_FULL", ["STALE_WEIGHTS"])
+        assert event["writer"]["request_id"] == "named-writer"
+        assert event["reader"]["request_id"] == "named-reader"
+        assert event["expected_position"] == 0
+        names = [event[side]["name"] for side in ("writer_weights", "reader_weights")]
+        assert names == ["before", "after"]
+        self.generate("named-unrelated", random_tokens(random.Random("unrelated"), 40), 4)
+        assert self.violations() == found
+
+    @pytest.mark.parametrize("way", ["tensor", "distributed"])
+    def test_each_way_to_update_is_noticed(self, way: str) -> None:
+        self.expect_violations()
+        (event,) = self.read_after(way, lambda: self.update(way, 40 + len(way), flush=False))
+        assert event["reasons"] == ["STALE_WEIGHTS"]
+        assert event["reader_weights"]["number"] == event["writer_weights"]["number"] + 1
+
+    # Clean
+
+    @pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
+    def test_after_a_flush_there_is_nothing_stale(self, way: str) -> None:
+        flushed = self.read_after(f"{way}-flush", lambda: self.update(way, 50 + len(way), True))
+        assert flushed == []
+
+    def test_an_update_that_fails_changes_nothing(self) -> None:
+        def fail() -> None:
+            body = {"model_path": "/no/such/model", "load_format": "auto", "flush_cache": False}
+            with pytest.raises(HTTPError, match="400"):
+                self.serving.post("/update_weights_from_disk", body)
+
+        assert self.read_after("failed", fail) == []
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from sglang.test.kv_canary.histories import (
     Step,
     SwapRows,
     Sweep,
+    UpdateWeights,
 )
 from sglang.test.kv_canary.world import WorldSpec
 
@@ -220,6 +221,7 @@ trouble = {
     st.builds(Sweep, group=small, odd=odd_entries): 2,
     st.builds(SetAnchor, row=small, value=st.integers(-(1 << 63), (1 << 63) - 1)): 1,
     st.just(Clear(careless=True)): 1,
+    st.just(UpdateWeights()): 2,
     st.builds(Arm, armed=st.sampled_from([True, True, False])): 1,
 }
 

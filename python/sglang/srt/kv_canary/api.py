@@ -102,7 +102,7 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
             content_budget_bytes=config.content_budget_bytes,
             max_extend_tokens=_max_extend_tokens(server_args, rows.shape[1]),
         ),
-        recorder=context.recorder.for_runner(),
+        recorder=context.recorder.for_runner(server_args.weight_version),
         sink=context.sink.for_runner(role),
         cause_numbers=context.cause_numbers,
         num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,

@@ -19,6 +19,7 @@ __all__ = [
     "CanaryConfig",
     "CanaryMode",
     "ContentMode",
+    "StaleWeights",
     "TokenCheck",
     "parse_choice",
     "parse_interval",
@@ -60,6 +61,13 @@ class TokenCheck(_StrEnum):
     ALL = "all"
 
 
+class StaleWeights(_StrEnum):
+    """What reads of KV that the weights before an update wrote are."""
+
+    NONE = "none"  # no violation
+    REPORT = "report"
+
+
 E = TypeVar("E", bound=_StrEnum)
 
 
@@ -88,6 +96,7 @@ def parse_interval(source: str, value: Any) -> int:
 
 
 _DEFAULT_TOKEN_CHECK = TokenCheck(default_of("TOKEN_CHECK"))
+_DEFAULT_STALE_WEIGHTS = StaleWeights(default_of("STALE_WEIGHTS"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,7 @@ class CanaryConfig:
     content_budget_bytes: int = default_of("CONTENT_BUDGET_BYTES")
     ring_capacity: int = default_of("RING_CAPACITY")
     token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
+    stale_weights: StaleWeights = _DEFAULT_STALE_WEIGHTS
     event_file: str = default_of("EVENT_FILE")  # "" is off
     log_every_s: float = default_of("LOG_EVERY_S")
     copy_every_s: float = default_of("COPY_EVERY_S")
@@ -131,6 +141,7 @@ class CanaryConfig:
             return cls()
         settings = read_settings()
         settings["token_check"] = TokenCheck(settings["token_check"])
+        settings["stale_weights"] = StaleWeights(settings["stale_weights"])
         return cls(mode=mode, content_mode=content_mode, sweep_interval=interval, **settings)
 
 

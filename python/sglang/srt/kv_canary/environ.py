@@ -143,6 +143,14 @@ SETTINGS: tuple[EnvSetting, ...] = (
         choices=("none", "tail", "all"),
     ),
     EnvSetting(
+        "STALE_WEIGHTS",
+        EnvStr,
+        "none",
+        "Reads of KV that was written before a weight update without a flush: allowed (none) or reported as violations "
+        "(report).",
+        choices=("none", "report"),
+    ),
+    EnvSetting(
         "EVENT_FILE",
         EnvStr,
         "",

@@ -89,6 +89,7 @@ class Reason(IntFlag):
     WRITE_LOCATION = 1 << 16
     ROW_CHAIN = 1 << 17
     ROW_LENGTH = 1 << 18
+    STALE_WEIGHTS = 1 << 19
 
 
 REASON_HELP: dict[Reason, str] = {
@@ -111,6 +112,7 @@ REASON_HELP: dict[Reason, str] = {
     Reason.WRITE_LOCATION: "attention stores the new token in another SWA slot than the mapping says",
     Reason.ROW_CHAIN: "the request's row leads to another prefix than the request has",
     Reason.ROW_LENGTH: "the forward is given another length than the request's last forward left",
+    Reason.STALE_WEIGHTS: "the slot holds KV of other weights: the model was updated without a flush",
 }
 
 

@@ -21,6 +21,8 @@ class Header(IntEnum):
     FORWARD_RUNNING = 1  # forward counter that the last HEAD gave out
     ARMED = 2  # 0 during warm-up and graph capture: nothing is checked or written
     VIOLATIONS = 3  # rows ever appended to the ring
+    # Last forward before the last weight update; 0: reads of older slots are not reported
+    WEIGHTS_SINCE = 4
 
     RING_LOCK = 7  # taken by kernels while an append overflows the ring
 
@@ -143,3 +145,8 @@ class CanaryDeviceState:
 
     def set_armed(self, armed: bool) -> None:
         self.summary[Header.ARMED : Header.ARMED + 1].fill_(int(armed))
+
+    def note_weight_update(self) -> None:
+        """From now on, in stream order, reads of what earlier forwards wrote are reported as STALE_WEIGHTS."""
+        done = self.summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1]
+        self.summary[Header.WEIGHTS_SINCE : Header.WEIGHTS_SINCE + 1].copy_(done)

@@ -207,13 +207,28 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """The model gets other weights, without a flush, and reads of older slots are to be reported."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetAnchor:
     row: int
     value: int
 
 
 Operation = (
-    Step | Release | Evict | AllocatorEvent | Clear | Move | Sweep | Arm | SetAnchor | Damage
+    Step
+    | Release
+    | Evict
+    | AllocatorEvent
+    | Clear
+    | Move
+    | Sweep
+    | Arm
+    | UpdateWeights
+    | SetAnchor
+    | Damage
 )
 
 
@@ -286,6 +301,7 @@ class History:
             Header.FORWARD_RUNNING: self.oracle.running,
             Header.ARMED: int(self.oracle.armed),
             Header.VIOLATIONS: self.oracle.total_rows,
+            Header.WEIGHTS_SINCE: self.oracle.weights_since,
         }
         counters = {key: n for key, n in self.oracle.counters.items() if n}
         _check_equal("headers", expected_headers, headers, operation)
@@ -536,6 +552,10 @@ class History:
     def _do_arm(self, op: Arm) -> None:
         self.world.arm(op.armed)
         self.oracle.armed = op.armed
+
+    def _do_update_weights(self, op: UpdateWeights) -> None:
+        self.world.update_weights()
+        self.oracle.update_weights()
 
     def _do_set_anchor(self, op: SetAnchor) -> None:
         self.world.anchors[self._row_index(op.row)] = op.value
@@ -930,6 +950,7 @@ _HANDLERS = {
     Move: History._do_move,
     Sweep: History._do_sweep,
     Arm: History._do_arm,
+    UpdateWeights: History._do_update_weights,
     SetAnchor: History._do_set_anchor,
     FlipRecord: History._do_flip_record,
     FlipContent: History._do_flip_content,

@@ -292,7 +292,11 @@ class Oracle:
         self.rows: list[Row] = []
         self.total_rows = 0
         self.counters: Tally[tuple[int, Counter]] = Tally()
+        self.weights_since = 0  # last forward before the last weight update
         self.sampled: dict[int, tuple[int, int]] = {}  # row -> (token, after which of its forwards)
+
+    def update_weights(self) -> None:
+        self.weights_since = self.done
 
     def take_rows(self) -> list[Row]:
         rows, self.rows = self.rows, []
@@ -422,6 +426,7 @@ class Oracle:
             if group.stride != 1
             else _known_token(request, position + group.token_offset),
             anchor=self.anchors[request.row],
+            reports_stale=(half, side) == ("K", Side.HEAD),
             reader_row=request.row,
             reader_forward=self.running,
         )
@@ -446,6 +451,7 @@ class Oracle:
         expected_position: int,
         expected_token: int,
         anchor: int,
+        reports_stale: bool = False,
         **reader: int,
     ) -> None:
         """Every check of one slot that is read."""
@@ -477,6 +483,10 @@ class Oracle:
                 reasons |= Reason.TOKEN
             if wrong_chain:
                 reasons |= Reason.CHAIN
+            before = records[prev_slot] if prev_slot > 0 else Record()
+            begins = self._has_stale_weights(stored) and not self._has_stale_weights(before)
+            if reports_stale and not reasons and begins:
+                reasons = Reason.STALE_WEIGHTS
         was_freed = stored.state in (State.FREED, State.ALLOCATED)
         self._report(
             reasons,
@@ -490,6 +500,12 @@ class Oracle:
             **expected,
             **reader,
         )
+
+    def _has_stale_weights(self, stored: Record) -> bool:
+        if stored.state != State.LIVE or not self.weights_since:
+            return False
+        age = (self.running - stored.forward) & record.FORWARD_MASK
+        return age >= self.running - self.weights_since
 
     def _previous_chain(self, chains: RecordTable, prev_slot: int, anchor: int) -> int | None:
         """The predecessor's chain; None where it cannot tell."""

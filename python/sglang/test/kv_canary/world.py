@@ -294,6 +294,10 @@ class World:
     def arm(self, armed: bool = True) -> None:
         self.state.set_armed(armed)
 
+    def update_weights(self) -> None:
+        """The model has other weights, and reads of older slots are to be reported."""
+        self.state.note_weight_update()
+
     def upload(self) -> None:
         """Bring the host's changes to the device."""
         self.req_to_token.copy_(torch.tensor(self.table, dtype=torch.int32))

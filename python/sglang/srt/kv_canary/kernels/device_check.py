@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.kernels.device_record import (
     BAD_CHAIN,
     BAD_FREED,
     BAD_POSITION,
+    BAD_STALE_WEIGHTS,
     BAD_TOKEN,
     CHAIN,
     CONTENT,
@@ -26,6 +27,7 @@ from sglang.srt.kv_canary.kernels.device_record import (
     WORDS,
     WRITER,
     append_rows,
+    has_stale_weights,
     mix64,
     position_of,
     raw_state,
@@ -124,12 +126,14 @@ def report_lanes(
     lane_reasons,
     UNFILLS: tl.constexpr,
     STRIDE: tl.constexpr = 1,
+    weights_age=None,
 ):
     """Check `lanes` exactly and append what fails.
 
     `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
     (int32) are not read. UNFILLS: the pool's records may be unfilled. With a stride the rows' tokens are folds of
-    chains (`record.chain_fold`).
+    chains (`record.chain_fold`). `weights_age`: of `weights_age_of`, None where stale weights are not reported; of
+    each run of slots that old weights wrote, half K's first one is.
     """
     readable = lanes & (lane_reasons == 0)
     words = records + tl.where(readable, slots, 0) * WORDS
@@ -160,6 +164,15 @@ def report_lanes(
     wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
     reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)
     reasons = reasons | tl.where(wrong_chain, BAD_CHAIN, 0)
+    if weights_age is not None:
+        stale = has_stale_weights(writer, report.forward, weights_age)
+        own_prev = records + tl.where(has_prev, prev_slots, 0) * WORDS + WRITER
+        before = tl.load(own_prev, mask=has_prev, other=0)
+        goes_on = (state_of(before) == LIVE) & has_stale_weights(
+            before, report.forward, weights_age
+        )
+        begins = stale & (goes_on == 0) & (half == 0)
+        reasons = tl.where((reasons == 0) & begins, BAD_STALE_WEIGHTS, reasons)
     reasons = tl.where(state == LIVE, reasons, not_live)
     reasons = tl.where(readable, reasons, lane_reasons)
     reasons = tl.where(lanes, reasons, 0)

@@ -59,6 +59,7 @@ BAD_LENGTH = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
 BAD_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
 BAD_ROW_CHAIN = tl.constexpr(int(Reason.ROW_CHAIN))
 BAD_ROW_LENGTH = tl.constexpr(int(Reason.ROW_LENGTH))
+BAD_STALE_WEIGHTS = tl.constexpr(int(Reason.STALE_WEIGHTS))
 
 MULTIPLIER = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER))
 MULTIPLIER_INVERSE = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER_INVERSE))
@@ -70,6 +71,7 @@ FORWARD_DONE = tl.constexpr(int(Header.FORWARD_DONE))
 FORWARD_RUNNING = tl.constexpr(int(Header.FORWARD_RUNNING))
 ARMED = tl.constexpr(int(Header.ARMED))
 VIOLATIONS = tl.constexpr(int(Header.VIOLATIONS))
+WEIGHTS_SINCE = tl.constexpr(int(Header.WEIGHTS_SINCE))
 RING_LOCK = tl.constexpr(Header.RING_LOCK.value)
 FIRST_COUNTER = tl.constexpr(HEADER_WORDS)
 COUNTERS = tl.constexpr(NUM_COUNTERS)
@@ -171,6 +173,19 @@ def pack_writer(forward, row, mode, state):
 def writer_word(forward, row, mode):
     """Word 3 of a record that `forward` writes."""
     return pack_writer(forward, row.to(tl.int64), mode.to(tl.int64), LIVE)
+
+
+@jit
+def weights_age_of(summary, forward):
+    """Forwards since the last weight update, the running one included. No record is that old while nothing is noted."""
+    since = tl.load(summary + WEIGHTS_SINCE)
+    return tl.where(since == 0, FORWARD_MASK + 1, forward - since)
+
+
+@jit
+def has_stale_weights(writer, forward, weights_age):
+    """Whether a writer word is of a forward before the last weight update."""
+    return ((forward - writer) & FORWARD_MASK) >= weights_age
 
 
 @jit

@@ -37,7 +37,9 @@ from sglang.srt.kv_canary.kernels.device_record import (
     append_rows,
     count,
     half_offset,
+    has_stale_weights,
     translate,
+    weights_age_of,
 )
 from sglang.srt.kv_canary.kernels.device_rows import Rows
 from sglang.srt.kv_canary.kernels.device_spans import (
@@ -137,10 +139,12 @@ def _v_prev_slot(item):
 
 
 @jit
-def _suspects(item, words, v_words, UNFILLS: tl.constexpr):
+def _suspects(item, words, v_words, forward, weights_age, UNFILLS: tl.constexpr):
     """Lanes of block `item` that may be bad, as int32."""
     bad = suspicious(words, item.prev_slot, item.position, item.anchor, item.expected, UNFILLS)
     bad = bad | difference(words, v_words, _v_prev_slot(item))
+    if weights_age is not None:
+        bad = bad | has_stale_weights(words.writer, forward, weights_age)
     return (item.lanes & ((bad | item.reasons) != 0)).to(tl.int32)
 
 
@@ -151,7 +155,7 @@ def _elsewhere(item):
 
 
 @jit
-def _report_block(item, report, chain_source, k_records, v_records):
+def _report_block(item, report, weights_age, chain_source, k_records, v_records):
     """Check block `item` lane by lane and report what fails."""
     offset = half_offset(k_records, v_records)
     for half in range(1 if v_records is None else 2):
@@ -172,6 +176,8 @@ def _report_block(item, report, chain_source, k_records, v_records):
             item.row,
             item.reasons,
             chain_source is not None,
+            1,
+            weights_age,
         )
 
 
@@ -179,6 +185,7 @@ def _report_block(item, report, chain_source, k_records, v_records):
 def _verify(
     turn,
     report,
+    weights_age,  # None: stale weights are not reported
     chain_source,
     k_records,
     v_records,
@@ -188,6 +195,7 @@ def _verify(
     BLOCK: tl.constexpr,
 ):
     """Verify every `programs`-th visited block from `program` on; slots whose index differs from the full one."""
+    forward = report.forward
     UNFILLS: tl.constexpr = chain_source is not None
     elsewhere = tl.full([BLOCK], 0, tl.int32)
     suspects = tl.full([BLOCK], 0, tl.int32)
@@ -201,16 +209,16 @@ def _verify(
         for item in range(program + programs, visits, programs):
             more_words, more_v_words = _load_block(more, chain_source, k_records, v_records)
             further = _block_at(turn, tl.minimum(item + programs, visits - 1), BLOCK)
-            suspects |= _suspects(block, words, v_words, UNFILLS)
+            suspects |= _suspects(block, words, v_words, forward, weights_age, UNFILLS)
             elsewhere += _elsewhere(block)
             block, words, v_words, more = more, more_words, more_v_words, further
-        suspects |= _suspects(block, words, v_words, UNFILLS)
+        suspects |= _suspects(block, words, v_words, forward, weights_age, UNFILLS)
         elsewhere += _elsewhere(block)
     # In a loop of its own, which nearly never runs: its registers and branches would slow down the other.
     if max_of(suspects, 0) > 0:
         for item in range(program, visits, programs):
             block = _block_at(turn, item, BLOCK)
-            _report_block(block, report, chain_source, k_records, v_records)
+            _report_block(block, report, weights_age, chain_source, k_records, v_records)
     diverged = tl.full([], 0, tl.int32)
     if turn.space.lut is not None:
         diverged = sum_of(elsewhere, 0)
@@ -458,8 +466,20 @@ def forward_kernel(
     v_written = tl.full([], 0, tl.int32)
     if VERIFY:
         turn = _Turn(batch, space, known, anchors, first_blocks, blocks, request, phase, every)
+        weights_age = None
+        if HEAD:  # TAIL reads the same slots
+            weights_age = weights_age_of(summary, forward)
         diverged = _verify(
-            turn, report, chain_source, k_records, v_records, program, programs, visits, BLOCK
+            turn,
+            report,
+            weights_age,
+            chain_source,
+            k_records,
+            v_records,
+            program,
+            programs,
+            visits,
+            BLOCK,
         )
     if WRITE:
         first_write = (program + programs - visits % programs) % programs

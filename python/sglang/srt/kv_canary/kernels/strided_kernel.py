@@ -31,9 +31,11 @@ from sglang.srt.kv_canary.kernels.device_record import (
     Space,
     append_rows,
     count,
+    has_stale_weights,
     pack_identity,
     store_record,
     translate,
+    weights_age_of,
     writer_word,
 )
 from sglang.srt.kv_canary.kernels.device_spans import Batch, item_of, request_at, split, turn_of
@@ -62,7 +64,16 @@ class Tokens(NamedTuple):
 
 @jit
 def _verify_block(
-    batch, space, report, anchors, records, index, block, STRIDE: tl.constexpr, BLOCK: tl.constexpr
+    batch,
+    space,
+    report,
+    weights_age,  # None: stale weights are not reported
+    anchors,
+    records,
+    index,
+    block,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Verify complete slots block * BLOCK .. of request `index`."""
     row = tl.load(batch.rows + index).to(tl.int64)
@@ -78,6 +89,8 @@ def _verify_block(
     unknown = tl.full([BLOCK], UNKNOWN, tl.int64)
     words = load_words(records, records, slot, prev_slot)
     bad = suspicious(words, prev_slot, position, anchor, unknown, False, STRIDE)
+    if weights_age is not None:
+        bad = bad | has_stale_weights(words.writer, report.forward, weights_age)
     bad = lanes & ((bad | reasons) != 0)
     if sum_of(bad.to(tl.int32), 0) > 0:
         report_lanes(
@@ -96,6 +109,7 @@ def _verify_block(
             reasons,
             False,
             STRIDE,
+            weights_age,
         )
 
 
@@ -303,11 +317,23 @@ def strided_kernel(
 
     written = tl.full([], 0, tl.int32)
     if VERIFY:
+        weights_age = None
+        if HEAD:  # TAIL reads the same slots
+            weights_age = weights_age_of(summary, forward)
         for item in range(program, visits, programs):
             block = phase + item * every
             index, first = item_of(block, first_blocks, blocks, request)
             _verify_block(
-                batch, space, report, anchors, records, index, block - first, STRIDE, BLOCK
+                batch,
+                space,
+                report,
+                weights_age,
+                anchors,
+                records,
+                index,
+                block - first,
+                STRIDE,
+                BLOCK,
             )
     if WRITE:
         first_write = (program + programs - visits % programs) % programs

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang.srt.kv_canary.record import Reason
 from sglang.srt.kv_canary.runner.violation import Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
@@ -28,10 +29,16 @@ class CauseKey:
     freed: Stamp | None
     # Full slot and reader where the finding is of no slot: then the fault lies in what that request was given.
     given: tuple[int | None, Reader] | None
+    # Version of the weights that wrote stale slots: all of them have one cause, the update without a flush.
+    weights: int | None = None
 
     @classmethod
     def of(cls, violation: Violation) -> CauseKey:
         v = violation
+        if Reason.STALE_WEIGHTS.name in v.reasons:
+            version = None if v.writer_weights is None else v.writer_weights.number
+            kind = CanaryLaunchTag.kind_of(v.tag)
+            return cls(kind, None, v.reasons, None, None, None, version)
         return cls(
             CanaryLaunchTag.kind_of(v.tag),
             v.slot,

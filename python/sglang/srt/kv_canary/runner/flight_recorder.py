@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sglang.srt.kv_canary.record import FORWARD_MASK
+from sglang.srt.kv_canary.runner.weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still name
 
@@ -53,10 +54,13 @@ class FlightRecorder:
         self._newest = 0
         self._max_forwards = max_forwards
         self._steps = _Steps() if steps is None else steps
+        self.weights = WeightHistory()
 
-    def for_runner(self) -> FlightRecorder:
-        """A recorder without forwards that sees the same steps."""
-        return FlightRecorder(self._max_forwards, self._steps)
+    def for_runner(self, weight_version: str | None = None) -> FlightRecorder:
+        """A recorder without forwards that sees the same steps. `weight_version`: the name of the first weights."""
+        recorder = FlightRecorder(self._max_forwards, self._steps)
+        recorder.weights = WeightHistory(weight_version)
+        return recorder
 
     def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
         """A scheduler step is about to launch its forwards; `requests`: (row, request id) pairs."""

@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, StaleWeights
 from sglang.srt.kv_canary.endpoint import Part, Side
 from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
@@ -96,6 +96,7 @@ class CanaryManager:
         self._tracking = Tracking() if tracking is None else tracking
         self._losses_seen = 0
         self._blind = False  # records are out of date
+        self._has_new_weights = False  # of which the device has not been told
         self._capturing = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
@@ -239,6 +240,17 @@ class CanaryManager:
             attempts.run(self.launcher.note_next_tokens, rows, tokens, counts)
         attempts.raise_first()
 
+    def note_weight_update(self, name: str | None = None) -> None:
+        """The model has other weights from the next forward on. `name`: SGLang's weight_version, where it was given."""
+        if self.config.stale_weights is StaleWeights.REPORT:
+            self.recorder.weights.note_update(self.forward_ct, name)
+            self._has_new_weights = True
+
+    def _tell_device_of_weights(self) -> None:
+        """On the stream of the forwards: those that are queued still belong to the old weights."""
+        self.state.note_weight_update()
+        self._has_new_weights = False
+
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
         """A graph is replayed that holds these single forwards' launches."""
         if self._checking:
@@ -290,6 +302,8 @@ class CanaryManager:
         if self._blind:
             self._attempt(self._check_again_if_possible)
         self._attempt(self.ledger.apply)
+        if self._has_new_weights:
+            self._attempt(self._tell_device_of_weights)
         self._tell_observers("before_forwards", self)
 
     def _after_forwards(self) -> None:

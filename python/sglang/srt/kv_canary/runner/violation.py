@@ -13,6 +13,7 @@ from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side, free_tag_name
 from sglang.srt.kv_canary.record import REASON_HELP, Column, Mode, Reason, State
 from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.safe_text import safe_text
+from sglang.srt.kv_canary.runner.weight_history import WeightVersion, describe_read
 
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
 RUNBOOK = "docs/alarms.md"  # in the repository; the wheel has no documents
@@ -71,6 +72,9 @@ class Violation:
     # Where attention stores a new token, in the slot space of `slot`
     attention_slot: int | None = None
     cause: int | None = None  # number of the cause that the reporter has folded it into
+    # Weights of writer and reader, where they are what is wrong
+    writer_weights: WeightVersion | None = None
+    reader_weights: WeightVersion | None = None
 
     @property
     def token_field(self) -> str:
@@ -82,7 +86,7 @@ class Violation:
         event: dict = {"event": "violation"}
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, Actor):
+            if isinstance(value, Actor | WeightVersion):
                 value = value.as_dict()
             elif name in _HASHES and value is not None:
                 value = _hex(value)
@@ -100,6 +104,8 @@ class Violation:
         for name, value in values.items():
             if name in ("reader", "writer", "freed"):
                 values[name] = None if value is None else Actor(**value)
+            elif name in ("writer_weights", "reader_weights"):
+                values[name] = None if value is None else WeightVersion(**value)
             elif name in _HASHES and value is not None:
                 values[name] = record.to_signed64(int(value, 16))
         return cls(**{**values, "reasons": tuple(values["reasons"])})
@@ -168,6 +174,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         writer, state = _actor(word, recorder), _state_name(word)
         if values[Column.LAST_WRITER] not in (0, record.UNKNOWN):
             freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)
+    stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
         sequence=values[Column.SEQUENCE],
         tag=tag_name(values[Column.TAG], values[Column.REASONS]),
@@ -188,6 +195,8 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         freed=freed,
         state=state,
         attention_slot=_known(values[Column.ATTENTION_SLOT]),
+        writer_weights=recorder.weights.at(writer.forward) if stale else None,
+        reader_weights=recorder.weights.at(reader_forward) if stale else None,
     )
 
 
@@ -244,6 +253,8 @@ def _differences(v: Violation) -> list[str]:
         lines.append(
             f"  location   full slot {v.full_slot} is mapped to {mapped}, attention stores to {v.attention_slot}"
         )
+    if Reason.STALE_WEIGHTS.name in v.reasons:
+        lines.append(f"  weights    {describe_read(v.writer_weights, v.reader_weights)}")
     for name, expected, stored, show in (
         ("position", v.expected_position, v.stored_position, str),
         (v.token_field, v.expected_token, v.stored_token, str),

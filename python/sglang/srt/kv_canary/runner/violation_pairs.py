@@ -45,7 +45,7 @@ def _excluded(tag: CanaryLaunchTag, group: CanaryBufferGroup) -> Reason:
     if tag.side is Side.SWEEP:
         excluded |= _OF_REQUESTS
     if (tag.half, tag.side) != ("K", Side.HEAD):
-        excluded |= Reason.DOUBLE_FREE | _OF_THE_ROW
+        excluded |= Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS | _OF_THE_ROW
     if group.stride != 1 or group.chain_source is not None:
         excluded |= _OF_THE_ROW
     if group.swa_index_lut is None:

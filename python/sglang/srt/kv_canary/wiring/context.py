@@ -37,6 +37,7 @@ class CanaryContext:
     farewell: Farewell | None = None
     launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
+    weight_version: str | None = None  # name of the weights that the update under way brings
     row_owners: RowOwners = field(default_factory=RowOwners)
 
     def row_released(self, row: int) -> None:

@@ -10,7 +10,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
 from sglang.srt.kv_canary.kernels.reference import hashing, ring
 from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from sglang.srt.kv_canary.state import CanaryDeviceState, Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,14 @@ def check_lanes(
     state: CanaryDeviceState,
     chain_source: torch.Tensor | None = None,
     stride: int = 1,
+    reports_stale_weights: bool = False,
 ) -> None:
     """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
 
     `chain_source`, `stride`: the group's; without a source chains step from `records` themselves, and no record is
     unfilled. Lanes of a strided
     group expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
+    `reports_stale_weights`: the first slot of each run of slots that the weights before the last update wrote.
     """
     if lanes.slots.numel() == 0:
         return
@@ -104,6 +106,9 @@ def check_lanes(
     reasons = torch.where(position != lanes.positions, int(Reason.POSITION), 0)
     reasons |= torch.where(wrong_token, int(Reason.TOKEN), 0)
     reasons |= torch.where(wrong_chain, int(Reason.CHAIN), 0)
+    if reports_stale_weights:
+        begins = _begins_stale_run(lanes, records, writer, forward, state)
+        reasons = torch.where(begins & (reasons == 0), int(Reason.STALE_WEIGHTS), reasons)
     reasons = torch.where(states == record.State.LIVE, reasons, not_live)
     reasons = torch.where(readable, reasons, lanes.reasons)
 
@@ -129,6 +134,27 @@ def check_lanes(
         writer=stored(writer),
         last_writer=torch.where(readable & (freed != 0), words[:, record.WORD_CONTENT], 0),
     )
+
+
+def _begins_stale_run(
+    lanes: Lanes,
+    records: torch.Tensor,
+    writer: torch.Tensor,
+    forward: int,
+    state: CanaryDeviceState,
+) -> torch.Tensor:
+    """Whether old weights wrote a slot, and not its predecessor, as far as that can be read and is live."""
+    since = int(state.summary[Header.WEIGHTS_SINCE])
+    if since == 0:
+        return torch.zeros_like(lanes.slots, dtype=torch.bool)
+    has_prev = lanes.prev_slots >= 0
+    before = records[torch.where(has_prev, lanes.prev_slots, 0), record.WORD_WRITER]
+    goes_on = has_prev & (hashing.state_of(before) == record.State.LIVE)
+
+    def is_stale(word: torch.Tensor) -> torch.Tensor:
+        return ((forward - word) & record.FORWARD_MASK) >= forward - since
+
+    return is_stale(writer) & ~(goes_on & is_stale(before))
 
 
 def _previous_chain(lanes: Lanes, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,7 +55,16 @@ def _verify(plan, group, side: Side, requests: Requests, forward: int, state) ->
         tag_id = CanaryLaunchTag(group.kind, half, side).id
         records = group.records(half, side.value)
         lanes = _lanes(plan, group, requests, request_index, positions, state)
-        check.check_lanes(lanes, records, tag_id, forward, state, group.chain_source)
+        reports_stale = (half, side) == ("K", Side.HEAD)
+        check.check_lanes(
+            lanes,
+            records,
+            tag_id,
+            forward,
+            state,
+            group.chain_source,
+            reports_stale_weights=reports_stale,
+        )
         count_checked(state, tag_id, plan, group, requests, lanes)
 
 

@@ -35,7 +35,15 @@ def verify(plan, group, side: Side, requests: Requests, forward: int, state) -> 
     request_index, numbers = visited_positions(complete, forward, state)
     lanes = _lanes(plan, group, requests.rows[request_index], numbers, state)
     records = group.records("K", side.value)
-    check.check_lanes(lanes, records, tag_id, forward, state, stride=group.stride)
+    check.check_lanes(
+        lanes,
+        records,
+        tag_id,
+        forward,
+        state,
+        stride=group.stride,
+        reports_stale_weights=side is Side.HEAD,
+    )
     count_checked(state, tag_id, plan, group, complete, lanes)
 
 
