@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import pytest
 
-from sglang.srt.environ import EnvFloat, EnvInt, envs
+from sglang.srt.environ import EnvBool, EnvFloat, EnvInt, envs
 from sglang.srt.kv_canary.config import (
     CanaryConfig,
     CanaryMode,
@@ -58,6 +58,8 @@ def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
     if setting.path_kind:
         path = str(folder if setting.path_kind == "folder" else folder / "events.jsonl")
         return path, path
+    if setting.field_type is EnvBool:
+        return "1", True
     return ("7", 7) if setting.field_type is EnvInt else ("0.5", 0.5)
 
 

@@ -17,10 +17,12 @@ from sglang.srt.kv_canary.runner.event_sink import EventSink
 from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang.srt.kv_canary.runner.observers import build_observers
 from sglang.srt.kv_canary.speculation import SpeculationShape, draft_keeps_kv
+from sglang.srt.kv_canary.token_oracle import TokenOracleManager
 from sglang.srt.kv_canary.wiring.allocator import watch_allocator
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.model_runner import wrap_model_forward
 from sglang.srt.kv_canary.wiring.startup_check import verify_hooks_applied
+from sglang.srt.kv_canary.wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
 
 __all__ = ["install_canary", "register_pool_attacher"]
 
@@ -28,14 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 def install_canary(
-    *, server_args: Any, model_runner: Any, token_oracle_manager: Any = None
+    *,
+    server_args: Any,
+    model_runner: Any,
+    token_oracle_manager: TokenOracleManager | None = None,
 ) -> CanaryManager | None:
     """Protect the KV pools of `model_runner`; None when `--kv-canary` is none, or it is a draft that keeps no KV.
 
     Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when
-    something that was asked to be protected cannot be. `token_oracle_manager` is not used yet: inputs are
-    compared with the host's token lists only (SGLANG_KV_CANARY_TOKEN_CHECK).
+    something that was asked to be protected cannot be. `token_oracle_manager` (tests only): answers are what it says,
+    instead of the model's, and every new token is compared with it. SGLANG_KV_CANARY_TOKEN_ORACLE makes one. Raises
+    CanaryConfigError for one that is not a `token_oracle.TokenOracleManager`.
     """
+    refuse_foreign_oracle(token_oracle_manager)
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:
         return None
@@ -45,7 +52,8 @@ def install_canary(
             "kv-canary: the draft model keeps no KV; what it reads is checked as the target's"
         )
         return None
-    manager = _build_manager(config, server_args, model_runner)
+    oracle = token_oracle_of(config, server_args, model_runner, token_oracle_manager)
+    manager = _build_manager(config, server_args, model_runner, oracle)
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
@@ -53,7 +61,12 @@ def install_canary(
     return manager
 
 
-def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) -> CanaryManager:
+def _build_manager(
+    config: CanaryConfig,
+    server_args: Any,
+    model_runner: Any,
+    token_oracle: TokenOracleManager | None,
+) -> CanaryManager:
     pool, is_draft = model_runner.token_to_kv_pool, model_runner.is_draft_worker
     speculation = SpeculationShape.from_server_args(server_args)
     try:
@@ -107,6 +120,7 @@ def _build_manager(config: CanaryConfig, server_args: Any, model_runner: Any) ->
         cause_numbers=context.cause_numbers,
         num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,
         tracking=context.tracking,
+        token_oracle=token_oracle,
     )
 
 

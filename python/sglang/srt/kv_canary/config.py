@@ -121,6 +121,7 @@ class CanaryConfig:
     sweep_budget_us: int = default_of("SWEEP_BUDGET_US")
     sweep_report_every_s: float = default_of("SWEEP_REPORT_EVERY_S")
     perturb_dir: str = default_of("PERTURB_DIR")  # "" is off
+    token_oracle: bool = default_of("TOKEN_ORACLE")
 
     @property
     def enabled(self) -> bool:

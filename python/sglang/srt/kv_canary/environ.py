@@ -13,13 +13,14 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.environ import EnvField, EnvFloat, EnvInt, Envs, EnvStr
+from sglang.srt.environ import EnvBool, EnvField, EnvFloat, EnvInt, Envs, EnvStr
 from sglang.srt.kv_canary.errors import CanaryConfigError
 
 __all__ = [
     "ENV_PREFIX",
     "PERTURB_DIR",
     "SETTINGS",
+    "TOKEN_ORACLE",
     "EnvSetting",
     "default_of",
     "install_env_fields",
@@ -50,6 +51,11 @@ class EnvSetting:
         """The field of `CanaryConfig` that holds the value."""
         return self.key.lower()
 
+    @property
+    def default_text(self) -> str:
+        """The default as it is written in the environment."""
+        return str(int(self.default) if self.field_type is EnvBool else self.default)
+
     def new_field(self) -> EnvField:
         """SGLang's own kind of field for this variable, ready to be set on `Envs`."""
         field = self.field_type(self.default)
@@ -65,6 +71,8 @@ class EnvSetting:
             return "an existing folder, or empty for off"
         if self.path_kind == "file":
             return "the path of a regular file in an existing folder, or empty for off"
+        if self.field_type is EnvBool:
+            return "0 or 1"
         kind = "a whole number" if self.field_type is EnvInt else "a number"
         return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
 
@@ -110,6 +118,14 @@ PERTURB_DIR = EnvSetting(
     "",
     "Tests only: turns fault injection on and names its control folder; see `kv-canary faults`.",
     path_kind="folder",
+)
+
+TOKEN_ORACLE = EnvSetting(
+    "TOKEN_ORACLE",
+    EnvBool,
+    False,
+    "Tests only: every answer is a hash of request id and position instead of the model's tokens, and each new token "
+    "is compared with it; see docs/testing.md.",
 )
 
 SETTINGS: tuple[EnvSetting, ...] = (
@@ -217,6 +233,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         minimum=0,
     ),
     PERTURB_DIR,
+    TOKEN_ORACLE,
 )
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}

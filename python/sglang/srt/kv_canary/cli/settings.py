@@ -40,7 +40,7 @@ def flag_rows() -> list[Row]:
 
 
 def variable_rows() -> list[Row]:
-    return [(s.name, str(s.default), s.expected(), s.help) for s in SETTINGS]
+    return [(s.name, s.default_text, s.expected(), s.help) for s in SETTINGS]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

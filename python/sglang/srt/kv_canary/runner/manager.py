@@ -34,6 +34,7 @@ from sglang.srt.kv_canary.single_forward_manager import SingleForwardManager
 from sglang.srt.kv_canary.state import CanaryDeviceState, Header
 
 if TYPE_CHECKING:
+    from sglang.srt.kv_canary.token_oracle import TokenOracleManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class CanaryManager:
         num_single_forwards: int = 1,
         tracking: Tracking | None = None,
         cause_numbers: Iterator[int] | None = None,  # shared by the managers of a process
+        token_oracle: TokenOracleManager | None = None,  # None: tokens are the model's
     ) -> None:
         self.config = config
         self.identity = identity
@@ -77,6 +79,7 @@ class CanaryManager:
         self.plan_input = plan_input
         self.recorder = recorder
         self.sink = sink
+        self.token_oracle = token_oracle
         self.state = CanaryDeviceState.allocate(capacities, identity.device)
         backend = select_backend(identity.device)
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
@@ -475,4 +478,7 @@ class CanaryManager:
             "state_bytes": self.state.nbytes + mark_bytes,
             "share_of_pool": round(record_bytes / pool_bytes, 6) if pool_bytes else None,
             "fault_injection": self.config.perturb_dir,  # "" is off
+            "token_oracle": None
+            if self.token_oracle is None
+            else self.token_oracle.oracle.describe(),
         }

@@ -22,6 +22,7 @@ HOOK_MODULES: tuple[str, ...] = (
     "scheduler",
     "speculative",
     "swa_location",
+    "token_oracle",
     "weights",
     "farewell",  # after last_words: what it lets others say comes before the last words
     "startup_check",

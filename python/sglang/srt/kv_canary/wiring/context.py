@@ -56,6 +56,11 @@ class CanaryContext:
     def manager_of(self, model_runner: Any) -> CanaryManager | None:
         return self.by_runner.get(id(model_runner))
 
+    @property
+    def target(self) -> CanaryManager | None:
+        """The manager of the target model's runner."""
+        return next((m for m in self.managers if m.identity.role == "target"), None)
+
     def watch_allocator(self, allocator: Any, kind: PoolKind) -> None:
         if id(allocator) not in self.allocator_kinds:
             self.allocator_kinds[id(allocator)] = kind

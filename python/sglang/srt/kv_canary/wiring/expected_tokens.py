@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.kv_canary.anchor import anchor_of
@@ -14,6 +15,7 @@ from sglang.srt.kv_canary.expected_inputs import (
 )
 from sglang.srt.kv_canary.host_chain import chain_of_tokens
 from sglang.srt.kv_canary.runner.manager import CanaryManager
+from sglang.srt.kv_canary.token_oracle import TokenOracleManager
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.guard import attempt_aside
 
@@ -29,27 +31,35 @@ def expected_tokens_of(
     prefix_lens = forward_batch.extend_prefix_lens_cpu
     if not manager.armed or prefix_lens is None:
         return None
-    known = attempt_aside(_known_of_batch, manager.config.token_check, forward_batch, requests)
+    known = attempt_aside(_known_of_batch, manager, forward_batch, requests)
     if known is None:  # a row whose owner is not known must not be compared with the one before
         known = [KnownTokens(start=RowStart.FORGET)] * len(prefix_lens)
     return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
 
 
 def _known_of_batch(
-    mode: TokenCheck, forward_batch: Any, requests: list[Any]
+    manager: CanaryManager, forward_batch: Any, requests: list[Any]
 ) -> list[KnownTokens] | None:
     """None where the batch is not that of `requests`."""
     prefix_lens, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     if len(requests) != len(prefix_lens):
         return None
     has_tokens = forward_batch.input_embeds is None  # else placeholders
+    mode = manager.config.token_check if has_tokens else None
+    oracle = manager.token_oracle
     return [
-        _known_tokens(request, int(prefix), int(length), mode if has_tokens else None)
+        _known_tokens(request, int(prefix), int(length), mode, oracle)
         for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
     ]
 
 
-def _known_tokens(request: Any, prefix: int, length: int, mode: TokenCheck | None) -> KnownTokens:
+def _known_tokens(
+    request: Any,
+    prefix: int,
+    length: int,
+    mode: TokenCheck | None,
+    oracle: TokenOracleManager | None,
+) -> KnownTokens:
     """`mode` None: the request's list does not say what is computed."""
     start, chain = RowStart.KEEP, 0
     if context.row_owners.extend(request, prefix, length):
@@ -57,11 +67,23 @@ def _known_tokens(request: Any, prefix: int, length: int, mode: TokenCheck | Non
     if mode is None or mode is TokenCheck.NONE:
         return KnownTokens(start=start, start_chain=chain)
     first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
-    tokens = request.fill_ids[first : prefix + length]
+    tokens = tokens_of_request(request, first, prefix + length, oracle)
     # A decode in a mixed batch: under overlap the host does not have its token yet.
     if start == RowStart.KEEP and length == 1 and len(request.fill_ids) <= prefix:
         start = RowStart.DECODES
     return KnownTokens(first, tokens, start, chain)
+
+
+def tokens_of_request(
+    request: Any, first: int, end: int, oracle: TokenOracleManager | None
+) -> Sequence[int]:
+    """The request's own list from `first` up to `end`, as far as it goes; with an oracle, answers are the oracle's."""
+    tokens = request.fill_ids[first:end]
+    if oracle is None:
+        return tokens
+    own = max(0, len(request.origin_input_ids) - first)
+    answer = range(first + own, first + len(tokens))
+    return [*tokens[:own], *(oracle.oracle.token(request.rid, p) for p in answer)]
 
 
 def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:

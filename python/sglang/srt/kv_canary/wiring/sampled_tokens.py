@@ -1,22 +1,28 @@
 """Hooks on sampling: what was sampled for each request is noted in stream order, to be compared with its next input.
 
 It is taken where SGLang has it first, after its own synchronisation over tensor-parallel ranks, never from what it is
-stored in until the next forward (future map, `output_ids`, `input_ids`).
+stored in until the next forward (future map, `output_ids`, `input_ids`). With a token oracle, the oracle's token is
+noted instead, whatever the sampler has returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.kv_canary.wiring.guard import attempt_aside, guarded_aside
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from sglang.srt.kv_canary.wiring.token_oracle import (
+    Continuation,
+    continuation_of_forward,
+    continuation_of_verify,
+)
 
 
 @guarded_aside
@@ -26,13 +32,14 @@ def _after_sample(tokens: Any, model_runner: Any, _: Any, forward_batch: Any, *_
         return
     rows = forward_batch.req_pool_indices[: tokens.shape[0]]
     if rows.shape[0] == tokens.shape[0]:
-        manager.note_next_tokens(rows, tokens)
+        right = continuation_of_forward(manager, forward_batch).right(tokens)
+        manager.note_next_tokens(rows, right)
 
 
 @guarded_aside
 def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **__: Any) -> None:
     """Pipeline stages that do not sample are sent what the last one has sampled, before they are fed it."""
-    manager, tokens = _target(), getattr(result, "next_token_ids", None)
+    manager, tokens = context.target, getattr(result, "next_token_ids", None)
     if manager is None or manager.identity.pp_rank is None or not torch.is_tensor(tokens):
         return
     # A request that has given its row back meanwhile counts as padding.
@@ -44,39 +51,53 @@ def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **_
 @guarded_aside
 def _after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> None:
     """EAGLE v2. Row i of `accept_index` names the verified tokens whose predictions were accepted, -1 beyond."""
-    manager = _target()
+    manager = context.target
     predict, accept_lens, accept_index = result
     if manager is None or batch.forward_mode.is_idle() or _acceptance_is_made_up():
         return
     tokens = predict[accept_index.clamp(min=0).long()]
-    manager.note_next_tokens(batch.req_pool_indices, tokens, accept_lens)
+    right = continuation_of_verify(manager, batch).right(tokens)
+    manager.note_next_tokens(batch.req_pool_indices, right, accept_lens)
 
 
 def _around_verify_v1(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """EAGLE v1 and its relatives, which know on the host what was accepted."""
-    rows = batch.req_pool_indices
+    before = attempt_aside(_Verified.of, batch)
     returned = original(verify_input, batch, *args, **kwargs)
-    if not batch.forward_mode.is_idle() and not _acceptance_is_made_up():
+    if before is not None and not batch.forward_mode.is_idle() and not _acceptance_is_made_up():
         counts = [count + 1 for count in returned.num_correct_drafts_per_req_cpu]
-        attempt_aside(_note_accepted, rows, returned.accept_tokens, counts)
+        attempt_aside(_note_accepted, before, returned.accept_tokens, counts)
     return returned
 
 
 def _around_verify_ngram(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    rows = batch.req_pool_indices
+    before = attempt_aside(_Verified.of, batch)
     returned = original(verify_input, batch, *args, **kwargs)
     counts = (verify_input.num_correct_drafts + 1).tolist()  # the verify has waited for them
-    attempt_aside(_note_accepted, rows, verify_input.accept_tokens, counts)
+    if before is not None:
+        attempt_aside(_note_accepted, before, verify_input.accept_tokens, counts)
     return returned
 
 
-def _note_accepted(rows: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """What a verify is about, taken before it changes the batch."""
+
+    rows: torch.Tensor
+    following: Continuation
+
+    @classmethod
+    def of(cls, batch: Any) -> _Verified:
+        return cls(batch.req_pool_indices, continuation_of_verify(context.target, batch))
+
+
+def _note_accepted(before: _Verified, tokens: torch.Tensor, counts: list[int]) -> None:
     """`tokens`: those of all requests, one after the other."""
-    manager = _target()
+    manager, rows = context.target, before.rows
     if (
         manager is None
         or len(counts) != rows.shape[0]
@@ -84,13 +105,9 @@ def _note_accepted(rows: torch.Tensor, tokens: torch.Tensor, counts: list[int]) 
         or not counts
     ):
         return
-    padded = pad_sequence(tokens.split(counts), batch_first=True)
+    padded = before.following.right(pad_sequence(tokens.split(counts), batch_first=True))
     lengths = torch.tensor(counts, dtype=torch.int32, device=rows.device)
     manager.note_next_tokens(rows, padded, lengths)
-
-
-def _target() -> CanaryManager | None:
-    return next((m for m in context.managers if m.identity.role == "target"), None)
 
 
 def _acceptance_is_made_up() -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.kv_canary.environ import PERTURB_DIR
+from sglang.srt.kv_canary.environ import PERTURB_DIR, TOKEN_ORACLE
 from sglang.srt.kv_canary.errors import CanaryPhaseError
 from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
 from sglang.srt.kv_canary.wiring.context import context
@@ -164,6 +164,12 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
                 "server. To turn it off, unset %s",
                 folder,
                 PERTURB_DIR.name,
+            )
+        if description["token_oracle"] and description["role"] == "target":
+            logger.warning(
+                "kv-canary: the token oracle is ON: answers are hashes of request id and position, not the model's. "
+                "To turn it off, unset %s",
+                TOKEN_ORACLE.name,
             )
         manager.sink.emit({"event": "active", **identity, **description})
         if description["role"] == "target":

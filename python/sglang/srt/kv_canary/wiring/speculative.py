@@ -19,7 +19,7 @@ allocated until it is handed out again, and reading it is reported either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from typing import Any, ClassVar
@@ -33,7 +33,9 @@ from sglang.srt.kv_canary.pool_patcher.api import attached_groups
 from sglang.srt.kv_canary.runner.manager import CanaryManager
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.speculation import parents_of_tree
+from sglang.srt.kv_canary.token_oracle import TokenOracleManager
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.expected_tokens import tokens_of_request
 from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
 from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 
@@ -83,9 +85,9 @@ def _around_draft_prefill(
 def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | None:
     """The prompts' own tokens, as far as the draft model is fed them.
 
-    Not those of the cached prefix, and not the last one of each chunk: there SGLang feeds the target's prediction,
-    also where the prompt goes on. None for a batch with images or other media: its placeholder tokens are clamped to
-    the vocabulary in place while the target runs, and the host's lists are not.
+    Not those of the cached prefix, and the last one of each chunk only with a token oracle: there SGLang feeds the
+    target's prediction, also where the prompt goes on. None for a batch with images or other media: its placeholder
+    tokens are clamped to the vocabulary in place while the target runs, and the host's lists are not.
     """
     if manager.config.token_check is not TokenCheck.ALL or not manager.armed:
         return None
@@ -96,11 +98,19 @@ def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | Non
         return None
     if batch.input_embeds is not None or _has_media(batch):
         return None
+    oracle = manager.token_oracle
     known = [
-        KnownTokens(prefix + 1, request.fill_ids[prefix + 1 : prefix + length])
+        KnownTokens(prefix + 1, _draft_inputs(request, prefix + 1, prefix + length, oracle))
         for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
     ]
     return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
+
+
+def _draft_inputs(
+    request: Any, first: int, last: int, oracle: TokenOracleManager | None
+) -> Sequence[int]:
+    tokens = tokens_of_request(request, first, last, oracle)
+    return tokens if oracle is None else [*tokens, oracle.oracle.token(request.rid, last)]
 
 
 def _has_media(batch: Any) -> bool:
