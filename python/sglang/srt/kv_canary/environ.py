@@ -133,7 +133,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "VERIFY_BUDGET_SLOTS",
         EnvInt,
         262144,
-        "Most prefix slots that one forward verifies per group; above it, every k-th block in turn.",
+        "Maximum prefix slots that one forward verifies per group; above it, every k-th block in turn.",
         minimum=1,
     ),
     EnvSetting(
@@ -177,51 +177,50 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "LOG_EVERY_S",
         EnvFloat,
         1.0,
-        "Seconds of an interval in which at most 20 causes of violations are named in the log; the others wait for "
-        "the next ones.",
+        "Length of a log interval in seconds; at most 20 causes of violations are named in each, the others wait.",
         minimum=0,
     ),
     EnvSetting(
         "COPY_EVERY_S",
         EnvFloat,
         0.01,
-        "Least seconds between two copies of the counters to the host, by which findings reach it; copied at once when "
-        "idle, while findings come in, while a sweep is under way, and in mode raise.",
+        "Minimum seconds between copies of the counters to the host, which reveal findings; copied at once when idle, "
+        "while findings come in, during a sweep, and in mode raise.",
         minimum=0,
     ),
     EnvSetting(
         "STATS_PRINT_EVERY_N_STEPS",
         EnvInt,
         0,
-        "Least steps between two statistics lines, 0 for none.",
+        "Minimum steps between statistics lines, 0 for none.",
         minimum=0,
     ),
     EnvSetting(
         "SWA_DIVERGENCE_STATS_INTERVAL",
         EnvInt,
         0,
-        "Least steps between two SWA divergence lines, 0 for none.",
+        "Minimum steps between SWA divergence lines, 0 for none.",
         minimum=0,
     ),
     EnvSetting(
         "HEALTH_CHECK_INTERVAL",
         EnvInt,
         1000,
-        "Steps between two checks that every launch tag still runs, 0 for none.",
+        "Steps between checks that every launch tag still runs, 0 for none.",
         minimum=0,
     ),
     EnvSetting(
         "SWEEP_BUDGET_SLOTS",
         EnvInt,
         65536,
-        "Most slots that the sweep visits in one step.",
+        "Maximum slots that the sweep visits in one step.",
         minimum=1,
     ),
     EnvSetting(
         "SWEEP_BUDGET_US",
         EnvInt,
         500,
-        "Most host microseconds that the sweep spends in one step.",
+        "Maximum host microseconds that the sweep spends in one step.",
         minimum=1,
     ),
     EnvSetting(

@@ -104,7 +104,7 @@ REASON_HELP: dict[Reason, str] = {
     Reason.SLOT_OUT_OF_RANGE: "the slot index lies outside of the pool",
     Reason.UNMAPPED_SLOT: "the request's row maps this position to the padding slot 0",
     Reason.SWA_EVICTED_IN_WINDOW: "inside the window the full-to-SWA mapping says evicted",
-    Reason.WRITE_TOKEN: "the forward was fed another token than the request's own list has",
+    Reason.WRITE_TOKEN: "the forward was fed another token than the request has there, by its own list or as sampled",
     Reason.WRITE_POSITION: "the forward was fed another position than the request's length implies",
     Reason.DOUBLE_FREE: "the slot was freed although it was free already",
     Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token, or is the padding row 0",

@@ -19,8 +19,9 @@ HOW_TO = (
     "are marked so: SGLang's own leak check ends the server otherwise.",
     f"Write {EXAMPLE} to FOLDER under any other name and rename it to ADDRESS-NAME.json. ADDRESS is the model runner: "
     "target0 is the target model on tensor parallel rank 0, draft0 its draft model, target0.pp1 stage 1 of a "
-    "pipeline. NAME is yours. A fault waits until a request or prefix fits its arguments. The answer, or the error, "
-    "appears as ADDRESS-NAME.done.json.",
+    "pipeline. NAME is yours. The runner removes the file when it takes the command; a file with an address that no "
+    "runner has stays. A fault waits until a request or prefix fits its arguments. The answer, or the error, appears "
+    "as ADDRESS-NAME.done.json.",
 )
 
 

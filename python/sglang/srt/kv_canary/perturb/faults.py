@@ -181,10 +181,10 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "double_free",
         lifetime.double_free,
-        "Free a slot that is free already. The free list itself is repaired.",
+        "Free a slot that is free already; needs one that was freed, as by a flush. The free list itself is repaired.",
         (OF_ALLOCATOR,),
         (Reason.DOUBLE_FREE,),
-        "HEAD of the K half, at the next forward",
+        "FREE_FULL (with kind SWA: FREE_SWA), at the next forward",
     ),
     Fault(
         "damage_record",
@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = _table(
         "Feed another token at the first new position of a request.",
         READER,
         (Reason.WRITE_TOKEN,),
-        "HEAD, with mode EXTEND",
+        "HEAD, with mode EXTEND, DECODE or TARGET_VERIFY",
     ),
     Fault(
         "wrong_position",

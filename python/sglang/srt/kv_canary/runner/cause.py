@@ -61,12 +61,12 @@ class Cause:
     findings: int = 0  # repeats included
     last_forward: int = 0
     events: int = 0  # violation events written
-    told: int = 0  # findings, as of the last event about this cause
+    reported: int = 0  # findings, as of the last event about this cause
 
     @property
     def has_doubled(self) -> bool:
         """Whether there are twice as many findings as the last event knew of."""
-        return self.findings >= 2 * self.told
+        return self.findings >= 2 * self.reported
 
     def fold(self, violation: Violation) -> None:
         """Take in a finding that is not a repeat."""

@@ -123,7 +123,7 @@ class ViolationReporter:
         cause.fold(violation)
         if cause.events < MAX_EVENTS:
             cause.events += 1
-            cause.told = cause.findings
+            cause.reported = cause.findings
             self._sink.emit(replace(violation, cause=cause.number).as_event())
         elif cause.has_doubled:
             self._grown[cause.number] = cause
@@ -186,7 +186,7 @@ class ViolationReporter:
                 "kv-canary: %d more causes%s:\n%s", len(rest), self._where(), "\n".join(rest)
             )
         self._waiting.clear()
-        self._grown = {c.number: c for c in self._causes.values() if c.findings > c.told}
+        self._grown = {c.number: c for c in self._causes.values() if c.findings > c.reported}
         self._sum_up(len(self._grown))
         self._say_dropped()
 
@@ -194,7 +194,7 @@ class ViolationReporter:
         """Write events about causes that have doubled since the last one about them."""
         for number in list(itertools.islice(self._grown, most)):
             cause = self._grown.pop(number)
-            cause.told = cause.findings
+            cause.reported = cause.findings
             self._sink.emit(cause.summary())
 
     def _say_dropped(self) -> None:
