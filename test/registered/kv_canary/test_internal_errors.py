@@ -292,15 +292,22 @@ STALE = {
 }
 
 
-@pytest.mark.parametrize("break_it", STALE.values(), ids=STALE.keys())
-def test_an_unrecorded_forward_is_followed_by_no_false_alarm(
+def _rig_after_a_broken_decode(
     break_it: Callable[[ManagerRig, Any], None], monkeypatch: Any, events: Path
-) -> None:
+) -> ManagerRig:
     rig = ManagerRig(event_file=str(events))
     rig.result(rig.extend(1, range(20)))
     with monkeypatch.context() as patch:
         break_it(rig, patch)
         rig.result(rig.decode([1]))  # the model ran
+    return rig
+
+
+@pytest.mark.parametrize("break_it", STALE.values(), ids=STALE.keys())
+def test_an_unrecorded_forward_is_followed_by_no_false_alarm(
+    break_it: Callable[[ManagerRig, Any], None], monkeypatch: Any, events: Path
+) -> None:
+    rig = _rig_after_a_broken_decode(break_it, monkeypatch, events)
     assert rig.lengths[1] == 21
     assert rig.manager.errors.total == 1
     single = rig.manager._single_forwards[0]
@@ -317,11 +324,7 @@ def test_an_unrecorded_forward_is_followed_by_no_false_alarm(
 def test_after_a_flush_everything_is_checked_again(
     break_it: Callable[[ManagerRig, Any], None], monkeypatch: Any, events: Path
 ) -> None:
-    rig = ManagerRig(event_file=str(events))
-    rig.result(rig.extend(1, range(20)))
-    with monkeypatch.context() as patch:
-        break_it(rig, patch)
-        rig.result(rig.decode([1]))
+    rig = _rig_after_a_broken_decode(break_it, monkeypatch, events)
     rig.result(rig.decode([1]))
     assert not rig.manager.armed
     _flush(rig)
@@ -362,7 +365,7 @@ def test_a_forward_of_an_unknown_mode_is_served_and_said(caplog: Any) -> None:
     rig.on_batch = make_unknown
     rig.result(rig.decode([1]))
     assert "cannot derive the slots of a forward in mode PREBUILT" in caplog.text
-    assert "does not check the target runner any more" in caplog.text
+    assert "has stopped checking the target runner" in caplog.text
     assert "flush the cache" in caplog.text
     rig.on_batch = lambda batch: None
     rig.result(rig.decode([1]))

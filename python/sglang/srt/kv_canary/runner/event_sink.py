@@ -82,7 +82,7 @@ class _EventFile:
         self.lost += 1
         self._log(
             f"cannot write to its event file: {error}; {self.lost} events lost so far. "
-            "The log goes on, which shows a part of many violations; make room for the file, or set "
+            "The log continues; it shows only some of many violations. Make room for the file, or set "
             "SGLANG_KV_CANARY_EVENT_FILE to another one"
         )
 
@@ -96,7 +96,7 @@ class _EventFile:
                 return
             fd = _open(self._path)
         except (OSError, CanaryConfigError) as error:
-            self._log(f"goes on writing to its event file, which was moved: {error}")
+            self._log(f"keeps writing to its event file, which was moved: {error}")
             return
         os.close(self._fd)
         self._fd, self._is_torn = fd, False

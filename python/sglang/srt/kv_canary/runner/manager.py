@@ -374,12 +374,12 @@ class CanaryManager:
 
     def _say_checking(self, checking: bool) -> None:
         if checking:
-            logger.warning("kv-canary checks again on the %s runner", self.identity.role)
+            logger.warning("kv-canary has resumed checking the %s runner", self.identity.role)
         else:
             how = "restart the server" if self._tracking.until_restart else "flush the cache"
             logger.error(
-                "kv-canary does not check the %s runner any more after an internal error, because its records are out "
-                "of date and would raise false alarms. To have it check again, %s",
+                "kv-canary has stopped checking the %s runner after an internal error, because its records are out "
+                "of date and would raise false alarms. To resume, %s",
                 self.identity.role,
                 how,
             )

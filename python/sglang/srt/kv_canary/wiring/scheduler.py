@@ -160,8 +160,8 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         logger.info("%s", active_line(description))
         if folder := description["fault_injection"]:
             logger.warning(
-                "kv-canary: fault injection is ON: whoever can write to the folder %r can damage the KV cache of this "
-                "server. To turn it off, unset %s",
+                "kv-canary: fault injection is ON: anyone who can write to the folder %r can damage the KV cache of "
+                "this server. To turn it off, unset %s",
                 folder,
                 PERTURB_DIR.name,
             )
@@ -202,7 +202,7 @@ HOOKS = (
         f"{_SCHEDULER}.process_batch_result",
         _around_process_result,
         HookType.AROUND,
-        "moot reads would be false alarms",
+        "reads of requests that have ended would be false alarms",
     ),
     HookSpec(f"{_SCHEDULER}.on_idle", _after_idle, HookType.AFTER, "findings of the last step"),
     HookSpec(
@@ -216,19 +216,19 @@ HOOKS = (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         _before_row_free,
         HookType.BEFORE,
-        "moot reads would be false alarms",
+        "reads of requests that have ended would be false alarms",
     ),
     HookSpec(
         "sglang.srt.session.streaming_session.StreamingSession.release_session",
         _before_session_release,
         HookType.BEFORE,
-        "moot reads would be false alarms",
+        "reads of requests that have ended would be false alarms",
     ),
     HookSpec(
         "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
         _before_session_trim,
         HookType.BEFORE,
-        "moot reads would be false alarms",
+        "reads of requests that have ended would be false alarms",
     ),
     HookSpec(
         "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
