@@ -127,10 +127,10 @@ def test_the_slots_of_one_version_are_one_cause() -> None:
 def test_damage_to_a_stale_slot_is_a_cause_of_its_own() -> None:
     rig = reporting_rig()
     read_after_update(rig)
-    rig.rows.req_to_token[1, 5] = rig.rows.req_to_token[2, 3]
+    rig.rows.req_to_token[1, 5] = rig.rows.req_to_token[1, 8]
     rig.decode([1])
     rig.settle()
-    damage = {v.reasons for v in rig.reported if v.slot == rig.slot(2, 3)}
+    damage = {v.reasons for v in rig.reported if v.expected_position == 5}
     assert damage == {("POSITION", "CHAIN")}
 
 
