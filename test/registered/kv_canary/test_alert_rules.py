@@ -38,6 +38,17 @@ def test_the_rules_are_valid(major: int) -> None:
     assert "SUCCESS" in _promtool(major, "check", "rules", "kv-canary.yml")
 
 
+@pytest.mark.parametrize("major", VERSIONS)
+def test_the_documented_scrape_configuration_is_valid(major: int, tmp_path: Path) -> None:
+    documented = re.search(r"```yaml\n(.*?)```", (ALERTS.parent / "metrics.md").read_text(), re.S)
+    assert documented is not None
+    shutil.copytree(ALERTS, tmp_path / "docs" / "alerts")
+    (tmp_path / "prometheus.yml").write_text(documented[1])
+    output = _promtool(major, "check", "config", "prometheus.yml", folder=tmp_path)
+    assert "1 rule files found" in output
+    assert re.search(r"[1-9]\d* rules found", output)
+
+
 @pytest.mark.parametrize("swapped", [False, True], ids=["as written", "spellings swapped"])
 @pytest.mark.parametrize("major", VERSIONS)
 def test_the_rules_fire_and_stay_silent_as_their_unit_tests_say(
