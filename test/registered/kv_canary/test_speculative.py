@@ -19,6 +19,7 @@ from sglang.srt.kv_canary.runner import manager
 from sglang.srt.kv_canary.runner.launcher import launch_endpoints_per_forward
 from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
 from sglang.srt.kv_canary.state import Header
+from sglang.srt.kv_canary.token_oracle import TokenOracle, TokenOracleManager
 from sglang.srt.kv_canary.wiring import speculative
 from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -360,6 +361,27 @@ def test_clamped_placeholders_of_images_are_no_fault(monkeypatch):
 @pytest.mark.parametrize("media", [None, [None]])
 def test_wrong_tokens_of_a_text_prompt_are_found_in_the_draft(media, monkeypatch):
     assert prefill_with_clamped_placeholders(media, monkeypatch) == {"WRITE_TOKEN"}
+
+
+@pytest.mark.parametrize("with_oracle", [True, False])
+@pytest.mark.parametrize("altered", [0, 1])
+def test_altered_last_token_of_a_prompt_is_found_in_the_draft_with_the_oracle_only(
+    with_oracle, altered, monkeypatch
+):
+    """It is the target's prediction, which nobody but the oracle knows."""
+    prompt, oracle = list(range(10, 16)), TokenOracle(512)
+    request = SimpleNamespace(rid="one", fill_ids=prompt, origin_input_ids=prompt)
+    monkeypatch.setattr(context, "requests", [request])
+    with SpecRig(CHAIN) as rig:
+        rig.draft.config = replace(rig.draft.config, token_check=TokenCheck.ALL)
+        rig.draft.token_oracle = TokenOracleManager(oracle) if with_oracle else None
+        slots = rig.allocate(1, 0, len(prompt))
+        rig._extend(rig.target, 1, 0, prompt, slots, rig.target_pool)
+        predicted = oracle.token("one", len(prompt)) ^ altered
+        rig._extend(rig.draft, 1, 0, [*prompt[1:], predicted], slots, rig.draft_pool)
+        found = rig.findings()
+    reported = {("draft", f"HEAD_{half}_FULL", "WRITE_TOKEN") for half in "KV"}
+    assert found == (reported if with_oracle and altered else set())
 
 
 # Draft chains
