@@ -62,9 +62,7 @@ PATHS: tuple[PathSupport, ...] = (
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("two-batch overlap", _REFUSED, "never run"),
-    PathSupport(
-        "multi-item scoring (--enable-mis)", _REFUSED, "positions start anew with each item"
-    ),
+    PathSupport("multi-item scoring (--enable-mis)", _REFUSED, "positions restart with each item"),
     PathSupport("PD multiplexing", _REFUSED),
     PathSupport("diffusion language models", _REFUSED, "slots are rewritten until denoised"),
     PathSupport("cross attention (encoder-decoder)", _REFUSED, "slots without tokens"),

@@ -162,7 +162,7 @@ class HealthCheck(StepObserver):
     def _silent_sweeps(self, between: CountsBetween, expected: dict[PoolKind, int]) -> list[str]:
         """SWEEP tags that have run less often than `expected`, the least number issued between the two copies.
 
-        One copy is under way at a time: what was issued when a copy arrived lies behind it, and before the next.
+        One copy is under way at a time: what was issued when a copy arrived runs after it, and before the next.
         """
         tags = tags_of(self._groups, (Side.SWEEP,))
         return [

@@ -113,7 +113,7 @@ class CanaryManager:
         # A server that raises does so before it answers many more tokens.
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
-        self.owes_copy = False  # something was launched behind the last copy
+        self.owes_copy = False  # something was launched after the last copy
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
 
@@ -170,7 +170,7 @@ class CanaryManager:
 
         `maybe_inaccurate_forward_batch` is what the scheduler asks for, and names the forwards' mode; SGLang may
         pad or rewrite it before `model.forward` gets it. `step_goes_on`: more forwards of this runner follow in the
-        step, and what is done once behind a step waits for them, or for an idle server.
+        step, and what is done once after a step waits for them, or for an idle server.
         """
         asked = maybe_inaccurate_forward_batch
         mode = None if asked is None else asked.forward_mode.name

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CopyPoint:
-    """What the host had launched when a copy of the summary was started behind it."""
+    """What the host had launched when the copy of the summary that follows it was started."""
 
     step: int
     forward_ct: int
@@ -59,7 +59,7 @@ class StepObserver:
         """Before the step's forwards are launched, on the forward stream."""
 
     def after_forwards(self, manager: CanaryManager) -> bool | None:
-        """After they were launched; device work put here runs behind them.
+        """After they were launched; device work put here runs after them.
 
         Returns whether it waits for the counters: then they are copied at once, not at most every `copy_every_s`.
         """

@@ -13,9 +13,9 @@ Read in SGLang 0.5.12.post1, and run on the real engine with overlap scheduling 
   (committed length = prompt + output under overlap) is written by forward N + 1, which is launched before the result
   of N is processed; without overlap it is not committed at all. No insert lies between a forward's launch and the
   sweep behind it. So "in the tree, not yet written" is true of the device's clock, never of stream order, and a chunk
-  is launched on the forward stream, behind the last launched forward.
+  is launched on the forward stream, after the last launched forward.
 - A slot that leaves the tree is freed on the host after the chunk was listed, so its free, its next owner's write, and
-  everything that follows are launched behind the chunk. What was freed before is not in the tree any more.
+  everything that follows are launched after the chunk. What was freed before is not in the tree any more.
 - A duplicate that the tree did not take is not listed; a dead request's forward writes only slots it was given, before
   those are freed (ledger) in stream order.
 - The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
@@ -203,7 +203,7 @@ class SweepOrchestrator(StepObserver):
         self._pass = SweepPass(self._begun, time.monotonic(), _findings(manager), list(self._legs))
 
     def _advance(self, manager: CanaryManager, idle: bool) -> bool:
-        """The next chunk: listed now, and launched behind everything that is launched already."""
+        """The next chunk: listed now, and launched after everything that is launched already."""
         current = self._pass
         if not current.legs:
             self._close(current)

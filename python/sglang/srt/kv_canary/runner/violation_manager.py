@@ -26,7 +26,7 @@ from sglang.srt.kv_canary.state import ViolationLog
 logger = logging.getLogger(__name__)
 
 # The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
-# sees 0. A chunk of the row itself may have its slots unmapped, or mapped anew for others, between the translation
+# sees 0. A chunk of the row itself may have its slots unmapped, or mapped again for others, between the translation
 # that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
 _NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)

@@ -30,5 +30,5 @@ class RowOwners:
         return is_new
 
     def forget(self, row: int) -> None:
-        """The row was given back, or a part of it: whoever is extended in it next is new."""
+        """The row was given back, or a part of it: the request that is extended in it next is new."""
         self._owners.pop(row, None)

@@ -124,7 +124,7 @@ def _before_session_release(sessions: Any, session_id: str) -> None:
 
 @guarded
 def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
-    """A session keeps its row and gives back what lies behind `target`, to be taken anew by its next turn."""
+    """A session keeps its row and gives back what lies after `target`, which its next turn allocates again."""
     if context.active and end > target:
         context.row_released(row)
 

@@ -90,7 +90,7 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
     UnsupportedCase(
         "HiSparse",
         lambda args: args.enable_hisparse,
-        "its slots are swapped between device and host behind the pool's allocator.",
+        "its slots are swapped between device and host without the pool's allocator.",
         "Remove --enable-hisparse.",
     ),
     UnsupportedCase(
@@ -168,7 +168,7 @@ UNSUPPORTED: tuple[UnsupportedCase, ...] = (
     UnsupportedCase(
         "multi-item scoring",
         lambda args: args.enable_mis,
-        "its positions start anew with each item and do not say where a token lies in the request.",
+        "its positions restart with each item and do not say where a token lies in the request.",
         "Remove --enable-mis.",
     ),
     UnsupportedCase(
