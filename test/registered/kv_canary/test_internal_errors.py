@@ -17,6 +17,7 @@ from sglang.srt.kv_canary.anchor import anchor_of
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryPhaseError
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
 from sglang.srt.kv_canary.plan_input import UnsupportedForwardError
 from sglang.srt.kv_canary.runner import guard, metrics
 from sglang.srt.kv_canary.runner.guard import InternalErrors, describe_error
@@ -30,11 +31,12 @@ from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.kv_canary.state import Header
 from sglang.srt.kv_canary.wiring import HOOK_MODULES, anchors, collect_hooks, scheduler
 from sglang.srt.kv_canary.wiring.context import context
+from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang.srt.kv_canary.wiring.hook_spec import HookType
 from sglang.srt.kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.kv_canary.manager_rig import ManagerRig
+from sglang.test.kv_canary.manager_rig import ManagerRig, Request
 from sglang.test.kv_canary.tree_rig import TreeRig
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
@@ -546,6 +548,27 @@ def test_token_lists_that_cannot_be_read_cost_their_check_only(
 
     assert _around_forward(run, rig, batch) == "ran"
     assert (rig.manager.errors.total, rig.manager.armed) == (1, True)
+
+
+def test_token_lists_that_do_not_reach_the_device_raise_no_false_alarm(
+    in_context: Any, monkeypatch: Any
+) -> None:
+    """The device is not told that the row has another owner, so it must not compare it with the one before."""
+    rig = in_context(ManagerRig())
+    rig.result(rig.extend(1, range(20)))
+    rig.allocator.free(rig.rows.req_to_token[1, :20].long())
+    rig.lengths[1] = 0
+    new_owner = Request(req_pool_idx=1, fill_ids=range(40, 45))
+    rig.expected = lambda batch: expected_tokens_of(rig.manager, batch, [new_owner])
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpectedTokens, "from_lists", _broken)
+        rig.result(rig.extend(1, range(40, 45)))
+    rig.result(rig.decode([1]))
+    assert rig.settle() == []
+    assert (rig.manager.errors.total, rig.manager.armed) == (1, True)
+    rig.lengths[1] -= 1
+    rig.result(rig.decode([1]))
+    assert "ROW_LENGTH" in {reason for v in rig.settle() for reason in v.reasons}
 
 
 def test_a_model_without_a_forward_batch_runs_unchecked(in_context: Any, caplog: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_canary.fill_ins import without_pinned_memory
 from sglang.test.kv_canary.launch_variants import LaunchVariants, missing
-from sglang.test.kv_canary.manager_rig import MAX_REQUESTS, ManagerRig
+from sglang.test.kv_canary.manager_rig import MAX_REQUESTS, ManagerRig, Request
 from sglang.test.kv_canary.pool_fixtures import make_mha_pool, make_swa_pool
 from sglang.test.kv_canary.spec_rig import ROWS, SpecRig, accept, scratch, v1_step
 
@@ -82,21 +80,12 @@ def model_runner(allocator: Any, args: ServerArgs, **fields: Any) -> SimpleNames
 # Targets
 
 
-@dataclass(eq=False)
-class Request:
-    """The fields of SGLang's Req that the token lists are made from."""
-
-    req_pool_idx: int
-    fill_ids: Sequence[int] = range(30)
-    extra_key: str | None = None
-
-
 def target_rig(pool: str, **settings: Any) -> ManagerRig:
     window, real = None, make_mha_pool(size=512)
     if pool == "swa":
         window, real = 8, make_swa_pool(size=256, size_swa=256, head_num=2, head_dim=8)
     rig = ManagerRig(real=real, sliding_window_size=window, **settings)
-    requests = {row: Request(row) for row in range(1, MAX_REQUESTS + 1)}
+    requests = {row: Request(row, range(30)) for row in range(1, MAX_REQUESTS + 1)}
 
     def expected(batch: ForwardBatch) -> Any:
         served = [requests[int(row)] for row in batch.req_pool_indices]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,15 @@ from sglang.test.kv_canary.pool_fixtures import (
 CONTEXT = 256
 MAX_REQUESTS = 8
 MAX_DRAFTS = 4
+
+
+@dataclass(eq=False)
+class Request:
+    """The fields of SGLang's Req that token lists are made from."""
+
+    req_pool_idx: int
+    fill_ids: Sequence[int]
+    extra_key: str | None = None
 
 
 class ManagerRig:

@@ -34,7 +34,11 @@ def expected_tokens_of(
     known = attempt_aside(_known_of_batch, manager, forward_batch, requests)
     if known is None:  # a row whose owner is not known must not be compared with the one before
         known = [KnownTokens(start=RowStart.FORGET)] * len(prefix_lens)
-    return ExpectedTokens.from_lists(known, manager.identity.device, manager.state.token_lists)
+    device, memory = manager.identity.device, manager.state.token_lists
+    expected = attempt_aside(ExpectedTokens.from_lists, known, device, memory)
+    if expected is None:  # the same for all rows, where the device cannot be told which
+        manager.state.row_memory.forget()
+    return expected
 
 
 def _known_of_batch(
