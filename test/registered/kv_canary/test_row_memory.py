@@ -236,5 +236,20 @@ def test_accepted_drafts_move_the_row_on() -> None:
         assert reasons == (set() if clean else {("ROW_CHAIN",)})
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_verify_whose_length_runs_ahead_of_what_was_accepted(noted) -> None:
+    """The row then ends with a rejected draft, whose record continues the request's own prefix."""
+    rig = _rig("mha")
+    rig.result(rig.extend(1, ONE))
+    rig.manager.note_next_tokens(torch.tensor([1]), torch.tensor([10]))
+    rig.result(rig.verify(1, [10, 11, 12]))
+    if noted:
+        accepted = torch.tensor([[11, 9, 0]]), torch.tensor([2])
+        rig.manager.note_next_tokens(torch.tensor([1]), *accepted)
+    rig.lengths[1] = 23  # the prompt, its sample, both drafts
+    rig.result(rig.verify(1, [9, 13, 14]))
+    assert {v.reasons for v in rig.settle()} == ({("ROW_LENGTH",)} if noted else set())
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -64,9 +64,8 @@ class ForwardPlan:
     write: WritePlan
     req_to_token: torch.Tensor  # int32[request rows, context length]
     expected: ExpectedTokens | None = None
-    row_growth: int = (
-        0  # tokens that a row may have grown by since its last forward: accepted drafts
-    )
+    # Accepted drafts that a row may have grown by since its last forward, where nobody noted what was accepted
+    row_growth: int = 0
 
     def __post_init__(self) -> None:
         if self.verify.padded and self.write.ext_lens is not None:

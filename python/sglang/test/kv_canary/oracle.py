@@ -57,7 +57,7 @@ class Forward:
     # Requests whose first slot is 0 are padding, whatever their row. The oracle wants `without_padding`.
     padded: bool = False
     uniform: bool = False  # every request has as many tokens: they are drafts after the first one
-    row_growth: int = 0  # tokens that a row may have grown by since its last forward
+    row_growth: int = 0  # tokens that a row may have grown by since a forward with nothing noted
 
     @property
     def without_padding(self) -> Forward:
@@ -531,12 +531,16 @@ class Oracle:
         if start != RowStart.DECODES and not (forward.uniform and start == RowStart.KEEP):
             return UNKNOWN
         row = self._rows[request]
-        token, after = self.sampled.get(request.row, (UNKNOWN, -1))
-        if row is None or row.length != request.prefix or row.forward != after:
+        if row is None or row.length != request.prefix or not self._was_noted(request):
             return UNKNOWN
-        if not row.forward & record.FORWARD_MASK:  # looks like nothing was sampled
-            return UNKNOWN
-        return token
+        return self.sampled[request.row][0]
+
+    def _was_noted(self, request: Request) -> bool:
+        """Whether it is known what was sampled for the request's row after its last forward."""
+        row = self._rows[request]
+        _, after = self.sampled.get(request.row, (UNKNOWN, -1))
+        # A forward counter that has just wrapped looks like nothing was sampled.
+        return row.forward == after and row.forward & record.FORWARD_MASK != 0
 
     def _certain_tokens(self, forward: Forward, request: Request) -> int:
         """New tokens that surely stay; 0 for padding."""
@@ -556,7 +560,8 @@ class Oracle:
             "reader_forward": self.running,
             "last_writer": 0,
         }
-        if not row.length <= request.prefix <= row.length + forward.row_growth:
+        growth = 0 if self._was_noted(request) else forward.row_growth
+        if not row.length <= request.prefix <= row.length + growth:
             self._report(
                 Reason.ROW_LENGTH,
                 expected_position=row.length,

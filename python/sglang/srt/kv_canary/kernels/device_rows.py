@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
     words: Any  # None: the group keeps none
     sampled: Any
-    growth: Any  # tokens that a row may have grown by since its last forward
+    growth: Any  # tokens that a row may have grown by since a forward with nothing noted
 
 
 class Remembered(NamedTuple):
@@ -52,6 +52,7 @@ class Remembered(NamedTuple):
     length: Any  # -1: nothing
     chain: Any
     sampled: Any  # the token that follows; UNKNOWN where nothing says so
+    growth: Any  # tokens that the row may have grown by since; 0 where that is known
 
 
 @jit
@@ -65,6 +66,7 @@ def remember(rows, known, request, row, lanes, UNIFORM: tl.constexpr):
     length = (word & FORWARD_MASK) - 1
     # 0: nothing was sampled yet, or the forward counter has just wrapped.
     fits = ((word >> 32) == (token >> 32)) & ((word >> 32) != 0)
+    growth = tl.where(fits, 0, rows.growth).to(tl.int64)
     if known.spans is None:
         decodes = lanes if UNIFORM else lanes & False
     else:
@@ -72,20 +74,21 @@ def remember(rows, known, request, row, lanes, UNIFORM: tl.constexpr):
         told = start >= 0
         length = tl.where(told, start, tl.where(start == FORGET, -1, length))
         chain = tl.where(told, span_word(known, request, START_CHAIN, lanes, 0), chain)
+        growth = tl.where(told, 0, growth)
         decodes = lanes & (start == DECODES)
         if UNIFORM:
             decodes = decodes | (start == KEEP)
     length = tl.where(lanes, length, -1)
     sampled = tl.where(decodes & fits & (length >= 0), token_of(token), UNKNOWN)
-    return Remembered(length, chain, sampled)
+    return Remembered(length, chain, sampled, growth)
 
 
 @jit
-def check_rows(batch, space, report, records, rows, remembered, row, prefix, lanes):
+def check_rows(batch, space, report, records, remembered, row, prefix, lanes):
     """Report rows whose length or chain is not what is remembered of them."""
     length = remembered.length
     known = lanes & (length >= 0)
-    wrong_length = known & ((length > prefix) | (prefix - length > rows.growth))
+    wrong_length = known & ((length > prefix) | (prefix - length > remembered.growth))
     last = tl.where(known & (wrong_length == 0), length - 1, -1)
     listed = last >= 0
     at = tl.where(listed, row, 0) * batch.row_stride + tl.maximum(last, 0)

@@ -172,7 +172,7 @@ def flat_tokens(batch, inputs, anchors, rows, known, index, SINGLE: tl.constexpr
     full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
     anchor = tl.load(anchors + tl.where(lanes, row, 0))
     # Not None where there is no row memory: loops carry it, and Triton carries tensors only.
-    remembered = Remembered(row * 0 - 1, row * 0, row * 0)
+    remembered = Remembered(row * 0 - 1, row * 0, row * 0, row * 0)
     if rows.words is not None:
         remembered = remember(rows, known, request, row, lanes, True)
     return FlatTokens(index, request, lanes, row, prefix, token, position, full, anchor, remembered)
@@ -230,7 +230,7 @@ def write_flat(
             otherwise = tl.where(follows, remembered.chain, otherwise)
             sampled = tl.where(first_lanes & follows, remembered.sampled, UNKNOWN)
             expected = tl.where(expected == UNKNOWN, sampled, expected)
-            check_rows(batch, space, report, k_records, rows, remembered, row, prefix, first_lanes)
+            check_rows(batch, space, report, k_records, remembered, row, prefix, first_lanes)
         before, readable = _slot_before(batch, space, row, prefix, lanes)
         seed = _chain_of(k_records, before, readable, anchor, prefix, otherwise)
         chain = power * seed + gathered
@@ -357,7 +357,7 @@ def write_tile(
             otherwise = max_of(tl.where(follows, remembered.chain, 0), 0)
             sampled = tl.where(follows & lanes & (in_chunk == 0), remembered.sampled, UNKNOWN)
             expected = tl.where(expected == UNKNOWN, sampled, expected)
-            check_rows(batch, space, report, k_records, rows, remembered, row, prefix, last)
+            check_rows(batch, space, report, k_records, remembered, row, prefix, last)
         before_chunk, readable = _slot_before(batch, space, row, prefix, prefix >= 0)
         seed = _chain_of(k_records, before_chunk, readable, anchor, prefix, otherwise)
         v_seed = seed

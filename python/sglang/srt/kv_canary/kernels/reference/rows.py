@@ -21,6 +21,7 @@ class Remembered:
     lengths: torch.Tensor  # -1: nothing
     chains: torch.Tensor
     sampled: torch.Tensor  # the token that follows; UNKNOWN where nothing says so
+    growth: torch.Tensor  # tokens that the row may have grown by since; 0 where that is known
 
     def seeds(self, requests: Requests) -> torch.Tensor:
         """Chain before each request's first new token, for where the record before cannot be read."""
@@ -52,7 +53,8 @@ def remember(plan, group, requests: Requests, state) -> Remembered:
     lengths = torch.where(requests.valid, lengths, -1)
     known = decodes & fits & (lengths >= 0)
     sampled = torch.where(known, hashing.stored_token(token), record.UNKNOWN)
-    return Remembered(lengths, chains, sampled)
+    growth = torch.where(fits | (starts >= 0), 0, plan.row_growth)
+    return Remembered(lengths, chains, sampled, growth)
 
 
 def certain_tokens(plan, requests: Requests) -> torch.Tensor:
@@ -74,7 +76,7 @@ def check_rows(
     records = group.k_head
     prefix, lengths = requests.prefix_lens, remembered.lengths
     known = (certain_tokens(plan, requests) > 0) & (lengths >= 0)
-    wrong_length = known & ((lengths > prefix) | (prefix - lengths > plan.row_growth))
+    wrong_length = known & ((lengths > prefix) | (prefix - lengths > remembered.growth))
     last = torch.where(known & ~wrong_length, lengths - 1, -1)
     rows = torch.where(requests.valid, requests.rows, 0)
     full = plan.req_to_token[rows, last.clamp(min=0)].long()
