@@ -17,6 +17,7 @@ import torch
 __all__ = [
     "dp_attention_on_torch_native",
     "mla_on_torch_native",
+    "pageable_memory",
     "plugin_path",
     "swa_on_torch_native",
     "without_pinned_memory",
@@ -153,3 +154,17 @@ def _copy_tokens(
         dst[:count] = src[first : first + count]
     else:
         dst[first : first + count] = src[:count]
+
+
+# Logprobs and LoRA: SGLang asks for pinned memory without looking for a GPU.
+
+
+def pageable_memory() -> None:
+    """What shall be pinned stays pageable."""
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+
+def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args, pin_memory=False, **named: create(*args, **named)

@@ -8,12 +8,22 @@ from typing import Any
 
 import torch
 
+from sglang.test.kv_canary.tiny_tokenizer import (
+    BEGIN_IMAGE,
+    END_IMAGE,
+    IMAGE,
+    save_processor,
+    save_tokenizer,
+)
+
 __all__ = [
     "tiny_llama_weights",
     "write_tiny_deepseek_v2",
+    "write_tiny_gemma3_with_images",
     "write_tiny_gemma4",
     "write_tiny_llama",
     "write_tiny_llama_checkpoint",
+    "write_tiny_llama_with_tokenizer",
     "write_tiny_whisper",
 ]
 
@@ -93,6 +103,48 @@ TINY_GEMMA4 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+TINY_GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "boi_token_index": BEGIN_IMAGE,
+    "eoi_token_index": END_IMAGE,
+    "image_token_index": IMAGE,
+    "mm_tokens_per_image": 4,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 16,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+        "patch_size": 7,
+        "vision_use_head": False,
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "torch_dtype": "float32",
 }
 
@@ -270,6 +322,22 @@ def write_tiny_gemma4(folder: str | Path) -> str:
     SWA pool: two layers with a window of 32 tokens, two with full attention, 2 KV heads of 16 each.
     """
     return _write(folder, TINY_GEMMA4)
+
+
+def write_tiny_llama_with_tokenizer(folder: str | Path) -> str:
+    """The tiny Llama with `tiny_tokenizer`: takes and gives text, too."""
+    save_tokenizer(folder)
+    return write_tiny_llama(folder)
+
+
+def write_tiny_gemma3_with_images(folder: str | Path) -> str:
+    """A 2-layer Gemma 3 that sees images, with its processor: each image becomes 4 tokens. Returns the path.
+
+    Its model adds 1 to the forward's positions in place. MHA pool, 2 KV heads of 16.
+    """
+    vision = TINY_GEMMA3["vision_config"]
+    save_processor(folder, vision["image_size"], TINY_GEMMA3["mm_tokens_per_image"])
+    return _write(folder, TINY_GEMMA3)
 
 
 def write_tiny_deepseek_v2(folder: str | Path) -> str:

@@ -1,0 +1,39 @@
+"""Tiny LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from sglang.test.kv_canary.tiny_models import TINY_LLAMA
+
+__all__ = ["write_lora"]
+
+RANK = 4
+
+
+def write_lora(folder: Path, seed: int) -> str:
+    """Write an adapter for the attention of the tiny Llama that changes its answers; returns the path."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    hidden, head = TINY_LLAMA["hidden_size"], TINY_LLAMA["head_dim"]
+    widths = {
+        "q_proj": head * TINY_LLAMA["num_attention_heads"],
+        "k_proj": head * TINY_LLAMA["num_key_value_heads"],
+        "v_proj": head * TINY_LLAMA["num_key_value_heads"],
+        "o_proj": hidden,
+    }
+    weights = {}
+    for layer in range(TINY_LLAMA["num_hidden_layers"]):
+        for name, width in widths.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(width, RANK, generator=generator)
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(widths)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter_model.safetensors")
+    return str(folder)
