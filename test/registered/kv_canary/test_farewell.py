@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,14 +155,26 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
 def test_only_the_process_that_started_the_server_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(module.FOLDER_ENV, str(tmp_path))
-    monkeypatch.setenv(module._OWNER_ENV, str(os.getppid()))
+    monkeypatch.setitem(module._folders, os.getppid(), tmp_path)
     module._before_kill(os.getpid(), include_parent=True)
-    monkeypatch.setenv(module._OWNER_ENV, str(os.getpid()))
+    monkeypatch.setitem(module._folders, os.getpid(), tmp_path)
     module._before_kill(parent_pid=os.getppid())  # another tree
     assert not (tmp_path / module._NOTE).exists()
     module._before_kill(os.getpid(), include_parent=False)
     assert not tmp_path.exists()
+
+
+def test_an_environment_that_is_restored_after_the_launch_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv(module.FOLDER_ENV, "")  # restored at the end, as callers of Engine may do
+        module._before_launch(None, SimpleNamespace(kv_canary="log"))
+        folder = Path(os.environ[module.FOLDER_ENV])
+    assert folder.is_dir()
+    assert module.FOLDER_ENV not in os.environ
+    module._before_kill(os.getpid(), include_parent=False)
+    assert not folder.exists()
 
 
 if __name__ == "__main__":

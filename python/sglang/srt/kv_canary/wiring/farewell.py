@@ -26,7 +26,6 @@ from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
 logger = logging.getLogger(__name__)
 
 FOLDER_ENV = "_KV_CANARY_FAREWELL_FOLDER"
-_OWNER_ENV = "_KV_CANARY_FAREWELL_PID"  # of the main process that made the folder
 _NOTE = "the-server-ends"
 WAIT_S = 3.0  # of the main process: a scheduler process answers between two steps
 FINISH_S = 1.0  # of a scheduler process, for copies from the device
@@ -35,23 +34,26 @@ LOOK_EVERY_S = 0.02
 
 # In the main process
 
+# pid -> its folder. Not read from the environment, which callers of `Engine` may restore; a forked child has no entry.
+_folders: dict[int, Path] = {}
+
 
 def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     if getattr(server_args, "kv_canary", "none") == "none":
         return
     os.environ[FOLDER_ENV] = tempfile.mkdtemp(prefix="kv_canary_farewell_")
-    os.environ[_OWNER_ENV] = str(os.getpid())
+    _folders[os.getpid()] = Path(os.environ[FOLDER_ENV])
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
-    folder = os.environ.get(FOLDER_ENV)
-    if folder is None or os.environ.get(_OWNER_ENV) != str(os.getpid()):
-        return
     if parent_pid not in (None, os.getpid()):
         return
-    del os.environ[FOLDER_ENV]
-    ask_for_farewell(Path(folder), WAIT_S)
+    folder = _folders.pop(os.getpid(), None)
+    if folder is None:
+        return
+    os.environ.pop(FOLDER_ENV, None)
+    ask_for_farewell(folder, WAIT_S)
     shutil.rmtree(folder, ignore_errors=True)
 
 
