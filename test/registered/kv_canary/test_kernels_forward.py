@@ -358,6 +358,16 @@ def test_empty_and_tiny_batches():
     rig.twin.assert_equal()
 
 
+@pytest.mark.parametrize("drafts", [9, 60])
+def test_drafts_of_more_requests_than_a_block_holds(drafts):
+    """A block of 128 tokens does not end with a request's last draft."""
+    rig, rows = Rig(), list(range(1, ROWS))
+    rig.forward(rig.pool.extend({row: 3 + row % 5 for row in rows}))
+    for _ in range(2):
+        assert rig.forward(rig.pool.target_verify(rows, drafts=drafts)) == 0
+    assert rig.forward(rig.pool.decode(rows)) == 0
+
+
 def test_many_tokens_for_each_request():
     rig = Rig()
     rig.forward(rig.pool.extend({1: 30, 2: 5}))

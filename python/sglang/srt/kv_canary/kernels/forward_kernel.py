@@ -226,6 +226,13 @@ def _verify(
 
 
 @jit
+def whole_requests(tokens_per_request, BLOCK: tl.constexpr):
+    """Tokens of a block that holds whole requests: a request's row memory is read and stored by one program."""
+    each = tl.maximum(tokens_per_request, 1)
+    return tl.where(each <= BLOCK, BLOCK // each * each, BLOCK)
+
+
+@jit
 def padding_with_slots(batch, row, request, out_cache_loc):
     """Requests of a uniform batch that have the padding row 0 and yet a slot for their first new token."""
     padding = (row == 0) & (request < batch.size)
@@ -438,7 +445,10 @@ def forward_kernel(
     if VERIFY:
         visits = tl.maximum(total_blocks - phase + every - 1, 0) // every
     if TILE_BITS == 0:
-        writes = (num_tokens + (WRITE_BLOCK - 1)) // WRITE_BLOCK
+        per_block = num_tokens * 0 + WRITE_BLOCK
+        if HEAD and not SINGLE:
+            per_block = whole_requests(tokens_per_request, WRITE_BLOCK)
+        writes = (num_tokens + (per_block - 1)) // per_block
     else:
         tiles = tl.where(valid, (new.to(tl.int32) + (2**TILE_BITS - 1)) // 2**TILE_BITS, 0)
         first_tiles, writes = split(tiles)
@@ -496,11 +506,11 @@ def forward_kernel(
                 v_written += v_copied
         elif TILE_BITS == 0:
             # Loaded a turn ahead, else ptxas puts these loads behind those of the records before.
-            tokens = flat_tokens(
-                batch, inputs, anchors, row_memory, known, first_write * WRITE_BLOCK + lane, SINGLE
-            )
+            beyond = tl.where(lane < per_block, 0, num_tokens)
+            index = first_write * per_block + lane + beyond
+            tokens = flat_tokens(batch, inputs, anchors, row_memory, known, index, SINGLE)
             for item in range(first_write, writes, programs):
-                following = (item + programs) * WRITE_BLOCK + lane
+                following = (item + programs) * per_block + lane + beyond
                 more = flat_tokens(batch, inputs, anchors, row_memory, known, following, SINGLE)
                 written += write_flat(
                     batch,
