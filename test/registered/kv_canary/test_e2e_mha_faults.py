@@ -10,13 +10,14 @@ import pytest
 
 from sglang.srt.kv_canary.cli.demo import Demo, Tally
 from sglang.srt.kv_canary.cli.demo_faults import DemoFault
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.e2e import is_explained
 from sglang.test.kv_canary.fault_cases import DECODE, Case, FaultCases, record_cases, two_prompts
 from sglang.test.kv_canary.serving import Serving
 from sglang.test.kv_canary.traffic import random_tokens
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
 HEAD = ("HEAD_K_FULL", "HEAD_V_FULL")
 TAIL = ("TAIL_K_FULL", "TAIL_V_FULL")

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from sglang.srt.kv_canary.runner.violation import Violation, render
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.traffic import TrafficShape, random_tokens
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
 REQUESTS = 1000 if torch.cuda.is_available() else 400
 

@@ -7,12 +7,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.traffic import TrafficShape, random_tokens
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
 
 LOG_ALL = {"kv_canary": "log", "kv_canary_real_data": "all"}
 DECODE = {"mode": "DECODE"}

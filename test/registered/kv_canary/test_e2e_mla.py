@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.fault_cases import (
     DECODE,
@@ -18,6 +18,7 @@ from sglang.test.kv_canary.fault_cases import (
 from sglang.test.kv_canary.traffic import TrafficShape
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
 HEAD, TAIL = tags("HEAD", "K", "FULL"), tags("TAIL", "K", "FULL")
 EXTEND = {"mode": "EXTEND", "min_prefix": 0}

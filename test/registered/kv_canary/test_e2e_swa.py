@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang.srt.kv_canary.runner.violation import Violation, render
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.family_traffic import FamilyShape, drive_families
@@ -29,6 +29,7 @@ from sglang.test.kv_canary.swa_divergence_asserts import SwaDivergenceMixin
 from sglang.test.kv_canary.traffic import random_tokens
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
 
 WINDOW = consts.SWA_WINDOW
 FULL, SWA = tags("HEAD TAIL", "K V", "FULL"), tags("HEAD TAIL", "K V", "SWA")

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.traffic import TrafficShape, random_tokens
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
 
 class TestSweepAndMetrics(CanaryE2EBase):

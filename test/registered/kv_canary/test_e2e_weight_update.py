@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary import consts
 from sglang.test.kv_canary.e2e import CanaryE2EBase
 from sglang.test.kv_canary.serving import free_port
@@ -33,6 +33,7 @@ from sglang.test.kv_canary.traffic import (
 )
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
 
 WATCHED = "model.layers.1.mlp.down_proj.weight"
 

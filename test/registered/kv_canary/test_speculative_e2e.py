@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.eagle_serving import V1, V2
 from sglang.test.kv_canary.fault_cases import Case, tags
 from sglang.test.kv_canary.scripted_models import (
@@ -30,6 +30,7 @@ from sglang.test.kv_canary.spec_fault_cases import (
 from sglang.test.kv_canary.traffic import random_tokens
 
 register_cpu_ci(est_time=100, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
 
 CASES = [
     *flips("target", VERIFY),

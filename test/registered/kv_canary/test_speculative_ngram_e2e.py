@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.fault_cases import Case, tags
 from sglang.test.kv_canary.ngram_serving import NgramE2EBase
 from sglang.test.kv_canary.spec_fault_cases import (
@@ -17,6 +17,7 @@ from sglang.test.kv_canary.spec_fault_cases import (
 )
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
 
 NGRAM_CASES = [
     *flips("target", VERIFY),

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kv_canary.eagle_serving import V1, V2
 from sglang.test.kv_canary.eagle_swa_serving import EagleSwaE2EBase, FrozenKvE2EBase
 from sglang.test.kv_canary.fault_cases import Case, tags
 from sglang.test.kv_canary.spec_fault_cases import DRAFT, VERIFY, EagleFaults, flips
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=200, suite="stage-b-test-1-gpu-small")
 
 PAST_WINDOW = {"mode": "TARGET_VERIFY", "min_prefix": 20}
 FULL, SWA = tags("HEAD TAIL", "K V", "FULL"), tags("HEAD TAIL", "K V", "SWA")
