@@ -87,7 +87,7 @@ def abort_all(s: CleanServer) -> None:
 
 
 def cache_salt_and_extra_key(s: CleanServer) -> None:
-    """The same tokens in four namespaces: each computes them once, and reads its own later."""
+    """The same tokens in several namespaces: each computes them once, and reads its own later."""
     tokens = prompt("salt", 80)
     text = "".join(random.Random("salt").choice("abcdefgh") for _ in range(80))
 
@@ -419,11 +419,6 @@ class TestImages(CleanServer):
 
 class TestDeterministic(CleanServer):
     flags: ClassVar = {**CleanServer.flags, "enable_deterministic_inference": True}
-
-    @classmethod
-    def setup_class(cls) -> None:
-        if torch.cuda.is_available():
-            super().setup_class()
 
     @cases_of("deterministic")
     def test_clean(self, case: Case) -> None:
