@@ -143,7 +143,7 @@ def smallest_args(fault: Fault) -> dict:
     return {a.name: next(v for v in (*VALUES, "zero") if a.accepts(v)) for a in required}
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=str)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 def test_defaults_are_filled_in_and_accepted(fault: Fault) -> None:
     args = fault.complete(smallest_args(fault))
     expected = {a.name for a in fault.arguments if a.default is not None}
@@ -151,7 +151,7 @@ def test_defaults_are_filled_in_and_accepted(fault: Fault) -> None:
     assert fault.complete(args) == args
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=str)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 def test_what_a_fault_does_not_take_is_refused_with_what_it_takes(fault: Fault) -> None:
     good = smallest_args(fault)
     with pytest.raises(ArgumentError, match=f"{fault.name} has no argument 'colour'; it takes: "):
