@@ -119,8 +119,11 @@ def test_a_completed_slot_may_be_written_again_with_other_tokens(device) -> None
     rig = served(device, mode=CanaryMode.RAISE)
     for _ in range(2):
         start = rig.lengths[1]
-        rig.extend(1, range(7000, 7008))
+        rig.verify(1, range(7000, 7008))
         rig.lengths[1] = start + 3  # five are rejected; their slots go back
+        sampled = torch.tensor([[7001, 7002, 7 + start + 3]], device=device)
+        count = torch.tensor([3], device=device)
+        rig.manager.note_next_tokens(torch.tensor([1], device=device), sampled, count)
         rejected = rig.rows.req_to_token[1, start + 3 : start + 8].long()
         assert (
             len(set((rejected // PAGE).tolist())) == 1

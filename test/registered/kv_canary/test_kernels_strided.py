@@ -10,6 +10,7 @@ from sglang.srt.kv_canary import record
 from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang.srt.kv_canary.config import ContentMode
 from sglang.srt.kv_canary.endpoint import Part, Side
+from sglang.srt.kv_canary.expected_inputs import RowStart
 from sglang.srt.kv_canary.plan_input import UnsupportedForwardError
 from sglang.srt.kv_canary.record import PREV_ANCHOR, Mode, Reason, State
 from sglang.srt.kv_canary.runner.launcher import Launcher
@@ -63,7 +64,9 @@ class Strided(World):
             "out_slots": tuple(32 * row + p for p in range(start, start + count)),
             **changes,
         }
-        forward = Forward((Request(row, start, count, 0),), tuple(tokens), **values)
+        row_start = RowStart.KEEP if start else 0  # without earlier tokens it is new in its row
+        request = Request(row, start, count, 0, row_start=row_start)
+        forward = Forward((request,), tuple(tokens), **values)
         self.upload()
         plan = self.plan(forward)
         self.head(plan)

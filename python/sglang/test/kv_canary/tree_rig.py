@@ -13,6 +13,8 @@ import torch
 
 from sglang.srt.kv_canary.anchor import anchor_of
 from sglang.srt.kv_canary.buffer_group import PoolKind
+from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
+from sglang.srt.kv_canary.host_chain import chain_of_tokens
 from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -107,7 +109,11 @@ class TreeRig(ManagerRig):
         self.lengths[req.req_pool_idx] = len(slots)
         self.manager.state.anchors[req.req_pool_idx] = anchor_of(extra_key)
         self._make_room(len(prompt) - len(slots))
+        chain = chain_of_tokens(prompt[: len(slots)], anchor_of(extra_key))
+        known = [KnownTokens(start=len(slots), start_chain=chain)]
+        self.expected = lambda batch: ExpectedTokens.from_lists(known, self.device)
         self.recorder.result_arrived(self.extend(req.req_pool_idx, list(prompt[len(slots) :])))
+        self.expected = self._starts
         return req
 
     def decode_request(self, req: Any, token: int) -> None:

@@ -138,7 +138,8 @@ def _has_no_seed(row: np.ndarray) -> bool:
     starts from 0; target forwards start from the row memory. The words of such a record give it away: its chain is
     one step from 0. Compressed slots fold chains of SWA slots.
     """
-    if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.STORED_POSITION]) <= 0:
+    # The first record of a chain steps from an anchor, which is 0 for most requests.
+    if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.PREV_SLOT]) < 0:
         return False
     kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
     token, chain = int(row[Column.STORED_TOKEN]), int(row[Column.STORED_CHAIN])
