@@ -430,9 +430,8 @@ class CanaryManager:
         """
         deadline = time.monotonic() + timeout_s
         attempts = FirstError(self.errors)
-        attempts.run(
-            self._await_copies, deadline
-        )  # one under way may have missed the last findings
+        # A copy that is under way may have missed the last findings: another one follows.
+        attempts.run(self._await_copies, deadline)
         attempts.run(self._start_copy, at_once=True)
         attempts.run(self._await_copies, deadline)
         attempts.run(self.violations.finish)

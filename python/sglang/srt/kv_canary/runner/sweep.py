@@ -178,9 +178,8 @@ class SweepOrchestrator(StepObserver):
         try:
             return self._advance(manager, idle)
         except Exception:
-            self._pass = (
-                None  # its place in the tree is unknown; the next one begins when it is due
-            )
+            # Its place in the tree is unknown; the next one begins when it is due.
+            self._pass = None
             raise
 
     @property

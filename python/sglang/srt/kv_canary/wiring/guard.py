@@ -48,7 +48,6 @@ def attempt_aside(function: Callable[..., T], *args: Any) -> T | None:
 
 def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A BEFORE or AFTER hook whose errors are contained: SGLang goes on as if there were no hook."""
-
     return _guarded(hook, loses_track=True)
 
 

@@ -75,8 +75,8 @@ def check_lanes(
     """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
 
     `chain_source`, `stride`: the group's; without a source chains step from `records` themselves, and no record is
-    unfilled. Lanes of a strided
-    group expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
+    unfilled. Lanes of a strided group expect no token: what the ring gets as tokens are the folds of chains
+    (`record.chain_fold`).
     `reports_stale_weights`: the first slot of each run of slots that the weights before the last update wrote.
     """
     if lanes.slots.numel() == 0:
