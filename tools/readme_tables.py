@@ -15,7 +15,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def current_text(text: str) -> str:
     """`text` with both tables as the code has them now."""
-    from sglang.srt.kv_canary.cli import pools, settings
+    from sglang_kv_canary.cli import pools, settings
 
     os.environ["COLUMNS"] = "120"
     tables = {
