@@ -26,7 +26,6 @@ from .record import (
     PREV_ANCHOR,
     PREV_UNREACHABLE,
     TAG_V,
-    UNKNOWN,
     WRITTEN,
     Report,
     Space,
@@ -232,25 +231,7 @@ def report_bad_requests(
     reasons = tl.where(request < batch.size, reasons, 0)
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:
         for half in range(halves):
-            append_rows(
-                report,
-                half,
-                reasons,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                prefix,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                UNKNOWN,
-                row,
-                0,
-                0,
-            )
+            append_rows(report, half, reasons, expected_position=prefix, reader_row=row)
 
 
 @jit

@@ -271,24 +271,25 @@ def append_rows(
     report,
     half,
     reasons,
-    slot,
-    full_slot,
-    prev_slot,
-    expected_position,
-    stored_position,
-    expected_token,
-    stored_token,
-    expected_chain,
-    stored_chain,
-    expected_content,
-    stored_content,
-    reader_row,
-    writer,
-    last_writer,
+    slot=UNKNOWN,
+    full_slot=UNKNOWN,
+    prev_slot=UNKNOWN,
+    expected_position=UNKNOWN,
+    stored_position=UNKNOWN,
+    expected_token=UNKNOWN,
+    stored_token=UNKNOWN,
+    expected_chain=UNKNOWN,
+    stored_chain=UNKNOWN,
+    expected_content=UNKNOWN,
+    stored_content=UNKNOWN,
+    reader_row=0,
+    writer=0,
+    last_writer=0,
     attention_slot=UNKNOWN,
 ):
     """Append a ring row for each lane with `reasons`. Call it under `if` there are any: it takes a lock.
 
+    Columns are named as `Column` has them; each is one value per lane, or one for all.
     The lock keeps rows whole when more rows come in than the ring holds; the newest rows win. The total grows last:
     the host copies the ring while kernels append to it, and takes every row below the total for written.
     """
