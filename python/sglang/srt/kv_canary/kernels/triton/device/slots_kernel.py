@@ -11,20 +11,18 @@ from .record import (
     CHAIN,
     CONTENT,
     DAMAGED,
-    FORWARD_DONE,
     FREED,
     FREED_TO_ALLOCATED,
     LIVE,
     NEVER_WRITTEN,
     WORDS,
     WRITER,
-    Report,
-    append_rows,
     pack_writer,
     position_of,
     state_of,
     token_of,
 )
+from .report import FORWARD_DONE, Report, append_rows
 
 ALLOC = tl.constexpr(int(SlotEventKind.ALLOC))
 FREE = tl.constexpr(int(SlotEventKind.FREE))
