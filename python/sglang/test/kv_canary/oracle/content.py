@@ -1,0 +1,58 @@
+"""Where the bytes of a slot lie, and their fingerprint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sglang_kv_canary import record
+from sglang_kv_canary.config import ContentMode
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLayout:
+    """Where the bytes of a slot lie in `memory`; the fields of `ContentSource`, `offset` from its start."""
+
+    memory: bytearray
+    page_size: int
+    page_stride: int
+    token_stride: int
+    row_bytes: int
+    offset: int
+
+    def start_of(self, slot: int) -> int:
+        page, in_page = divmod(slot, self.page_size)
+        return self.offset + page * self.page_stride + in_page * self.token_stride
+
+    def row_of(self, slot: int) -> bytes:
+        start = self.start_of(slot)
+        return bytes(self.memory[start : start + self.row_bytes])
+
+    @property
+    def in_words(self) -> bool:
+        """Whether every row starts and ends at a multiple of 4 bytes."""
+        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset)
+        return all(part % 4 == 0 for part in parts)
+
+
+@lru_cache(maxsize=1 << 16)
+def _mix(value: int) -> int:
+    return record.mix64(record.to_unsigned64(value))
+
+
+def fingerprint(layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode) -> int:
+    """Content word of a slot, signed."""
+    unit = 4 if all(layout.in_words for layout in layouts) else 1
+    total = record.CONTENT_BASE
+    for source, layout in enumerate(layouts):
+        row = layout.row_of(slot)
+        first, last = 0, len(row)
+        if mode is ContentMode.PARTIAL:
+            sectors = -(-len(row) // record.SECTOR_BYTES)
+            sector = (_mix(slot * 65536 + source) >> 33) % sectors
+            first, last = sector * record.SECTOR_BYTES, (sector + 1) * record.SECTOR_BYTES
+        source_key = _mix(source + record.CONTENT_SOURCE_SALT) | 1
+        for at in range(first, last, unit):
+            word = int.from_bytes(row[at : at + unit], "little")
+            total += word * ((_mix(at // unit) * source_key) | 1)
+    return record.to_signed64(total)
