@@ -41,6 +41,7 @@ FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.DOTALL)
 BLOCK_START = re.compile(r"\s*(?:[-*+]|\d+[.)]) +|\s*> ?")
+OPENS = "\u2039"  # stands where a code span or a link begins: a sentence may, in lower case
 NOT_THE_END = re.compile(r"\b(?:e\.g|i\.e|vs|etc|cf|no|approx|fig)\.$", re.IGNORECASE)
 LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
 HELP = ("help", "description", "epilog")
@@ -98,8 +99,8 @@ class Measured:
 def sentences_of(text: str, line: int, in_table: bool = False) -> Iterator[Sentence]:
     """The sentences of one paragraph."""
     start = 0
-    for end in re.finditer(r"[.!?][\"')*]*(?=\s+[\"'(*`\[]*[A-Z0-9`<{-])|$", text):
-        sentence = text[start : end.end()]
+    for end in re.finditer(r"[.!?][\"')]*(?=\s+[\"'(]*[A-Z0-9<{\u2039-])|$", text):
+        sentence = text[start : end.end()].replace(OPENS, "")
         if end.end() < len(text) and NOT_THE_END.search(sentence):
             continue
         found = Sentence(line, " ".join(sentence.split()), in_table)
@@ -134,8 +135,8 @@ def markdown_sentences(text: str) -> Iterator[Sentence]:
 
 def _plain(text: str) -> str:
     """Without markup. A code span keeps one word for each of its parts."""
-    text = re.sub(r"`+([^`]*)`+", lambda match: re.sub(r"[.!?]", "·", match[1]), text)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", OPENS + r"\1", text)
+    text = re.sub(r"`+([^`]*)`+", lambda match: OPENS + re.sub(r"[.!?]", "·", match[1]), text)
     return re.sub(r"\*\*|__|(?<!\w)\*|\*(?!\w)", "", text)
 
 

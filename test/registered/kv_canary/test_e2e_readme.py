@@ -1,4 +1,4 @@
-"""The commands of README.md's section "Over HTTP", as they stand there."""
+"""The commands of docs/walkthrough.md, as they stand there."""
 
 import os
 import re
@@ -16,13 +16,12 @@ from sglang.test.kv_canary.serving import free_port
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "walkthrough.md"
 ACTIVATE = "source .venv/bin/activate\n"
 
 
 def commands() -> str:
-    section = README.read_text().split("\n## Over HTTP\n")[1].split("\n## ")[0]
-    return "\n".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL))
+    return "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL))
 
 
 def run(script: str, folder: Path) -> str:
@@ -48,11 +47,9 @@ def run(script: str, folder: Path) -> str:
             shell.wait()
 
 
-@pytest.mark.skipif(not README.exists(), reason="no source tree: README.md is not here")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the section's flags are those of a CPU machine"
-)
-def test_section_over_http_works_as_it_stands(tmp_path: Path) -> None:
+@pytest.mark.skipif(not PAGE.exists(), reason="no source tree: docs/ is not here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page's flags are those of a CPU machine")
+def test_walkthrough_works_as_it_stands(tmp_path: Path) -> None:
     script = commands()
     assert script.startswith(ACTIVATE)
     port = str(free_port())
