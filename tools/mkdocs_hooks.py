@@ -27,6 +27,9 @@ PAGES = {
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`(?!\]))", re.DOTALL | re.MULTILINE)
 
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+NAME = re.compile(r"(?<=>)[^<]*\w{3}[_/]\w[^<]*(?=<)")
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
@@ -41,6 +44,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
     for index in range(0, len(parts), 2):
         parts[index] = LINK.sub(lambda m: _link(m[1], m[2], source, uri, config), parts[index])
     return "".join(parts)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Names in tables may break after an underscore or a slash, and nowhere else."""
+    return CELL.sub(
+        lambda cell: NAME.sub(lambda m: re.sub(r"([_/])", r"\1<wbr>", m[0]), cell[0]), html
+    )
 
 
 def _link(text: str, target: str, source: str, uri: str, config: MkDocsConfig) -> str:
