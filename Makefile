@@ -1,7 +1,7 @@
 # Two commands, each sufficient on a fresh CPU machine with Python 3.11, pip and make:
 #   make demo    serve requests with a real SGLang engine under the canary, then catch injected faults
 #   make test    run the tests; `make test ARGS="-k ring -x"` passes arguments to pytest
-# Both set up $(VENV) first, and again only when a pin, pyproject.toml or the stand-in changes.
+# Both set up $(VENV) first, and again only when a pin, pyproject.toml, setup.py or the stand-in changes.
 #
 # Variables
 #   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
@@ -83,7 +83,7 @@ $(DEPS_STAMP): $(filter-out $(DOCS_NEEDS),$(wildcard requirements/*.txt)) | $(VE
 	@$(PIP_INSTALL) --no-deps -r requirements/sglang.txt -r requirements/cpu.txt -r requirements/dev.txt
 	@touch $@
 
-$(READY_STAMP): pyproject.toml $(SHIM_FILES) $(DEPS_STAMP)
+$(READY_STAMP): pyproject.toml setup.py $(SHIM_FILES) $(DEPS_STAMP)
 	@echo "[setup 4/4] installing sglang-kv-canary beside it"
 	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation ./$(SHIM) -e .
 	@touch $@

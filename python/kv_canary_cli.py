@@ -18,22 +18,29 @@ from importlib.metadata import PackageNotFoundError, version
 
 __all__ = ["COMMANDS", "main"]
 
-_COMMANDS_PACKAGE = "sglang.srt.kv_canary.cli"
+_PACKAGE = "sglang_kv_canary"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The module `name` of the commands package has `main(argv) -> exit code`; it is imported only when called."""
+    """`module` of the package has `main(argv) -> exit code`; it is imported only when called."""
 
     name: str
+    module: str
     help: str
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "serve with a real engine under the canary, then catch injected faults"),
-    Command("faults", "faults that can be injected, with arguments and what must be reported"),
-    Command("pools", "what is covered, by KV pool class and by path of SGLang"),
-    Command("settings", "flags and environment variables, with defaults"),
+    Command(
+        "demo", "demo.run", "serve with a real engine under the canary, then catch injected faults"
+    ),
+    Command(
+        "faults",
+        "cli.faults",
+        "faults that can be injected, with arguments and what must be reported",
+    ),
+    Command("pools", "cli.pools", "what is covered, by KV pool class and by path of SGLang"),
+    Command("settings", "cli.settings", "flags and environment variables, with defaults"),
 )
 
 
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         parser.print_help()
         return 0
-    return _run(args.command, rest)
+    return _run(next(c for c in COMMANDS if c.name == args.command), rest)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,10 +82,10 @@ def _version(distribution: str) -> str:
         return "is not installed"
 
 
-def _run(name: str, argv: Sequence[str]) -> int:
+def _run(command: Command, argv: Sequence[str]) -> int:
     _be_quiet()
     try:
-        commands = importlib.import_module(_COMMANDS_PACKAGE)
+        commands = importlib.import_module(f"{_PACKAGE}.cli")
         problem = commands.sglang_problem()
     except ModuleNotFoundError as error:
         problem = (
@@ -89,7 +96,7 @@ def _run(name: str, argv: Sequence[str]) -> int:
     if problem:
         print(problem, file=sys.stderr)
         return 1
-    return importlib.import_module(f"{_COMMANDS_PACKAGE}.{name}").main(argv)
+    return importlib.import_module(f"{_PACKAGE}.{command.module}").main(argv)
 
 
 def _be_quiet() -> None:

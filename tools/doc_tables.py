@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def tables() -> dict[Path, tuple[str, str]]:
     """The name and the text of each document's table, as the code has them now."""
-    from sglang.srt.kv_canary.cli import pools, settings
+    from sglang_kv_canary.cli import pools, settings
 
     return {
         DOCS / "settings.md": ("settings", _printed(settings.main)),

@@ -29,11 +29,11 @@ from bench_kernels import (
     run_forward,
 )
 
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.kernels import triton_backend
-from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
-from sglang.srt.kv_canary.record import PREV_ANCHOR
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.record import PREV_ANCHOR
 
 BATCHES = [1, 4, 16, 64, 256, 1024, 4096]
 PREFIX = 512  # of the batches

@@ -65,7 +65,7 @@ def run_measuring_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.kv_canary.wiring.context import context
+    from sglang_kv_canary.wiring.context import context
 
     kept = runner.graphs, runner.output_buffers, runner.capture_bs
     rows = [manager.state.row_memory.words.clone() for manager in context.managers]
@@ -98,7 +98,7 @@ def _capture(runner: Any, variant: str) -> Any:
 
 @contextmanager
 def _without_canary(runner: Any, fork: bool) -> Iterator[None]:
-    from sglang.srt.kv_canary.wiring.context import context
+    from sglang_kv_canary.wiring.context import context
 
     model = runner.model_runner.model
     bracketed, by_runner = model.forward, context.by_runner
@@ -116,7 +116,7 @@ def _with_empty_branch(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     import torch
 
-    from sglang.srt.kv_canary.single_forward_manager.graph_branch import GraphBranch
+    from sglang_kv_canary.single_forward_manager.graph_branch import GraphBranch
 
     branch, nothing = GraphBranch(), torch.zeros(1, device="cuda")
 
@@ -153,7 +153,7 @@ def _time_each(graphs: dict[str, Any], replays: int) -> dict[str, float]:
 
 def _forget_rows() -> None:
     """One step is replayed again and again; in every variant, so that it costs them the same."""
-    from sglang.srt.kv_canary.wiring.context import context
+    from sglang_kv_canary.wiring.context import context
 
     for manager in context.managers:
         manager.state.row_memory.forget()

@@ -24,17 +24,18 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import Side
-from sglang.srt.kv_canary.kernels import content, forward, sweep, triton_backend
-from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
-from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
-from sglang.srt.kv_canary.record import PREV_ANCHOR, SECTOR_BYTES, Mode
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.capacities import CanaryLaunchCapacities
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.kernels.layout import content_slots_per_forward
+from sglang_kv_canary.kernels.triton import content, forward, sweep
+from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.record import PREV_ANCHOR, SECTOR_BYTES, Mode
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import CanaryDeviceState
 
 DEVICE = "cuda"
 STEPS = [(1, 768), (64, 512), (128, 768), (128, 8192), (8, 131072), (1024, 1024)]  # batch x prefix

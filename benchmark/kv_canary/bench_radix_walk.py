@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.kv_canary.radix_cache_walker import RadixCacheWalker
-from sglang.srt.kv_canary.sweep_plan_builder import (
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang_kv_canary.sweep.radix_cache_walker import RadixCacheWalker
+from sglang_kv_canary.sweep.sweep_plan_builder import (
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 Parents = Callable[[int, random.Random], int]  # number of a node -> number of its parent, 0 = root
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from bench_radix_walk import SHAPES, build_tree, quantile
 
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.runner.sweep import SweepOrchestrator
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.test.kv_canary.manager_rig import ManagerRig
-from sglang.test.kv_canary.pool_fixtures import make_mha_pool
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 
 LIMIT_US = 1000.0
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")

@@ -43,7 +43,7 @@ class CanarySwitch:
     """Takes the canary out of a scheduler process and puts it back. The server must be idle, its pool empty."""
 
     def __init__(self, scheduler: Any) -> None:
-        from sglang.srt.kv_canary.wiring.context import context
+        from sglang_kv_canary.wiring.context import context
 
         self._context = context
         self._installed = {
@@ -80,7 +80,7 @@ class CanarySwitch:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
-        from sglang.srt.kv_canary.wiring.swa_location import use_running_translation
+        from sglang_kv_canary.wiring.swa_location import use_running_translation
 
         for name, value in self._installed.items():
             setattr(self._context, name, value if on else type(value)())
@@ -91,7 +91,7 @@ class CanarySwitch:
 
 
 def use_content_mode(manager: Any, content: str) -> None:
-    from sglang.srt.kv_canary.config import ContentMode
+    from sglang_kv_canary.config import ContentMode
 
     launcher = dataclasses.replace(manager.launcher, content_mode=ContentMode(content))
     manager.launcher = launcher

@@ -19,12 +19,12 @@ if hasattr(providers, "_local_constants"):
 @pytest.fixture(autouse=True, scope="session")
 def kernels_stay_in_bounds() -> Iterator[None]:
     """Compiled kernels have compute-sanitizer for this."""
-    from sglang.srt.kv_canary.kernels.jit import INTERPRET
+    from sglang_kv_canary.kernels.triton.jit import INTERPRET
 
     if not INTERPRET:
         yield
         return
-    from sglang.test.kv_canary.bounds_guard import BoundsGuard
+    from sglang_kv_canary_rigs.bounds_guard import BoundsGuard
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         BoundsGuard().install(monkeypatch)

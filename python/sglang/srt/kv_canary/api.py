@@ -6,23 +6,23 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, ContentMode
-from sglang.srt.kv_canary.errors import startup_error
-from sglang.srt.kv_canary.plan_input import PlanInput
-from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers, register_pool_attacher
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
-from sglang.srt.kv_canary.runner.event_sink import EventSink
-from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang.srt.kv_canary.runner.observers import build_observers
-from sglang.srt.kv_canary.speculation import SpeculationShape, draft_keeps_kv
-from sglang.srt.kv_canary.token_oracle import TokenOracleManager
-from sglang.srt.kv_canary.wiring.allocator import watch_allocator
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.model_runner import wrap_model_forward
-from sglang.srt.kv_canary.wiring.startup_check import verify_hooks_applied
-from sglang.srt.kv_canary.wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
+from .buffer_group import CanaryBufferGroup
+from .capacities import CanaryLaunchCapacities
+from .config import CanaryConfig, ContentMode
+from .errors import startup_error
+from .observers import build_observers
+from .plan.plan_input import PlanInput
+from .plan.speculation import SpeculationShape, draft_keeps_kv
+from .pool_patcher.api import attach_canary_buffers, register_pool_attacher
+from .pool_patcher.errors import UnsupportedPoolError
+from .reports.event_sink import EventSink
+from .runner.manager import CanaryManager, RunnerIdentity
+from .token_oracle import TokenOracleManager
+from .wiring.allocator import watch_allocator
+from .wiring.context import context
+from .wiring.model_runner import wrap_model_forward
+from .wiring.startup_check import verify_hooks_applied
+from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
 
 __all__ = ["install_canary", "register_pool_attacher"]
 

@@ -8,8 +8,8 @@ from enum import Enum
 
 import torch
 
-from sglang.srt.kv_canary.free_marks import FreeMarks
-from sglang.srt.kv_canary.record import RECORD_WORDS
+from .free_marks import FreeMarks
+from .record import RECORD_WORDS
 
 
 class PoolKind(str, Enum):

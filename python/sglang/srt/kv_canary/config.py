@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from sglang.srt.kv_canary.environ import default_of, read_settings
-from sglang.srt.kv_canary.errors import CanaryConfigError
+from .environ import default_of, read_settings
+from .errors import CanaryConfigError
 
 __all__ = [
     "FLAG_MODE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from .buffer_group import CanaryBufferGroup, PoolKind
 
 _TAGS_PER_KIND = 8
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.environ import EnvBool, EnvField, EnvFloat, EnvInt, Envs, EnvStr
-from sglang.srt.kv_canary.errors import CanaryConfigError
+
+from .errors import CanaryConfigError
 
 __all__ = [
     "ENV_PREFIX",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 
-from sglang.srt.kv_canary.errors import GO_ON_WITHOUT
-from sglang.srt.kv_canary.wiring.registration import registration
-from sglang.srt.kv_canary.wiring.version_check import check_sglang
+from .errors import GO_ON_WITHOUT
+from .wiring.registration import registration
+from .wiring.version_check import check_sglang
 
 __all__ = ["register"]
 
@@ -39,16 +39,17 @@ def register() -> None:
 
 
 def _install_flags() -> None:
-    from sglang.srt.kv_canary.environ import install_env_fields
-    from sglang.srt.kv_canary.wiring.server_args import install_server_args
+    from .environ import install_env_fields
+    from .wiring.server_args import install_server_args
 
     install_env_fields()
     install_server_args()
 
 
 def _register_hooks() -> None:
-    from sglang.srt.kv_canary.wiring import collect_hooks
     from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from .wiring import collect_hooks
 
     hooks = collect_hooks()
     for hook in hooks:

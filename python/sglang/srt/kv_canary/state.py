@@ -7,11 +7,11 @@ from enum import IntEnum
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.endpoint import NUM_TAGS
-from sglang.srt.kv_canary.expected_inputs import words_of_lists
-from sglang.srt.kv_canary.record import ROW_WORDS, UNKNOWN, VIOLATION_COLUMNS
+from .buffer_group import CanaryBufferGroup, PoolKind
+from .capacities import CanaryLaunchCapacities
+from .endpoint import NUM_TAGS
+from .plan.expected_inputs import words_of_lists
+from .record import ROW_WORDS, UNKNOWN, VIOLATION_COLUMNS
 
 
 class Header(IntEnum):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.kv_canary.environ import PERTURB_DIR
+from sglang_kv_canary.environ import PERTURB_DIR
 
 __all__ = ["alter_sampled_tokens", "alter_verified_tokens", "request_file"]
 

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-TRITON = "sglang.srt.kv_canary.kernels.triton_backend"
+TRITON = "sglang_kv_canary.kernels.triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Backend:
         return import_module(self.module_name)
 
 
-REFERENCE = Backend("reference", "sglang.srt.kv_canary.kernels.reference", "cpu", ordered=True)
+REFERENCE = Backend("reference", "sglang_kv_canary.kernels.reference", "cpu", ordered=True)
 INTERPRETER = Backend("triton-interpreter", TRITON, "cpu", ordered=False)
 CUDA = Backend("triton-cuda", TRITON, "cuda", ordered=False)
 

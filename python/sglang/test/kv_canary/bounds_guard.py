@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
-from sglang.srt.kv_canary.kernels import content
-from sglang.srt.kv_canary.kernels.jit import _Interpreted
+from sglang_kv_canary.kernels.triton import content
+from sglang_kv_canary.kernels.triton.jit import _Interpreted
 
 Range = tuple[int, int]  # first address, address behind the last byte
 # What touches memory: places of its pointers and of its mask, if it has one, among the arguments.

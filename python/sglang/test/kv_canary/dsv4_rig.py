@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.test.kv_canary.manager_rig import ManagerRig
-from sglang.test.kv_canary.pool_fixtures import make_dsv4_pool
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.slot_event import SlotEventKind
+
+from .manager_rig import ManagerRig
+from .pool_fixtures import make_dsv4_pool
 
 PAGE = 256  # tokens, the only page size that SGLang serves DeepSeek-V4 with
 WINDOW = 128  # sliding_window of the model's config

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from sglang.test.kv_canary.e2e import CanaryE2EBase
-from sglang.test.kv_canary.mode_config import MODES, ModeConfig
-from sglang.test.kv_canary.scripted_models import successor, write_scripted_eagle
-from sglang.test.kv_canary.scripted_models import write_scripted_llama as write_target
-from sglang.test.kv_canary.serving import Serving
-from sglang.test.kv_canary.spec_fill_ins import INTERPRETED, eagle_on_cpu
-from sglang.test.kv_canary.traffic import random_tokens
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
+from sglang_kv_canary.testing.serving import Serving
+from sglang_kv_canary.testing.traffic import random_tokens
+
+from .scripted_models import successor, write_scripted_eagle
+from .scripted_models import write_scripted_llama as write_target
+from .spec_fill_ins import INTERPRETED, eagle_on_cpu
 
 _MHA = MODES["mha"]
 # Short requests: on a CPU every attention kernel is interpreted. At most 8 requests of 72 tokens at once.

@@ -13,15 +13,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from sglang.test.kv_canary import choices_grammar
-from sglang.test.kv_canary.e2e import CanaryE2EBase
-from sglang.test.kv_canary.mode_config import MODES
-from sglang.test.kv_canary.tiny_models import (
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.tiny_models import (
     write_tiny_gemma3_with_images,
     write_tiny_llama_checkpoint,
     write_tiny_llama_with_tokenizer,
 )
-from sglang.test.kv_canary.traffic import random_tokens
+from sglang_kv_canary.testing.traffic import random_tokens
+
+from . import choices_grammar
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

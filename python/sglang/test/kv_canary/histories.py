@@ -11,10 +11,10 @@ from collections import Counter as Tally
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import HALVES
-from sglang.srt.kv_canary.expected_inputs import RowStart
-from sglang.srt.kv_canary.record import (
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import HALVES
+from sglang_kv_canary.plan.expected_inputs import RowStart
+from sglang_kv_canary.record import (
     FORWARD_MASK,
     PREV_ANCHOR,
     PREV_UNREACHABLE,
@@ -25,11 +25,12 @@ from sglang.srt.kv_canary.record import (
     State,
     chain_step,
 )
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.state import Header
-from sglang.test.kv_canary.backends import Backend
-from sglang.test.kv_canary.oracle import Forward, GroupModel, Request, Row, SweepEntry
-from sglang.test.kv_canary.world import GroupWorld, Violation, World, WorldSpec
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import Header
+
+from .backends import Backend
+from .oracle import Forward, GroupModel, Request, Row, SweepEntry
+from .world import GroupWorld, Violation, World, WorldSpec
 
 TOKENS = (
     0,

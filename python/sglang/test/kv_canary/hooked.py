@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.kv_canary.wiring.context import context
 from sglang.srt.plugins import load_plugins
-from sglang.test.kv_canary.manager_rig import ManagerRig
+from sglang_kv_canary.wiring.context import context
+
+from .manager_rig import ManagerRig
 
 __all__ = ["cache_request", "cache_under", "hook_in", "make_request"]
 

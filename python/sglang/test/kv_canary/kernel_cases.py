@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
-from sglang.srt.kv_canary.kernels import reference
-from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
-from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
-from sglang.srt.kv_canary.record import Column, Mode
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.capacities import CanaryLaunchCapacities
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.kernels.layout import content_slots_per_forward
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.record import Column, Mode
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import CanaryDeviceState
 
 __all__ = ["ContentShape", "Pool", "Twin", "kernel_device", "make_group", "make_state"]
 
@@ -258,7 +258,7 @@ class Twin:
 
     def run(self, name: str, call: Callable) -> None:
         """`call(function `name`, group, state)` with each backend's own."""
-        from sglang.srt.kv_canary.kernels import triton_backend
+        from sglang_kv_canary.kernels import triton as triton_backend
 
         call(getattr(reference, name), self.group, self.state)
         call(getattr(triton_backend, name), self.kernel_group, self.kernel_state)

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from sglang.srt.kv_canary.kernels.jit import _Interpreted
+from sglang_kv_canary.kernels.triton.jit import _Interpreted
 
 Variant = tuple[Any, ...]
 

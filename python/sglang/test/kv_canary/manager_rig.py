@@ -14,23 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, ContentMode
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
-from sglang.srt.kv_canary.plan_input import PlanInput
-from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.event_sink import EventSink
-from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang.srt.kv_canary.runner.violation import decode_row
-from sglang.srt.kv_canary.wiring.swa_location import translated_once
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.test.kv_canary.pool_fixtures import (
-    RealPool,
-    make_mha_pool,
-    skip_where_pools_on_cpu_cannot_be_written,
-)
+from sglang_kv_canary.capacities import CanaryLaunchCapacities
+from sglang_kv_canary.config import CanaryConfig, CanaryMode, ContentMode
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.plan.plan_input import PlanInput
+from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang_kv_canary.reports.event_sink import EventSink
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.violation import decode_row
+from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang_kv_canary.wiring.swa_location import translated_once
+
+from .pool_fixtures import RealPool, make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
 
 CONTEXT = 256
 MAX_REQUESTS = 8

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.test.kv_canary.spec_fill_ins import verify_tree_greedy
+from .spec_fill_ins import verify_tree_greedy
 
 __all__ = ["PairCorpus", "ngram_on_cpu", "reconstruct_indices"]
 

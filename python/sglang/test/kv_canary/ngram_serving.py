@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sglang.test.kv_canary.eagle_serving import EagleE2EBase
-from sglang.test.kv_canary.mode_config import MODES
-from sglang.test.kv_canary.ngram_fill_ins import ngram_on_cpu
-from sglang.test.kv_canary.spec_fill_ins import eagle_on_cpu
+from sglang_kv_canary.testing.mode_config import MODES
+
+from .eagle_serving import EagleE2EBase
+from .ngram_fill_ins import ngram_on_cpu
+from .spec_fill_ins import eagle_on_cpu
 
 _EAGLE = MODES["eagle"]
 MODES["ngram"] = replace(

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.expected_inputs import RowStart
-from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, turn_of
-from sglang.srt.kv_canary.record import UNKNOWN, Column, Mode, Reason, State
-from sglang.srt.kv_canary.state import Counter
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang_kv_canary.kernels.layout import VERIFY_BLOCK, turn_of
+from sglang_kv_canary.plan.expected_inputs import RowStart
+from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State
+from sglang_kv_canary.state import Counter
 
 Row = tuple[int, ...]  # a violation row, in the order of `Column`, with SEQUENCE = 0
 

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from .checkout import REPO
+
 T = TypeVar("T")
-REPO = Path(__file__).resolve().parents[4]
 FETCHED = REPO / ".prometheus"  # by `make prometheus`
 REQUIRED = "KV_CANARY_REQUIRE_PROMETHEUS"
 # What Prometheus 3.5.3 sends. The header of 2.42 has no `escaping`, for which prometheus_client writes underscores.

@@ -2,6 +2,6 @@
 
 
 def names_nothing_while_idle() -> None:
-    from sglang.srt.kv_canary.runner import violation_reporter
+    from sglang_kv_canary.reports import violation_reporter
 
     violation_reporter.IDLE_INTERVAL_S = 1e9

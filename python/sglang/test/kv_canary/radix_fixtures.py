@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang.test.kv_canary.pool_fixtures import make_mha_pool
+from .pool_fixtures import make_mha_pool
 
 POOL_SLOTS = 192
 SWA_SLOTS = 128

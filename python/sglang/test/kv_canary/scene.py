@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.expected_inputs import RowStart
-from sglang.srt.kv_canary.record import Mode, Reason
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.test.kv_canary.oracle import Forward, Request, SweepEntry
-from sglang.test.kv_canary.world import GroupWorld, Violation, World
+from sglang_kv_canary import record
+from sglang_kv_canary.plan.expected_inputs import RowStart
+from sglang_kv_canary.record import Mode, Reason
+from sglang_kv_canary.slot_event import SlotEventKind
+
+from .oracle import Forward, Request, SweepEntry
+from .world import GroupWorld, Violation, World
 
 
 class Scene(World):

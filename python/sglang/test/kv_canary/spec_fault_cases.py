@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sglang.test.kv_canary.eagle_serving import EagleE2EBase
-from sglang.test.kv_canary.fault_cases import Case, tags, two_prompts
-from sglang.test.kv_canary.traffic import random_tokens
+from sglang_kv_canary.testing.fault_cases import Case, tags, two_prompts
+from sglang_kv_canary.testing.traffic import random_tokens
+
+from .eagle_serving import EagleE2EBase
 
 __all__ = ["DRAFT", "EVERYWHERE", "VERIFY", "EagleFaults", "damages", "flips", "one_flip_each"]
 

@@ -13,27 +13,25 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, ContentMode
-from sglang.srt.kv_canary.plan_input import PlanInput
-from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.event_sink import EventSink
-from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang.srt.kv_canary.runner.violation import Violation, decode_row
-from sglang.srt.kv_canary.speculation import SpeculationShape, parents_of_tree
-from sglang.srt.kv_canary.wiring import speculative
-from sglang.srt.kv_canary.wiring.allocator import watch_allocator
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.kv_canary.pool_fixtures import (
-    make_mha_pool,
-    skip_where_pools_on_cpu_cannot_be_written,
-)
+from sglang_kv_canary.capacities import CanaryLaunchCapacities
+from sglang_kv_canary.config import CanaryConfig, CanaryMode, ContentMode
+from sglang_kv_canary.plan.plan_input import PlanInput
+from sglang_kv_canary.plan.speculation import SpeculationShape, parents_of_tree
+from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang_kv_canary.reports.event_sink import EventSink
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.violation import Violation, decode_row
+from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang_kv_canary.wiring import speculative
+from sglang_kv_canary.wiring.allocator import watch_allocator
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
+
+from .pool_fixtures import make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
 
 CONTEXT, ROWS, SLOTS = 128, 8, 256
 

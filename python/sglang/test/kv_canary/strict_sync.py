@@ -14,9 +14,9 @@ __all__ = ["no_synchronisation", "one_synchronisation"]
 
 def no_synchronisation() -> None:
     """A synchronising call inside of the canary's own host code raises RuntimeError."""
-    from sglang.srt.kv_canary.runner.host_clock import HostClock
-    from sglang.srt.kv_canary.wiring import model_runner
-    from sglang.srt.kv_canary.wiring.context import CanaryContext
+    from sglang_kv_canary.runner.host_clock import HostClock
+    from sglang_kv_canary.wiring import model_runner
+    from sglang_kv_canary.wiring.context import CanaryContext
 
     HostClock.__enter__ = _strict_from_here(HostClock.__enter__)
     HostClock.__exit__ = _strict_until_here(HostClock.__exit__)
@@ -28,7 +28,7 @@ def no_synchronisation() -> None:
 
 def one_synchronisation() -> None:
     """Every step reads a device value: what `no_synchronisation` must not let pass."""
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from sglang_kv_canary.runner.manager import CanaryManager
 
     before_forwards = CanaryManager._before_forwards
 

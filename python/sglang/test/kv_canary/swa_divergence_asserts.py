@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from sglang.srt.kv_canary.runner.swa_divergence import SwaDivergenceLog
+from sglang_kv_canary.monitors.swa_divergence import SwaDivergenceLog
 
 
 def divergence_logs(events: Iterable[Mapping[str, Any]]) -> list[SwaDivergenceLog]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sglang.test.kv_canary.tiny_models import TINY_LLAMA
+from sglang_kv_canary.testing.tiny_models import TINY_LLAMA
 
 __all__ = ["write_lora"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from sglang.srt.kv_canary.environ import TOKEN_ORACLE
-from sglang.srt.kv_canary.token_oracle import TokenOracle
-from sglang.test.kv_canary.altered_sampling import alter_sampled_tokens, request_file
-from sglang.test.kv_canary.e2e import CanaryE2EBase
-from sglang.test.kv_canary.serving import Serving
+from sglang_kv_canary.environ import TOKEN_ORACLE
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.serving import Serving
+from sglang_kv_canary.token_oracle import TokenOracle
+
+from .altered_sampling import alter_sampled_tokens, request_file
 
 __all__ = ["CheckedClient", "TokenOracleE2E"]
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.anchor import anchor_of
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
-from sglang.srt.kv_canary.host_chain import chain_of_tokens
-from sglang.srt.kv_canary.slot_event import SlotEventKind
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from sglang.test.kv_canary.manager_rig import CONTEXT, ManagerRig
-from sglang.test.kv_canary.pool_fixtures import make_mha_pool, make_swa_pool
+from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.plan.anchor import anchor_of
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.plan.host_chain import chain_of_tokens
+from sglang_kv_canary.slot_event import SlotEventKind
+
+from .manager_rig import CONTEXT, ManagerRig
+from .pool_fixtures import make_mha_pool, make_swa_pool
 
 WINDOW = 8
 

@@ -12,29 +12,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
-from sglang.srt.kv_canary.kernels.layout import content_slots_per_forward
-from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
-from sglang.srt.kv_canary.record import Column, Reason
-from sglang.srt.kv_canary.runner.launcher import Launcher
-from sglang.srt.kv_canary.runner.violation import tag_name
-from sglang.srt.kv_canary.runner.violation_pairs import violation_pairs
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
-from sglang.test.kv_canary.backends import REFERENCE, Backend
-from sglang.test.kv_canary.oracle import (
-    ContentLayout,
-    Forward,
-    GroupModel,
-    Oracle,
-    Request,
-    SweepEntry,
-)
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.capacities import CanaryLaunchCapacities
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
+from sglang_kv_canary.kernels.layout import content_slots_per_forward
+from sglang_kv_canary.launch.launcher import Launcher
+from sglang_kv_canary.monitors.violation_pairs import violation_pairs
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
+from sglang_kv_canary.record import Column, Reason
+from sglang_kv_canary.reports.violation import tag_name
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
+
+from .backends import REFERENCE, Backend
+from .oracle import ContentLayout, Forward, GroupModel, Oracle, Request, SweepEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ __all__ = ["sglang_problem"]
 
 def sglang_problem() -> str:
     """Why no command can run here, or "". Raises ModuleNotFoundError where SGLang is not complete."""
-    from sglang.srt.kv_canary.errors import CanaryStartupError
-    from sglang.srt.kv_canary.wiring.version_check import check_sglang
+    from ..errors import CanaryStartupError
+    from ..wiring.version_check import check_sglang
 
     _use_cpu_engine_without_gpu()
     try:

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.kv_canary.perturb.control_folder import EXAMPLE
-from sglang.srt.kv_canary.perturb.fault import Fault
-from sglang.srt.kv_canary.perturb.faults import FAULTS
+from ..perturb.control_folder import EXAMPLE
+from ..perturb.fault import Fault
+from ..perturb.faults import FAULTS
 
 _WIDTH = 120
 HOW_TO = (

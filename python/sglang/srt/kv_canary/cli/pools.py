@@ -8,8 +8,8 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 
-from sglang.srt.kv_canary.coverage import PATHS
-from sglang.srt.kv_canary.pool_patcher.installed_pools import InstalledPool, installed_pools
+from ..pool_patcher.installed_pools import InstalledPool, installed_pools
+from ..wiring.coverage import PATHS
 
 _MIN_NOTE_WIDTH = 40
 _POOL_HEADER = ("KV pool", "status", "groups (halves)", "what is covered, what is not and why")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from sglang.srt.kv_canary.environ import SETTINGS
-from sglang.srt.kv_canary.wiring.server_args import add_canary_args
+from ..environ import SETTINGS
+from ..wiring.server_args import add_canary_args
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("setting", "default", "allowed", "meaning")

@@ -10,9 +10,9 @@ import torch
 def select_backend(device: torch.device | str) -> ModuleType:
     """Triton on GPUs, the torch reference on CPU."""
     if torch.device(device).type == "cpu":
-        from sglang.srt.kv_canary.kernels import reference
+        from . import reference
 
         return reference
-    from sglang.srt.kv_canary.kernels import triton_backend
+    from . import triton as triton_backend
 
     return triton_backend

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.record import SECTOR_COST_BYTES
+from ..buffer_group import CanaryBufferGroup, ContentSource
+from ..config import ContentMode
+from ..record import SECTOR_COST_BYTES
 
 VERIFY_BLOCK = 256  # slots of one request per verify work item
 WRITE_TILE = 1024  # tokens of one request per chain scan work item

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import ContentSource
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene, states_of
-from sglang.srt.kv_canary.record import State
+from ..buffer_group import ContentSource
+from ..record import State
+from .scene import Outcome, Scene, states_of
 
 
 def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.kv_canary.record import Reason
+from ..record import Reason
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+    from .scene import Outcome, Scene
 
 __all__ = [
     "MIN_INT32",

@@ -5,28 +5,10 @@ Commands are checked against it, and `kv-canary faults` prints it.
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.perturb import (
-    content,
-    inputs,
-    lifetime,
-    observe,
-    records,
-    rows,
-    swa_mapping,
-)
-from sglang.srt.kv_canary.perturb.fault import (
-    MIN_INT32,
-    REQUIRED,
-    Argument,
-    Fault,
-    choice,
-    number,
-    switch,
-    text,
-    tokens,
-)
-from sglang.srt.kv_canary.record import Reason
+from ..buffer_group import PoolKind
+from ..record import Reason
+from . import content, inputs, lifetime, observe, records, rows, swa_mapping
+from .fault import MIN_INT32, REQUIRED, Argument, Fault, choice, number, switch, text, tokens
 
 __all__ = ["FAULTS", "WITHDRAW"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
+from .scene import Outcome, Reader, Scene
 
 
 def wrong_token(scene: Scene, args: dict[str, Any]) -> Outcome | None:

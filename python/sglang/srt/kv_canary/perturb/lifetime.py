@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.perturb.content import slot_in
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
-from sglang.srt.kv_canary.record import WORD_WRITER, State
-from sglang.srt.kv_canary.record import unpack_writer as unpack
+from ..record import WORD_WRITER, State
+from ..record import unpack_writer as unpack
+from .content import slot_in
+from .scene import Outcome, Scene
 
 
 def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
-from sglang.srt.kv_canary.state import Counter
+from ..endpoint import CanaryLaunchTag
+from ..state import Counter
+from .scene import Outcome, Scene
 
 
 def read_counters(scene: Scene, args: dict[str, Any]) -> Outcome:

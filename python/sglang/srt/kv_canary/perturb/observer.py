@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.perturb.control_folder import Command, ControlFolder, address_of
-from sglang.srt.kv_canary.perturb.fault import ArgumentError
-from sglang.srt.kv_canary.perturb.faults import FAULTS, WITHDRAW
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene, readers_of
-from sglang.srt.kv_canary.runner.step_observer import StepObserver
+
+from ..runner.step_observer import StepObserver
+from .control_folder import Command, ControlFolder, address_of
+from .fault import ArgumentError
+from .faults import FAULTS, WITHDRAW
+from .scene import Outcome, Scene, readers_of
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from ..runner.manager import CanaryManager
 
 
 class PerturbObserver(StepObserver):
@@ -64,7 +65,7 @@ class PerturbObserver(StepObserver):
 
         @functools.wraps(original)
         def forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            from sglang.srt.kv_canary.wiring.context import context
+            from ..wiring.context import context
 
             manager = context.manager_of(self._model_runner)
             self._take()

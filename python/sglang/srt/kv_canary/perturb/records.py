@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.perturb.content import slot_in
-from sglang.srt.kv_canary.perturb.scene import Outcome, Scene
+from .. import record
+from .content import slot_in
+from .scene import Outcome, Scene
 
 # What is damaged -> (word, bits that are flipped).
 DAMAGE: dict[str, tuple[int, int]] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene, states_of
-from sglang.srt.kv_canary.record import State
+from ..record import State
+from .scene import Outcome, Reader, Scene, states_of
 
 
 def other_requests_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:

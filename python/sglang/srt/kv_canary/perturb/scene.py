@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.record import WORD_WRITER, unpack_writer
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..record import WORD_WRITER, unpack_writer
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from ..runner.manager import CanaryManager
 
 MIN_TOKENS_TO_GO = 4  # a request that ends at once may never read what was damaged for it
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.perturb.inputs import first_token
-from sglang.srt.kv_canary.perturb.scene import Outcome, Reader, Scene
+from .inputs import first_token
+from .scene import Outcome, Reader, Scene
 
 
 def stale_mapping(scene: Scene, args: dict[str, Any]) -> Outcome | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.pool_patcher import registry
-from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttacher, PoolAttachment
-from sglang.srt.kv_canary.pool_patcher.buf_info_splice import patch_buf_info_method
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
-from sglang.srt.kv_canary.pool_patcher.registry import PoolSupport
-from sglang.srt.kv_canary.record import RECORD_BYTES
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..record import RECORD_BYTES
+from . import registry
+from .attachment import AttachOptions, PoolAttacher, PoolAttachment
+from .buf_info_splice import patch_buf_info_method
+from .errors import UnsupportedPoolError
+from .registry import PoolSupport
 
 SIDES = 2  # HEAD and TAIL
 _ATTACHED = "_kv_canary_groups"
@@ -120,5 +120,5 @@ def _unknown(pool_class: type | str) -> str:
     return (
         f"no attacher knows the KV pool {name}; known are {', '.join(known)}. "
         "Teach the canary this class with "
-        "sglang.srt.kv_canary.pool_patcher.register_pool_attacher(pool_class, attacher)"
+        f"{__package__}.register_pool_attacher(pool_class, attacher)"
     )

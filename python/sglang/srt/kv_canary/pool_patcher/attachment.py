@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.pool_patcher.buf_info_splice import BufInfoSplice
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from .buf_info_splice import BufInfoSplice
 
 KV_BUF_INFOS = "get_contiguous_buf_infos"
 STATE_BUF_INFOS = "get_state_buf_infos"

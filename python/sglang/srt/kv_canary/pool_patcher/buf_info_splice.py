@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.record import RECORD_BYTES
+from ..record import RECORD_BYTES
 
 _PATCHED = "_kv_canary_splices"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary.record import RECORD_BYTES, RECORD_WORDS
+from ..record import RECORD_BYTES, RECORD_WORDS
 
 
 def alloc_canary_buf(num_slots: int, device: torch.device | str) -> torch.Tensor:

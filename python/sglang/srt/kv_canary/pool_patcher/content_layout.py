@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import ContentSource
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from ..buffer_group import ContentSource
+from .errors import UnsupportedPoolError
 
 MAX_RUNS_PER_ROW = 256  # contiguous runs that one slot's row may be scattered over
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.errors import CanaryStartupError
+from ..errors import CanaryStartupError
 
 __all__ = ["UnsupportedPoolError"]
 

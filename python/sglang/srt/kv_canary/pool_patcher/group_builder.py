@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
-from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions
-from sglang.srt.kv_canary.pool_patcher.buf_info_splice import BufInfoSplice
-from sglang.srt.kv_canary.pool_patcher.buffer_allocation import alloc_canary_buf
+from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from .attachment import AttachOptions
+from .buf_info_splice import BufInfoSplice
+from .buffer_allocation import alloc_canary_buf
 
 
 def build_group(

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sglang.srt.mem_cache
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.pool_patcher import registry
-from sglang.srt.kv_canary.pool_patcher.registry import PoolSupport
+
+from ..buffer_group import PoolKind
+from . import registry
+from .registry import PoolSupport
 
 _ROOT = "sglang.srt.mem_cache.memory_pool.KVCache"
 _CLASS = re.compile(r"^class\s+(\w+)\s*\(([^()]*)\)\s*:", re.MULTILINE)

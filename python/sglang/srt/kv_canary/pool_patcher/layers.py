@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from .errors import UnsupportedPoolError
 
 
 def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.pool_patcher.attachment import PoolAttacher
+from ..buffer_group import PoolKind
+from .attachment import PoolAttacher
 
-_ADAPTERS = "sglang.srt.kv_canary.pool_patcher.adapters"
+_ADAPTERS = f"{__package__}.adapters"
 _MEM_CACHE = "sglang.srt.mem_cache"
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.kv_canary.runner.guard import InternalErrors
+from ..reports.internal_errors import InternalErrors
 
 logger = logging.getLogger(__name__)
 

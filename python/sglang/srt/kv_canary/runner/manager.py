@@ -11,31 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, StaleWeights
-from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.errors import CanaryPhaseError
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.kernels.backend import select_backend
-from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
-from sglang.srt.kv_canary.runner.async_copy import DelayedDeviceHostHandler
-from sglang.srt.kv_canary.runner.event_sink import EventSink
-from sglang.srt.kv_canary.runner.first_error import FirstError
-from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
-from sglang.srt.kv_canary.runner.guard import InternalErrors, Tracking
-from sglang.srt.kv_canary.runner.host_clock import HostClock
-from sglang.srt.kv_canary.runner.launcher import Launcher, launch_endpoints_per_forward
-from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
-from sglang.srt.kv_canary.runner.step_observer import CopyPoint, StepObserver, Summary
-from sglang.srt.kv_canary.runner.violation_manager import ViolationManager
-from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
-from sglang.srt.kv_canary.single_forward_manager import SingleForwardManager
-from sglang.srt.kv_canary.state import CanaryDeviceState, Header
+from ..buffer_group import CanaryBufferGroup
+from ..capacities import CanaryLaunchCapacities
+from ..config import CanaryConfig, CanaryMode, StaleWeights
+from ..endpoint import Part, Side
+from ..errors import CanaryPhaseError
+from ..kernels.backend import select_backend
+from ..launch.launcher import Launcher, launch_endpoints_per_forward
+from ..plan.expected_inputs import ExpectedTokens
+from ..plan.plan_input import ForwardPlan, PlanInput
+from ..reports.async_copy import DelayedDeviceHostHandler
+from ..reports.event_sink import EventSink
+from ..reports.flight_recorder import FlightRecorder
+from ..reports.internal_errors import InternalErrors, Tracking
+from ..reports.violation_manager import ViolationManager
+from ..reports.violation_reporter import ViolationReporter
+from ..single_forward_manager import SingleForwardManager
+from ..state import CanaryDeviceState, Header
+from .first_error import FirstError
+from .host_clock import HostClock
+from .slot_ledger import SlotLedger
+from .step_observer import CopyPoint, StepObserver, Summary
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.token_oracle import TokenOracleManager
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from ..token_oracle import TokenOracleManager
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.slot_event import MOST_CALLS, SlotEventKind
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..slot_event import MOST_CALLS, SlotEventKind
+from ..state import CanaryDeviceState
 
 # ALLOC events alone change nothing that a correct reader sees, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.kv_canary.endpoint import NUM_TAGS
-from sglang.srt.kv_canary.state import HEADER_WORDS, NUM_COUNTERS, Header
+from ..endpoint import NUM_TAGS
+from ..state import HEADER_WORDS, NUM_COUNTERS, Header
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from .manager import CanaryManager
 
 
 @dataclass(frozen=True, slots=True)

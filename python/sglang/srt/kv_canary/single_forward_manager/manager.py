@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
-from sglang.srt.kv_canary.runner.launcher import (
-    Launcher,
-    invoke_plan,
-    launch_endpoints_per_forward,
-)
-from sglang.srt.kv_canary.single_forward_manager.graph_branch import GraphBranch
-from sglang.srt.kv_canary.single_forward_manager.phases import Phase, PhaseTracker
+from ..endpoint import Part, Side
+from ..launch.launcher import Launcher, invoke_plan, launch_endpoints_per_forward
+from ..plan.expected_inputs import ExpectedTokens
+from ..plan.plan_input import ForwardPlan, PlanInput
+from .graph_branch import GraphBranch
+from .phases import Phase, PhaseTracker
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 
-from sglang.srt.kv_canary.errors import CanaryPhaseError
+from ..errors import CanaryPhaseError
 
 
 class Phase(Enum):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.kv_canary.kernels.reference.hashing import mix64, shift_right
-from sglang.srt.kv_canary.record import to_signed64
-from sglang.srt.kv_canary.token_oracle.oracle import HASH_SHIFT, TokenOracle, seed_of
+from ..kernels.reference.hashing import mix64, shift_right
+from ..record import to_signed64
+from .oracle import HASH_SHIFT, TokenOracle, seed_of
 
 __all__ = ["TokenOracleManager"]
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from sglang.srt.kv_canary.errors import CanaryConfigError
-from sglang.srt.kv_canary.record import mix64
+from ..errors import CanaryConfigError
+from ..record import mix64
 
 __all__ = ["HASH_SHIFT", "TokenOracle", "seed_of"]
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.wiring.hook_spec import HookSpec
+    from .hook_spec import HookSpec
 
 __all__ = ["HOOK_MODULES", "collect_hooks"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.errors import startup_error
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import guarded
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from ..buffer_group import PoolKind
+from ..errors import startup_error
+from ..slot_event import SlotEventKind
+from .context import context
+from .guard import guarded
+from .hook_spec import HookSpec, HookType
 
 _SIMPLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 

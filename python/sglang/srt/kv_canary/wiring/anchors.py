@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.kv_canary.anchor import anchor_of
+from ..plan.anchor import anchor_of
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
+    from ..runner.manager import CanaryManager
 
 # What each row's anchor on the device is, for rows where it is not 0; same for all managers of the process. None:
 # writing it has failed.

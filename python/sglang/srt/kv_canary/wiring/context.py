@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder, StepRecord
-from sglang.srt.kv_canary.runner.guard import Tracking
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.wiring.row_owners import RowOwners
+from ..buffer_group import PoolKind
+from ..reports.flight_recorder import FlightRecorder, StepRecord
+from ..reports.internal_errors import Tracking
+from ..slot_event import SlotEventKind
+from .row_owners import RowOwners
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.kv_canary.runner.event_sink import EventSink
-    from sglang.srt.kv_canary.runner.manager import CanaryManager
-    from sglang.srt.kv_canary.wiring.farewell import Farewell
+    from ..reports.event_sink import EventSink
+    from ..runner.manager import CanaryManager
+    from .farewell import Farewell
 
 
 @dataclass(slots=True)

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.kv_canary.anchor import anchor_of
-from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import (
-    TAIL_TOKENS,
-    ExpectedTokens,
-    KnownTokens,
-    RowStart,
-)
-from sglang.srt.kv_canary.host_chain import chain_of_tokens
-from sglang.srt.kv_canary.runner.manager import CanaryManager
-from sglang.srt.kv_canary.token_oracle import TokenOracleManager
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import attempt_aside
+from ..config import TokenCheck
+from ..plan.anchor import anchor_of
+from ..plan.expected_inputs import TAIL_TOKENS, ExpectedTokens, KnownTokens, RowStart
+from ..plan.host_chain import chain_of_tokens
+from ..runner.manager import CanaryManager
+from ..token_oracle import TokenOracleManager
+from .context import context
+from .guard import attempt_aside
 
 
 def expected_tokens_of(

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from .context import context
+from .hook_spec import HookSpec, HookType
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sglang.srt.kv_canary.wiring.context import context
+from .context import context
 
 __all__ = ["attempt", "attempt_aside", "contain", "guarded", "guarded_aside"]
 

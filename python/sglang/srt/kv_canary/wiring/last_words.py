@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.kv_canary.runner.violation_reporter import LAST_WORDS_ENV
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from ..reports.violation_reporter import LAST_WORDS_ENV
+from .hook_spec import HookSpec, HookType
 
 _OWNER_ENV = "_KV_CANARY_LAST_WORDS_PID"
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.pool_patcher.api import record_bytes_per_slot
-from sglang.srt.kv_canary.speculation import draft_keeps_kv
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from ..buffer_group import PoolKind
+from ..plan.speculation import draft_keeps_kv
+from ..pool_patcher.api import record_bytes_per_slot
+from .hook_spec import HookSpec, HookType
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.kv_canary.runner.manager import CanaryManager
-from sglang.srt.kv_canary.wiring.anchors import update_anchors
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.expected_tokens import expected_tokens_of
-from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from ..runner.manager import CanaryManager
+from .anchors import update_anchors
+from .context import context
+from .expected_tokens import expected_tokens_of
+from .guard import attempt, attempt_aside
+from .hook_spec import HookSpec, HookType
 
 
 def _install(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER init_memory_pool: the pools exist, no graph is captured yet."""
-    from sglang.srt.kv_canary.api import install_canary
+    from ..api import install_canary
 
     install_canary(server_args=model_runner.server_args, model_runner=model_runner)
 

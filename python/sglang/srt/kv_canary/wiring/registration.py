@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.wiring.hook_spec import HookSpec
+    from .hook_spec import HookSpec
 
 __all__ = ["Registration", "registration"]
 

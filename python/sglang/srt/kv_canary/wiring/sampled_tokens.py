@@ -14,14 +14,11 @@ from typing import Any
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import attempt_aside, guarded_aside
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
-from sglang.srt.kv_canary.wiring.token_oracle import (
-    Continuation,
-    continuation_of_forward,
-    continuation_of_verify,
-)
+
+from .context import context
+from .guard import attempt_aside, guarded_aside
+from .hook_spec import HookSpec, HookType
+from .token_oracle import Continuation, continuation_of_forward, continuation_of_verify
 
 
 @guarded_aside

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import guarded
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from .context import context
+from .guard import guarded
+from .hook_spec import HookSpec, HookType
 
 
 @guarded

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.kv_canary.environ import PERTURB_DIR, TOKEN_ORACLE
-from sglang.srt.kv_canary.errors import CanaryPhaseError
-from sglang.srt.kv_canary.runner.flight_recorder import StepRecord
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.farewell import install_farewell
-from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
-from sglang.srt.kv_canary.wiring.process_identity import process_identity
-from sglang.srt.kv_canary.wiring.startup_check import set_active_summary
+from ..environ import PERTURB_DIR, TOKEN_ORACLE
+from ..errors import CanaryPhaseError
+from ..reports.flight_recorder import StepRecord
+from .context import context
+from .farewell import install_farewell
+from .guard import attempt, attempt_aside, guarded
+from .hook_spec import HookSpec, HookType
+from .process_identity import process_identity
+from .startup_check import set_active_summary
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
 def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
     if context.active:
-        from sglang.srt.kv_canary.wiring.warm_up import compile_launches
+        from .warm_up import compile_launches
 
         compile_launches(scheduler)
         identity = process_identity(scheduler.server_args)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.capacities import MOST_REQUESTS
-from sglang.srt.kv_canary.config import (
+
+from ..capacities import MOST_REQUESTS
+from ..config import (
     FLAG_MODE,
     FLAG_REAL_DATA,
     FLAG_SWEEP_INTERVAL,
@@ -24,8 +25,8 @@ from sglang.srt.kv_canary.config import (
     ContentMode,
     parse_interval,
 )
-from sglang.srt.kv_canary.errors import GO_ON_WITHOUT, CanaryConfigError, CanaryStartupError
-from sglang.srt.kv_canary.wiring.startup_check import verify_hooks_applied
+from ..errors import GO_ON_WITHOUT, CanaryConfigError, CanaryStartupError
+from .startup_check import verify_hooks_applied
 
 __all__ = [
     "FIELDS",

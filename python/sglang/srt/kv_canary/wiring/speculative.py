@@ -26,18 +26,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens, KnownTokens
-from sglang.srt.kv_canary.pool_patcher.api import attached_groups
-from sglang.srt.kv_canary.runner.manager import CanaryManager
-from sglang.srt.kv_canary.slot_event import SlotEventKind
-from sglang.srt.kv_canary.speculation import parents_of_tree
-from sglang.srt.kv_canary.token_oracle import TokenOracleManager
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.expected_tokens import tokens_of_request
-from sglang.srt.kv_canary.wiring.guard import attempt, attempt_aside, guarded
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from ..buffer_group import CanaryBufferGroup
+from ..config import TokenCheck
+from ..plan.expected_inputs import ExpectedTokens, KnownTokens
+from ..plan.speculation import parents_of_tree
+from ..pool_patcher.api import attached_groups
+from ..runner.manager import CanaryManager
+from ..slot_event import SlotEventKind
+from ..token_oracle import TokenOracleManager
+from .context import context
+from .expected_tokens import tokens_of_request
+from .guard import attempt, attempt_aside, guarded
+from .hook_spec import HookSpec, HookType
 
 
 def draft_runner_of(worker: Any) -> Any:

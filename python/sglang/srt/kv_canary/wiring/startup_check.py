@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from sglang.srt.kv_canary.errors import CanaryConfigError, CanaryStartupError, startup_error
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
-from sglang.srt.kv_canary.wiring.registration import registration
+from ..errors import CanaryConfigError, CanaryStartupError, startup_error
+from .hook_spec import HookSpec, HookType
+from .registration import registration
 
 __all__ = [
     "ACTIVE_KEY",

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import attempt, contain
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
-from sglang.srt.kv_canary.wiring.model_runner import forward_batch_of
+from .context import context
+from .guard import attempt, contain
+from .hook_spec import HookSpec, HookType
+from .model_runner import forward_batch_of
+from .swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
 
 __all__ = ["HOOKS", "current", "translated_once", "use_running_translation"]
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.config import CanaryConfig
-from sglang.srt.kv_canary.errors import CanaryConfigError
-from sglang.srt.kv_canary.runner.manager import CanaryManager
-from sglang.srt.kv_canary.token_oracle import TokenOracle, TokenOracleManager
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import guarded_aside
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+
+from ..config import CanaryConfig
+from ..errors import CanaryConfigError
+from ..runner.manager import CanaryManager
+from ..token_oracle import TokenOracle, TokenOracleManager
+from .context import context
+from .guard import guarded_aside
+from .hook_spec import HookSpec, HookType
 
 # Install
 

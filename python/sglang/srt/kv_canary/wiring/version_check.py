@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from sglang.srt.kv_canary.errors import CanaryStartupError
+from ..errors import CanaryStartupError
 
 __all__ = ["SUPPORTED_SGLANG_VERSIONS", "check_sglang"]
 
@@ -58,8 +58,9 @@ def _foreign_package_folders() -> list[str]:
 
 
 def _foreign_flag() -> bool:
-    from sglang.srt.kv_canary.wiring.server_args import FIELDS, is_ours
     from sglang.srt.server_args import ServerArgs
+
+    from .server_args import FIELDS, is_ours
 
     present = ServerArgs.__dataclass_fields__
     return any(name in present and not is_ours(present[name]) for name in FIELDS)

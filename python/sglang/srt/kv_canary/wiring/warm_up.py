@@ -18,23 +18,24 @@ from typing import Any
 
 import torch
 
-from sglang.srt.kv_canary.config import TokenCheck
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.kernels.launch import one_batch_per_vector
-from sglang.srt.kv_canary.plan_input import ForwardPlan, PlanInput
-from sglang.srt.kv_canary.runner.manager import CanaryManager
-from sglang.srt.kv_canary.runner.warm_up import (
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.utils import require_mlp_sync
+
+from ..config import TokenCheck
+from ..kernels.triton.launch import one_batch_per_vector
+from ..launch.warm_up import (
     warm_up_moves,
     warm_up_next_tokens,
     warm_up_slot_events,
     warm_up_sweep,
     warm_up_unfills,
 )
-from sglang.srt.kv_canary.speculation import SpeculationShape
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.speculative import draft_runner_of
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.utils import require_mlp_sync
+from ..plan.expected_inputs import ExpectedTokens
+from ..plan.plan_input import ForwardPlan, PlanInput
+from ..plan.speculation import SpeculationShape
+from ..runner.manager import CanaryManager
+from .context import context
+from .speculative import draft_runner_of
 
 logger = logging.getLogger(__name__)
 

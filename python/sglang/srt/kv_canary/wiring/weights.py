@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.kv_canary.wiring.context import context
-from sglang.srt.kv_canary.wiring.guard import guarded_aside
-from sglang.srt.kv_canary.wiring.hook_spec import HookSpec, HookType
+from .context import context
+from .guard import guarded_aside
+from .hook_spec import HookSpec, HookType
 
 
 def _around_request(

@@ -4,19 +4,11 @@ Every function takes the same arguments and has the same effect as its namesake 
 synchronise with the device and are not meant for a GPU's hot path.
 """
 
-from sglang.srt.kv_canary.kernels.reference.content import (
-    check_and_write_content,
-    check_list_content,
-    content_fingerprint,
-    prepare,
-)
-from sglang.srt.kv_canary.kernels.reference.forward import check_and_write
-from sglang.srt.kv_canary.kernels.reference.next_tokens import note_next_tokens
-from sglang.srt.kv_canary.kernels.reference.slots import (
-    apply_slot_event,
-    copy_records,
-)
-from sglang.srt.kv_canary.kernels.reference.sweep import check_list
+from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
+from .forward import check_and_write
+from .next_tokens import note_next_tokens
+from .slots import apply_slot_event, copy_records
+from .sweep import check_list
 
 __all__ = [
     "apply_slot_event",

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.kernels.reference import hashing, ring
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState, Header
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...record import Reason
+from ...state import CanaryDeviceState, Header
+from . import hashing, ring
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, ContentSource
-from sglang.srt.kv_canary.config import ContentMode
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.layout import (
-    content_unit,
-    slots_between_visits,
-    turn_of,
-)
-from sglang.srt.kv_canary.kernels.reference import hashing, ring
-from sglang.srt.kv_canary.kernels.reference.spans import completed_slots, requests_of, slots_at
-from sglang.srt.kv_canary.plan_input import ForwardPlan, SweepVerifyPlan
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
+from ... import record
+from ...buffer_group import CanaryBufferGroup, ContentSource
+from ...config import ContentMode
+from ...endpoint import CanaryLaunchTag, Side
+from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
+from ...record import Reason
+from ...state import CanaryDeviceState, Counter, Header
+from ..layout import content_unit, slots_between_visits, turn_of
+from . import hashing, ring
+from .spans import completed_slots, requests_of, slots_at
 
 
 def prepare(group: CanaryBufferGroup) -> None:

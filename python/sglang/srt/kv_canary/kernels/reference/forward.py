@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Part, Side
-from sglang.srt.kv_canary.expected_inputs import ExpectedTokens
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring, strided, tree
-from sglang.srt.kv_canary.kernels.reference.rows import Remembered, check_rows, remember, store_rows
-from sglang.srt.kv_canary.kernels.reference.spans import (
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...endpoint import CanaryLaunchTag, Part, Side
+from ...plan.expected_inputs import ExpectedTokens
+from ...plan.plan_input import ForwardPlan, refuse_trees
+from ...record import Reason
+from ...state import CanaryDeviceState, Counter, Header
+from . import check, hashing, ring, strided, tree
+from .rows import Remembered, check_rows, remember, store_rows
+from .spans import (
     Requests,
     begin_forward,
     count_checked,
@@ -19,9 +22,6 @@ from sglang.srt.kv_canary.kernels.reference.spans import (
     visited_positions,
     writer_words,
 )
-from sglang.srt.kv_canary.plan_input import ForwardPlan, refuse_trees
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
 
 
 def check_and_write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary import record
+from ... import record
 
 
 def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

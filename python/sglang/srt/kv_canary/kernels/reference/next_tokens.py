@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.kernels.reference import hashing
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...state import CanaryDeviceState
+from . import hashing
 
 
 def note_next_tokens(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary.record import UNKNOWN, VIOLATION_COLUMNS, Column
-from sglang.srt.kv_canary.state import CanaryDeviceState
+from ...record import UNKNOWN, VIOLATION_COLUMNS, Column
+from ...state import CanaryDeviceState
 
 
 def append(state: CanaryDeviceState, reasons: torch.Tensor, **columns: torch.Tensor | int) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.expected_inputs import RowStart
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
-from sglang.srt.kv_canary.kernels.reference.spans import Requests
-from sglang.srt.kv_canary.record import Reason
+from ... import record
+from ...endpoint import CanaryLaunchTag, Side
+from ...plan.expected_inputs import RowStart
+from ...record import Reason
+from . import check, hashing, ring
+from .spans import Requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.reference import hashing, ring
-from sglang.srt.kv_canary.record import Mode, Reason, State
-from sglang.srt.kv_canary.slot_event import MOST_CALLS, SlotEventKind
-from sglang.srt.kv_canary.state import CanaryDeviceState, Header
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...endpoint import CanaryLaunchTag, Side
+from ...record import Mode, Reason, State
+from ...slot_event import MOST_CALLS, SlotEventKind
+from ...state import CanaryDeviceState, Header
+from . import hashing, ring
 
 
 def apply_slot_event(

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import Part, Side
-from sglang.srt.kv_canary.kernels.layout import VERIFY_BLOCK, blocks_between_visits, turn_of
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
-from sglang.srt.kv_canary.plan_input import ForwardPlan
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...endpoint import Part, Side
+from ...plan.plan_input import ForwardPlan
+from ...record import Reason
+from ...state import CanaryDeviceState, Counter, Header
+from ..layout import VERIFY_BLOCK, blocks_between_visits, turn_of
+from . import check, hashing, ring
 
 
 @dataclass(frozen=True, slots=True)

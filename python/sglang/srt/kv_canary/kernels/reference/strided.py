@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.reference import check, hashing, ring
-from sglang.srt.kv_canary.kernels.reference.spans import (
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...endpoint import CanaryLaunchTag, Side
+from ...record import Reason
+from ...state import Counter
+from . import check, hashing, ring
+from .spans import (
     Requests,
     completed_slots,
     count_checked,
@@ -24,8 +26,6 @@ from sglang.srt.kv_canary.kernels.reference.spans import (
     visited_positions,
     writer_words,
 )
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import Counter
 
 
 def verify(plan, group, side: Side, requests: Requests, forward: int, state) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary import record
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup
-from sglang.srt.kv_canary.endpoint import CanaryLaunchTag, Side
-from sglang.srt.kv_canary.kernels.reference import check
-from sglang.srt.kv_canary.plan_input import SweepVerifyPlan
-from sglang.srt.kv_canary.record import Reason
-from sglang.srt.kv_canary.state import CanaryDeviceState, Counter, Header
+from ... import record
+from ...buffer_group import CanaryBufferGroup
+from ...endpoint import CanaryLaunchTag, Side
+from ...plan.plan_input import SweepVerifyPlan
+from ...record import Reason
+from ...state import CanaryDeviceState, Counter, Header
+from . import check
 
 
 def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:

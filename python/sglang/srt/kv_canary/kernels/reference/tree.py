@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.kv_canary.plan_input import WritePlan
+from ...plan.plan_input import WritePlan
 
 
 def parents_and_depths(

@@ -18,23 +18,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.pool_patcher.adapters.indexer_layout import indexer_content
-from sglang.srt.kv_canary.pool_patcher.adapters.sub_pool import (
-    as_swa,
-    attach_sub_pool,
-    sliding_window_of,
-)
-from sglang.srt.kv_canary.pool_patcher.attachment import (
-    KV_BUF_INFOS,
-    STATE_BUF_INFOS,
-    AttachOptions,
-    PoolAttachment,
-)
-from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
-from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
-from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers
+from ...buffer_group import CanaryBufferGroup, PoolKind
+from ..attachment import KV_BUF_INFOS, STATE_BUF_INFOS, AttachOptions, PoolAttachment
+from ..content_layout import page_sources
+from ..errors import UnsupportedPoolError
+from ..group_builder import build_group, splice_halves
+from ..layers import layer_buffers
+from .indexer_layout import indexer_content
+from .sub_pool import as_swa, attach_sub_pool, sliding_window_of
 
 ATTENTION_WINDOW = (
     128  # tokens that the backend reads, the new one included (SWA_WINDOW of its module)

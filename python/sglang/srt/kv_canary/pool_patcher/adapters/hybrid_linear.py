@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.pool_patcher.adapters.sub_pool import attach_sub_pool
-from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttachment
+from ..attachment import AttachOptions, PoolAttachment
+from .sub_pool import attach_sub_pool
 
 
 def attach_hybrid_linear(pool: Any, options: AttachOptions) -> PoolAttachment:

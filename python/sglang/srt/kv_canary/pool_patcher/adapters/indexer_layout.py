@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import ContentSource
-from sglang.srt.kv_canary.pool_patcher.content_layout import page_sources
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
-from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers
+from ...buffer_group import ContentSource
+from ..content_layout import page_sources
+from ..errors import UnsupportedPoolError
+from ..layers import layer_buffers
 
 
 def indexer_content(pool: Any) -> tuple[int, tuple[ContentSource, ...]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import ContentSource
-from sglang.srt.kv_canary.pool_patcher.attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
-from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
-from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
-from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers, scale_buffers
+from ...buffer_group import ContentSource
+from ..attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
+from ..content_layout import row_sources
+from ..group_builder import build_group, splice_halves
+from ..layers import layer_buffers, scale_buffers
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:

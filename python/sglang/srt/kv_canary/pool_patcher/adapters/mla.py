@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.pool_patcher.attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
-from sglang.srt.kv_canary.pool_patcher.content_layout import row_sources
-from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
-from sglang.srt.kv_canary.pool_patcher.layers import layer_buffers, scale_buffers
+from ..attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
+from ..content_layout import row_sources
+from ..group_builder import build_group, splice_halves
+from ..layers import layer_buffers, scale_buffers
 
 
 def attach_mla(pool: Any, options: AttachOptions) -> PoolAttachment:

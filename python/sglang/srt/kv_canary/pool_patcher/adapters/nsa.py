@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.pool_patcher.adapters.indexer_layout import indexer_content
-from sglang.srt.kv_canary.pool_patcher.adapters.mla import attach_mla
-from sglang.srt.kv_canary.pool_patcher.attachment import (
-    STATE_BUF_INFOS,
-    AttachOptions,
-    PoolAttachment,
-)
-from sglang.srt.kv_canary.pool_patcher.group_builder import build_group, splice_halves
+from ...buffer_group import PoolKind
+from ..attachment import STATE_BUF_INFOS, AttachOptions, PoolAttachment
+from ..group_builder import build_group, splice_halves
+from .indexer_layout import indexer_content
+from .mla import attach_mla
 
 
 def attach_nsa(pool: Any, options: AttachOptions) -> PoolAttachment:

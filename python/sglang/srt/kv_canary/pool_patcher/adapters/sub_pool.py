@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang.srt.kv_canary.pool_patcher.api import build_attachment
-from sglang.srt.kv_canary.pool_patcher.attachment import AttachOptions, PoolAttachment
-from sglang.srt.kv_canary.pool_patcher.errors import UnsupportedPoolError
+from ...buffer_group import CanaryBufferGroup, PoolKind
+from ..api import build_attachment
+from ..attachment import AttachOptions, PoolAttachment
+from ..errors import UnsupportedPoolError
 
 
 def attach_sub_pool(

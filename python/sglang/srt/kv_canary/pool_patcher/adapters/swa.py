@@ -29,18 +29,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.kv_canary.buffer_group import PoolKind
-from sglang.srt.kv_canary.pool_patcher.adapters.sub_pool import (
-    as_swa,
-    attach_sub_pool,
-    sliding_window_of,
-)
-from sglang.srt.kv_canary.pool_patcher.attachment import (
-    KV_BUF_INFOS,
-    STATE_BUF_INFOS,
-    AttachOptions,
-    PoolAttachment,
-)
+from ...buffer_group import PoolKind
+from ..attachment import KV_BUF_INFOS, STATE_BUF_INFOS, AttachOptions, PoolAttachment
+from .sub_pool import as_swa, attach_sub_pool, sliding_window_of
 
 
 def attach_swa(pool: Any, options: AttachOptions) -> PoolAttachment:

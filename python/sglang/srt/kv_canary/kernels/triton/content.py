@@ -1,0 +1,255 @@
+"""Host side of the content launches: tables of sources, tile shapes and grids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ... import record
+from ...buffer_group import CanaryBufferGroup, ContentSource
+from ...config import ContentMode
+from ...endpoint import CanaryLaunchTag, Side
+from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
+from ...record import SECTOR_BYTES
+from ...state import CanaryDeviceState
+from ..layout import content_unit
+from .device.content import TABLE_COLUMNS
+from .device.content_kernel import content_kernel, content_list_kernel, fingerprint_kernel
+from .launch import INT32_MAX, batch_vector, dense, full_limit_of, grid_of, window_of
+
+# Words under way per program, mode `all`. Many small programs come near the bandwidth (docs/performance.md).
+ALL_WORDS = 2048
+ALL_ROW_WORDS = 1024  # of one row at most
+PARTIAL_WORDS = 1024
+MOST_SLOTS = 8  # per work item
+NUM_WARPS = 4
+PROGRAMS_PER_SM = 8
+# Decodes of few requests have too few work items to fill the GPU: more of a slot at a time. Mode `partial` takes
+# the warps only.
+FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLaunch:
+    """Sources of one half, or of both where their words have the same size, as one launch reads them."""
+
+    table: torch.Tensor  # int64[sources, TABLE_COLUMNS], see device_content
+    sizes: tuple[int, int]  # sources of the first and the second half
+    unit: int  # bytes per word
+    page_size: int  # slots per page of every source; 0: they differ
+    align: int  # bytes: every row starts at a multiple
+    row_align: int  # words: every row's length is a multiple
+    max_words: int  # of a row
+
+    def constants(self, mode: ContentMode, few: bool = False) -> dict[str, int | bool]:
+        """Compile-time arguments of the kernels; `few`: of launches with few work items."""
+        partial = mode is ContentMode.PARTIAL
+        if partial:
+            row_words = read = SECTOR_BYTES // self.unit
+            under_way = PARTIAL_WORDS
+        else:
+            row_words = max(4, min(ALL_ROW_WORDS, _power_of_two(self.max_words)))
+            read = self.max_words
+            under_way = FEW_WORDS if few else ALL_WORDS
+        layers = min(_power_of_two(max(self.sizes)), max(1, under_way // row_words))
+        slots = max(1, under_way // (row_words * layers))
+        return {
+            "PAGE_SIZE": self.page_size,
+            "UNIT": self.unit,
+            "ALIGN": self.align,
+            "ROW_ALIGN": self.row_align,
+            "WORDS_READ": read,
+            "SLOTS": min(slots, MOST_SLOTS),
+            "LAYERS": layers,
+            "QUADS": row_words // 4,
+            "PARTIAL": partial,
+            "num_warps": FEW_WARPS if few else NUM_WARPS,
+        }
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _table(sources: list[tuple[int, ContentSource]], device: torch.device) -> torch.Tensor:
+    rows = [
+        [
+            source.address,
+            source.page_size,
+            source.page_stride,
+            source.token_stride,
+            source.row_bytes,
+            record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1),
+            index,
+            0,
+        ]
+        for index, source in sources
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, TABLE_COLUMNS.value)
+
+
+def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
+    sources = [source for part in parts for source in part]
+    if sources[0].data.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the tables of these content sources do not exist yet and cannot be made while a CUDA graph is captured: "
+            "call prepare(group) before"
+        )
+    unit = content_unit(parts[0])
+    strides = [n for s in sources for n in (s.address, s.page_stride, s.token_stride)]
+    page_sizes = {s.page_size for s in sources}
+    return ContentLaunch(
+        table=_table([pair for part in parts for pair in enumerate(part)], sources[0].data.device),
+        sizes=(len(parts[0]), len(parts[1]) if len(parts) > 1 else 0),
+        unit=unit,
+        page_size=page_sizes.pop() if len(page_sizes) == 1 else 0,
+        align=math.gcd(16, *strides),
+        row_align=math.gcd(4, *(s.row_bytes // unit for s in sources)),
+        max_words=max(s.row_bytes // unit for s in sources),
+    )
+
+
+# What the hot path looks up instead of building it. Entries go with the tensor that they are kept under; the ids of
+# tuples that are gone may come back, so the keys hold addresses too.
+_launches: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first source's buffer -> parts -> launch
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()  # K HEAD records -> contents -> launches
+
+
+def _launch_of(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
+    first, last = parts[0][0], parts[-1][-1]
+    known = _launches.setdefault(first.data, {})
+    key = (*map(id, parts), id(last), first.address, last.address)
+    if key not in known:
+        known[key] = _make_launch(parts)
+    return known[key]
+
+
+def prepare(group: CanaryBufferGroup) -> tuple[tuple[tuple[str, ...], ContentLaunch], ...]:
+    """(halves, launch) of each launch that covers the group's content.
+
+    The first call copies tables to the device and waits for it; it raises RuntimeError while a CUDA graph is captured.
+    """
+    known = _groups.setdefault(group.k_head, {})
+    halves = tuple(half for half in group.halves if group.content(half))
+    parts = tuple(group.content(half) for half in halves)
+    key = (halves, *map(id, parts), *(part[0].address for part in parts))
+    if key not in known:
+        together = len({content_unit(part) for part in parts}) <= 1
+        cuts = [halves] if together and halves else [(half,) for half in halves]
+        known[key] = tuple((cut, _launch_of(tuple(map(group.content, cut)))) for cut in cuts)
+    return known[key]
+
+
+def _second_records(group: CanaryBufferGroup, halves: tuple[str, ...]) -> torch.Tensor | None:
+    return group.records(halves[1], "TAIL") if len(halves) > 1 else None
+
+
+def _has_few_items(plan: ForwardPlan) -> bool:
+    """Told by what tells compiled variants apart anyway: uniform batches of the shortest vector."""
+    return plan.write.ext_lens is None and batch_vector(plan.batch_size) == batch_vector(1)
+
+
+def check_and_write_content(
+    plan: ForwardPlan,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    mode: ContentMode,
+    budget_slots: int,
+) -> None:
+    """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
+
+    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
+    """
+    num_rows, context = plan.req_to_token.shape
+    few = _has_few_items(plan)
+    per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
+    for halves, launch in prepare(group):
+        constants = launch.constants(mode, few)
+        slots = constants["SLOTS"]
+        visits = min(
+            plan.batch_size * -(-context // slots), budget_slots // slots + 1 + 2 * plan.batch_size
+        )
+        writes = -(-plan.num_tokens // slots)
+        if group.stride != 1:
+            writes = plan.num_tokens // (group.stride * slots) + plan.batch_size
+        items = len(halves) * (visits + writes)
+        content_kernel[grid_of(items, group.k_head.device, per_sm)](
+            state.summary,
+            state.violations.rows,
+            dense(plan.verify.rows),
+            dense(plan.verify.base_lens),
+            dense(plan.write.ext_lens),
+            None if group.stride == 1 else dense(plan.write.starts),
+            dense(plan.write.out_cache_loc) if plan.verify.padded else None,
+            dense(plan.write.out_cache_loc),
+            plan.req_to_token,
+            group.swa_index_lut,
+            group.records(halves[0], "TAIL"),
+            _second_records(group, halves),
+            launch.table,
+            plan.verify.prefix_delta,
+            plan.batch_size,
+            plan.num_tokens,
+            plan.write.tokens_per_request,
+            plan.req_to_token.stride(0),
+            num_rows,
+            context,
+            full_limit_of(group),
+            group.num_slots,
+            window_of(plan, group),
+            max(1, min(budget_slots, INT32_MAX)),
+            state.violations.capacity,
+            CanaryLaunchTag(group.kind, halves[0], Side.TAIL).id,
+            *launch.sizes,
+            STRIDE=group.stride,
+            BATCH=batch_vector(plan.batch_size),
+            **constants,
+        )
+
+
+def content_fingerprint(
+    sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
+) -> torch.Tensor:
+    """Fingerprint int64[n] of `slots` int[n], which must lie in the pool (in the group's own slot space)."""
+    out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
+    if not sources or slots.numel() == 0:
+        return out
+    launch = _launch_of((sources,))
+    constants = launch.constants(mode)
+    items = -(-slots.numel() // constants["SLOTS"])
+    fingerprint_kernel[grid_of(items, slots.device, PROGRAMS_PER_SM)](
+        dense(slots),
+        out,
+        launch.table,
+        slots.numel(),
+        launch.sizes[0],
+        **constants,
+    )
+    return out
+
+
+def check_list_content(
+    plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
+) -> None:
+    """Compare the content of a flat list of slots (in the group's slot space; 0 = skip)."""
+    size = plan.slots.shape[0]
+    for halves, launch in prepare(group):
+        constants = launch.constants(mode)
+        items = len(halves) * -(-size // constants["SLOTS"])
+        content_list_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
+            state.summary,
+            state.violations.rows,
+            dense(plan.slots),
+            group.records(halves[0], "TAIL"),
+            _second_records(group, halves),
+            launch.table,
+            size,
+            group.num_slots,
+            state.violations.capacity,
+            CanaryLaunchTag(group.kind, halves[0], Side.SWEEP).id,
+            *launch.sizes,
+            **constants,
+        )

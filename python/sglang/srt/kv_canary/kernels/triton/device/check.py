@@ -1,0 +1,202 @@
+"""The check of record lanes inside the kernels: a cheap test of a whole block, and the exact report of a bad one.
+
+Nearly every block is clean, so the test reads as little as it can and only says whether any lane may be bad. The
+report then reads the records again, decides lane by lane exactly as the torch reference does, and fills ring rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from ..jit import jit, sum_of
+from .record import (
+    BAD_ALLOCATED,
+    BAD_CHAIN,
+    BAD_FREED,
+    BAD_POSITION,
+    BAD_STALE_WEIGHTS,
+    BAD_TOKEN,
+    CHAIN,
+    CONTENT,
+    LIVE,
+    MULTIPLIER,
+    PREV_ANCHOR,
+    UNFILLED,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    append_rows,
+    has_stale_weights,
+    mix64,
+    position_of,
+    raw_state,
+    state_of,
+    state_reasons,
+    token_of,
+    writer_damage,
+)
+
+
+@jit
+def chain_fold(chain, previous, STRIDE: tl.constexpr):
+    """`record.chain_fold` of int64 lanes, as int64."""
+    power = tl.full([], MULTIPLIER, tl.int64)
+    for bit in tl.static_range(1, 16):
+        if (STRIDE >> bit) != 0:  # strides are powers of two
+            power = power * power
+    return token_of(mix64(chain - previous * power))
+
+
+class Words(NamedTuple):
+    """What the check reads of one record per lane, int64, and of its predecessor's."""
+
+    identity: Any
+    chain: Any
+    writer: Any
+    previous: Any  # the predecessor's chain; that of slot 0 where there is no slot to read it from
+
+
+@jit
+def load_words(records, chained_to, slots, prev_slots):
+    """Words of `slots`, all readable. A predecessor is a slot of `chained_to`, or negative."""
+    words = records + slots.to(tl.int64) * WORDS
+    identity = tl.load(words)
+    chain = tl.load(words + CHAIN)
+    writer = tl.load(words + WRITER)
+    before = chained_to + tl.maximum(prev_slots, 0).to(tl.int64) * WORDS + CHAIN
+    return Words(identity, chain, writer, tl.load(before))
+
+
+@jit
+def suspicious(
+    words,
+    prev_slots,
+    positions,
+    anchors,
+    expected_tokens,
+    UNFILLS: tl.constexpr,
+    STRIDE: tl.constexpr = 1,
+):
+    """Words that are not 0 in lanes that may be bad, by their `words`; the rest as in `report_lanes`.
+
+    A predecessor that is not live counts as readable here: if the chain fits it all the same, nothing is wrong.
+    """
+    previous = tl.where(prev_slots == PREV_ANCHOR, anchors, words.previous)
+    if STRIDE == 1:
+        broken = words.chain ^ (previous * MULTIPLIER + mix64(words.identity))
+    else:
+        broken = token_of(words.identity) ^ chain_fold(words.chain, previous, STRIDE)
+    state = raw_state(words.writer)
+    bad = (state ^ LIVE) | (position_of(words.identity) ^ positions)
+    bad = bad | tl.where(prev_slots < PREV_ANCHOR, 0, broken)
+    wrong = token_of(words.identity) ^ expected_tokens
+    bad = bad | tl.where(expected_tokens == UNKNOWN, 0, wrong)
+    if UNFILLS:
+        bad = tl.where(state == UNFILLED, 0, bad)
+    return bad | writer_damage(words.writer)
+
+
+@jit
+def difference(words, others, prev_slots):
+    """Words that are not 0 in lanes that differ, in their predecessors' chain too where there is a predecessor slot.
+
+    K and V, HEAD and TAIL carry the same words.
+    """
+    other = (words.identity ^ others.identity) | (words.chain ^ others.chain)
+    other = other | (words.writer ^ others.writer)
+    return other | tl.where(prev_slots >= 0, words.previous ^ others.previous, 0)
+
+
+@jit
+def report_lanes(
+    report,
+    half,
+    records,
+    chained_to,
+    lanes,
+    slots,
+    full_slots,
+    prev_slots,
+    positions,
+    anchors,
+    expected_tokens,
+    rows,
+    lane_reasons,
+    UNFILLS: tl.constexpr,
+    STRIDE: tl.constexpr = 1,
+    weights_age=None,
+):
+    """Check `lanes` exactly and append what fails.
+
+    `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
+    (int32) are not read. UNFILLS: the pool's records may be unfilled. With a stride the rows' tokens are folds of
+    chains (`record.chain_fold`). `weights_age`: of `weights_age_of`, None where stale weights are not reported; of
+    each run of slots that old weights wrote, half K's first one is.
+    """
+    readable = lanes & (lane_reasons == 0)
+    words = records + tl.where(readable, slots, 0) * WORDS
+    identity = tl.load(words, mask=readable, other=0)
+    chain = tl.load(words + CHAIN, mask=readable, other=0)
+    content = tl.load(words + CONTENT, mask=readable, other=0)
+    writer = tl.load(words + WRITER, mask=readable, other=0)
+
+    has_prev = readable & (prev_slots >= 0)
+    prev_words = chained_to + tl.where(has_prev, prev_slots, 0) * WORDS
+    previous = tl.load(prev_words + CHAIN, mask=has_prev, other=0)
+    prev_live = state_of(tl.load(prev_words + WRITER, mask=has_prev, other=0)) == LIVE
+    from_anchor = prev_slots == PREV_ANCHOR
+    previous = tl.where(from_anchor, anchors, previous)
+    chained = readable & ((has_prev & prev_live) | from_anchor)
+    if STRIDE == 1:
+        expected_chain = tl.where(chained, previous * MULTIPLIER + mix64(identity), UNKNOWN)
+        # UNKNOWN doubles as "no chain to compare", as in the reference.
+        wrong_chain = (expected_chain != UNKNOWN) & (chain != expected_chain)
+    else:
+        expected_chain = tl.full(chain.shape, UNKNOWN, tl.int64)
+        fold = chain_fold(chain, previous, STRIDE)
+        wrong_chain = chained & (token_of(identity) != fold)
+
+    state = state_of(writer)
+    not_live = state_reasons(state, UNFILLS)
+    reasons = tl.where(position_of(identity) != positions, BAD_POSITION, 0)
+    wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
+    reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)
+    reasons = reasons | tl.where(wrong_chain, BAD_CHAIN, 0)
+    if weights_age is not None:
+        stale = has_stale_weights(writer, report.forward, weights_age)
+        own_prev = records + tl.where(has_prev, prev_slots, 0) * WORDS + WRITER
+        before = tl.load(own_prev, mask=has_prev, other=0)
+        goes_on = (state_of(before) == LIVE) & has_stale_weights(
+            before, report.forward, weights_age
+        )
+        begins = stale & (goes_on == 0) & (half == 0)
+        reasons = tl.where((reasons == 0) & begins, BAD_STALE_WEIGHTS, reasons)
+    reasons = tl.where(state == LIVE, reasons, not_live)
+    reasons = tl.where(readable, reasons, lane_reasons)
+    reasons = tl.where(lanes, reasons, 0)
+    if STRIDE != 1:
+        expected_tokens = tl.where(chained, fold, UNKNOWN)
+    freed = readable & ((not_live == BAD_FREED) | (not_live == BAD_ALLOCATED))
+
+    if sum_of((reasons != 0).to(tl.int32), 0) > 0:
+        append_rows(
+            report,
+            half,
+            reasons,
+            tl.where(readable, slots, UNKNOWN),
+            full_slots,
+            prev_slots,
+            positions,
+            tl.where(readable, position_of(identity), UNKNOWN),
+            expected_tokens,
+            tl.where(readable, token_of(identity), UNKNOWN),
+            expected_chain,
+            tl.where(readable, chain, UNKNOWN),
+            UNKNOWN,
+            UNKNOWN,
+            rows,
+            tl.where(readable, writer, UNKNOWN),
+            tl.where(freed, content, 0),
+        )

@@ -1,0 +1,377 @@
+"""Content launches: fingerprint new slots and re-read old ones, of the halves that a group has content for."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from ..jit import jit, sum_of
+from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
+from .record import (
+    ARMED,
+    BAD_CONTENT,
+    CHAIN,
+    CONTENT,
+    CONTENT_CHECKED,
+    CONTENT_WRITTEN,
+    FORWARD_DONE,
+    FORWARD_MASK,
+    LIVE,
+    UNKNOWN,
+    WORDS,
+    WRITER,
+    Report,
+    Space,
+    append_rows,
+    count,
+    half_offset,
+    position_of,
+    state_of,
+    token_of,
+    translate,
+)
+from .spans import Batch, item_of, request_at, split, turn_of
+from .strided import completed_by
+
+
+@jit
+def _compare(report, half, words, writer, stored, slots, usable, full_slots, rows, now):
+    """Compare fingerprints `stored` in the records at `words` with those of the bytes `now`; number compared."""
+    has = usable & (state_of(writer) == LIVE) & (stored != 0)
+    reasons = tl.where(has & (now != stored), BAD_CONTENT, 0)
+    if sum_of(reasons, 0) > 0:
+        identity = tl.load(words, mask=usable, other=0)
+        append_rows(
+            report,
+            half,
+            reasons,
+            slots,
+            full_slots,
+            UNKNOWN,
+            UNKNOWN,
+            position_of(identity),
+            UNKNOWN,
+            token_of(identity),
+            UNKNOWN,
+            tl.load(words + CHAIN, mask=usable, other=0),
+            now,
+            stored,
+            rows,
+            writer,
+            0,
+        )
+    return sum_of(has.to(tl.int32), 0)
+
+
+@jit
+def _write(forward, words, writer, usable, now):
+    """Store fingerprints in the records at `words` that this forward wrote; number stored."""
+    fresh = usable & ((writer & FORWARD_MASK) == (forward & FORWARD_MASK))
+    tl.store(words + CONTENT, now, mask=fresh)
+    return sum_of(fresh.to(tl.int32), 0)
+
+
+@jit
+def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: tl.constexpr):
+    """(full slots, row) of the `piece`-th SLOTS prefix positions of request `index` whose turn it is; 0 beyond.
+
+    Of strided groups it is the turn of slots, each found through its first token.
+    """
+    row = tl.load(batch.rows + index).to(tl.int64)
+    end = tl.load(batch.base_lens + index).to(tl.int64) + batch.prefix_delta
+    start = tl.maximum(end - batch.window, 0).to(tl.int32)
+    if STRIDE != 1:
+        end = end // STRIDE
+        start = start // STRIDE
+    turn = start + (phase + every - start % every) % every
+    # 64 bits: the last lanes may lie far beyond the request.
+    position = turn + (piece * SLOTS + tl.arange(0, SLOTS)).to(tl.int64) * every
+    at = batch.req_to_token + row * batch.row_stride + position * STRIDE
+    return tl.load(at, mask=position < end, other=0).to(tl.int64), row
+
+
+@jit
+def _completed_slots(
+    batch,
+    starts,
+    out_cache_loc,
+    num_tokens,
+    index,
+    piece,
+    STRIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Full slots of the last tokens of the piece-th SLOTS slots that request `index` completes; 0 beyond."""
+    _, _, at, lanes = completed_by(batch, starts, num_tokens, index, piece, STRIDE, SLOTS)
+    full = tl.load(out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
+    return tl.where(full % STRIDE == STRIDE - 1, full, 0)
+
+
+CONTENT_INTEGERS = [
+    "prefix_delta",
+    "batch_size",
+    "num_tokens",
+    "tokens_per_request",
+    "row_stride",
+    "num_rows",
+    "context",
+    "full_limit",
+    "num_slots",
+    "window",
+    "budget_slots",
+    "capacity",
+    "tag",
+    "first_size",
+    "second_size",
+    "list_size",
+]
+
+
+@jit(
+    do_not_specialize=CONTENT_INTEGERS,
+    do_not_specialize_on_alignment=[
+        "rows",
+        "base_lens",
+        "ext_lens",
+        "starts",
+        "first_slots",
+        "out_cache_loc",
+    ],
+)
+def content_kernel(
+    summary,
+    ring,
+    rows,
+    base_lens,
+    ext_lens,
+    starts,  # of strided groups, else None
+    first_slots,  # see forward_kernel
+    out_cache_loc,
+    req_to_token,
+    lut,
+    records,  # TAIL records of the first half
+    second_records,  # None: one half only
+    table,  # the first half's sources, then the second's
+    prefix_delta,
+    batch_size,
+    num_tokens,
+    tokens_per_request,
+    row_stride,
+    num_rows,
+    context,
+    full_limit,
+    num_slots,
+    window,
+    budget_slots,
+    capacity,
+    tag,  # of the first half
+    first_size,
+    second_size,
+    STRIDE: tl.constexpr,
+    BATCH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,  # per work item
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Work items: re-reads of every k-th prefix position first, then new slots; each SLOTS slots of one half."""
+    HALVES: tl.constexpr = 1 if second_records is None else 2
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    forward = tl.load(summary + FORWARD_DONE)
+    armed = tl.load(summary + ARMED) != 0
+    batch = Batch(
+        rows,
+        base_lens,
+        ext_lens,
+        prefix_delta,
+        tokens_per_request,
+        batch_size,
+        req_to_token,
+        row_stride,
+        num_rows,
+        context,
+        window,
+        first_slots,
+    )
+    space = Space(lut, full_limit, num_slots, STRIDE)
+    report = Report(summary, ring, capacity, tag, forward)
+    offset = half_offset(records, second_records)
+
+    request = tl.arange(0, BATCH)
+    _, prefix, new, valid = request_at(batch, request)
+    start = tl.maximum(prefix - window, 0)
+    if STRIDE != 1:
+        completed = tl.where(valid, (prefix + new) // STRIDE - prefix // STRIDE, 0).to(tl.int32)
+        write_groups = (completed + (SLOTS - 1)) // SLOTS
+        first_writes, writes = split(write_groups)
+        prefix = prefix // STRIDE
+        start = start // STRIDE
+    else:
+        writes = (num_tokens + (SLOTS - 1)) // SLOTS
+    eligible = sum_of(tl.where(valid, prefix - start, 0), 0)
+    every = tl.maximum((eligible + budget_slots - 1) // budget_slots, 1).to(tl.int32)
+    phase = turn_of(forward, every)
+    end = tl.where(valid, prefix, 0).to(tl.int32)
+    start = tl.where(valid, start, 0).to(tl.int32)
+    # First position from `start` on whose turn it is: positions p with p % every == phase.
+    turn = start + (phase + every - start % every) % every
+    turns = tl.maximum(end - turn + every - 1, 0) // every
+    groups = (turns + (SLOTS - 1)) // SLOTS
+    first_groups, visits = split(groups)
+    items = tl.where(armed, (visits + writes) * HALVES, 0)
+
+    checked = tl.full([], 0, tl.int32)
+    second_checked = tl.full([], 0, tl.int32)
+    written = tl.full([], 0, tl.int32)
+    second_written = tl.full([], 0, tl.int32)
+    for item in range(program, items, programs):
+        half = item % HALVES
+        piece = item // HALVES
+        if piece < visits:
+            index, first = item_of(piece, first_groups, groups, request)
+            full, row = _turn_slots(batch, index, piece - first, phase, every, STRIDE, SLOTS)
+        else:
+            row = tl.full([], 0, tl.int64)
+            piece_written = piece - visits
+            if STRIDE == 1:
+                token = piece_written * SLOTS + tl.arange(0, SLOTS)
+                full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
+            else:
+                index, first = item_of(piece_written, first_writes, write_groups, request)
+                full = _completed_slots(
+                    batch,
+                    starts,
+                    out_cache_loc,
+                    num_tokens,
+                    index,
+                    piece_written - first,
+                    STRIDE,
+                    SLOTS,
+                )
+        slots, reasons = translate(space, full)
+        size = tl.where(half == 0, first_size, second_size)
+        words = records + half * offset + slots * WORDS
+        writer = tl.load(words + WRITER)
+        stored = tl.load(words + CONTENT)
+        now = fingerprint(
+            Sources(table + half * first_size * TABLE_COLUMNS, size),
+            slots,
+            reasons == 0,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        if piece < visits:
+            compared = _compare(
+                report, half, words, writer, stored, slots, reasons == 0, full, row, now
+            )
+            checked += tl.where(half == 0, compared, 0)
+            second_checked += tl.where(half == 0, 0, compared)
+        else:
+            fresh = _write(forward, words, writer, reasons == 0, now)
+            written += tl.where(half == 0, fresh, 0)
+            second_written += tl.where(half == 0, 0, fresh)
+
+    if checked > 0:
+        count(report, 0, CONTENT_CHECKED, checked)
+    if second_checked > 0:
+        count(report, 1, CONTENT_CHECKED, second_checked)
+    if written > 0:
+        count(report, 0, CONTENT_WRITTEN, written)
+    if second_written > 0:
+        count(report, 1, CONTENT_WRITTEN, second_written)
+
+
+@jit(do_not_specialize=CONTENT_INTEGERS, do_not_specialize_on_alignment=["slot_list"])
+def content_list_kernel(
+    summary,
+    ring,
+    slot_list,
+    records,
+    second_records,
+    table,
+    list_size,
+    num_slots,
+    capacity,
+    tag,
+    first_size,
+    second_size,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Compare the content of listed slots, in the group's slot space; slot 0 is skipped."""
+    HALVES: tl.constexpr = 1 if second_records is None else 2
+    forward = tl.load(summary + FORWARD_DONE)
+    armed = tl.load(summary + ARMED) != 0
+    report = Report(summary, ring, capacity, tag, forward)
+    offset = half_offset(records, second_records)
+    lane = tl.arange(0, SLOTS)
+    pieces = (list_size + (SLOTS - 1)) // SLOTS
+    items = tl.where(armed, pieces * HALVES, 0)
+    checked = tl.full([], 0, tl.int32)
+    second_checked = tl.full([], 0, tl.int32)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        half = item % HALVES
+        at = (item // HALVES) * SLOTS + lane
+        slots = tl.load(slot_list + at, mask=at < list_size, other=0).to(tl.int64)
+        usable = (slots > 0) & (slots < num_slots)
+        slots = tl.where(usable, slots, 0)
+        size = tl.where(half == 0, first_size, second_size)
+        words = records + half * offset + slots * WORDS
+        writer = tl.load(words + WRITER)
+        stored = tl.load(words + CONTENT)
+        now = fingerprint(
+            Sources(table + half * first_size * TABLE_COLUMNS, size),
+            slots,
+            usable,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        compared = _compare(report, half, words, writer, stored, slots, usable, slots, 0, now)
+        checked += tl.where(half == 0, compared, 0)
+        second_checked += tl.where(half == 0, 0, compared)
+    if checked > 0:
+        count(report, 0, CONTENT_CHECKED, checked)
+    if second_checked > 0:
+        count(report, 1, CONTENT_CHECKED, second_checked)
+
+
+@jit(do_not_specialize=["list_size", "sources"], do_not_specialize_on_alignment=["slot_list"])
+def fingerprint_kernel(
+    slot_list,
+    out,
+    table,
+    list_size,
+    sources,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Fingerprints of listed slots."""
+    items = (list_size + (SLOTS - 1)) // SLOTS
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        at = item * SLOTS + tl.arange(0, SLOTS)
+        inside = at < list_size
+        slots = tl.load(slot_list + at, mask=inside, other=0).to(tl.int64)
+        now = fingerprint(
+            Sources(table, sources),
+            slots,
+            inside,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        tl.store(out + at, now, mask=inside)

@@ -1,0 +1,328 @@
+"""Record and violation-row layout inside the kernels: `record.py` as compile-time constants, and its arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from .... import record
+from ....endpoint import HALVES
+from ....record import Column, Mode, Reason, State
+from ....state import HEADER_WORDS, NUM_COUNTERS, Counter, Header
+from ..jit import cumsum_of, jit, sum_of
+
+WORDS = tl.constexpr(record.RECORD_WORDS)
+CHAIN = tl.constexpr(record.WORD_CHAIN)
+CONTENT = tl.constexpr(record.WORD_CONTENT)
+WRITER = tl.constexpr(record.WORD_WRITER)
+
+ROW_SHIFT = tl.constexpr(record.WRITER_ROW_SHIFT)
+ROW_MASK = tl.constexpr(record.WRITER_ROW_MASK)
+MODE_SHIFT = tl.constexpr(record.WRITER_MODE_SHIFT)
+MODE_MASK = tl.constexpr(record.WRITER_MODE_MASK)
+LAST_MODE = tl.constexpr(len(Mode) - 1)
+CHECK_SHIFT = tl.constexpr(record.WRITER_CHECK_SHIFT)
+STATE_SHIFT = tl.constexpr(record.WRITER_STATE_SHIFT)
+FORWARD_MASK = tl.constexpr(record.FORWARD_MASK)
+NIBBLES = tl.constexpr(record.WRITER_NIBBLES)
+FREED_TO_ALLOCATED = tl.constexpr(record.to_signed64(record.FREED_TO_ALLOCATED))
+
+NEVER_WRITTEN = tl.constexpr(int(State.NEVER_WRITTEN))
+LIVE = tl.constexpr(int(State.LIVE))
+FREED = tl.constexpr(int(State.FREED))
+ALLOCATED = tl.constexpr(int(State.ALLOCATED))
+UNFILLED = tl.constexpr(int(State.UNFILLED))
+LAST_STATE = tl.constexpr(len(State) - 1)
+DAMAGED = tl.constexpr(record.DAMAGED)
+
+UNKNOWN = tl.constexpr(record.UNKNOWN)
+PREV_ANCHOR = tl.constexpr(record.PREV_ANCHOR)
+PREV_UNREACHABLE = tl.constexpr(record.PREV_UNREACHABLE)
+
+BAD_NEVER_WRITTEN = tl.constexpr(int(Reason.NEVER_WRITTEN))
+BAD_FREED = tl.constexpr(int(Reason.USE_AFTER_FREE))
+BAD_ALLOCATED = tl.constexpr(int(Reason.UNWRITTEN_SINCE_ALLOC))
+BAD_STATE = tl.constexpr(int(Reason.BAD_STATE))
+BAD_POSITION = tl.constexpr(int(Reason.POSITION))
+BAD_TOKEN = tl.constexpr(int(Reason.TOKEN))
+BAD_CHAIN = tl.constexpr(int(Reason.CHAIN))
+BAD_CONTENT = tl.constexpr(int(Reason.CONTENT))
+BAD_SLOT = tl.constexpr(int(Reason.SLOT_OUT_OF_RANGE))
+BAD_UNMAPPED = tl.constexpr(int(Reason.UNMAPPED_SLOT))
+BAD_EVICTED = tl.constexpr(int(Reason.SWA_EVICTED_IN_WINDOW))
+BAD_WRITE_TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
+BAD_WRITE_POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
+BAD_DOUBLE_FREE = tl.constexpr(int(Reason.DOUBLE_FREE))
+BAD_ROW = tl.constexpr(int(Reason.ROW_OUT_OF_RANGE))
+BAD_LENGTH = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
+BAD_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
+BAD_ROW_CHAIN = tl.constexpr(int(Reason.ROW_CHAIN))
+BAD_ROW_LENGTH = tl.constexpr(int(Reason.ROW_LENGTH))
+BAD_STALE_WEIGHTS = tl.constexpr(int(Reason.STALE_WEIGHTS))
+
+MULTIPLIER = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER))
+MULTIPLIER_INVERSE = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER_INVERSE))
+MIX_INCREMENT = tl.constexpr(record.MIX_INCREMENT)
+MIX_MULTIPLIER_1 = tl.constexpr(record.MIX_MULTIPLIER_1)
+MIX_MULTIPLIER_2 = tl.constexpr(record.MIX_MULTIPLIER_2)
+
+FORWARD_DONE = tl.constexpr(int(Header.FORWARD_DONE))
+FORWARD_RUNNING = tl.constexpr(int(Header.FORWARD_RUNNING))
+ARMED = tl.constexpr(int(Header.ARMED))
+VIOLATIONS = tl.constexpr(int(Header.VIOLATIONS))
+WEIGHTS_SINCE = tl.constexpr(int(Header.WEIGHTS_SINCE))
+RING_LOCK = tl.constexpr(Header.RING_LOCK.value)
+FIRST_COUNTER = tl.constexpr(HEADER_WORDS)
+COUNTERS = tl.constexpr(NUM_COUNTERS)
+LAUNCHES = tl.constexpr(int(Counter.LAUNCHES))
+CHECKED = tl.constexpr(int(Counter.CHECKED))
+ELIGIBLE = tl.constexpr(int(Counter.ELIGIBLE))
+WRITTEN = tl.constexpr(int(Counter.WRITTEN))
+CONTENT_CHECKED = tl.constexpr(int(Counter.CONTENT_CHECKED))
+CONTENT_WRITTEN = tl.constexpr(int(Counter.CONTENT_WRITTEN))
+IDX_DIVERGENCE = tl.constexpr(int(Counter.IDX_DIVERGENCE))
+OUT_OF_WINDOW = tl.constexpr(int(Counter.OUT_OF_WINDOW))
+
+ROW_COLUMNS = tl.constexpr(record.VIOLATION_COLUMNS)
+COL_SEQUENCE = tl.constexpr(int(Column.SEQUENCE))
+COL_TAG = tl.constexpr(int(Column.TAG))
+COL_REASONS = tl.constexpr(int(Column.REASONS))
+COL_SLOT = tl.constexpr(int(Column.SLOT))
+COL_FULL_SLOT = tl.constexpr(int(Column.FULL_SLOT))
+COL_PREV_SLOT = tl.constexpr(int(Column.PREV_SLOT))
+COL_EXPECTED_POSITION = tl.constexpr(int(Column.EXPECTED_POSITION))
+COL_STORED_POSITION = tl.constexpr(int(Column.STORED_POSITION))
+COL_EXPECTED_TOKEN = tl.constexpr(int(Column.EXPECTED_TOKEN))
+COL_STORED_TOKEN = tl.constexpr(int(Column.STORED_TOKEN))
+COL_EXPECTED_CHAIN = tl.constexpr(int(Column.EXPECTED_CHAIN))
+COL_STORED_CHAIN = tl.constexpr(int(Column.STORED_CHAIN))
+COL_EXPECTED_CONTENT = tl.constexpr(int(Column.EXPECTED_CONTENT))
+COL_STORED_CONTENT = tl.constexpr(int(Column.STORED_CONTENT))
+COL_READER_ROW = tl.constexpr(int(Column.READER_ROW))
+COL_READER_FORWARD = tl.constexpr(int(Column.READER_FORWARD))
+COL_WRITER = tl.constexpr(int(Column.WRITER))
+COL_LAST_WRITER = tl.constexpr(int(Column.LAST_WRITER))
+COL_ATTENTION_SLOT = tl.constexpr(int(Column.ATTENTION_SLOT))
+
+
+@jit
+def mix64(x):
+    """splitmix64 of int64 lanes, as int64."""
+    x = x.to(tl.uint64) + MIX_INCREMENT
+    x = (x ^ (x >> 30)) * MIX_MULTIPLIER_1
+    x = (x ^ (x >> 27)) * MIX_MULTIPLIER_2
+    return (x ^ (x >> 31)).to(tl.int64)
+
+
+@jit
+def pack_identity(token, position):
+    return (token.to(tl.int64) & FORWARD_MASK) | (position.to(tl.int64) << 32)
+
+
+@jit
+def token_of(identity):
+    """Token id, signed 32 bits, as int64."""
+    return (identity << 32) >> 32
+
+
+@jit
+def position_of(identity):
+    return identity >> 32
+
+
+@jit
+def _nibbles_off(writer):
+    """What the check nibble of a writer word is off by; 0 in words that the canary writes. int32."""
+    folded = (writer ^ (writer >> 32)).to(tl.int32)
+    folded = folded ^ (folded >> 16)
+    folded = folded ^ (folded >> 8)
+    return ((folded ^ (folded >> 4)) & 15) ^ NIBBLES
+
+
+@jit
+def raw_state(writer):
+    """The state field, which may be damaged."""
+    return (writer >> STATE_SHIFT) & 15
+
+
+@jit
+def writer_damage(writer):
+    """0 (int32) where check nibble and mode of a writer word are as the canary writes them."""
+    mode = (writer >> MODE_SHIFT).to(tl.int32) & MODE_MASK
+    return _nibbles_off(writer) | (mode > LAST_MODE).to(tl.int32)
+
+
+@jit
+def state_of(writer):
+    """State of a record: DAMAGED where the writer word is not one that the canary writes, nor 0."""
+    state = raw_state(writer)
+    known = (writer_damage(writer) == 0) & (state > NEVER_WRITTEN) & (state <= LAST_STATE)
+    return tl.where(writer == 0, NEVER_WRITTEN, tl.where(known, state, DAMAGED))
+
+
+@jit
+def pack_writer(forward, row, mode, state):
+    """`record.pack_writer` of int64 values."""
+    word = (forward & FORWARD_MASK) | ((mode & MODE_MASK) << MODE_SHIFT)
+    word = word | ((row & ROW_MASK) << ROW_SHIFT) | (state << STATE_SHIFT)
+    return word | (_nibbles_off(word).to(tl.int64) << CHECK_SHIFT)
+
+
+@jit
+def writer_word(forward, row, mode):
+    """Word 3 of a record that `forward` writes."""
+    return pack_writer(forward, row.to(tl.int64), mode.to(tl.int64), LIVE)
+
+
+@jit
+def weights_age_of(summary, forward):
+    """Forwards since the last weight update, the running one included. No record is that old while nothing is noted."""
+    since = tl.load(summary + WEIGHTS_SINCE)
+    return tl.where(since == 0, FORWARD_MASK + 1, forward - since)
+
+
+@jit
+def has_stale_weights(writer, forward, weights_age):
+    """Whether a writer word is of a forward before the last weight update."""
+    return ((forward - writer) & FORWARD_MASK) >= weights_age
+
+
+@jit
+def state_reasons(state, UNFILLS: tl.constexpr):
+    """Reason bits (int32) of a record state; 0 for live. UNFILLS: for unfilled too, which nothing is known of."""
+    reasons = tl.where(state == NEVER_WRITTEN, BAD_NEVER_WRITTEN, BAD_STATE)
+    reasons = tl.where(state == FREED, BAD_FREED, reasons)
+    reasons = tl.where(state == ALLOCATED, BAD_ALLOCATED, reasons)
+    if UNFILLS:
+        reasons = tl.where(state == UNFILLED, 0, reasons)
+    return tl.where(state == LIVE, 0, reasons)
+
+
+class Space(NamedTuple):
+    """The group's slot space, and the way into it from full slots."""
+
+    lut: Any  # None: no translation
+    full_limit: Any  # full slots lie below it
+    num_slots: Any
+    stride: Any  # full slots per slot, compile-time
+
+
+class Report(NamedTuple):
+    """Where a launch counts and reports."""
+
+    summary: Any
+    ring: Any
+    capacity: Any  # rows of the ring
+    tag: Any  # launch tag id of half K
+    forward: Any
+
+
+TAG_V = tl.constexpr(HALVES.index("V") * 4)  # launch tag id of half V minus that of half K
+
+
+@jit
+def translate(space, full):
+    """(slot, reasons) of full slots int64; lanes with reasons have slot 0. Nothing out of range is read."""
+    reasons = tl.where((full < 0) | (full >= space.full_limit), BAD_SLOT, 0)
+    reasons = tl.where(full == 0, BAD_UNMAPPED, reasons)
+    safe = tl.where(reasons == 0, full, 0)
+    if space.lut is None:
+        slot = safe // space.stride
+    else:
+        fine = reasons == 0
+        slot = tl.load(space.lut + safe).to(tl.int64)
+        reasons = tl.where(fine & ((slot < 0) | (slot >= space.num_slots)), BAD_SLOT, reasons)
+        reasons = tl.where(fine & (slot == 0), BAD_EVICTED, reasons)
+        slot = tl.where(reasons == 0, slot, 0)
+    return slot, reasons
+
+
+@jit
+def half_offset(k_records, v_records):
+    """Elements from the K records to the V records."""
+    v_records = k_records if v_records is None else v_records
+    return (v_records.to(tl.int64) - k_records.to(tl.int64)) // 8
+
+
+@jit
+def store_record(records, slot, keep, identity, chain, writer):
+    """Write whole records, with no content fingerprint."""
+    words = records + slot * WORDS
+    tl.store(words, identity, mask=keep)
+    tl.store(words + CHAIN, chain, mask=keep)
+    tl.store(words + CONTENT, identity * 0, mask=keep)
+    tl.store(words + WRITER, writer, mask=keep)
+
+
+@jit
+def count(report, half, counter, amount):
+    """Add to a counter of the launch's K (half 0) or V (half 1) tag."""
+    tag = report.tag + half * TAG_V
+    tl.atomic_add(
+        report.summary + FIRST_COUNTER + tag * COUNTERS + counter,
+        amount.to(tl.int64),
+        sem="relaxed",
+    )
+
+
+@jit
+def append_rows(
+    report,
+    half,
+    reasons,
+    slot,
+    full_slot,
+    prev_slot,
+    expected_position,
+    stored_position,
+    expected_token,
+    stored_token,
+    expected_chain,
+    stored_chain,
+    expected_content,
+    stored_content,
+    reader_row,
+    writer,
+    last_writer,
+    attention_slot=UNKNOWN,
+):
+    """Append a ring row for each lane with `reasons`. Call it under `if` there are any: it takes a lock.
+
+    The lock keeps rows whole when more rows come in than the ring holds; the newest rows win. The total grows last:
+    the host copies the ring while kernels append to it, and takes every row below the total for written.
+    """
+    summary, capacity = report.summary, report.capacity
+    bad = reasons != 0
+    lanes = bad.to(tl.int32)
+    number = sum_of(lanes, 0).to(tl.int64)
+    free = tl.full([], 0, tl.int64)
+    taken = tl.full([], 1, tl.int64)
+    while tl.atomic_cas(summary + RING_LOCK, free, taken, sem="acquire") != 0:
+        pass
+    first = tl.atomic_add(summary + VIOLATIONS, free, sem="relaxed")
+    sequence = first + cumsum_of(lanes) - 1
+    keep = bad & (sequence >= first + number - capacity)
+    row = report.ring + (sequence % capacity) * ROW_COLUMNS
+    tl.store(row + COL_SEQUENCE, sequence, mask=keep)
+    tl.store(row + COL_TAG, report.tag + half * TAG_V, mask=keep)
+    tl.store(row + COL_REASONS, reasons, mask=keep)
+    tl.store(row + COL_SLOT, slot, mask=keep)
+    tl.store(row + COL_FULL_SLOT, full_slot, mask=keep)
+    tl.store(row + COL_PREV_SLOT, prev_slot, mask=keep)
+    tl.store(row + COL_EXPECTED_POSITION, expected_position, mask=keep)
+    tl.store(row + COL_STORED_POSITION, stored_position, mask=keep)
+    tl.store(row + COL_EXPECTED_TOKEN, expected_token, mask=keep)
+    tl.store(row + COL_STORED_TOKEN, stored_token, mask=keep)
+    tl.store(row + COL_EXPECTED_CHAIN, expected_chain, mask=keep)
+    tl.store(row + COL_STORED_CHAIN, stored_chain, mask=keep)
+    tl.store(row + COL_EXPECTED_CONTENT, expected_content, mask=keep)
+    tl.store(row + COL_STORED_CONTENT, stored_content, mask=keep)
+    tl.store(row + COL_READER_ROW, reader_row, mask=keep)
+    tl.store(row + COL_READER_FORWARD, report.forward, mask=keep)
+    tl.store(row + COL_WRITER, writer, mask=keep)
+    tl.store(row + COL_LAST_WRITER, last_writer, mask=keep)
+    tl.store(row + COL_ATTENTION_SLOT, attention_slot, mask=keep)
+    tl.debug_barrier()
+    tl.atomic_add(summary + VIOLATIONS, number, sem="release")
+    tl.atomic_xchg(summary + RING_LOCK, free, sem="release")

@@ -1,0 +1,74 @@
+"""Grids and arguments that the launches share."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ...buffer_group import CanaryBufferGroup
+from ...capacities import MOST_REQUESTS
+from ...plan.plan_input import ForwardPlan
+from ...state import CanaryDeviceState
+from ..layout import VERIFY_BLOCK
+from .jit import INTERPRET
+
+PROGRAMS_PER_SM = 4
+NUM_WARPS = 4
+INT32_MAX = 2**31 - 1  # larger arguments would change types, and compile a kernel anew
+NO_WINDOW = INT32_MAX
+_BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)  # few: each is compiled on its own
+
+
+@lru_cache
+def sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_of(items: int, device: torch.device, programs_per_sm: int) -> tuple[int]:
+    """A persistent grid for at most `items` work items."""
+    if INTERPRET:
+        return (1,)  # in item order: verify before write, as in the reference
+    return (max(1, min(items, programs_per_sm * sm_count(device))),)
+
+
+def batch_vector(batch_size: int) -> int:
+    """Lanes that hold one request each."""
+    for size in _BATCH_SIZES:
+        if batch_size <= size:
+            return size
+    raise ValueError(f"batch of {batch_size} requests: the kernels take at most {MOST_REQUESTS}")
+
+
+def one_batch_per_vector(first: int, last: int) -> list[int]:
+    """The smallest batch of `first` .. `last` requests for each vector length; larger ones than any are left out."""
+    sizes = []
+    while first <= min(last, MOST_REQUESTS):
+        sizes.append(first)
+        first = batch_vector(first) + 1
+    return sizes
+
+
+def full_limit_of(group: CanaryBufferGroup) -> int:
+    """Full slots below this can be translated into the group's slot space."""
+    lut = group.swa_index_lut
+    return group.num_slots * group.stride if lut is None else lut.shape[0]
+
+
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`tensor` itself where its elements are adjacent, as nearly always; the kernels take no strides."""
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
+def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
+    """Prefix tokens that are verified; 0 where an earlier forward of the step did it."""
+    if plan.verify.already_verified:
+        return 0
+    return NO_WINDOW if group.window is None else group.window
+
+
+def verify_items(plan: ForwardPlan, state: CanaryDeviceState) -> int:
+    """No forward visits more blocks than this."""
+    per_request = -(-plan.req_to_token.shape[1] // VERIFY_BLOCK)
+    budget = max(1, state.capacities.verify_budget_slots // VERIFY_BLOCK)
+    return min(plan.batch_size * per_request, budget)

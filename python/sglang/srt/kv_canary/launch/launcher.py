@@ -1,0 +1,135 @@
+"""Launches: which kernels run for which groups. One launch serves all halves of a group and side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import record
+from ..buffer_group import CanaryBufferGroup
+from ..config import ContentMode
+from ..endpoint import CanaryEndpoint, Part, Side, build_endpoints_from_group
+from ..kernels.layout import content_slots_per_forward
+from ..plan.expected_inputs import ExpectedTokens
+from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
+from ..state import CanaryDeviceState
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+def invoke_plan(
+    plan_input: PlanInput, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
+) -> ForwardPlan | None:
+    """What the forward verifies and writes; None when it has no requests."""
+    return plan_input.fill_from_forward_batch(forward_batch, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Runs the backend's functions on a set of groups and one device state."""
+
+    backend: ModuleType
+    groups: tuple[CanaryBufferGroup, ...]
+    state: CanaryDeviceState
+    content_mode: ContentMode
+    _content_slots: dict[int, int] = field(init=False)  # id(group) -> slots a forward re-reads
+
+    def __post_init__(self) -> None:
+        before: list[torch.Tensor] = []
+        for group in self.groups:
+            base = group.chain_base
+            if base is not None and not any(base.k_head is records for records in before):
+                raise ValueError(
+                    f"{group.kind.value} takes over chains of {base.kind.value}, which must come before it, got "
+                    f"{[g.kind.value for g in self.groups]}"
+                )
+            before.append(group.k_head)
+        slots: dict[int, int] = {}
+        if self.content_mode is not ContentMode.NONE:
+            budget = self.state.capacities.content_budget_bytes
+            each = content_slots_per_forward(self.groups, self.content_mode, budget)
+            slots = {id(group): n for group, n in zip(self.groups, each, strict=True)}
+            for group in self.groups:
+                self.backend.prepare(group)  # waits for the device, which no forward may
+        object.__setattr__(self, "_content_slots", slots)
+
+    @property
+    def endpoints(self) -> tuple[CanaryEndpoint, ...]:
+        return tuple(e for group in self.groups for e in build_endpoints_from_group(group))
+
+    def launch(
+        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
+    ) -> None:
+        """Of `part`, what `plan` has work for; content follows what TAIL writes."""
+        part &= plan.parts(side)
+        if not part:
+            return
+        self.check_and_write(plan, group, side, part)
+        writes_tail = side is Side.TAIL and Part.WRITE in part
+        if writes_tail and self.content_mode is not ContentMode.NONE:
+            self.check_content(plan, group)
+
+    def check_and_write(
+        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
+    ) -> None:
+        self.backend.check_and_write(plan, group, side, self.state, part)
+
+    def check_list(self, plan: SweepVerifyPlan, group: CanaryBufferGroup) -> None:
+        self.backend.check_list(plan, group, self.state)
+        if self.content_mode is not ContentMode.NONE:
+            self.backend.check_list_content(plan, group, self.state, self.content_mode)
+
+    def check_content(self, plan: ForwardPlan, group: CanaryBufferGroup) -> None:
+        slots = self._content_slots[id(group)]
+        self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
+
+    def note_next_tokens(
+        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
+    ) -> None:
+        """What was sampled for request rows, see `kernels.next_tokens`."""
+        self.backend.note_next_tokens(rows, tokens, counts, self.groups, self.state)
+
+    def copy_records(
+        self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
+    ) -> None:
+        """Records follow their bytes, which were copied between slots (group's slot space, int64[n]).
+
+        Raises ValueError for a strided group: its bytes cannot be moved token by token, and SGLang never does.
+        """
+        if group.stride != 1:
+            raise ValueError(
+                f"kv-canary: a slot of {group.kind.value} stands for {group.stride} tokens, so its record cannot "
+                "follow tokens that move one by one"
+            )
+        self.backend.copy_records(group, source_slots, target_slots)
+        if self.content_mode is not ContentMode.PARTIAL:
+            return
+        # Which bytes `partial` reads depends on the slot, so that the copied fingerprint is of other bytes.
+        for half in group.halves:
+            tail, slots = group.records(half, "TAIL"), target_slots.long()
+            fingerprints = self.backend.content_fingerprint(
+                group.content(half), slots, self.content_mode
+            )
+            states = (tail[slots, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
+            # A freed record keeps its last writer in the content word.
+            known = (tail[slots, record.WORD_CONTENT] != 0) & (states == record.State.LIVE)
+            tail[slots, record.WORD_CONTENT] = torch.where(known, fingerprints, 0)
+
+
+def launch_endpoints_per_forward(
+    launcher: Launcher, plan: ForwardPlan, side: Side, part: Part = Part.ALL
+) -> None:
+    """All endpoints of `side`, as far as the plan has work for them."""
+    for group in launcher.groups:
+        launcher.launch(plan, group, side, part)
+
+
+def launch_endpoints_sweep(
+    launcher: Launcher, plan: SweepVerifyPlan, group: CanaryBufferGroup
+) -> None:
+    """All SWEEP endpoints of one group."""
+    launcher.check_list(plan, group)

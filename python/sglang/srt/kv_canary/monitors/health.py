@@ -1,0 +1,218 @@
+"""The health check: a checker that has quietly stopped checking is worse than none.
+
+Every period it asks the device's own counters, which only the kernels move, what has run since the last check.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..config import CanaryConfig, CanaryMode, ContentMode
+from ..endpoint import CanaryLaunchTag, Side
+from ..errors import CanaryHealthError
+from ..reports.event_sink import EventSink
+from ..reports.violation_reporter import leave_last_words
+from ..runner.step_observer import StepObserver, Summary
+from ..state import Counter
+from ..sweep.orchestrator import SweepOrchestrator
+from .launch_counts import PER_FORWARD, CountsBetween, tags_of
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+logger = logging.getLogger(__name__)
+
+SILENT_PERIODS = 2  # of steps with forwards, without any counters from the device
+LEAST_SILENT_STEPS = 64
+MOST_UNDER_WAY = 1  # forwards whose HEAD may have run and TAIL not, when the counters are copied
+
+
+class HealthCheck(StepObserver):
+    """Checks once in `health_check_interval` steps, an idle tick of the scheduler counting as a step.
+
+    Expected to have run since the last check: HEAD and TAIL of every group and half, when forwards were launched;
+    content fingerprints of what they wrote; every SWEEP launch that was issued (none without `sweep`, so none on
+    draft runners). The device must have counted as many forwards as the host launched. Nothing is expected of an
+    idle server. Unhealthy: RAISE raises CanaryHealthError; LOG logs an error, emits an event and clears `healthy`.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        groups: tuple[CanaryBufferGroup, ...],
+        sink: EventSink,
+        role: str = "target",
+        sweep: SweepOrchestrator | None = None,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._tags = tags_of(groups, PER_FORWARD)
+        self._sink = sink
+        self._role = role
+        self._sweep = sweep
+        self._last: Summary | None = None
+        # Forwards that the device has counted and the host not launched, as last reported.
+        self._ahead = 0
+        self._slack = 0  # how much of that a late copy at the start may have been
+        self._doubted = False  # the last check saw another number, which a late copy can explain
+        self._ticks = 0
+        self._checked_tick = 0
+        self._unheard_steps = 0  # with forwards, since counters last arrived; idle ticks copy none
+        self._heard = time.monotonic()  # when they did
+        self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
+        self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
+        self.healthy = True
+        self.checks = 0
+        self.failures = 0
+
+    def after_forwards(self, manager: CanaryManager) -> None:
+        self._ticks += 1
+        self._unheard_steps += 1
+        limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
+        overdue = time.monotonic() - self._heard > 2 * self._config.copy_every_s
+        if manager.armed and self._unheard_steps > limit and overdue:
+            silent, self._unheard_steps = self._unheard_steps, 0
+            self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
+
+    def on_idle(self, manager: CanaryManager) -> bool:
+        self._ticks += 1
+        return False
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
+        self._unheard_steps, self._heard = 0, time.monotonic()
+        if not manager.armed:
+            self._last = None
+        elif self._last is None:
+            self._ahead, self._slack = _ahead(summary), summary.launched_since
+            self._doubted = False
+            self._start_period(summary)
+        elif self._ticks - self._checked_tick >= self._config.health_check_interval:
+            between = CountsBetween(self._last, summary)
+            expected = {k: n - self._sweeps_checked.get(k, 0) for k, n in issued.items()}
+            self._start_period(summary)
+            self._check(between, expected)
+
+    def _start_period(self, summary: Summary) -> None:
+        self._last, self._checked_tick = summary, self._ticks
+        self._sweeps_checked = self._sweeps_now()
+
+    def _sweeps_now(self) -> dict[PoolKind, int]:
+        return dict(self._sweep.launches) if self._sweep else {}
+
+    def _check(self, between: CountsBetween, sweeps: dict[PoolKind, int]) -> None:
+        problems: list[str] = []
+        silent: list[str] = []
+        forwards = between.forwards_launched
+        if forwards:
+            silent += self._silent_tags(between)
+            problems += self._lost_checks(between)
+            problems += self._without_fingerprints(between)
+        problems += self._miscounted(between.later)
+        silent += self._silent_sweeps(between, sweeps)
+        if silent:
+            problems.insert(0, f"did not run: {', '.join(silent)}")
+        self._conclude(problems, tuple(silent), between)
+
+    def _miscounted(self, summary: Summary) -> list[str]:
+        """Whether the device has counted other forwards than the host; what a late copy explains is doubted once."""
+        surplus = _ahead(summary) - self._ahead
+        if -self._slack <= surplus < 0:
+            self._ahead, self._slack, surplus = _ahead(summary), 0, 0
+        explained = 0 <= surplus <= summary.launched_since
+        self._doubted, was_doubted = surplus != 0 and explained, self._doubted
+        if surplus == 0 or (explained and not was_doubted):
+            return []
+        self._ahead = _ahead(summary)
+        kind = "more" if surplus > 0 else "fewer"
+        return [f"the device counted {abs(surplus)} forwards {kind} than were launched"]
+
+    def _silent_tags(self, between: CountsBetween) -> list[str]:
+        launches = between.by_tag(self._tags, Counter.LAUNCHES)
+        return [name for name, count in launches.items() if count <= 0]
+
+    def _lost_checks(self, between: CountsBetween) -> list[str]:
+        """Groups whose TAIL has run less often than their HEAD, which no other counter tells."""
+        problems = []
+        for group in self._groups:
+            head, tail = (
+                between.grown(CanaryLaunchTag(group.kind, group.halves[0], side), Counter.LAUNCHES)
+                for side in PER_FORWARD
+            )
+            if 0 < tail < head - MOST_UNDER_WAY - between.abandoned:
+                problems.append(f"TAIL of {group.kind.value} ran {tail} times, HEAD {head} times")
+        return problems
+
+    def _without_fingerprints(self, between: CountsBetween) -> list[str]:
+        """Tags whose slots were written without the content fingerprint that was asked for."""
+        if self._config.content_mode is ContentMode.NONE:
+            return []
+        bad = []
+        for group in self._groups:
+            for half in group.halves:
+                tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
+                wrote = between.grown(tag, Counter.WRITTEN) > 0 and group.content(half)
+                if wrote and between.grown(tag, Counter.CONTENT_WRITTEN) <= 0:
+                    bad.append(tag.name)
+        return [f"no content fingerprints of what was written at {', '.join(bad)}"] if bad else []
+
+    def _silent_sweeps(self, between: CountsBetween, expected: dict[PoolKind, int]) -> list[str]:
+        """SWEEP tags that have run less often than `expected`, the least number issued between the two copies.
+
+        One copy is under way at a time: what was issued when a copy arrived runs after it, and before the next.
+        """
+        tags = tags_of(self._groups, (Side.SWEEP,))
+        return [
+            t.name for t in tags if between.grown(t, Counter.LAUNCHES) < expected.get(t.kind, 0)
+        ]
+
+    def _conclude(
+        self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None = None
+    ) -> None:
+        was_healthy, self.healthy = self.healthy, not problems
+        self.checks += 1
+        self.failures += bool(problems)
+        if problems or not was_healthy or self.checks == 1:
+            self._emit(problems, tags, between)
+        if not problems:
+            if not was_healthy:
+                logger.info("kv-canary healthy again on the %s runner", self._role)
+            return
+        text = self._text(problems, between)
+        if self._config.mode is CanaryMode.RAISE:
+            leave_last_words(text)
+            raise CanaryHealthError(text)
+        logger.error("%s", text)
+
+    def _text(self, problems: list[str], between: CountsBetween | None) -> str:
+        since = ""
+        if between is not None:
+            since = (
+                f" since step {between.earlier.step}, in {between.steps} steps and "
+                f"{between.forwards_launched} forwards"
+            )
+        return (
+            f"kv-canary unhealthy on the {self._role} runner{since}: {'; '.join(problems)}. "
+            "K/V may be unprotected. Restart the server; if it happens again, report the model and its flags"
+        )
+
+    def _emit(
+        self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None
+    ) -> None:
+        self._sink.emit(
+            {
+                "event": "health",
+                "healthy": not problems,
+                "problems": problems,
+                "tags": list(tags),
+                "step": between.later.step if between else None,
+                "forwards": between.forwards_launched if between else None,
+            }
+        )
+
+
+def _ahead(summary: Summary) -> int:
+    return summary.forward_done - summary.forward_launched

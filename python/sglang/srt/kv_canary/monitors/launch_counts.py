@@ -1,0 +1,57 @@
+"""Readings of the device's counters per launch tag, and what grew between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..buffer_group import CanaryBufferGroup
+from ..endpoint import CanaryLaunchTag, Side, build_endpoints_from_group
+from ..runner.step_observer import Summary
+from ..state import Counter
+
+
+@dataclass(frozen=True, slots=True)
+class CountsBetween:
+    """Two summaries, the earlier one first."""
+
+    earlier: Summary
+    later: Summary
+
+    @property
+    def steps(self) -> int:
+        return self.later.step - self.earlier.step
+
+    @property
+    def forwards_launched(self) -> int:
+        return self.later.forward_launched - self.earlier.forward_launched
+
+    @property
+    def abandoned(self) -> int:
+        return self.later.abandoned - self.earlier.abandoned
+
+    def grown(self, tag: CanaryLaunchTag, counter: Counter) -> int:
+        """How much `counter` of `tag` grew."""
+        before, after = self.earlier.counters, self.later.counters
+        return int(after[tag.id, counter]) - int(before[tag.id, counter])
+
+    def by_tag(self, tags: tuple[CanaryLaunchTag, ...], counter: Counter) -> dict[str, int]:
+        """Growth of `counter` for each of `tags`, by the tag's name."""
+        return {tag.name: self.grown(tag, counter) for tag in tags}
+
+    def share(
+        self, tags: tuple[CanaryLaunchTag, ...], counter: Counter, of: Counter
+    ) -> float | None:
+        """Growth of `counter` over that of `of`, summed over `tags`; None where `of` did not grow."""
+        whole = sum(self.by_tag(tags, of).values())
+        return sum(self.by_tag(tags, counter).values()) / whole if whole else None
+
+
+def tags_of(
+    groups: tuple[CanaryBufferGroup, ...], sides: tuple[Side, ...]
+) -> tuple[CanaryLaunchTag, ...]:
+    """Launch tags of `groups` on `sides`."""
+    endpoints = (e for group in groups for e in build_endpoints_from_group(group))
+    return tuple(e.tag for e in endpoints if e.tag.side in sides)
+
+
+PER_FORWARD = (Side.HEAD, Side.TAIL)

@@ -1,0 +1,238 @@
+"""Prometheus metrics, through SGLang's own `--enable-metrics`, in its naming and with its labels.
+
+Every rank exports: each checks its own K/V, so a fault on one of them must not be hidden behind rank 0.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..buffer_group import CanaryBufferGroup
+from ..endpoint import Side
+from ..runner.step_observer import StepObserver, Summary
+from ..state import Counter
+from ..sweep.orchestrator import SweepOrchestrator
+from .health import HealthCheck
+from .launch_counts import PER_FORWARD, CountsBetween, tags_of
+from .violation_pairs import violation_pairs
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+PREFIX = "sglang:kv_canary_"
+PUBLISH_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A time series family. Counters end in `_total`, as Prometheus wants it."""
+
+    name: str  # without PREFIX
+    help: str
+    labels: tuple[str, ...] = ()  # besides SGLang's own and `runner`
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("active", "1 while the KV canary checks forwards.", ("mode", "content")),
+    Metric(
+        "healthy",
+        "1 unless the last health check found that checks did not run, or an internal error happened within 10 minutes "
+        "or has stopped the checks.",
+    ),
+    Metric("internal_errors_total", "Errors of the canary's own host code.", ("where",)),
+    Metric("health_failures_total", "Health checks that found that checks did not run."),
+    Metric("forwards_total", "Forwards that the canary bracketed, as counted on the device."),
+    Metric(
+        "violations_total",
+        "Failed checks of slots, by reason; one violation may have several.",
+        ("reason", "launch_tag"),
+    ),
+    Metric(
+        "last_violation_timestamp_seconds",
+        "Unix time at which violations_total last grew; absent until it does.",
+        ("reason", "launch_tag"),
+    ),
+    Metric("moot_total", "Findings in forwards whose request was dead already; dropped."),
+    Metric(
+        "ring_overwritten_total", "Violation rows overwritten before the host had fetched them."
+    ),
+    Metric("slots_checked_total", "Slots checked.", ("launch_tag",)),
+    Metric("content_checked_total", "Slots whose K/V bytes were re-read.", ("launch_tag",)),
+    Metric("slots_written_total", "Records written.", ("launch_tag",)),
+    Metric(
+        "coverage_ratio",
+        "Share of the slots read by forwards that was checked since the last update; the rest is over budget.",
+        ("launch_tag",),
+    ),
+    Metric("sweep_passes_total", "Completed passes over the prefix cache."),
+    Metric("sweep_seconds_total", "Seconds that completed passes took, from first to last chunk."),
+    Metric("host_seconds_total", "Host time that the canary spent in the scheduler's thread."),
+)
+
+
+def metric_labels(server_args: Any, model_runner: Any) -> dict[str, Any]:
+    """The labels of SGLang's scheduler metrics, for the same rank."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    labels = {
+        "model_name": server_args.served_model_name,
+        "engine_type": DisaggregationMode.to_engine_type(server_args.disaggregation_mode),
+        "tp_rank": model_runner.tp_rank,
+        "pp_rank": model_runner.pp_rank,
+        "moe_ep_rank": model_runner.moe_ep_rank,
+    }
+    if model_runner.dp_rank is not None:
+        labels["dp_rank"] = model_runner.dp_rank
+    return {**labels, **(server_args.extra_metric_labels or {})}
+
+
+class MetricFamilies:
+    """The prometheus_client objects; one set per process, which all its managers share."""
+
+    _instance: MetricFamilies | None = None
+
+    def __init__(self, labelnames: tuple[str, ...], registry: Any | None = None) -> None:
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; imported before that, it would not share its values.
+        import prometheus_client
+
+        where = {} if registry is None else {"registry": registry}
+        self._families: dict[str, Any] = {}
+        for metric in METRICS:
+            names = (*labelnames, *metric.labels)
+            if metric.is_counter:
+                family = prometheus_client.Counter(metric.full_name, metric.help, names, **where)
+            else:
+                family = prometheus_client.Gauge(
+                    metric.full_name, metric.help, names, multiprocess_mode="mostrecent", **where
+                )
+            self._families[metric.name] = family
+
+    @classmethod
+    def of_process(cls, labelnames: tuple[str, ...]) -> MetricFamilies:
+        if cls._instance is None:
+            cls._instance = cls(labelnames)
+        return cls._instance
+
+    def child(self, name: str, labels: dict[str, Any]) -> Any:
+        """The time series of metric `name` with `labels`."""
+        return self._families[name].labels(**labels)
+
+
+class MetricsExporter(StepObserver):
+    """Publishes once in PUBLISH_EVERY_S, from the summary that all reporters share."""
+
+    def __init__(
+        self,
+        groups: tuple[CanaryBufferGroup, ...],
+        labels: dict[str, Any],
+        families: MetricFamilies,
+        health: HealthCheck | None = None,
+        sweep: SweepOrchestrator | None = None,
+    ) -> None:
+        self._per_forward = tags_of(groups, PER_FORWARD)
+        self._all_tags = tags_of(groups, tuple(Side))
+        self._labels = labels
+        self._families = families
+        self._health = health
+        self._sweep = sweep
+        self._values: dict[tuple[str, tuple[str, ...]], float] = {}  # of counters, as published
+        self._published: Summary | None = None
+        self._latest: Summary | None = None
+        self._next = 0.0
+        sides = PER_FORWARD if sweep is None else tuple(Side)
+        for tag, reason in violation_pairs(groups, sides):
+            self._count("violations_total", 0, reason=reason, launch_tag=tag)
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        self._latest = summary
+        self._publish_if_due(manager)
+
+    def on_idle(self, manager: CanaryManager) -> bool:
+        self._publish_if_due(manager)
+        return False
+
+    def _publish_if_due(self, manager: CanaryManager) -> None:
+        now = time.monotonic()
+        if now >= self._next and manager.serving:
+            self._next = now + PUBLISH_EVERY_S
+            self.publish(manager)
+
+    def publish(self, manager: CanaryManager) -> None:
+        """Bring every time series up to date."""
+        mode, content = str(manager.config.mode), str(manager.config.content_mode)
+        self._set("active", int(manager.armed), mode=mode, content=content)
+        self._publish_host(manager)
+        checks_run = self._health is None or self._health.healthy
+        self._set("healthy", int(checks_run and manager.armed and not manager.errors.recent))
+        if self._health is not None:
+            self._count("health_failures_total", self._health.failures)
+        if self._sweep is not None:
+            self._count("sweep_passes_total", self._sweep.sweep_passes)
+            self._count("sweep_seconds_total", self._sweep.sweep_seconds)
+        if self._latest is not None and self._latest is not self._published:
+            self._publish_device(self._latest)
+            self._published = self._latest
+
+    def _publish_host(self, manager: CanaryManager) -> None:
+        found = manager.violations
+        self._count("moot_total", found.moot)
+        self._count("ring_overwritten_total", found.overwritten)
+        self._count("host_seconds_total", manager.clock.spent_ns / 1e9)
+        for where, count in manager.errors.by_where.items():
+            self._count("internal_errors_total", count, where=where)
+        for (tag, reason), count in found.by_tag_and_reason.items():
+            pair = {"reason": reason, "launch_tag": tag}
+            if self._count("violations_total", count, **pair):
+                self._set("last_violation_timestamp_seconds", time.time(), **pair)
+
+    def _publish_device(self, summary: Summary) -> None:
+        self._count("forwards_total", summary.forward_done)
+        for name, tags, counter in (
+            ("slots_checked_total", self._all_tags, Counter.CHECKED),
+            ("content_checked_total", self._all_tags, Counter.CONTENT_CHECKED),
+            ("slots_written_total", self._per_forward, Counter.WRITTEN),
+        ):
+            for tag in tags:
+                self._count(name, int(summary.counters[tag.id, counter]), launch_tag=tag.name)
+        if self._published is None:
+            return
+        between = CountsBetween(self._published, summary)
+        for tag in self._per_forward:
+            share = between.share((tag,), Counter.CHECKED, of=Counter.ELIGIBLE)
+            if share is not None:
+                self._set("coverage_ratio", share, launch_tag=tag.name)
+
+    def _set(self, name: str, value: float, **labels: str) -> None:
+        self._families.child(name, {**self._labels, **labels}).set(value)
+
+    def _count(self, name: str, value: float, **labels: str) -> bool:
+        """Bring a counter up to `value`, its total so far. Returns whether it grew."""
+        key = name, tuple(labels.values())
+        growth = value - self._values.get(key, 0)
+        # inc(0) too: a series that exists from the start has a rate, and an alert can tell 0 from absent.
+        self._families.child(name, {**self._labels, **labels}).inc(max(0, growth))
+        self._values[key] = value
+        return growth > 0
+
+
+def build_metrics_exporter(
+    server_args: Any,
+    model_runner: Any,
+    manager: CanaryManager,
+    health: HealthCheck | None,
+    sweep: SweepOrchestrator | None,
+) -> MetricsExporter:
+    """The exporter of one manager of this process."""
+    labels = {**metric_labels(server_args, model_runner), "runner": manager.identity.role}
+    families = MetricFamilies.of_process(tuple(labels))
+    return MetricsExporter(manager.groups, labels, families, health, sweep)

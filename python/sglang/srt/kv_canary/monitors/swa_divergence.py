@@ -1,0 +1,124 @@
+"""SWA divergence: proof that a test really exercised the sliding window, counted on the device.
+
+A clean SWA run says little when no token ever left the window and no slot was ever re-used. One line every N
+steps tells what has happened so far.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..endpoint import CanaryLaunchTag, Side
+from ..reports.event_sink import EventSink
+from ..runner.step_observer import StepObserver, Summary
+from ..state import Counter
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "kv_canary_swa_divergence="
+_FULL = CanaryLaunchTag(PoolKind.FULL, "K", Side.HEAD)
+_SWA = CanaryLaunchTag(PoolKind.SWA, "K", Side.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class SwaDivergenceLog:
+    """Totals since the start. One forward counts a slot once, however many halves it has."""
+
+    forward_ct: int  # forwards
+    verify_full: int  # slots of the FULL pool that forwards verified
+    verify_swa: int  # slots of the SWA pool: at most the window of each request
+    swa_full_idx_divergence: (
+        int  # verified slots whose SWA slot has another number than the full one
+    )
+    swa_out_of_window_tokens: int  # prefix tokens that lie before the window
+
+    def format(self) -> str:
+        """The line, without a newline; the value has no spaces, because SGLang's log tools read up to the first one."""
+        return PREFIX + json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, line: str) -> SwaDivergenceLog | None:
+        """The log of a line that contains one; None for any other line, and for one that is cut off."""
+        _, found, text = line.partition(PREFIX)
+        if not found:
+            return None
+        try:
+            values, _ = json.JSONDecoder().raw_decode(text)
+        except json.JSONDecodeError:
+            return None
+        if not isinstance(values, dict) or set(values) != {field.name for field in fields(cls)}:
+            return None
+        if any(type(value) is not int for value in values.values()):
+            return None
+        return cls(**values)
+
+    @classmethod
+    def find_all(cls, text: str) -> list[SwaDivergenceLog]:
+        """Those of all complete lines in `text`, a log, oldest first."""
+        found = (cls.parse(line) for line in text.splitlines())
+        return [log for log in found if log is not None]
+
+    @classmethod
+    def find_last(cls, text: str) -> SwaDivergenceLog | None:
+        """That of the newest complete line in `text`, a log; None where there is none."""
+        found = (cls.parse(line) for line in reversed(text.splitlines()))
+        return next((log for log in found if log is not None), None)
+
+
+class SwaDivergenceReporter(StepObserver):
+    """Logs a line every `interval` steps in which a summary arrives; needs a FULL and an SWA group.
+
+    The plan of a forward is made inside of graphs, where only the device can count. So what was planned is observed
+    when the device's counters arrive.
+    """
+
+    def __init__(
+        self, interval: int, groups: tuple[CanaryBufferGroup, ...], sink: EventSink
+    ) -> None:
+        self._interval = interval
+        self._sink = sink
+        self._reported: Summary | None = None
+        self._latest: Summary | None = None
+        kinds = {group.kind for group in groups}
+        self.enabled = {PoolKind.FULL, PoolKind.SWA} <= kinds
+        if not self.enabled:
+            held = ", ".join(sorted(kind.value for kind in kinds))
+            logger.info("kv-canary: no SWA divergence lines: the pools are %s", held)
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        if self.enabled:
+            self.observe_after_invoke_plan(summary)
+            self.step()
+
+    def observe_after_invoke_plan(self, summary: Summary) -> None:
+        """Take over what the forwards up to `summary` planned and verified."""
+        self._latest = summary
+        if self._reported is None:
+            self._reported = summary
+
+    def step(self) -> SwaDivergenceLog | None:
+        """Log and return the line, if one is due."""
+        if self._latest is None or self._latest.step - self._reported.step < self._interval:
+            return None
+        latest = self._reported = self._latest
+        line = SwaDivergenceLog(
+            forward_ct=latest.forward_done,
+            verify_full=_total(latest, _FULL, Counter.CHECKED),
+            verify_swa=_total(latest, _SWA, Counter.CHECKED),
+            swa_full_idx_divergence=_total(latest, _SWA, Counter.IDX_DIVERGENCE),
+            swa_out_of_window_tokens=_total(latest, _SWA, Counter.OUT_OF_WINDOW),
+        )
+        logger.info("%s", line.format())
+        self._sink.emit({"event": "swa_divergence", **asdict(line)})
+        return line
+
+
+def _total(summary: Summary, tag: CanaryLaunchTag, counter: Counter) -> int:
+    return int(summary.counters[tag.id, counter])

@@ -1,0 +1,42 @@
+"""The step observers of a manager, in the order in which they run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .monitors.health import HealthCheck
+from .monitors.metrics import build_metrics_exporter
+from .monitors.statistics import StatisticsReporter
+from .monitors.swa_divergence import SwaDivergenceReporter
+from .runner.step_observer import StepObserver
+from .sweep.orchestrator import SweepOrchestrator
+
+if TYPE_CHECKING:
+    from .runner.manager import CanaryManager
+
+
+def build_observers(
+    manager: CanaryManager, server_args: Any, model_runner: Any
+) -> list[StepObserver]:
+    """What the flags and settings ask for. Draft runners have no sweep: see SweepOrchestrator."""
+    config, groups, sink = manager.config, manager.groups, manager.sink
+    role, sweep, health = manager.identity.role, None, None
+    observers: list[StepObserver] = []
+    if config.sweep_interval and role == "target":
+        sweep = SweepOrchestrator(config, groups, sink)
+        observers.append(sweep)
+    if config.health_check_interval:
+        health = HealthCheck(config, groups, sink, role, sweep)
+        observers.append(health)
+    if config.stats_print_every_n_steps:
+        interval = config.stats_print_every_n_steps
+        observers.append(StatisticsReporter(interval, groups, sink, role, sweep))
+    if config.swa_divergence_stats_interval and role == "target":
+        observers.append(SwaDivergenceReporter(config.swa_divergence_stats_interval, groups, sink))
+    if server_args.enable_metrics:
+        observers.append(build_metrics_exporter(server_args, model_runner, manager, health, sweep))
+    if config.perturb_dir:
+        from .perturb.observer import PerturbObserver
+
+        observers.append(PerturbObserver(config.perturb_dir, model_runner))
+    return observers

@@ -1,0 +1,44 @@
+"""The chain of a token list, computed on the host: what the records of a cached prefix must end with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from .. import record
+
+_MIN_POWERS = 4096
+
+
+def chain_of_tokens(tokens: Sequence[int], anchor: int) -> int:
+    """Chain after `tokens` at positions 0, 1, ..., signed 64 bits; `anchor` where there are none.
+
+    chain = anchor A^n + sum over i of mix(token[i], i) A^(n-1-i), see `record`.
+    """
+    count = len(tokens)
+    if not count:
+        return anchor
+    powers = _powers(max(_MIN_POWERS, 1 << count.bit_length()))
+    identity = np.asarray(tokens, dtype=np.int64).view(np.uint64) & np.uint64(0xFFFFFFFF)
+    identity |= np.arange(count, dtype=np.uint64) << np.uint64(32)
+    weighted = _mix64(identity) * powers[count - 1 :: -1]
+    first = record.to_unsigned64(anchor) * int(powers[count])
+    return record.to_signed64(first + int(weighted.sum(dtype=np.uint64)))
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """`record.mix64` of every element."""
+    x = x + np.uint64(record.MIX_INCREMENT)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(record.MIX_MULTIPLIER_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(record.MIX_MULTIPLIER_2)
+    return x ^ (x >> np.uint64(31))
+
+
+@lru_cache
+def _powers(count: int) -> np.ndarray:
+    """uint64[count + 1] of powers of the chain's multiplier."""
+    powers = np.full(count + 1, record.CHAIN_MULTIPLIER, dtype=np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)

@@ -1,0 +1,283 @@
+"""Which slots a forward verifies and writes, as spans of `req_to_token` that the kernels read by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..endpoint import Part, Side
+from ..record import Mode
+from .expected_inputs import ExpectedTokens
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i].
+
+    `already_verified`: an earlier forward of the same step checked them, this one only writes. `padded`: a request
+    whose first new slot is 0 is padding, too: graphs keep stale rows there, with a length of 1 or more. Only
+    without `ext_lens`.
+    """
+
+    rows: torch.Tensor  # int32/int64[batch size], rows of req_to_token; 0 = padding, skipped
+    base_lens: torch.Tensor  # int32/int64[batch size]
+    prefix_delta: int
+    already_verified: bool = False
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """The forward's new tokens, request by request.
+
+    Request i owns tokens starts[i] .. starts[i] + ext_lens[i] - 1; with `ext_lens` None every request owns
+    `tokens_per_request` tokens, in order. Tokens follow each other, unless `parents` (with `ext_lens` None only)
+    says otherwise: parents[t] is the number, within its request, of the earlier token that token t follows, or -1
+    for the last token of the prefix.
+
+    `scratch`: only this step reads what it writes. HEAD records it, so that a stray write has a name; TAIL does not.
+    """
+
+    input_ids: torch.Tensor  # int32/int64[tokens]
+    positions: torch.Tensor  # int32/int64[tokens]
+    out_cache_loc: torch.Tensor  # int32/int64[tokens], full slots; 0 = padding, skipped
+    ext_lens: torch.Tensor | None
+    starts: torch.Tensor | None
+    tokens_per_request: int = 1
+    mode: int = Mode.NONE
+    parents: torch.Tensor | None = None  # int32[>= tokens]
+    # int32[tokens], where attention stores the tokens in the SWA pool; None: nobody knows ahead. Compared only.
+    swa_out_cache_loc: torch.Tensor | None = None
+    scratch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Everything that the launches of one forward read besides records and device state."""
+
+    verify: VerifyPlan
+    write: WritePlan
+    req_to_token: torch.Tensor  # int32[request rows, context length]
+    expected: ExpectedTokens | None = None
+    # Accepted drafts that a row may have grown by since its last forward, where nobody noted what was accepted
+    row_growth: int = 0
+
+    def __post_init__(self) -> None:
+        if self.verify.padded and self.write.ext_lens is not None:
+            raise ValueError(
+                "a padded plan needs as many new tokens for each request (ext_lens None), got ext_lens "
+                f"{tuple(self.write.ext_lens.shape)}: give padded requests row 0"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return self.verify.rows.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.write.out_cache_loc.shape[0]
+
+    def parts(self, side: Side) -> Part:
+        """What the launches of HEAD or TAIL do. Further scratch of a step belongs to the forward that verified."""
+        if not self.write.scratch:
+            return Part.ALL
+        if self.verify.already_verified:
+            return Part.WRITE if side is Side.HEAD else Part(0)
+        return Part.ALL if side is Side.HEAD else Part.VERIFY | Part.NUMBER
+
+    @property
+    def tail_beside_the_layers(self) -> Part:
+        """What of TAIL does not need the layers' results."""
+        part = self.parts(Side.TAIL)
+        return part & Part.VERIFY if Part.WRITE in part else part
+
+
+class UnsupportedForwardError(ValueError):
+    """A forward whose slots the canary cannot derive."""
+
+
+def refuse_trees(plan: ForwardPlan) -> None:
+    """Raises UnsupportedForwardError for draft trees, whose tokens do not lie at their position's place in a page."""
+    if plan.write.parents is not None:
+        raise UnsupportedForwardError(
+            "kv-canary: draft trees (top-k above 1) do not complete slots that stand for several tokens; "
+            "expected tokens that follow each other"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """Turns a ForwardBatch into a ForwardPlan, without copies: its tensors are read in place.
+
+    `parents`: int32 buffer at a fixed address, which captured graphs read. On a target it holds the draft trees
+    of the batch that is about to be verified (see `speculative_tree`); on a draft runner it is -1 throughout,
+    because the branches of a draft step are siblings. None: drafts are chains, not trees.
+    """
+
+    req_to_token: torch.Tensor
+    is_draft: bool = False
+    inner_step: int = 0  # which of a step's draft forwards this is for
+    parents: torch.Tensor | None = None
+    row_growth: int = 0  # of target verifies, see ForwardPlan
+
+    @classmethod
+    def allocate(
+        cls,
+        req_to_token: torch.Tensor,
+        is_draft: bool = False,
+        tree_width: int = 1,
+        draft_tokens: int = 1,
+    ) -> PlanInput:
+        """`req_to_token`: int32[request rows, context length], contiguous rows.
+
+        `tree_width`: maximum new tokens of a request that do not follow each other; 1: no trees. `draft_tokens`:
+        tokens per request that a target verify checks.
+        """
+        if (
+            req_to_token.ndim != 2
+            or req_to_token.dtype != torch.int32
+            or req_to_token.stride(1) != 1
+        ):
+            raise ValueError(
+                "expected req_to_token int32[rows, context] with contiguous rows, got "
+                f"{req_to_token.dtype} {tuple(req_to_token.shape)} strides {req_to_token.stride()}"
+            )
+        parents = None
+        if tree_width > 1:
+            size = req_to_token.shape[0] * tree_width
+            parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
+        return cls(req_to_token, is_draft, parents=parents, row_growth=draft_tokens - 1)
+
+    @property
+    def numbers_forwards(self) -> bool:
+        """Whether its forwards have numbers: a draft's inner forwards together are one, the first one's."""
+        return self.inner_step == 0
+
+    def at_inner_step(self, step: int) -> PlanInput:
+        """The same for inner forward `step` of a draft; shares all buffers."""
+        return replace(self, inner_step=step)
+
+    def fill_from_forward_batch(
+        self, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
+    ) -> ForwardPlan | None:
+        """The plan of one forward, or None when it has no requests or no tokens (idle, empty).
+
+        Raises UnsupportedForwardError for a forward mode that the canary does not know.
+        """
+        fb, mode = forward_batch, forward_batch.forward_mode
+        if mode.is_idle() or fb.batch_size == 0 or fb.out_cache_loc.shape[0] == 0:
+            return None
+        if mode.is_decode():
+            return self._draft_decode(fb) if self.is_draft else self._decode(fb, expected)
+        if mode.is_target_verify():
+            return self._target_verify(fb, expected)
+        if mode.is_draft_extend_v2():
+            return self._draft_extend_v2(fb)
+        if mode.is_draft_extend():
+            return self._draft_extend(fb)
+        if mode.is_extend() and fb.extend_seq_lens is not None:
+            return self._ragged(fb, self._extend_mode(mode), expected)
+        raise UnsupportedForwardError(
+            f"kv-canary cannot derive the slots of a forward in mode {mode.name}; "
+            "start without --kv-canary or report this model and its flags"
+        )
+
+    @staticmethod
+    def _extend_mode(mode) -> Mode:
+        if mode.is_mixed():
+            return Mode.MIXED
+        if mode.is_split_prefill():
+            return Mode.SPLIT_PREFILL
+        return Mode.DLLM_EXTEND if mode.is_dllm_extend() else Mode.EXTEND
+
+    def _decode(self, fb, expected) -> ForwardPlan:
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -1)
+        return self._uniform(fb, verify, 1, Mode.DECODE, None, expected)
+
+    def _target_verify(self, fb, expected) -> ForwardPlan:
+        """seq_lens leave the draft tokens out; each request brings as many."""
+        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
+        return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
+
+    def _draft_decode(self, fb) -> ForwardPlan:
+        """One inner draft step: topk siblings per request, `inner_step` positions behind seq_lens.
+
+        The first step verifies the prefix. What the steps write is scratch that only they read, and that
+        draft-extend writes anew or the allocator takes back.
+        """
+        step = self.inner_step
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
+        topk = fb.out_cache_loc.shape[0] // fb.batch_size
+        parents = self.parents if topk > 1 else None
+        return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
+
+    def _draft_extend_v2(self, fb) -> ForwardPlan:
+        """seq_lens count the new tokens, as many for each request, accepted or not."""
+        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
+        return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
+
+    def _draft_extend(self, fb) -> ForwardPlan:
+        """The accepted tokens only; seq_lens count them, extend_prefix_lens are the prompt's and of no use."""
+        ext_lens = fb.extend_seq_lens
+        starts = fb.extend_start_loc
+        if starts is None:  # in CUDA graphs
+            starts = torch.cumsum(ext_lens, 0, dtype=ext_lens.dtype) - ext_lens
+        # Padded requests as row 0; torch.where with a number would copy it to the device.
+        rows = fb.req_pool_indices * (fb.out_cache_loc[starts.long()] != 0)
+        verify = VerifyPlan(rows, fb.seq_lens - ext_lens, 0)
+        return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
+
+    def _uniform(self, fb, verify, tokens, mode, parents, expected, scratch=False) -> ForwardPlan:
+        return self._plan(fb, verify, None, None, tokens, mode, parents, expected, scratch)
+
+    def _ragged(self, fb, mode, expected) -> ForwardPlan:
+        rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
+        verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
+        return self._plan(
+            fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected
+        )
+
+    def _plan(
+        self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, scratch=False
+    ) -> ForwardPlan:
+        write = WritePlan(
+            fb.input_ids,
+            fb.positions,
+            fb.out_cache_loc,
+            ext_lens,
+            starts,
+            tokens,
+            mode,
+            parents,
+            _swa_location_of_attention(fb),
+            scratch,
+        )
+        growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
+        return ForwardPlan(verify, write, self.req_to_token, expected, growth)
+
+
+def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:
+    """The SWA slots that attention was given for this forward's new tokens, one for each; None: none were."""
+    swa = fb.out_cache_loc_swa
+    return swa if swa is not None and swa.shape == fb.out_cache_loc.shape else None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepVerifyPlan:
+    """A flat list of slots to verify. All tensors int64[n].
+
+    `prev_slots` holds the predecessor slot, PREV_ANCHOR or PREV_UNREACHABLE; slot 0 entries are skipped.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    prev_slots: torch.Tensor
+    # int64[n], the expected anchor where prev is PREV_ANCHOR; None = 0
+    anchors: torch.Tensor | None = None

@@ -1,0 +1,136 @@
+"""Remembers which requests each forward carried, so that a violation can name them, and which of them were dead.
+
+A forward is in flight from its launch until its result is processed by the scheduler. A request whose row is
+given back in that time is dead in that forward: what the forward saw of it is moot.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..record import FORWARD_MASK
+from .weight_history import WeightHistory
+
+MAX_FORWARDS = 8192  # forwards that reports can still name
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One scheduler step: the requests of its batch, in batch order."""
+
+    step: int
+    requests: dict[int, str]  # request row -> request id
+    moot_rows: set[int] = field(default_factory=set)
+    rewritten_rows: set[int] = field(default_factory=set)
+    in_flight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRecord:
+    forward: int
+    mode: str
+    step: StepRecord | None  # None: a forward that no scheduler step asked for
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The scheduler's steps, which all model runners of the process share."""
+
+    count: int = 0
+    current: StepRecord | None = None
+    in_flight: deque[StepRecord] = field(default_factory=deque)
+
+
+class FlightRecorder:
+    """The last MAX_FORWARDS forwards of one model runner. Used from the scheduler's thread only.
+
+    Each model runner counts its forwards by itself; `for_runner` gives it a recorder of its own.
+    """
+
+    def __init__(self, max_forwards: int = MAX_FORWARDS, steps: _Steps | None = None) -> None:
+        self._forwards: OrderedDict[int, ForwardRecord] = OrderedDict()  # oldest first
+        self._newest = 0
+        self._max_forwards = max_forwards
+        self._steps = _Steps() if steps is None else steps
+        self.weights = WeightHistory()
+
+    def for_runner(self, weight_version: str | None = None) -> FlightRecorder:
+        """A recorder without forwards that sees the same steps. `weight_version`: the name of the first weights."""
+        recorder = FlightRecorder(self._max_forwards, self._steps)
+        recorder.weights = WeightHistory(weight_version)
+        return recorder
+
+    def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
+        """A scheduler step is about to launch its forwards; `requests`: (row, request id) pairs."""
+        steps = self._steps
+        steps.count += 1
+        steps.current = StepRecord(steps.count, dict(requests))
+        steps.in_flight.append(steps.current)
+        return steps.current
+
+    def end_step(self) -> None:
+        """All forwards of the current step are launched."""
+        self._steps.current = None
+
+    def note_forward(self, forward: int, mode: str) -> None:
+        """`forward` is launched now. A number that an abandoned forward had is given out again."""
+        self._forwards[forward] = ForwardRecord(forward, mode, self._steps.current)
+        if len(self._forwards) > self._max_forwards:
+            self._forwards.popitem(last=False)
+        self._newest = forward
+
+    def whole_number(self, low: int) -> int:
+        """The newest forward whose number has these low 32 bits, which are all that a record keeps of it."""
+        return max(low, self._newest - ((self._newest - low) & FORWARD_MASK))
+
+    def result_arrived(self, step: StepRecord) -> None:
+        """The scheduler begins to process the step's result: nothing becomes moot in it any more."""
+        step.in_flight = False
+        if step in self._steps.in_flight:
+            self._steps.in_flight.remove(step)
+
+    def row_released(self, row: int) -> None:
+        """The host gave a request row back: what forwards in flight see of it is moot."""
+        for step in self._steps.in_flight:
+            if row in step.requests:
+                step.moot_rows.add(row)
+
+    def row_rewritten(self, row: int) -> None:
+        """The host re-points a living request's row to equal slots of the prefix cache."""
+        for step in self._steps.in_flight:
+            if row in step.requests:
+                step.rewritten_rows.add(row)
+
+    def forget_in_flight(self) -> None:
+        """Something that happened to rows went unnoticed: all that forwards in flight see is moot."""
+        for step in self._steps.in_flight:
+            step.moot_rows.update(step.requests)
+
+    @property
+    def steps_in_flight(self) -> tuple[StepRecord, ...]:
+        """Steps whose result has not arrived, oldest first."""
+        return tuple(self._steps.in_flight)
+
+    def find(self, forward: int) -> ForwardRecord | None:
+        return self._forwards.get(forward)
+
+    def is_settled(self, forward: int) -> bool:
+        """Whether it is known which requests of this forward were dead."""
+        found = self._forwards.get(forward)
+        return found is None or found.step is None or not found.step.in_flight
+
+    def is_moot(self, forward: int, row: int) -> bool:
+        found = self._forwards.get(forward)
+        return found is not None and found.step is not None and row in found.step.moot_rows
+
+    def was_rewritten(self, forward: int, row: int) -> bool:
+        found = self._forwards.get(forward)
+        return found is not None and found.step is not None and row in found.step.rewritten_rows
+
+    def request_id(self, forward: int, row: int) -> str | None:
+        found = self._forwards.get(forward)
+        if found is None or found.step is None:
+            return None
+        return found.step.requests.get(row)

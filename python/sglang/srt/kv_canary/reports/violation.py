@@ -1,0 +1,284 @@
+"""One finding (a row of the violation ring) as the host knows it, and how a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from .. import record
+from ..endpoint import CanaryLaunchTag, Side, free_tag_name
+from ..record import REASON_HELP, Column, Mode, Reason, State
+from .flight_recorder import FlightRecorder
+from .safe_text import safe_text
+from .weight_history import WeightVersion, describe_read
+
+MAX_REQUEST_ID = 1024  # characters of a request id in an event
+RUNBOOK = "docs/alarms.md"  # in the repository; the wheel has no documents
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who read, wrote or freed a slot."""
+
+    forward: int
+    row: int
+    mode: str
+    request_id: str | None
+    step: int | None
+
+    def text(self) -> str:
+        who = (
+            f'request "{safe_text(self.request_id)}"'
+            if self.request_id
+            else "a request not on record"
+        )
+        if self.row == 0:
+            who = "no request"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{who} (row {self.row}), forward {self.forward} ({self.mode}{step})"
+
+    def as_dict(self) -> dict:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        if self.request_id is not None:
+            values["request_id"] = self.request_id[:MAX_REQUEST_ID]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One row of the violation ring, resolved. Values that the check does not know are None."""
+
+    sequence: int  # of the device
+    tag: str  # launch tag; FREE_FULL and the like where the allocator found it
+    reasons: tuple[str, ...]
+    slot: int | None
+    full_slot: int | None
+    prev_slot: int | None
+    expected_position: int | None
+    stored_position: int | None
+    expected_token: int | None
+    stored_token: int | None
+    expected_chain: int | None
+    stored_chain: int | None
+    content_written: int | None  # fingerprint of the bytes as they were written
+    content_now: int | None  # and as they are
+    reader: Actor
+    writer: Actor | None
+    freed: Actor | None
+    state: str | None  # of the record; None where the check did not read one
+    # Where attention stores a new token, in the slot space of `slot`
+    attention_slot: int | None = None
+    cause: int | None = None  # number of the cause that the reporter has folded it into
+    # Weights of writer and reader, where they are what is wrong
+    writer_weights: WeightVersion | None = None
+    reader_weights: WeightVersion | None = None
+
+    @property
+    def token_field(self) -> str:
+        """What the tokens of this row are: ids, or 32 bits of the chain where a slot stands for several tokens."""
+        return "fold" if CanaryLaunchTag.kind_of(self.tag).is_compressed else "token"
+
+    def as_event(self) -> dict:
+        """A JSON-ready dict; hashes as hexadecimal text."""
+        event: dict = {"event": "violation"}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, Actor | WeightVersion):
+                value = value.as_dict()
+            elif name in _HASHES and value is not None:
+                value = _hex(value)
+            event[name] = list(value) if isinstance(value, tuple) else value
+        for old, new in _OLD_NAMES.items():
+            event[old] = event[new]
+        event["token_field"] = self.token_field
+        return event
+
+    @classmethod
+    def from_event(cls, event: dict) -> Violation:
+        """The inverse of `as_event`, also for events of schema 1; what the event sink adds is ignored."""
+        event = {**{new: event[old] for old, new in _OLD_NAMES.items() if old in event}, **event}
+        values = {name: event[name] for name in cls.__slots__ if name in event}
+        for name, value in values.items():
+            if name in ("reader", "writer", "freed"):
+                values[name] = None if value is None else Actor(**value)
+            elif name in ("writer_weights", "reader_weights"):
+                values[name] = None if value is None else WeightVersion(**value)
+            elif name in _HASHES and value is not None:
+                values[name] = record.to_signed64(int(value, 16))
+        return cls(**{**values, "reasons": tuple(values["reasons"])})
+
+
+_HASHES = frozenset({"expected_chain", "stored_chain", "content_written", "content_now"})
+# Names of schema 1, which schema 2 has beside the new ones
+_OLD_NAMES = {"expected_content": "content_now", "stored_content": "content_written"}
+
+
+def _known(value: int) -> int | None:
+    return None if value == record.UNKNOWN else value
+
+
+def _hex(value: int) -> str:
+    return f"0x{record.to_unsigned64(value):016x}"
+
+
+def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
+    """Who wrote `word`; None where it is damaged and would name somebody else."""
+    if not record.is_writer_intact(word):
+        return None
+    low, row, mode, _ = record.unpack_writer(word)
+    forward = recorder.whole_number(low)
+    found = recorder.find(forward)
+    step = None if found is None or found.step is None else found.step.step
+    return Actor(forward, row, Mode(mode).name, recorder.request_id(forward, row), step)
+
+
+def _state_name(word: int) -> str:
+    if not record.is_writer_intact(word):
+        return f"damaged (writer word {_hex(word)})"
+    return State(record.unpack_writer(word)[3]).name
+
+
+@cache
+def reason_names(reasons: int) -> tuple[str, ...]:
+    return tuple(reason.name for reason in Reason if reasons & reason)
+
+
+@cache
+def tag_name(tag_id: int, reasons: int) -> str:
+    """Where a row was found. Double frees have the id of a forward's tag, and no forward found them."""
+    tag = CanaryLaunchTag.from_id(tag_id)
+    return free_tag_name(tag.kind) if reasons & Reason.DOUBLE_FREE else tag.name
+
+
+def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
+    """The violation of one ring row, int64[len(Column)] on the host."""
+    values = dict(zip(Column, row.tolist(), strict=True))
+    reader_forward, reader_row = values[Column.READER_FORWARD], values[Column.READER_ROW]
+    found = recorder.find(reader_forward)
+    reader = Actor(
+        reader_forward,
+        reader_row,
+        found.mode if found else "not on record",
+        recorder.request_id(reader_forward, reader_row),
+        found.step.step if found and found.step else None,
+    )
+    writer: Actor | None = None
+    freed: Actor | None = None
+    never_written = values[Column.REASONS] & Reason.NEVER_WRITTEN
+    state = State.NEVER_WRITTEN.name if never_written else None
+    word = values[Column.WRITER]
+    if word not in (0, record.UNKNOWN):
+        writer, state = _actor(word, recorder), _state_name(word)
+        if values[Column.LAST_WRITER] not in (0, record.UNKNOWN):
+            freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)
+    stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
+    return Violation(
+        sequence=values[Column.SEQUENCE],
+        tag=tag_name(values[Column.TAG], values[Column.REASONS]),
+        reasons=reason_names(values[Column.REASONS]),
+        slot=_known(values[Column.SLOT]),
+        full_slot=_known(values[Column.FULL_SLOT]),
+        prev_slot=_known(values[Column.PREV_SLOT]),
+        expected_position=_known(values[Column.EXPECTED_POSITION]),
+        stored_position=_known(values[Column.STORED_POSITION]),
+        expected_token=_known(values[Column.EXPECTED_TOKEN]),
+        stored_token=_known(values[Column.STORED_TOKEN]),
+        expected_chain=_known(values[Column.EXPECTED_CHAIN]),
+        stored_chain=_known(values[Column.STORED_CHAIN]),
+        content_written=_known(values[Column.STORED_CONTENT]),
+        content_now=_known(values[Column.EXPECTED_CONTENT]),
+        reader=reader,
+        writer=writer,
+        freed=freed,
+        state=state,
+        attention_slot=_known(values[Column.ATTENTION_SLOT]),
+        writer_weights=recorder.weights.at(writer.forward) if stale else None,
+        reader_weights=recorder.weights.at(reader_forward) if stale else None,
+    )
+
+
+def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str] = ()) -> str:
+    """The violation as a person wants to read it, several lines.
+
+    `seen_at` and `other_readers`: what else was found of its cause.
+    """
+    v = violation
+    where = f"slot {v.slot}" if v.slot is not None else "no readable slot"
+    if v.full_slot not in (None, v.slot):
+        where += f" (full slot {v.full_slot})"
+    if v.expected_position is not None:
+        where += f", position {v.expected_position} of its reader"
+    number = "" if v.cause is None else f" #{v.cause}"
+    place = f"at {v.tag}, {where}"
+    if Reason.DOUBLE_FREE.name in v.reasons:
+        place = f"by the allocator, {where} of {CanaryLaunchTag.kind_of(v.tag).value}"
+    lines = [f"kv-canary violation{number}: {' + '.join(v.reasons)} {place}"]
+    if seen_at:
+        lines.append(f"  seen at    {seen_at}")
+    lines += [f"  what       {REASON_HELP[Reason[name]]}" for name in v.reasons]
+    lines += _differences(v)
+    lines.append(_finder(v))
+    lines += [f"             {reader}" for reader in other_readers]
+    if v.writer is not None:
+        lines.append(f"  written by {v.writer.text()}")
+    if v.freed is not None:
+        lines.append(f"  freed      after forward {v.freed.forward} ({v.freed.mode})")
+    if v.state is not None:
+        lines.append(f"  record     {v.state}{_predecessor(v)}")
+    for first in v.reasons[:1]:
+        lines.append(f"  help       {runbook_section(first)} in the KV-canary repository")
+    return "\n".join(lines)
+
+
+def runbook_section(reason: str) -> str:
+    """Where the runbook says what `reason` means and what to do."""
+    return f"{RUNBOOK}#{reason.lower()}"
+
+
+def _finder(v: Violation) -> str:
+    if Reason.DOUBLE_FREE.name in v.reasons:
+        return f"  freed again after forward {v.reader.forward} ({v.reader.mode})"
+    if v.tag.startswith(Side.SWEEP.value):
+        return f"  checked by the sweep, after forward {v.reader.forward} ({v.reader.mode})"
+    return f"  checked by {v.reader.text()}"
+
+
+def _differences(v: Violation) -> list[str]:
+    lines = []
+    if Reason.WRITE_LOCATION.name in v.reasons:
+        mapped = f"SWA slot {v.slot}" if v.slot else "no SWA slot"
+        lines.append(
+            f"  location   full slot {v.full_slot} is mapped to {mapped}, attention stores to {v.attention_slot}"
+        )
+    if Reason.STALE_WEIGHTS.name in v.reasons:
+        lines.append(f"  weights    {describe_read(v.writer_weights, v.reader_weights)}")
+    for name, expected, stored, show in (
+        ("position", v.expected_position, v.stored_position, str),
+        (v.token_field, v.expected_token, v.stored_token, str),
+        ("chain", v.expected_chain, v.stored_chain, _hex),
+    ):
+        if expected is not None and stored is not None and expected != stored:
+            lines.append(f"  {name:<10} expected {show(expected)}, found {show(stored)}")
+    if v.token_field == "fold" and v.stored_token is not None:
+        lines.append(
+            "  fold       of the chain over the tokens that the slot stands for: no token id"
+        )
+    if v.content_written is not None and v.content_now is not None:
+        lines.append(
+            f"  content    written {_hex(v.content_written)}, now {_hex(v.content_now)}"
+            f" (position {v.stored_position}, {v.token_field} {v.stored_token})"
+        )
+    return lines
+
+
+def _predecessor(v: Violation) -> str:
+    if v.prev_slot is None:
+        return ""
+    if v.prev_slot == record.PREV_ANCHOR:
+        return ", first of its chain"
+    if v.prev_slot == record.PREV_UNREACHABLE:
+        return ", predecessor not readable"
+    return f", predecessor slot {v.prev_slot}"

@@ -1,0 +1,144 @@
+"""From the ring to reports: fetches new rows, drops what is moot, counts, and hands the rest on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+import torch
+
+from ..buffer_group import PoolKind
+from ..endpoint import CanaryLaunchTag
+from ..record import VIOLATION_COLUMNS, Column, Reason, chain_fold, chain_step
+from ..state import ViolationLog
+from .async_copy import DelayedDeviceHostHandler
+from .flight_recorder import FlightRecorder
+from .violation import reason_names, tag_name
+from .violation_reporter import ViolationReporter
+
+logger = logging.getLogger(__name__)
+
+# The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
+# sees 0. A chunk of the row itself may have its slots unmapped, or mapped again for others, between the translation
+# that its attention uses and HEAD.
+_SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+_NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
+
+
+class ViolationManager:
+    """Owns the host's view of the ring. The ring is copied only when its total has grown."""
+
+    def __init__(
+        self, ring: ViolationLog, recorder: FlightRecorder, reporter: ViolationReporter
+    ) -> None:
+        self._ring = ring
+        self._recorder = recorder
+        self._reporter = reporter
+        # In this order, because kernels may append meanwhile: rows below the first total are there, and rows that lie
+        # a ring's length below the second may be others by now.
+        self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
+        self._seen_total = 0  # from the summaries
+        self._fetched = 0  # rows taken over from the ring
+        self._unsettled = _NO_ROWS
+        self.reported = 0
+        self.moot = 0
+        self.overwritten = 0
+        self.by_tag: Counter[str] = Counter()
+        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()  # a violation may have several
+
+    def observe_total(self, total: int) -> None:
+        """A summary arrived: `total` rows were ever appended."""
+        self._seen_total = max(self._seen_total, total)
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows wait to be fetched or to be settled."""
+        return self._fetched < self._seen_total or len(self._unsettled) > 0
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether rows are on their way to the host."""
+        return self._fetched < self._seen_total or self._copy.is_pending
+
+    def step(self, wait: bool = False) -> None:
+        """Fetch what is new and report what is settled. Raises CanaryViolationError in RAISE mode."""
+        self._copy.deliver(wait=wait)
+        if self._fetched < self._seen_total:
+            self._copy.start(None)
+            self._copy.deliver(wait=wait)
+        self._settle()
+
+    def name_waiting(self, idle: bool) -> None:
+        """Name causes whose turn in the log has come."""
+        self._reporter.name_waiting(idle)
+
+    def finish(self) -> None:
+        """The process ends: name every cause that waits, and say what was not settled."""
+        if len(self._unsettled):
+            logger.warning(
+                "kv-canary: findings not reported, because the process ends before their forwards' results are in: %d",
+                len(self._unsettled),
+            )
+        self._reporter.name_all()
+
+    def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
+        total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
+        first = max(self._fetched, later_total - rows.shape[0])
+        sequences = np.arange(first, total)
+        fetched = rows[sequences % rows.shape[0]]
+        is_there = fetched[:, Column.SEQUENCE] == sequences
+        self.overwritten += first - self._fetched + int((~is_there).sum())
+        self._unsettled = np.concatenate([self._unsettled, fetched[is_there]])
+        self._fetched = max(first, total)
+        self._seen_total = max(self._seen_total, later_total)
+
+    def _settle(self) -> None:
+        if not len(self._unsettled):
+            return
+        forwards = self._unsettled[:, Column.READER_FORWARD].tolist()
+        settled = np.array([self._recorder.is_settled(forward) for forward in forwards])
+        rows, self._unsettled = self._unsettled[settled], self._unsettled[~settled]
+        rows = rows[np.array([not self._is_moot(row) for row in rows], dtype=bool)]
+        self.reported += len(rows)
+        self._count(rows)
+        if len(rows):
+            self._reporter.log_or_raise_violation(rows, self._recorder)
+
+    def _count(self, rows: np.ndarray) -> None:
+        pairs = (rows[:, Column.TAG] << 32) | rows[:, Column.REASONS]
+        found, counts = np.unique(pairs, return_counts=True)
+        for pair, count in zip(found.tolist(), counts.tolist(), strict=True):
+            tag_id, reasons = pair >> 32, pair & 0xFFFFFFFF
+            tag = tag_name(tag_id, reasons)
+            self.by_tag[tag] += count
+            for reason in reason_names(reasons):
+                self.by_tag_and_reason[tag, reason] += count
+
+    def _is_moot(self, row: np.ndarray) -> bool:
+        forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])
+        moot = self._recorder.is_moot(forward, reader)
+        if int(row[Column.REASONS]) in _SEEN_OF_A_REWRITTEN_ROW:
+            moot = moot or self._recorder.was_rewritten(forward, reader)
+        moot = moot or _has_no_seed(row)
+        self.moot += moot
+        return moot
+
+
+def _has_no_seed(row: np.ndarray) -> bool:
+    """Whether the record, or its predecessor, was written at a moment when nothing could be read to chain it to.
+
+    SGLang unmaps an SWA slot before it re-points the row. A draft forward that is queued then finds no predecessor and
+    starts from 0; target forwards start from the row memory. The words of such a record give it away: its chain is
+    one step from 0. Compressed slots fold chains of SWA slots.
+    """
+    # The first record of a chain steps from an anchor, which is 0 for most requests.
+    if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.PREV_SLOT]) < 0:
+        return False
+    kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
+    token, chain = int(row[Column.STORED_TOKEN]), int(row[Column.STORED_CHAIN])
+    if kind is PoolKind.SWA:
+        return chain == chain_step(0, token, int(row[Column.STORED_POSITION]))
+    if kind.is_compressed:
+        return chain_fold(chain, 0, kind.stride) in (token, int(row[Column.EXPECTED_TOKEN]))
+    return False

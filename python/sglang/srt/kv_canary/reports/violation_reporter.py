@@ -1,0 +1,221 @@
+"""What becomes of a finding: its cause is named in the log and in events, or ends the server."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..config import CanaryMode
+from ..errors import CanaryViolationError
+from ..record import Column
+from .cause import MAX_EVENTS, Cause, CauseKey
+from .event_sink import EventSink
+from .flight_recorder import FlightRecorder
+from .known_findings import KnownFindings, finding_keys
+from .violation import Violation, decode_row
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 20  # causes that are named per interval; the others wait their turn
+MAX_WAITING = 4096  # causes and findings that wait; further findings are dropped, and counted
+# New findings that are looked into per step: each takes about 0.1 ms of the scheduler's thread.
+READ_PER_STEP = 16
+READ_PER_IDLE_TICK = 512
+MAX_CAUSES = 4096  # causes to which findings are folded; one that was forgotten gets a new number
+IDLE_INTERVAL_S = 1.0  # an idle server names what waits, however long the interval is
+LAST_WORDS_ENV = "_KV_CANARY_LAST_WORDS_FILE"  # set by the main process for its children
+
+
+@dataclass(slots=True)
+class _Unread:
+    """A new finding whose cause is not known yet."""
+
+    row: np.ndarray
+    recorder: FlightRecorder
+    repeats: int = 0
+
+
+class ViolationReporter:
+    """Folds findings into causes and names each cause once. Repeats are counted.
+
+    Each interval begins with the first cause that is named after the last one has ended. Events are written as soon as
+    a finding has been read; the log may have to wait.
+    """
+
+    def __init__(
+        self,
+        mode: CanaryMode,
+        sink: EventSink,
+        log_every_s: float,
+        numbers: Iterator[int] | None = None,  # shared by the runners of a process
+    ) -> None:
+        self._mode = mode
+        self._sink = sink
+        self._log_every_s = log_every_s
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._known = KnownFindings()
+        self._causes: dict[CauseKey, Cause] = {}
+        self._unread: dict[bytes, _Unread] = {}  # new findings, oldest first
+        self._waiting: deque[Cause] = deque()  # to be named, oldest first
+        self._grown: dict[int, Cause] = {}  # due for an event that sums them up
+        self._interval_began = float("-inf")
+        self._room = 0  # causes that may still be named in this interval
+        self._said_wait = False
+        self._dropped = 0  # findings, since that was last said
+        self.distinct = 0  # findings
+        self.repeats = 0
+        self.causes = 0
+
+    # What is found
+
+    def log_or_raise_violation(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
+        """Take in what is new among `rows` of the ring, for `name_waiting`; RAISE mode raises CanaryViolationError."""
+        self._take(rows, recorder)
+        if self._mode is CanaryMode.RAISE and (causes := self._read(len(self._unread))):
+            self._raise(causes)
+
+    def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
+        """Counts repeats, and keeps new findings for `_read`."""
+        keys = finding_keys(rows, recorder)
+        forwards = rows[:, Column.READER_FORWARD].tolist()
+        for index, key in enumerate(keys):
+            cause = self._known.get(key)
+            if cause is not None:
+                self.repeats += 1
+                cause.findings += 1
+                cause.last_forward = forwards[index]
+                if cause.has_doubled:
+                    self._grown[cause.number] = cause
+            elif key in self._unread:
+                self.repeats += 1
+                self._unread[key].repeats += 1
+            elif len(self._waiting) + len(self._unread) >= MAX_WAITING:
+                self._dropped += 1
+            else:
+                self._unread[key] = _Unread(rows[index], recorder)
+
+    def _read(self, most: int) -> list[Cause]:
+        """Folds the oldest new findings into causes, and returns those."""
+        touched: dict[int, Cause] = {}
+        for key in list(itertools.islice(self._unread, most)):
+            unread = self._unread.pop(key)
+            cause = self._fold(decode_row(unread.row, unread.recorder))
+            cause.findings += unread.repeats
+            self._known.add(key, cause)
+            touched[cause.number] = cause
+        return list(touched.values())
+
+    def _fold(self, violation: Violation) -> Cause:
+        self.distinct += 1
+        key = CauseKey.of(violation)
+        cause = self._causes.get(key)
+        if cause is None:
+            cause = self._new_cause(key, violation)
+        cause.fold(violation)
+        if cause.events < MAX_EVENTS:
+            cause.events += 1
+            cause.reported = cause.findings
+            self._sink.emit(replace(violation, cause=cause.number).as_event())
+        elif cause.has_doubled:
+            self._grown[cause.number] = cause
+        return cause
+
+    def _new_cause(self, key: CauseKey, violation: Violation) -> Cause:
+        number = next(self._numbers)
+        cause = Cause(number, replace(violation, cause=number))
+        if len(self._causes) >= MAX_CAUSES:
+            self._causes.pop(next(iter(self._causes)))
+        self._causes[key] = cause
+        self.causes += 1
+        if self._mode is not CanaryMode.RAISE:
+            self._waiting.append(cause)
+        return cause
+
+    def _raise(self, causes: list[Cause]) -> None:
+        text = "\n".join(cause.report() for cause in causes[:4])
+        if len(causes) > 4:
+            text += (
+                f"\nkv-canary: and {len(causes) - 4} more causes in the same step{self._where()}"
+            )
+        leave_last_words(text)
+        raise CanaryViolationError(text)
+
+    # What is said
+
+    def name_waiting(self, idle: bool = False) -> None:
+        """Name the causes whose turn it is. Called after each step, and while the server idles."""
+        if not (self._unread or self._waiting or self._grown or self._dropped):
+            return
+        self._read(READ_PER_IDLE_TICK if idle else READ_PER_STEP)
+        now = time.monotonic()
+        interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
+        if now - self._interval_began >= interval:
+            self._interval_began, self._room, self._said_wait = now, MAX_NAMED, False
+            self._sum_up(MAX_NAMED)
+            self._say_dropped()
+        while self._waiting and self._room:
+            self._room -= 1
+            logger.error("%s", self._waiting[0].report())
+            self._waiting.popleft()  # only now: one that is interrupted is named twice rather than never
+        if self._waiting and not self._said_wait:
+            self._said_wait = True
+            logger.error(
+                "kv-canary: %d more causes wait to be named, at most %d at a time%s",
+                len(self._waiting),
+                MAX_NAMED,
+                self._where(),
+            )
+
+    def name_all(self) -> None:
+        """The process ends: everything that waits is named, what is many in one line each."""
+        self._read(len(self._unread))
+        for cause in itertools.islice(self._waiting, MAX_NAMED):
+            logger.error("%s", cause.report())
+        rest = [cause.line() for cause in itertools.islice(self._waiting, MAX_NAMED, None)]
+        if rest:
+            logger.error(
+                "kv-canary: %d more causes%s:\n%s", len(rest), self._where(), "\n".join(rest)
+            )
+        self._waiting.clear()
+        self._grown = {c.number: c for c in self._causes.values() if c.findings > c.reported}
+        self._sum_up(len(self._grown))
+        self._say_dropped()
+
+    def _sum_up(self, most: int) -> None:
+        """Write events about causes that have doubled since the last one about them."""
+        for number in list(itertools.islice(self._grown, most)):
+            cause = self._grown.pop(number)
+            cause.reported = cause.findings
+            self._sink.emit(cause.summary())
+
+    def _say_dropped(self) -> None:
+        if not self._dropped:
+            return
+        logger.error(
+            "kv-canary: %d findings were dropped while %d causes waited to be named: they are neither in this log nor "
+            "in an event file",
+            self._dropped,
+            MAX_WAITING,
+        )
+        self._dropped = 0
+
+    def _where(self) -> str:
+        return " (all are in the event file)" if self._sink.is_complete else ""
+
+
+def leave_last_words(text: str) -> None:
+    """Where the main process looks before it kills the process tree."""
+    path = os.environ.get(LAST_WORDS_ENV)
+    if path:
+        # Without them the main process has less to say; the error that follows is the same.
+        with suppress(OSError), Path(path).open("a") as file:
+            file.write(text + "\n")

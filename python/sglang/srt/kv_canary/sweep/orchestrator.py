@@ -1,0 +1,335 @@
+"""The sweep: every slot that the prefix cache holds is checked again and again, also when no request reads it.
+
+A pass walks the tree in chunks, at most one chunk a step, each within a budget of slots and of host time. It covers
+every pool kind, all halves and sides: slots of the tree, slots reached through the full-to-SWA mapping, and slots that
+stand for several tokens of the tree (DeepSeek-V4's c4 and c128), whose pages such a tree holds whole.
+
+Why no listed slot can be legitimately unwritten, freed or somebody else's
+--------------------------------------------------------------------------
+Read in SGLang 0.5.12.post1, and run on the real engine with overlap scheduling (see test_sweep.py):
+
+- Slots enter the tree while the result of forward N is processed, or just before a batch is launched (a chunk of a
+  chunked prefill). They were written by forwards that the host had launched by then: a finished request's last token
+  (committed length = prompt + output under overlap) is written by forward N + 1, which is launched before the result
+  of N is processed; without overlap it is not committed at all. No insert lies between a forward's launch and the
+  sweep behind it. So "in the tree, not yet written" is true of the device's clock, never of stream order, and a chunk
+  is launched on the forward stream, after the last launched forward.
+- A slot that leaves the tree is freed on the host after the chunk was listed, so its free, its next owner's write, and
+  everything that follows are launched after the chunk. What was freed before is not in the tree any more.
+- A duplicate that the tree did not take is not listed; a dead request's forward writes only slots it was given, before
+  those are freed (ledger) in stream order.
+- The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
+  forward stream. A chunk is therefore listed and translated on the schedule stream, and only checked on the other.
+
+Hence no rule that spares a slot: what the sweep reports is damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..config import CanaryConfig, ContentMode
+from ..endpoint import CanaryLaunchTag, Side
+from ..kernels.layout import content_bytes_per_token
+from ..launch.launcher import launch_endpoints_sweep
+from ..plan.anchor import anchor_of
+from ..plan.plan_input import SweepVerifyPlan
+from ..reports.event_sink import EventSink
+from ..runner.step_observer import StepObserver, Summary
+from ..state import Counter as DeviceCounter
+from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
+from .report import PassDone, SweepReporter
+from .sweep_plan_builder import (
+    build_strided_sweep_plan,
+    build_verify_plan_radix_sweep,
+    warm_up_sweep_plan,
+)
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+logger = logging.getLogger(__name__)
+
+IDLE_CONTENT_FACTOR = 16  # times the content budget of a step, where no step is lengthened
+PATIENCE_TICKS = 16  # how long a pass waits for the last of its findings to be decoded
+CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLeg:
+    """One walk of a pass, and the groups that it serves."""
+
+    groups: tuple[CanaryBufferGroup, ...]
+    swa_resident_only: bool  # leaves out nodes whose SWA slots are freed
+    content_bytes_per_slot: int  # of all groups, per slot of the tree; 0: content is not checked
+
+
+def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
+    """The walks that cover `groups`: one for all that the full slots tell, one through the mapping."""
+    legs = []
+    for through_mapping in (False, True):
+        served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
+        read = 0
+        if content is not ContentMode.NONE:
+            read = content_bytes_per_token(served, content)
+        if served:
+            legs.append(SweepLeg(served, through_mapping, read))
+    return tuple(legs)
+
+
+@dataclass(slots=True)
+class SweepPass:
+    """A pass, from its first chunk until its last finding is decoded."""
+
+    number: int
+    started: float  # time.monotonic()
+    findings_before: int
+    legs: list[SweepLeg]  # not finished yet; the first one is under way
+    walker: RadixCacheWalker | None = None
+    slots: Counter[str] = field(default_factory=Counter)  # checked per pool kind
+    chunks: int = 0
+    seconds: float = 0.0
+    launches: Counter[PoolKind] = field(default_factory=Counter)  # of the orchestrator, at the end
+    closed_tick: int = 0
+    confirmed_tick: int | None = None  # when the device's counters showed all of them
+
+
+class SweepOrchestrator(StepObserver):
+    """Starts a pass every `interval` ticks and drives it, one chunk a tick.
+
+    A tick is a step, or, when the server idles, an idle tick of the scheduler (every 10 ms): so passes go on with
+    no request at all. A pass that takes longer than the interval is followed by the next one at once.
+
+    Target runners only: slots of a draft pool that the prefix cache holds may never have been written.
+    """
+
+    def __init__(
+        self,
+        config: CanaryConfig,
+        groups: tuple[CanaryBufferGroup, ...],
+        sink: EventSink,
+    ) -> None:
+        self._config = config
+        self._sink = sink
+        self._legs = legs_of(groups, config.content_mode)
+        self._stride = max((g.stride for g in groups), default=1)
+        self._tree: Any | None = None
+        self._pass: SweepPass | None = None
+        self._closing: deque[SweepPass] = deque(maxlen=8)
+        self._tick = 0
+        self._next_start = config.sweep_interval
+        self._begun = 0
+        self._said_nothing = False
+        self._reporter = SweepReporter(sink, config.sweep_report_every_s)
+        self.sweep_passes = 0  # completed, and confirmed by the device's counters
+        self.sweep_seconds = 0.0  # of completed passes
+        self.launches: Counter[PoolKind] = Counter()  # per group, ever
+        self._counted: Counter[PoolKind] = Counter()  # the same as the device counts it
+
+    # What drives it
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        """Raises UnsupportedRadixCacheError for a prefix cache whose slots cannot be listed."""
+        walker = RadixCacheWalker(tree_cache, unlocked_only=False, swa_resident_only=False)
+        if walker.next_chunk(max_slots=1) is None or getattr(tree_cache, "disable", False):
+            self._say_nothing_to_walk(f"{type(tree_cache).__name__} keeps no prefixes")
+            return
+        if walker.device.type != "cpu":
+            warm_up_sweep_plan(walker.device)
+        walker.refuse_pages_not_of(self._stride)
+        self._tree = tree_cache
+
+    def after_forwards(self, manager: CanaryManager) -> bool:
+        self.maybe_run_sweep(manager)
+        return self._pass is not None or bool(self._closing)
+
+    def on_idle(self, manager: CanaryManager) -> bool:
+        return self.maybe_run_sweep(manager, idle=True)
+
+    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+        """Takes over how many launches the device has counted."""
+        for kind in self.launches:
+            tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
+            self._counted[kind] = int(summary.counters[tag, DeviceCounter.LAUNCHES])
+        self._confirm()
+
+    def maybe_run_sweep(self, manager: CanaryManager, idle: bool = False) -> bool:
+        """One tick: continues the pass under way, or starts one that is due. Returns whether anything was launched."""
+        if not manager.armed:
+            return False
+        self._tick += 1
+        self._finish_confirmed(manager)
+        if self._pass is None:
+            if self._tick < self._next_start or self._must_wait():
+                return False
+            if self._tree is None:
+                self._say_nothing_to_walk("no prefix cache is attached")
+                return False
+            self._begin(manager)
+        try:
+            return self._advance(manager, idle)
+        except Exception:
+            # Its place in the tree is unknown; the next one begins when it is due.
+            self._pass = None
+            raise
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether no pass is under way."""
+        return self._pass is None
+
+    # One pass
+
+    def _must_wait(self) -> bool:
+        """Whether findings of the last pass may still come in, which the next one must not count as its own."""
+        if not self._closing:
+            return False
+        last = self._closing[-1]
+        return last.confirmed_tick is not None or self._tick - last.closed_tick < CONFIRM_TICKS
+
+    def _begin(self, manager: CanaryManager) -> None:
+        self._begun += 1
+        self._next_start = self._tick + self._config.sweep_interval
+        self._pass = SweepPass(self._begun, time.monotonic(), _findings(manager), list(self._legs))
+
+    def _advance(self, manager: CanaryManager, idle: bool) -> bool:
+        """The next chunk: listed now, and launched after everything that is launched already."""
+        current = self._pass
+        if not current.legs:
+            self._close(current)
+            return False
+        leg = current.legs[0]
+        with _listing_on(manager.schedule_stream, manager.state.summary.device):
+            if current.walker is None:
+                current.walker = RadixCacheWalker(self._tree, False, leg.swa_resident_only)
+            chunk = current.walker.next_chunk(
+                max_slots=self._slots_allowed(leg, idle), max_us=self._config.sweep_budget_us
+            )
+            plans = () if chunk is None else _plans_of(chunk, leg)
+        if chunk is None:
+            current.legs.pop(0)
+            current.walker = None
+            return self._advance(manager, idle)
+        self._reporter.under_way(current.number, current.started, current.slots)
+        return self._launch(manager, current, plans)
+
+    def _launch(
+        self,
+        manager: CanaryManager,
+        current: SweepPass,
+        plans: tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...],
+    ) -> bool:
+        current.chunks += 1
+        for group, plan in plans:
+            _keep_until_read(plan, manager.schedule_stream)
+            launch_endpoints_sweep(manager.launcher, plan, group)
+            self.launches[group.kind] += 1
+            current.slots[group.kind.value] += plan.slots.shape[0]
+        return bool(plans)
+
+    def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:
+        """Slots of one chunk. Re-reading K and V costs device time, which a step must not see."""
+        allowed = self._config.sweep_budget_slots
+        if leg.content_bytes_per_slot:
+            budget = self._config.content_budget_bytes * (IDLE_CONTENT_FACTOR if idle else 1)
+            allowed = min(allowed, max(1, budget // leg.content_bytes_per_slot))
+        return allowed
+
+    def _close(self, done: SweepPass) -> None:
+        done.seconds = time.monotonic() - done.started
+        done.launches, done.closed_tick = self.launches.copy(), self._tick
+        self._closing.append(done)
+        self._pass = None
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Confirms passes of which the device has counted every launch issued up to their end."""
+        for done in self._closing:
+            if done.confirmed_tick is None and done.launches <= self._counted:
+                done.confirmed_tick = self._tick
+
+    def _finish_confirmed(self, manager: CanaryManager) -> None:
+        while self._closing and self._closing[0].confirmed_tick is not None:
+            waited = self._tick - self._closing[0].confirmed_tick
+            if manager.violations.busy and waited < PATIENCE_TICKS:
+                return
+            self._report(self._closing.popleft(), manager)
+
+    # What it says
+
+    def _report(self, done: SweepPass, manager: CanaryManager) -> None:
+        findings = _findings(manager) - done.findings_before
+        self.sweep_passes += 1
+        self.sweep_seconds += done.seconds
+        self._reporter.pass_done(
+            PassDone(done.number, done.slots, done.chunks, done.seconds, findings)
+        )
+
+    def _say_nothing_to_walk(self, why: str) -> None:
+        if self._said_nothing:
+            return
+        self._said_nothing = True
+        logger.warning("kv-canary sweep: nothing to walk: %s", why)
+        self._sink.emit({"event": "sweep_nothing_to_walk", "reason": why})
+
+
+def _findings(manager: CanaryManager) -> int:
+    """Violations that sweeps have found so far."""
+    return sum(
+        count
+        for tag, count in manager.violations.by_tag.items()
+        if tag.startswith(f"{Side.SWEEP.value}_")
+    )
+
+
+def _plans_of(
+    chunk: RadixCacheWalkResult, leg: SweepLeg
+) -> tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]:
+    if not chunk.num_slots:
+        return ()
+    plans: dict[tuple[int, int], SweepVerifyPlan] = {}  # groups with one slot space share a plan
+    served = []
+    for group in leg.groups:
+        key = (id(group.swa_index_lut), group.stride)
+        if key not in plans:
+            plans[key] = _plan_of(chunk, group)
+        if plans[key].slots.shape[0]:
+            served.append((group, plans[key]))
+    return tuple(served)
+
+
+def _plan_of(chunk: RadixCacheWalkResult, group: CanaryBufferGroup) -> SweepVerifyPlan:
+    if group.stride != 1:
+        return build_strided_sweep_plan(chunk, group.stride, anchor_of)
+    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
+
+
+@contextmanager
+def _listing_on(stream: Any | None, device: torch.device) -> Iterator[None]:
+    """List and translate on `stream`, and let what follows on the current stream wait for it."""
+    if stream is None:
+        yield
+        return
+    module = torch.get_device_module(device)
+    with module.stream(stream):
+        yield
+    module.current_stream().wait_stream(stream)
+
+
+def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
+    """The allocator must not reuse the plan's memory before the current stream has read it."""
+    if listed_on is None:
+        return
+    current = torch.get_device_module(plan.slots.device).current_stream()
+    for tensor in (plan.slots, plan.positions, plan.prev_slots, plan.anchors):
+        if tensor is not None:
+            tensor.record_stream(current)

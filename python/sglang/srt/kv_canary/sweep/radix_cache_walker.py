@@ -1,0 +1,486 @@
+"""Lists the slots that the prefix cache holds, with positions and predecessors, for the sweep.
+
+The tree belongs to the scheduler thread and changes between two steps, so a pass is a depth-first walk that remembers
+keys, not nodes: each chunk looks its nodes up again in the tree as it is now, and reads their slots there and then.
+The slots stay on the device: a chunk is one `torch.cat` of the nodes' own tensors, never a copy to the host.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import CanaryStartupError
+from ..record import PREV_ANCHOR, PREV_UNREACHABLE
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+__all__ = [
+    "RadixCacheWalkResult",
+    "RadixCacheWalker",
+    "UnsupportedRadixCacheError",
+    "WalkSegment",
+    "walk_radix_cache_for_canary",
+]
+
+# Host time of gathering a chunk, until the walk has measured it: fixed, and per node.
+_GATHER_NS = 100_000
+_GATHER_NS_PER_NODE = 2_000
+# Children listed in one go, at most about 0.2 ms; only a prefix cache with huge fan-out has more.
+_KEYS_PER_SLICE = 8_192
+
+
+class UnsupportedRadixCacheError(CanaryStartupError):
+    """A prefix cache whose slots the sweep cannot list."""
+
+
+class WalkSegment(NamedTuple):
+    """Slots of one node that lie side by side in a chunk."""
+
+    start: int  # index of the first of them in the chunk's tensors
+    length: int  # slots
+    position: int  # position of the first of them
+    node_id: int
+    extra_key: str | None  # the prefix's namespace (LoRA id, cache salt)
+    ends_node: bool  # False: the budget cut the node here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RadixCacheWalkResult:
+    """One chunk of a walk: n slots of the FULL slot space, on the tree's device.
+
+    `prev_slot_indices` holds the predecessor slot, PREV_ANCHOR at position 0, or PREV_UNREACHABLE where the
+    predecessor has no slot in the space that is swept (it is an SWA tombstone).
+    """
+
+    slot_indices: torch.Tensor  # int64[n]
+    positions: torch.Tensor  # int64[n]
+    prev_slot_indices: torch.Tensor  # int64[n]
+    node_ends: torch.Tensor  # bool[n]: last slot of a node; under overlap it may not be written yet
+    segments: tuple[WalkSegment, ...]  # in order, without gaps
+
+    @property
+    def num_slots(self) -> int:
+        return self.slot_indices.shape[0]
+
+    def segment_of(self, index: int) -> WalkSegment:
+        """The segment that holds entry `index`. Raises IndexError outside of 0 .. n-1."""
+        if not 0 <= index < self.num_slots:
+            raise IndexError(f"entry {index} of a chunk of {self.num_slots} slots")
+        return self.segments[bisect_right(self.segments, index, key=attrgetter("start")) - 1]
+
+
+def walk_radix_cache_for_canary(
+    radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
+) -> RadixCacheWalkResult:
+    """Every slot that `radix_cache` holds on the device, at once; the arguments are RadixCacheWalker's."""
+    walker = RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only)
+    chunk = walker.next_chunk()
+    return walker.empty_result() if chunk is None else chunk
+
+
+class RadixCacheWalker:
+    """One pass over a prefix cache, in chunks, while the tree changes between them.
+
+    A chunk has only slots that the tree holds at the time of the call. What the tree holds from the pass's
+    begin to its end comes up at least once, except below nodes that are merged meanwhile
+    (SGLANG_OPT_SWA_RADIX_CACHE_COMPACT). A flush ends the pass. Chunk caches hold nothing.
+
+    `unlocked_only` leaves out nodes that a request has locked, `swa_resident_only` those whose SWA slots are
+    freed; in a tree without SWA every node counts as resident.
+
+    CUDA: call it on the stream on which the scheduler allocates and frees (the schedule stream) if the result
+    is to be translated with the full-to-SWA mapping, because the mapping changes on that stream.
+    """
+
+    def __init__(
+        self, radix_cache: BasePrefixCache, unlocked_only: bool, swa_resident_only: bool
+    ) -> None:
+        """Raises UnsupportedRadixCacheError for a cache class whose slots cannot be listed."""
+        self._cache = _unwrap(radix_cache)
+        self._view = _view_of(self._cache)
+        self._unlocked_only = unlocked_only
+        self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
+        self.device = torch.device(self._cache.device)
+        # PREV_ANCHOR, PREV_UNREACHABLE; torch.tensor would copy from the host, and wait for it.
+        self._special = torch.arange(PREV_ANCHOR, PREV_UNREACHABLE - 1, -1, device=self.device)
+        self._sources = _SourceKeeper(self.device)
+        self._gather_ns = _GATHER_NS_PER_NODE
+        self._chunks = 0
+        self._root = self._cache.root_node if self._view else None
+        self._frames = [_Frame(self._root, 0, 0, None, 0)] if self._view else []
+
+    def next_chunk(
+        self, max_slots: int | None = None, max_us: float | None = None
+    ) -> RadixCacheWalkResult | None:
+        """The next slots, or None when the pass is done.
+
+        Stops at `max_slots` slots, which may cut a node, and after about `max_us` microseconds of host time
+        (at least one node). A chunk may be empty before the pass is done. Raises ValueError unless both are
+        positive or None, which means no limit.
+        """
+        if (max_slots is not None and max_slots < 1) or (max_us is not None and max_us <= 0):
+            raise ValueError(
+                f"expected positive max_slots and max_us or None, got {max_slots}, {max_us}"
+            )
+        self._forget_what_moved()
+        if not self._frames:
+            return None
+        self._chunks += 1
+        chunk = _Chunk(self._chunks, max_slots, max_us)
+        self._fill(chunk)
+        return self._gather(chunk)
+
+    def refuse_pages_not_of(self, stride: int) -> None:
+        """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
+        page_size = getattr(self._cache, "page_size", 1)
+        if page_size % stride:
+            raise _unsupported(
+                self._cache,
+                f"the model's pools have slots that stand for {stride} tokens, and its pages of {page_size} cut them",
+            )
+
+    def empty_result(self) -> RadixCacheWalkResult:
+        """A chunk with n = 0."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return RadixCacheWalkResult(none, none, none, none.bool(), ())
+
+    def _forget_what_moved(self) -> None:
+        """Drops frames that cannot be continued: all after a flush, and those of merged nodes."""
+        if not self._frames:
+            return
+        if self._cache.root_node is not self._root:
+            self._frames.clear()
+        elif self._view.merges_nodes:
+            ends = _ends_on_path(self._frames[-1].node, self._root)
+            moved = (i for i, f in enumerate(self._frames) if ends.get(f.node) != f.end)
+            del self._frames[next(moved, len(self._frames)) :]
+
+    def _fill(self, chunk: _Chunk) -> None:
+        """Depth first, parents before children. The tree does not change within this call."""
+        while self._frames:
+            frame = self._frames[-1]
+            if frame.keys is None:
+                frame.list_keys()
+            elif not frame.keys:
+                self._frames.pop()
+            else:
+                # `get`: SGLang's children are defaultdicts, and [] would grow the tree.
+                node = frame.node.children.get(frame.keys[-1])
+                value = None if node is None else self._view.value(node)
+                if value is None:  # evicted since, or only on the host, and then so is all below
+                    self._leave(frame)
+                elif not self._visit(chunk, frame, node, value):
+                    return
+            if chunk.is_over(self._gather_ns):
+                return
+
+    def _visit(self, chunk: _Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> bool:
+        """Takes a node's slots, then descends; False when the chunk has no room for all of them."""
+        end, tail = frame.end + value.numel(), None
+        first = max(frame.end, frame.resume)
+        if first < end and self._is_wanted(node):
+            stop = min(end, first + chunk.room)
+            prev = self._prev_of(chunk, frame, value, first)
+            chunk.add(
+                node, _cut(value, first - frame.end, stop - frame.end), first, prev, stop == end
+            )
+            if stop < end:
+                frame.resume = stop
+                return False
+            tail = chunk.num_slots - 1
+        resume = frame.resume
+        self._leave(frame)
+        if node.children:
+            self._frames.append(_Frame(node, end, resume, tail, chunk.serial))
+        return True
+
+    def _leave(self, frame: _Frame) -> None:
+        """Done with the frame's current key. An exhausted frame goes at once: chains may be deep."""
+        frame.keys.pop()
+        frame.resume = frame.floor
+        if not frame.keys:
+            self._frames.pop()
+
+    def _is_wanted(self, node: Any) -> bool:
+        if self._unlocked_only and self._view.lock(node) > 0:
+            return False
+        return self._tombstone is None or not self._tombstone(node)
+
+    def _prev_of(self, chunk: _Chunk, frame: _Frame, value: torch.Tensor, first: int) -> int:
+        """Reference (see _Chunk) to the predecessor of position `first` of the frame's current node."""
+        if first > frame.end:
+            offset = first - frame.end
+            return chunk.add_outside(value[offset - 1 : offset])
+        if frame.node is self._root:
+            return PREV_ANCHOR
+        if frame.tail is None or frame.tail_chunk != chunk.serial:
+            frame.tail = self._outside_tail(chunk, frame.node)
+            frame.tail_chunk = chunk.serial
+        return frame.tail
+
+    def _outside_tail(self, chunk: _Chunk, parent: Any) -> int:
+        value = self._view.value(parent)
+        if value is None or (self._tombstone is not None and self._tombstone(parent)):
+            return PREV_UNREACHABLE
+        return chunk.add_outside(value[-1:])
+
+    def _gather(self, chunk: _Chunk) -> RadixCacheWalkResult:
+        """The chunk's tensors. Neither waits for the device nor copies from it."""
+        if not chunk.pieces:
+            return self.empty_result()
+        started, n = time.perf_counter_ns(), chunk.num_slots
+        table = torch.cat([*chunk.pieces, self._special, *chunk.outside])
+        self._sources.keep(chunk.pieces + chunk.outside)
+        columns = copy_to_device(chunk.columns, self.device).view(-1, 4).t().contiguous()
+        starts, lengths, positions, prevs = columns.unbind()
+        shifts = torch.repeat_interleave(positions - starts, lengths, output_size=n)
+        prev_slots = table[:n].roll(1)
+        prevs = torch.where(prevs < 0, n - 1 - prevs, prevs)
+        prev_slots.index_copy_(0, starts, table.index_select(0, prevs))
+        node_ends = torch.zeros(n, dtype=torch.bool, device=self.device)
+        node_ends.index_fill_(0, (starts + lengths - 1)[: chunk.num_node_ends], True)
+        result = RadixCacheWalkResult(
+            slot_indices=table[:n],
+            positions=torch.arange(n, device=self.device) + shifts,
+            prev_slot_indices=prev_slots,
+            node_ends=node_ends,
+            segments=tuple(chunk.segments),
+        )
+        spent = time.perf_counter_ns() - started - _GATHER_NS
+        self._learn_gather_time(spent // len(chunk.segments))
+        return result
+
+    def _learn_gather_time(self, ns_per_node: int) -> None:
+        """Up fast, down slowly, so that the next chunks keep to their time limit; one hiccup counts little."""
+        ns_per_node = min(ns_per_node, 2 * self._gather_ns)
+        self._gather_ns = max(ns_per_node, (7 * self._gather_ns + ns_per_node) // 8, 1)
+
+
+class _Chunk:
+    """A chunk while it is collected.
+
+    A predecessor is a reference: i >= 0 is entry i of this chunk, -1 and -2 are PREV_ANCHOR and
+    PREV_UNREACHABLE, and -3 - k is the one slot in `outside[k]`.
+    """
+
+    def __init__(self, serial: int, max_slots: int | None, max_us: float | None) -> None:
+        self.serial = serial
+        self.room = sys.maxsize if max_slots is None else max_slots
+        self.num_slots = 0
+        self.num_node_ends = 0
+        self.pieces: list[torch.Tensor] = []
+        self.outside: list[torch.Tensor] = []
+        self.segments: list[WalkSegment] = []
+        self.columns = array("q")  # per segment: start, length, position, reference
+        budget = float("inf") if max_us is None else max_us * 1000 - _GATHER_NS
+        self._deadline = time.perf_counter_ns() + budget
+
+    def add(
+        self, node: Any, piece: torch.Tensor, position: int, prev: int, ends_node: bool
+    ) -> None:
+        start, length = self.num_slots, piece.numel()
+        self.pieces.append(piece)
+        self.columns.extend((start, length, position, prev))
+        self.segments.append(
+            WalkSegment(start, length, position, node.id, node.key.extra_key, ends_node)
+        )
+        self.num_slots += length
+        self.room -= length
+        self.num_node_ends += ends_node
+
+    def add_outside(self, slot: torch.Tensor) -> int:
+        """Reference to `slot`, int64[1], which is no entry of this chunk."""
+        self.outside.append(slot)
+        return -2 - len(self.outside)
+
+    def is_over(self, gather_ns: int) -> bool:
+        """No slots or no time left; `gather_ns` is what gathering takes per node."""
+        gather = gather_ns * len(self.segments)
+        return self.room == 0 or time.perf_counter_ns() + gather >= self._deadline
+
+
+class _Frame:
+    """A node whose children are still to be visited. A key outlives splits and evictions of its child."""
+
+    __slots__ = (
+        "_listed",
+        "_listing",
+        "_slice",
+        "_state",
+        "end",
+        "floor",
+        "keys",
+        "node",
+        "resume",
+        "tail",
+        "tail_chunk",
+    )
+
+    def __init__(self, node: Any, end: int, floor: int, tail: int | None, tail_chunk: int) -> None:
+        self.node = node
+        self.end = (
+            end  # position after the node's last slot; a split of the node does not change it
+        )
+        self.floor = floor  # below every key, positions before this one have been yielded
+        self.resume = floor  # below the current key, likewise: where the budget cut it
+        self.tail = tail  # reference to the node's last slot, in the chunk `tail_chunk` only
+        self.tail_chunk = tail_chunk
+        # Keys of the children, the current one last; None while they are being listed.
+        is_wide = len(node.children) > _KEYS_PER_SLICE
+        self.keys: list[Any] | None = None if is_wide else list(node.children)
+        self._listing: Any = None
+
+    def list_keys(self) -> None:
+        """Lists a slice of many keys. If the children change meanwhile it starts again, with longer slices."""
+        children = self.node.children
+        state = (len(children), next(reversed(children), None))
+        if self._listing is None or state != self._state:
+            self._slice = _KEYS_PER_SLICE if self._listing is None else 2 * self._slice
+            self._listed, self._listing, self._state = [], iter(children), state
+        self._listed += islice(self._listing, self._slice)
+        if len(self._listed) >= len(children):
+            self.keys, self._listing = self._listed, None
+
+
+class _SourceKeeper:
+    """Keeps gathered tensors until the device has read them: the tree may free them on another stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._pending: deque[tuple[Any, list[torch.Tensor]]] = deque()
+
+    def keep(self, tensors: list[torch.Tensor]) -> None:
+        if self._module is None:
+            return
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        event = self._module.Event()
+        event.record()
+        self._pending.append((event, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeView:
+    """Where one family of trees keeps what the walk reads of a node."""
+
+    value: Callable[[Any], torch.Tensor | None]  # device slots, None when evicted to the host
+    lock: Callable[[Any], int]  # requests that use the node
+    swa_tombstone: Callable[[Any], bool] | None = None  # None: the tree has no SWA
+    merges_nodes: bool = False
+
+
+def _radix_view(cache: Any) -> _TreeView:
+    return _TreeView(attrgetter("value"), attrgetter("lock_ref"))
+
+
+def _mamba_view(cache: Any) -> _TreeView:
+    return _TreeView(attrgetter("value"), attrgetter("full_lock_ref"))
+
+
+def _swa_view(cache: Any) -> _TreeView:
+    from sglang.srt.environ import envs
+
+    return _TreeView(
+        attrgetter("value"),
+        attrgetter("full_lock_ref"),
+        attrgetter("swa_tombstone"),
+        merges_nodes=envs.SGLANG_OPT_SWA_RADIX_CACHE_COMPACT.get(),
+    )
+
+
+def _unified_view(cache: Any) -> _TreeView:
+    from sglang.srt.mem_cache.unified_cache_components import ComponentType
+
+    full, swa = int(ComponentType.FULL), int(ComponentType.SWA)
+    has_swa = ComponentType.SWA in cache.tree_components
+    return _TreeView(
+        lambda node: node.component_data[full].value,
+        lambda node: node.component_data[full].lock_ref,
+        (lambda node: node.component_data[swa].value is None) if has_swa else None,
+    )
+
+
+# By qualified name, so that no tree is imported that the server does not use. Subclasses follow their base.
+_VIEWS: dict[str, Callable[[Any], _TreeView | None]] = {
+    "sglang.srt.mem_cache.radix_cache.RadixCache": _radix_view,
+    "sglang.srt.mem_cache.swa_radix_cache.SWARadixCache": _swa_view,
+    "sglang.srt.mem_cache.mamba_radix_cache.MambaRadixCache": _mamba_view,
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache": _unified_view,
+    "sglang.srt.mem_cache.chunk_cache.ChunkCache": lambda cache: None,
+}
+_REFUSED: dict[str, str] = {
+    "sglang.srt.mem_cache.radix_cache_cpp.RadixCacheCpp": (
+        "its C++ nodes cannot be listed from Python; unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
+    ),
+    "sglang.srt.mem_cache.storage.lmcache.lmc_radix_cache.LMCRadixCache": (
+        "LMCache fills slots without a forward, so they have no records; leave out --enable-lmcache"
+    ),
+}
+_WRAPPER = "sglang.srt.session.streaming_session.StreamingSession"
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _unwrap(cache: Any) -> Any:
+    """A streaming session wraps a tree; the slots that it keeps besides are no prefixes of anything."""
+    while _name(type(cache)) == _WRAPPER:
+        cache = cache.inner
+    return cache
+
+
+def _view_of(cache: Any) -> _TreeView | None:
+    """How to read `cache`; None for a cache that holds no prefixes."""
+    for cls in type(cache).__mro__:
+        if _name(cls) in _REFUSED:
+            raise _unsupported(cache, _REFUSED[_name(cls)])
+        if _name(cls) in _VIEWS:
+            return _VIEWS[_name(cls)](cache)
+    known = ", ".join(sorted(name.rpartition(".")[2] for name in _VIEWS))
+    raise _unsupported(cache, f"the sweep knows {known} and their subclasses")
+
+
+def _unsupported(cache: Any, why: str) -> UnsupportedRadixCacheError:
+    return UnsupportedRadixCacheError(
+        f"kv-canary cannot sweep the prefix cache {type(cache).__qualname__}: {why}, "
+        "or start without --kv-canary-sweep-interval"
+    )
+
+
+def _ends_on_path(node: Any, root: Any) -> dict[Any, int]:
+    """Position after the last slot of each node from `root` down to `node`."""
+    path: list[Any] = []
+    while node is not root:
+        path.append(node)
+        node = node.parent
+    ends, end = {root: 0}, 0
+    for node in reversed(path):
+        end += node.value.numel()
+        ends[node] = end
+    return ends
+
+
+def _cut(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """`value[start:stop]`; slicing is slow, and most nodes are taken whole."""
+    return value if stop - start == value.numel() else value[start:stop]
+
+
+def copy_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64[len(values)] on `device`, through pinned memory, so that the copy does not wait."""
+    if not values:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    host = torch.frombuffer(array("q", values), dtype=torch.int64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,171 @@
+"""Base class of end-to-end tests: one real server per test class, events in, assertions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from ..reports.violation import Violation, render
+from .mode_config import MODES
+from .serving import Asked, CanaryServer, Injection, Serving
+from .traffic import TrafficReport, TrafficShape, drive
+
+T = TypeVar("T")
+
+
+def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
+    """Whether a violation follows from an injected fault: its slots, its requests, its rows, or one slot behind.
+
+    `done` is the answer to the injection. The slot after a damaged one continues a chain that it does not
+    know, which is right to report.
+    """
+    slots = {event["slot"], event["full_slot"], event["prev_slot"]} - {None}
+    reader = event["reader"]
+    return bool(
+        slots & set(done["slots"])
+        or reader["request_id"] in done["request_ids"]
+        or reader["row"] in done["rows"]
+    )
+
+
+class CanaryE2EBase:
+    """Starts `transport` with the mode `mode_name` once per test class.
+
+    Subclasses set the class attributes. Each test sees the violations since the end of the one before, and fails when
+    there are any although it has injected nothing.
+    """
+
+    mode_name: ClassVar[str] = "mha"
+    transport: ClassVar[type[Serving]] = CanaryServer
+    flags: ClassVar[Mapping[str, Any]] = {"kv_canary": "log", "kv_canary_real_data": "all"}
+    env: ClassVar[Mapping[str, str]] = {}
+    plugins: ClassVar[Sequence[Callable[[], None]]] = ()
+    ends_server: ClassVar[bool] = False  # one of the tests does, the last one
+
+    serving: ClassVar[Serving]
+    _seen: ClassVar[int]  # violations up to the end of the test before
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.mode = MODES[cls.mode_name]
+        cls.serving = cls.transport(cls.mode, cls.flags, cls.env, cls.plugins).__enter__()
+        cls._seen = 0
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls.serving.__exit__(None, None, None)
+
+    def setup_method(self) -> None:
+        self._injected: list[Injection] = []
+        self._expects_violations = False
+
+    def teardown_method(self) -> None:
+        """No damage is handed on to the next test, and no false alarm goes unseen."""
+        if not self.serving.alive:
+            assert self.ends_server, f"the server has ended:\n{self.serving.stderr}"
+            return
+        for injection in self._injected:
+            injection.withdraw()
+        try:
+            assert self.run(self.serving.flush()), "the server was not idle after the test"
+            if self._injected or self._expects_violations:
+                self.settle()
+            else:
+                self.assert_no_violations()
+        finally:
+            type(self)._seen = len(self.serving.events("violation"))
+
+    def expect_violations(self) -> None:
+        """For a test that provokes them without `inject`."""
+        self._expects_violations = True
+
+    # Drive
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.serving.run(work)
+
+    def serve(self, shape: TrafficShape) -> TrafficReport:
+        """Serve mixed traffic; returns what was served."""
+        return self.run(drive(self.serving, shape))
+
+    def generate(self, request_id: str, input_ids: list[int], max_new_tokens: int) -> list[int]:
+        """Serve one request."""
+        return self.run(self.serving.generate(request_id, input_ids, max_new_tokens))
+
+    def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        """Serve (request id, prompt, output tokens) in one batch, in this order; see `Serving`."""
+        return self.run(self.serving.generate_together(requests))
+
+    def inject(self, fault: str, rank: int = 0, **args: Any) -> Injection:
+        """Ask for a fault of `perturb.faults`; it is executed as soon as it finds what it needs."""
+        injection = self.serving.send(fault, rank, **args)
+        self._injected.append(injection)
+        return injection
+
+    # Observe
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until everything that the server has found is reported; returns the counters of rank 0.
+
+        The server must be idle. A first idle tick hands over what the last step found, so two are enough.
+        """
+        args = self.serving.server_args
+        ranks = [
+            {"rank": tp, "pp_rank": pp}
+            for pp in range(args.get("pp_size", 1))
+            for tp in range(args.get("tp_size", 1))
+        ]
+        for _ in range(2):
+            answers = [self.serving.send("counters", **rank).answer() for rank in ranks]
+        return answers[0]["counters"]
+
+    def violations(self) -> list[dict[str, Any]]:
+        """Violations since the test began, once all are in."""
+        self.settle()
+        return self.serving.events("violation")[self._seen :]
+
+    def assert_no_violations(self) -> None:
+        found = self.violations()
+        assert not found, f"{len(found)} violations in a clean run:\n{_rendered(found)}"
+
+    def assert_healthy(self) -> None:
+        """Every health check so far found that all launches ran as often as they should have, on every runner."""
+        health = self.serving.events("health")
+        assert health, (
+            "no health check: is SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL above the steps run?"
+        )
+        assert [event["problems"] for event in health if not event["healthy"]] == []
+
+    def reported_in_forwards(self, reason: str) -> set[str]:
+        """Tags at which a forward found it; a sweep may be there first."""
+        found = [event for event in self.violations() if reason in event["reasons"]]
+        return {event["tag"] for event in found if not event["tag"].startswith("SWEEP")}
+
+    def assert_violation(
+        self, reason: str, tag: str | None = None, **expected: Any
+    ) -> dict[str, Any]:
+        """At least one violation with this reason, tag and these event fields; returns the first.
+
+        `expected`: fields of the event; `reader` and `writer` are compared with the request id.
+        """
+        found = self.violations()
+        for event in found:
+            fits = reason in event["reasons"] and tag in (None, event["tag"])
+            if fits and all(_field(event, name) == value for name, value in expected.items()):
+                return event
+        wanted = {"reason": reason, "tag": tag, **expected}
+        raise AssertionError(f"no violation {wanted} among {len(found)}:\n{_rendered(found)}")
+
+    def assert_all_explained(self, done: Mapping[str, Any]) -> None:
+        """Nobody but those whom the fault concerns is accused; `done` is the injection's answer."""
+        others = [event for event in self.violations() if not is_explained(event, done)]
+        assert not others, f"{len(others)} violations not explained by {done}:\n{_rendered(others)}"
+
+
+def _field(event: Mapping[str, Any], name: str) -> Any:
+    value = event[name]
+    return value["request_id"] if isinstance(value, dict) else value
+
+
+def _rendered(events: list[dict[str, Any]], most: int = 10) -> str:
+    return "\n".join(render(Violation.from_event(event)) for event in events[:most])

@@ -1,0 +1,148 @@
+"""The table of serving modes that the end-to-end harness can start: model, pools, server arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import consts
+from .fill_ins import dp_attention_on_torch_native, mla_on_torch_native, swa_on_torch_native
+from .tiny_models import (
+    write_short_deepseek_v4,
+    write_tiny_deepseek_v2,
+    write_tiny_gemma4,
+    write_tiny_llama,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModeConfig:
+    """How to serve one model. `server_args` are fields of SGLang's `ServerArgs`, on any device."""
+
+    name: str
+    write_model: Callable[[str | Path], str]  # writes the model folder, returns its path
+    pools: tuple[str, ...]  # pool kinds
+    halves: tuple[str, ...]
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    cpu_args: Mapping[str, Any] = field(default_factory=dict)  # added where there is no GPU
+    cuda_args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    cpu_fill_ins: tuple[Callable[[], None], ...] = ()  # see fill_ins.py
+
+    def tags(self, side: str) -> list[str]:
+        """Names of the launch tags of `side` (HEAD, TAIL, SWEEP)."""
+        return [f"{side}_{half}_{kind}" for kind in self.pools for half in self.halves]
+
+
+_COMMON = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "chunked_prefill_size": consts.CHUNKED_PREFILL_SIZE,
+    "max_running_requests": consts.MAX_RUNNING_REQUESTS,
+    "context_length": consts.CONTEXT_LENGTH,
+    "random_seed": 1,
+    "grammar_backend": "none",
+    "skip_server_warmup": True,
+    "log_level": "error",
+}
+_CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "sampling_backend": "pytorch",
+    # Pools have the size that their mode names, also on a machine whose memory others take meanwhile.
+    "mem_fraction_static": 0.99,
+}
+_CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
+
+MODES: dict[str, ModeConfig] = {
+    "mha": ModeConfig(
+        name="mha",
+        write_model=write_tiny_llama,
+        pools=("FULL",),
+        halves=("K", "V"),
+        server_args={**_COMMON, "max_total_tokens": consts.MHA_POOL_SLOTS},
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+    ),
+    "swa": ModeConfig(
+        name="swa",
+        write_model=write_tiny_gemma4,
+        pools=("FULL", "SWA"),
+        halves=("K", "V"),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.SWA_POOL_FULL_SLOTS,
+            "swa_full_tokens_ratio": consts.SWA_POOL_RATIO,
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        cpu_fill_ins=(swa_on_torch_native,),
+    ),
+    "mla": ModeConfig(
+        name="mla",
+        write_model=write_tiny_deepseek_v2,
+        pools=("FULL",),
+        halves=("K",),
+        server_args={**_COMMON, "max_total_tokens": consts.MHA_POOL_SLOTS},
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        cpu_fill_ins=(mla_on_torch_native,),
+    ),
+    # Each rank has all heads and requests of its own, and runs idle or padded forwards while the other one computes.
+    "mla_dp": ModeConfig(
+        name="mla_dp",
+        write_model=write_tiny_deepseek_v2,
+        pools=("FULL",),
+        halves=("K",),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.MHA_POOL_SLOTS,
+            "tp_size": 2,
+            "dp_size": 2,
+            "enable_dp_attention": True,
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        cpu_fill_ins=(mla_on_torch_native, dp_attention_on_torch_native),
+    ),
+    # Needs a GPU: see why_dsv4_cannot_be_served.
+    "dsv4": ModeConfig(
+        name="dsv4",
+        write_model=write_short_deepseek_v4,
+        pools=("SWA", "C4", "C128", "C4_INDEXER"),
+        halves=("K",),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.DSV4_FULL_SLOTS,
+            "swa_full_tokens_ratio": consts.DSV4_SWA_RATIO,
+            "chunked_prefill_size": consts.DSV4_CHUNK,
+            "context_length": consts.DSV4_CONTEXT_LENGTH,
+            "max_running_requests": consts.DSV4_RUNNING_REQUESTS,
+        },
+        cuda_args={"device": "cuda", "dtype": "bfloat16"},  # SGLang chooses backend and page size
+        env={"SGLANG_DSV4_FP4_EXPERTS": "0"},  # the experts' weights are FP8
+    ),
+}
+
+
+def why_dsv4_cannot_be_served() -> str:
+    """What this machine lacks for the mode `dsv4`; "" where nothing is known to be missing."""
+    if not torch.cuda.is_available():
+        return "DeepSeek-V4 needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"DeepSeek-V4's kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
+    modules = ("flash_mla", "deep_gemm", "tilelang")  # that deepseek_v4_backend and mhc import
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"DeepSeek-V4 needs the modules {', '.join(missing)}, not installed" if missing else ""
+
+
+def server_args_of(mode: ModeConfig) -> dict[str, Any]:
+    """The mode's arguments for the device that this machine has."""
+    device_args = mode.cuda_args if torch.cuda.is_available() else mode.cpu_args
+    return {**mode.server_args, **device_args}

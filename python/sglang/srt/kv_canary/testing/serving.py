@@ -1,0 +1,430 @@
+"""A real engine in this process, or a real HTTP server beside it, under the canary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from ..perturb.control_folder import Command, ControlFolder, address_of
+from . import consts
+from .fill_ins import plugin_path
+from .mode_config import ModeConfig, server_args_of
+
+T = TypeVar("T")
+Asked = tuple[str, list[int], int]  # request id, prompt, output tokens
+STARTUP_TIMEOUT_S = consts.PROCESS_TIMEOUT_S
+REQUEST_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds over what takes an idle one milliseconds
+POLL_S = 0.01
+# A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
+SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
+# Below what Linux hands out on its own (from 32768): another process could get such a port before the server binds it.
+SERVER_PORTS = range(11_000, 21_000)
+GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
+PORTS_BEHIND = 300  # DP attention takes some, up to 240 above the server's own
+MOST_SHARES = 30  # of SERVER_PORTS; workers beyond share them
+
+
+class Serving(ABC):
+    """What an engine and a server have in common: a folder with the model, the events and the controls.
+
+    A context manager. `flags` are fields of `ServerArgs` that override the mode's; `env` is added to the
+    environment of the processes that serve; `plugins` are functions that these processes load as plugins of SGLang.
+    """
+
+    def __init__(
+        self,
+        mode: ModeConfig,
+        flags: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        plugins: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.mode = mode
+        self._temporary = tempfile.TemporaryDirectory(prefix="kv_canary_e2e_")
+        self.folder = Path(self._temporary.name)
+        self.event_file = self.folder / "events.jsonl"
+        self.controls = self.folder / "controls"
+        self.controls.mkdir()
+        self.server_args = {
+            "model_path": mode.write_model(self.folder / "model"),
+            "port": free_port(),
+            "nccl_port": free_port(),  # else SGLang looks for one long before it binds it
+            **server_args_of(mode),
+            **(flags or {}),
+        }
+        self.env = {
+            "SGLANG_KV_CANARY_EVENT_FILE": str(self.event_file),
+            "SGLANG_KV_CANARY_PERTURB_DIR": str(self.controls),
+            # A slot that a fault hands out twice is one too many for SGLang's own accounting, too.
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+            # The ranks' processes look at the machine's free memory one after the other, and other tests run beside.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            **({} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}),
+            **mode.env,
+            **(env or {}),
+        }
+        fill_ins = () if torch.cuda.is_available() else mode.cpu_fill_ins
+        if fill_ins or plugins:
+            self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", (*fill_ins, *plugins))
+        if len(str(self.folder)) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES:
+            self.env["TMPDIR"] = str(self.folder)  # what the processes leave behind goes with it
+            self.env["TORCHINDUCTOR_CACHE_DIR"] = cache_dir()  # but not what they have compiled
+        self._commands = 0
+
+    # Serving
+
+    @abstractmethod
+    def __enter__(self) -> Serving: ...
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it still serves."""
+
+    @property
+    @abstractmethod
+    def stderr(self) -> str:
+        """What it has written there, where that is not this process's own."""
+
+    @abstractmethod
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, which uses this object as a `traffic.Client`."""
+
+    @abstractmethod
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]: ...
+
+    @abstractmethod
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        """Serve `requests` in one message: the scheduler queues all of them at once, in this order.
+
+        Except under DP attention, where they follow each other closely. Each needs a request id of its own.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None: ...
+
+    @abstractmethod
+    async def flush(self) -> bool: ...
+
+    # Events
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All events so far, of one kind where given."""
+        if not self.event_file.exists():
+            return []
+        lines = self.event_file.read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return [e for e in events if kind in (None, e["event"])]
+
+    # Faults
+
+    def send(
+        self, fault: str, rank: int = 0, role: str = "target", pp_rank: int = 0, **args: Any
+    ) -> Injection:
+        """Ask the scheduler process for `fault`; see `perturb.faults`. It may have to wait for a request."""
+        self._commands += 1
+        command = Command(f"{self._commands:04d}-{fault}", fault, args)
+        controls = ControlFolder(self.controls, address_of(role, rank, pp_rank))
+        controls.send(command)
+        return Injection(self, controls, command)
+
+    def wait_for(
+        self,
+        found: Callable[[], T | None],
+        what: str,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        poll_s: float = POLL_S,
+    ) -> T:
+        """What `found` returns once it is true. Raises TimeoutError, or RuntimeError at once when nothing serves."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = self.alive
+            if value := found():
+                return value
+            if not alive:
+                raise RuntimeError(f"the server ended before {what}:\n{self.stderr}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+            time.sleep(poll_s)
+
+
+class Injection:
+    """A command on its way."""
+
+    def __init__(self, serving: Serving, controls: ControlFolder, command: Command) -> None:
+        self._serving, self._controls, self.command = serving, controls, command
+
+    def withdraw(self) -> None:
+        """Does nothing when it has been executed."""
+        if self._controls.answer(self.command.name) is None:
+            self._controls.withdraw(self.command.name)
+
+    async def executed(self) -> dict[str, Any]:
+        """`answer` for code that must let requests go on meanwhile."""
+        return await asyncio.to_thread(self.answer)
+
+    def answer(self) -> dict[str, Any]:
+        """What was done. Raises TimeoutError when it never could, RuntimeError when it failed or nothing serves."""
+        name = self.command.name
+        try:
+            answer = self._serving.wait_for(
+                lambda: self._controls.answer(name), f"{self.command} was executed"
+            )
+        except TimeoutError:
+            self._controls.withdraw(name)
+            raise
+        if "error" in answer:
+            raise RuntimeError(f"{self.command} failed: {answer['error']}")
+        return answer
+
+
+class CanaryEngine(Serving):
+    """`sglang.Engine`, in this process; its shutdown ends all child processes of this one."""
+
+    def __enter__(self) -> CanaryEngine:
+        with _environment(self.env):
+            import sglang
+
+            self.engine = sglang.Engine(**self.server_args)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+        self._temporary.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        return True  # the death of a scheduler ends this process, too
+
+    @property
+    def stderr(self) -> str:
+        return ""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.engine.loop.run_until_complete(work)
+
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]:
+        answer = await self.engine.async_generate(
+            input_ids=input_ids,
+            rid=request_id,
+            sampling_params=_sampling_params(max_new_tokens),
+        )
+        return answer["output_ids"]
+
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        answers = await self.engine.async_generate(**_together(requests))
+        return [answer["output_ids"] for answer in answers]
+
+    async def abort(self, request_id: str) -> None:
+        self.engine.tokenizer_manager.abort_request(request_id)
+
+    async def flush(self) -> bool:
+        return (await self.engine.tokenizer_manager.flush_cache(timeout_s=60.0)).success
+
+
+class CanaryServer(Serving):
+    """`python -m sglang.launch_server`, with its output in `stderr` and `stdout` of the folder."""
+
+    def __enter__(self) -> CanaryServer:
+        command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
+        flags = command_line(self.server_args)
+        with (self.folder / "stdout").open("w") as out, (self.folder / "stderr").open("w") as err:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=out, stderr=err, env={**os.environ, **self.env}
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            _kill_tree(self.process.pid)
+        self.process.wait(30)
+        self._temporary.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_args['port']}"
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def get(self, path: str) -> Any:
+        """The JSON answer to a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a POST of JSON: parsed where it is JSON, else text. Raises HTTPError for an error status."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        async def with_session() -> T:
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+            # Else a request may go out on a connection that the server, which keeps idle ones for 5 s, is closing.
+            once = aiohttp.TCPConnector(force_close=True)
+            async with aiohttp.ClientSession(timeout=timeout, connector=once) as self._session:
+                return await work
+
+        return asyncio.run(with_session())
+
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> list[int]:
+        body = {
+            "rid": request_id,
+            "input_ids": input_ids,
+            "sampling_params": _sampling_params(max_new_tokens),
+        }
+        async with self._session.post(f"{self.url}/generate", json=body) as answer:
+            return (await answer.json()).get("output_ids", [])
+
+    async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
+        async with self._session.post(f"{self.url}/generate", json=_together(requests)) as answer:
+            return [one["output_ids"] for one in await answer.json()]
+
+    async def abort(self, request_id: str) -> None:
+        async with self._session.post(f"{self.url}/abort_request", json={"rid": request_id}):
+            pass
+
+    async def flush(self) -> bool:
+        async with self._session.post(f"{self.url}/flush_cache?timeout=60") as answer:
+            return answer.status == 200
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + STARTUP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(
+                    f"the server ended with code {self.process.returncode}:\n{self.stderr}"
+                )
+            try:
+                self.get("/server_info")
+            except OSError:
+                time.sleep(0.2)
+            else:
+                return
+        raise TimeoutError(f"the server was not ready in {STARTUP_TIMEOUT_S:g} s:\n{self.stderr}")
+
+
+def command_line(server_args: Mapping[str, Any]) -> list[str]:
+    """`ServerArgs` fields as flags; True is a bare flag, False none."""
+    flags: list[str] = []
+    for name, value in server_args.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def _sampling_params(max_new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+
+
+def _together(requests: Sequence[Asked]) -> dict[str, Any]:
+    """The fields of one SGLang request for all of them."""
+    names, prompts, counts = zip(*requests, strict=True)
+    return {
+        "rid": list(names),
+        "input_ids": [list(prompt) for prompt in prompts],
+        "sampling_params": [_sampling_params(count) for count in counts],
+    }
+
+
+@contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+_ports_given: set[int] = set()
+
+
+def free_port() -> int:
+    """A port for a server that is free on this machine, as is the one that SGLang adds for gRPC.
+
+    It is bound seconds later: no port is given twice, and each worker of pytest-xdist has ports of its own.
+    """
+    shares = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), MOST_SHARES)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % shares
+    size = len(SERVER_PORTS) // shares
+    ours = SERVER_PORTS[number * size : (number + 1) * size - PORTS_BEHIND]
+    left = [port for port in ours if port not in _ports_given]
+    random.shuffle(left)
+    for port in left:
+        if _can_bind(port) and _can_bind(port + GRPC_PORT_OFFSET):
+            _ports_given.add(port)
+            return port
+    raise RuntimeError(f"no free port in {ours}: other processes have them all")
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _kill_tree(pid: int) -> None:
+    import psutil
+
+    parent = psutil.Process(pid)
+    processes = [*parent.children(recursive=True), parent]
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=30)  # none of them writes to the folder any more

@@ -1,0 +1,77 @@
+"""What the documents give a reader to paste, as it stands: docs/walkthrough.md and the test of docs/develop.md."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary_rigs.checkout import DOCS
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+ACTIVATE = "source .venv/bin/activate\n"
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: docs/ is not here")
+
+
+def commands() -> str:
+    return "\n".join(
+        re.findall(r"```bash\n(.*?)```", (DOCS / "walkthrough.md").read_text(), re.DOTALL)
+    )
+
+
+def run(script: str, folder: Path) -> str:
+    """Its output, with the server's log; ends whatever it leaves behind."""
+    environment = {
+        **os.environ,
+        "TMPDIR": str(folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    shell = subprocess.Popen(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        return shell.communicate(timeout=consts.PROCESS_TIMEOUT_S)[0]
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page's flags are those of a CPU machine")
+def test_walkthrough_works_as_it_stands(tmp_path: Path) -> None:
+    script = commands()
+    assert script.startswith(ACTIVATE)
+    port = str(free_port())
+    out = run(script.removeprefix(ACTIVATE).replace("30000", port) + "wait\n", tmp_path)
+    assert "kv-canary active: mode log" in out
+    assert "fault injection is ON" in out
+    assert '"detail": "flipped 1 byte(s) of K, layer 0, slot ' in out
+    assert re.search(r"kv-canary violation #\d+: CONTENT at TAIL_K_FULL, slot ", out), out
+    assert 'checked by request "cleo"' in out
+    assert 'written by request "ada"' in out
+
+
+def test_the_ten_line_test_passes_as_it_stands(tmp_path: Path) -> None:
+    (test,) = re.findall(r"```python\n(from .*?)```", (DOCS / "develop.md").read_text(), re.DOTALL)
+    file = tmp_path / "test_my_change.py"
+    file.write_text(test)
+    out = run(f"{sys.executable} -m pytest -q -p no:cacheprovider {file}", tmp_path)
+    assert re.search(r"^2 passed", out, re.MULTILINE), out
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

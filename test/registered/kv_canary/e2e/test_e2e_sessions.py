@@ -1,0 +1,127 @@
+"""Streaming sessions: SGLang keeps a conversation's row and slots between its turns, outside of the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import TrafficShape, drive, random_tokens
+
+register_cpu_ci(est_time=50, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=90, suite="stage-b-test-1-gpu-small")
+
+SESSIONS = 24
+AT_ONCE = 6
+# The second turn of a session whose first turn had 40 tokens and an answer of 8 reads positions 0 .. 46 at least.
+SECOND_TURN = {"rid": "kept.1", "mode": "EXTEND", "min_prefix": 46, "position": 44}
+ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
+
+
+class TestStreamingSessions(CanaryE2EBase):
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+        "enable_streaming_session": True,
+        "log_level": "warning",
+    }
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "10",
+    }
+
+    def open(self, session: str) -> None:
+        body = {"capacity_of_str_len": 4096, "streaming": True, "session_id": session}
+        assert self.serving.post("/open_session", body) == session
+
+    def close(self, session: str) -> None:
+        self.serving.post("/close_session", {"session_id": session})
+
+    def take_turn(self, session: str, turn: int, tokens: list[int], answer: int) -> dict[str, Any]:
+        """SGLang's answer to the turn's own tokens; what was said before is the session's."""
+        body = {
+            "rid": f"{session}.{turn}",
+            "input_ids": tokens,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": answer, "ignore_eos": True},
+            "session_params": {"id": session},
+        }
+        return self.serving.post("/generate", body)
+
+    def converse(self, number: int, prefixes: list[list[int]]) -> list[int]:
+        """One session; returns how many tokens of each turn were there already. A few of them stay open."""
+        session, rng = f"session{number}", random.Random(number)
+        self.open(session)
+        tokens, kept = list(rng.choice(prefixes)), []
+        for turn in range(rng.randrange(2, 5)):
+            tokens += random_tokens(rng, rng.randrange(1, 60))
+            answer = self.take_turn(session, turn, tokens, rng.randrange(1, 12))
+            kept.append(answer["meta_info"]["cached_tokens"])
+            tokens = []
+        if number % 8:  # those that stay open keep some 200 of the 2048 slots each
+            self.close(session)
+        return kept
+
+    def test_clean_turns_beside_other_requests_raise_no_alarm(self) -> None:
+        """Under retraction; a flush takes the sessions that stayed open their slots."""
+        rng = random.Random("prefixes")
+        prefixes = [random_tokens(rng, 40 + 10 * i) for i in range(4)]
+
+        async def sessions() -> list[list[int]]:
+            limit = asyncio.Semaphore(AT_ONCE)
+
+            async def one(number: int) -> list[int]:
+                async with limit:
+                    return await asyncio.to_thread(self.converse, number, prefixes)
+
+            return await asyncio.gather(*(one(number) for number in range(SESSIONS)))
+
+        async def beside_others() -> list[list[int]]:
+            others = drive(self.serving, TrafficShape(60, seed=29, flushes=0, name="other"))
+            return (await asyncio.gather(sessions(), others))[0]
+
+        for turns in self.run(beside_others()):
+            assert turns[1:] == sorted(turns[1:]), "a session's tokens stay its own"
+            assert turns[1] >= 40
+        self.assert_no_violations()
+        assert self.run(self.serving.flush())
+        still_open = "session0"
+        self.take_turn(still_open, 9, random_tokens(rng, 5), 4)
+        self.close(still_open)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert self.serving.stderr.count("Testing retraction") > 0
+
+    def two_turns(self) -> None:
+        rng = random.Random("kept")
+        self.open("kept")
+        self.take_turn("kept", 0, random_tokens(rng, 40), 8)
+        self.take_turn("kept", 1, random_tokens(rng, 10), 8)
+        self.close("kept")
+
+    def test_damage_to_a_slot_that_the_session_keeps(self) -> None:
+        injection = self.inject("flip_bytes", half="V", source=1, **SECOND_TURN)
+        self.two_turns()
+        done = injection.answer()
+        self.assert_violation(
+            "CONTENT", "TAIL_V_FULL", slot=done["slots"][0], reader="kept.1", writer="kept.0"
+        )
+        self.assert_all_explained(done)
+
+    def test_slot_that_was_freed_between_turns(self) -> None:
+        injection = self.inject("free_live_slot", **SECOND_TURN)
+        self.two_turns()
+        done = injection.answer()
+        assert self.reported_in_forwards("USE_AFTER_FREE") == ALL_TAGS
+        self.assert_all_explained(done)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

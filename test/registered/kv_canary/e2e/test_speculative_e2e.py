@@ -1,0 +1,186 @@
+"""EAGLE on a real server: clean traffic raises no alarm, faults in both pools are told apart."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.fault_cases import Case, tags
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs.eagle_serving import V1, V2
+from sglang_kv_canary_rigs.scripted_models import (
+    OFTEN_RIGHT,
+    write_scripted_eagle,
+    write_scripted_eagle3,
+    write_scripted_llama,
+)
+from sglang_kv_canary_rigs.spec_fault_cases import (
+    DRAFT,
+    EVERYWHERE,
+    VERIFY,
+    EagleFaults,
+    damages,
+    flips,
+    one_flip_each,
+)
+
+register_cpu_ci(est_time=100, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
+
+CASES = [
+    *flips("target", VERIFY),
+    *flips("draft", DRAFT),
+    *damages("draft", DRAFT, "chain", "CHAIN"),
+    ("draft", Case("write_outside_plan", "CONTENT", tags("TAIL", "K V", "FULL"), DRAFT)),
+    ("target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY)),
+    ("target", Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL",), VERIFY)),
+    ("target", Case("wrong_token", "WRITE_TOKEN", tags("HEAD", "K V", "FULL"), VERIFY)),
+    ("draft", Case("other_requests_slot", "CHAIN", EVERYWHERE, {"mode": "DRAFT_EXTEND_V2"})),
+    ("draft", Case("wrong_position", "WRITE_POSITION", tags("HEAD", "K V", "FULL"), DRAFT)),
+]
+
+
+class TestEagleV2(EagleFaults):
+    speculation: ClassVar = V2
+
+    def test_clean(self) -> None:
+        self.converse("v2", rounds=3)
+        self.assert_clean()
+
+    @pytest.mark.parametrize(("role", "case"), CASES, ids=str)
+    def test_fault_in_one_pool(self, role: str, case: Case) -> None:
+        self.check(role, case, f"{role}-{case}")
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_damaged_draft_kv_in_the_prefix_cache(self, half: str) -> None:
+        """Also under CUDA graphs: the damage is done while the server is idle."""
+        prompt = random_tokens(random.Random(half), 14)
+        self.generate(f"{half}-writer", prompt, 2)
+        injection = self.inject("flip_bytes", role="draft", cached=prompt, position=6, half=half)
+        done = injection.answer()
+        self.generate(f"{half}-reader", prompt, 2)
+        event = self.assert_violation(
+            "CONTENT",
+            f"TAIL_{half}_FULL",
+            runner="draft",
+            slot=done["slots"][0],
+            stored_token=prompt[7],  # slot 6 holds the token at position 7
+            reader=f"{half}-reader",
+            writer=f"{half}-writer",
+        )
+        assert event["stored_position"] == 6
+        self.assert_all_explained(done)
+
+    def test_slot_freed_under_both_pools(self) -> None:
+        case = Case("free_live_slot", "USE_AFTER_FREE", EVERYWHERE, VERIFY)
+        done = self.inject_and_serve("target", case, "freed")
+        assert self.reported("target", case.reason) == {*case.tags}
+        assert self.reported("draft", case.reason) == {*case.tags}
+        self.assert_all_explained(done)
+
+
+class TestEagleV1Trees(EagleFaults):
+    speculation: ClassVar = {
+        **V1,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 5,
+    }
+
+    def test_clean(self) -> None:
+        self.converse("trees")
+        self.assert_clean()
+
+
+class TestEagle3(EagleFaults):
+    speculation: ClassVar = {**V2, "speculative_algorithm": "EAGLE3"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_eagle3(folder)
+
+    def test_clean(self) -> None:
+        self.converse("eagle3")
+        self.assert_clean()
+
+
+class TestStandalone(EagleFaults):
+    """A whole model that drafts. Its prefix cache keeps the last slot of each prompt, too."""
+
+    speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
+
+    def test_clean(self) -> None:
+        self.converse("standalone")
+        self.assert_clean()
+
+
+class AdaptiveFaults(EagleFaults):
+    """The number of draft steps changes while the server runs: after each verify, to what it accepted.
+
+    With one step, there is no draft forward at all.
+    """
+
+    candidates: ClassVar[list[int]]
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        config = folder / "adaptive.json"
+        at_once = {"warmup_batches": 0, "update_interval": 1, "ema_alpha": 1.0}
+        # One step up to 0.9 accepted draft tokens on average, else more.
+        thresholds = {"down_hysteresis": 0.4, "up_hysteresis": 0.4}
+        config.write_text(json.dumps({"candidate_steps": cls.candidates, **at_once, **thresholds}))
+        cls.speculation = {
+            **cls.speculation,
+            "speculative_adaptive": True,
+            "speculative_adaptive_config": str(config),
+            "speculative_num_steps": 1,
+            "speculative_num_draft_tokens": 2,
+            "log_level": "info",
+        }
+        return write_scripted_eagle(folder / "draft", blur=0.3)
+
+    def assert_clean_while_the_steps_change(self) -> None:
+        self.converse("adaptive")
+        self.assert_clean()
+        switches = re.findall(r"steps (\d) -> (\d), draft_tokens", self.serving.stderr)
+        assert {int(to) for _, to in switches} == {*self.candidates}
+
+
+class TestAdaptiveV2(AdaptiveFaults):
+    """Steps that differ by one. Where they fall by more, this release runs past what it has allocated and verifies
+    into slots of others, which the canary reports: see docs/speculative.md.
+    """
+
+    speculation: ClassVar = V2
+    candidates: ClassVar = [1, 2]
+
+    def test_clean(self) -> None:
+        self.assert_clean_while_the_steps_change()
+
+    @pytest.mark.parametrize(
+        ("role", "case"),
+        [*one_flip_each(), *CASES[-3:-1]],
+        ids=str,
+    )
+    def test_fault_in_one_pool(self, role: str, case: Case) -> None:
+        self.check(role, case, f"{role}-{case}")
+
+
+class TestAdaptiveV1Pages(AdaptiveFaults):
+    speculation: ClassVar = {**V1, "page_size": 4}
+    candidates: ClassVar = [1, 3]
+
+    def test_clean(self) -> None:
+        self.assert_clean_while_the_steps_change()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

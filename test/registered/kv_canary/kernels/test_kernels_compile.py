@@ -1,0 +1,137 @@
+"""Every kernel compiles for a GPU, on a machine that has none: what the interpreter accepts, the compiler may not."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+# In a process of its own, because the kernels are defined for the compiler there, not for the interpreter.
+PROGRAM = """
+from dataclasses import replace
+
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+torch.cuda.is_available, has_gpu = lambda: True, torch.cuda.is_available
+import sglang_kv_canary.kernels.triton.jit
+torch.cuda.is_available = has_gpu
+
+def compile_only(self, *args, grid, warmup, **keywords):
+    names = [parameter.name for parameter in self.params]
+    values = dict(zip(names, args)) | {k: v for k, v in keywords.items() if k in names}
+    options = {k: v for k, v in keywords.items() if k not in names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(self.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = mangle_type(value)
+            if isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(self, signature, constants, attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(self.__name__, len(kernel.asm["cubin"]))
+
+JITFunction.run = compile_only
+
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.kernels.triton import launch
+from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary_rigs.kernel_cases import ContentShape, Pool, make_group, make_state
+
+launch.sm_count = lambda device: 132
+device = torch.device("cpu")
+state, pool = make_state(device), Pool(device, 200, 100, 8)
+group = make_group(200, device=device, content=ContentShape((64, 64)))
+listed = torch.arange(100)
+sweep = SweepVerifyPlan(listed, listed, listed)
+prefill, decode = pool.extend({1: 9, 2: 1}), pool.decode([1, 2], known=True)
+tree = pool.tree_verify([1, 2], [[-1, 0, 0], [-1, 0, 1]])
+
+triton_backend.check_and_write(prefill, group, Side.HEAD, state)
+for part in (Part.ALL, Part.VERIFY, ~Part.VERIFY, ~Part.WRITE):
+    triton_backend.check_and_write(decode, group, Side.TAIL, state, part)
+lut = torch.zeros(200, dtype=torch.int32)
+swa = make_group(200, device=device, halves="K", window=8, swa_index_lut=lut)
+triton_backend.check_and_write(tree, swa, Side.HEAD, state)
+for plan in (prefill, decode):
+    located = replace(plan.write, swa_out_cache_loc=plan.write.out_cache_loc.int())
+    triton_backend.check_and_write(replace(plan, write=located), swa, Side.HEAD, state)
+draft = make_group(200, device=device, chain_source=group.k_head)
+for part in (Part.ALL, Part.WRITE):
+    triton_backend.check_and_write(decode, draft, Side.HEAD, state, part)
+triton_backend.check_and_write(prefill, draft, Side.HEAD, state)
+triton_backend.check_and_write(decode, group, Side.HEAD, state)
+for counts in (None, listed.int()):
+    triton_backend.note_next_tokens(listed, listed.int(), counts, (group, swa), state)
+padded = replace(tree, verify=replace(tree.verify, padded=True))
+triton_backend.check_and_write(padded, group, Side.TAIL, state)
+
+strided = make_group(
+    50, device=device, halves="K", stride=4, chain_base=swa, content=ContentShape((64, 64))
+)
+for side in (Side.HEAD, Side.TAIL):
+    triton_backend.check_and_write(prefill, strided, side, state)
+triton_backend.check_and_write(decode, strided, Side.HEAD, state)
+for part in (Part.VERIFY, ~Part.VERIFY):
+    triton_backend.check_and_write(decode, strided, Side.TAIL, state, part)
+triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL, 8)
+triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL, 8)
+triton_backend.check_list(sweep, strided, state)
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16)
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16, listed.int())
+
+for mode in (ContentMode.ALL, ContentMode.PARTIAL):
+    triton_backend.check_and_write_content(decode, group, state, mode, 8)
+triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
+triton_backend.check_list(sweep, group, state)
+triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
+
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state)
+triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state, 16)
+for kind in (SlotEventKind.ALLOC, SlotEventKind.UNFILL):
+    triton_backend.apply_slot_event(kind, listed.int(), group, state)
+triton_backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state)
+triton_backend.copy_records(group, listed, listed)
+"""
+
+KERNELS = {
+    "forward_kernel": 13,
+    "next_tokens_kernel": 2,
+    "strided_kernel": 5,
+    "content_kernel": 4,
+    "fingerprint_kernel": 1,
+    "list_kernel": 2,
+    "content_list_kernel": 1,
+    "slot_event_kernel": 7,
+    "copy_kernel": 1,
+}
+
+
+def test_compiles_for_hopper(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    script = tmp_path / "compile.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", str(script)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert Counter(line.split()[0] for line in result.stdout.splitlines()) == KERNELS
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

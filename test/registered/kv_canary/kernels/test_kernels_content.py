@@ -1,0 +1,264 @@
+"""Content fingerprints: the Triton kernels store, compare and report exactly what the torch reference does."""
+
+import sys
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.kernels.layout import content_bytes_per_slot
+from sglang_kv_canary.kernels.triton import content as content_launches
+from sglang_kv_canary.launch.launcher import Launcher
+from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.record import Column, Reason
+from sglang_kv_canary.state import Counter
+from sglang_kv_canary_rigs.kernel_cases import (
+    ContentShape,
+    Pool,
+    Twin,
+    kernel_device,
+    make_group,
+    make_sources,
+    make_state,
+    ring_rows,
+)
+
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=60, suite="stage-b-test-1-gpu-small")
+
+# numpy's word on how Triton's interpreter turns its 0-d values into integers
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+SLOTS = 200
+MODES = pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
+LAYOUTS = {
+    "bf16 rows": ContentShape((64, 64, 64)),
+    "one layer": ContentShape((256,)),
+    "many layers": ContentShape((16,) * 66),
+    "rows longer than a tile": ContentShape((4500, 32)),
+    "584 bytes, paged": ContentShape((584,) * 3, page_size=16, padding=8),
+    "sizes and offset all differ": ContentShape((40, 4, 24, 132), page_size=3, padding=4, offset=4),
+    "6 bytes": ContentShape((6, 6)),
+    "10 bytes, odd addresses": ContentShape((10, 10, 10), padding=1, offset=3),
+    "1 byte": ContentShape((1,) * 5),
+    "unaligned pages": ContentShape((33, 7), page_size=8),
+}
+
+
+def run(
+    layout: ContentShape, mode: ContentMode, budget: int = 1 << 40, prompt: int = 40, **group
+) -> tuple[Twin, Pool]:
+    """A twin after a prefill with content."""
+    state = make_state(content_budget_bytes=budget)
+    twin = Twin(make_group(SLOTS, content=layout, **group), state)
+    pool = Pool(kernel_device(), SLOTS, 128, 8)
+    forward(twin, pool.extend({1: prompt, 2: 1, 5: 9}), mode)
+    return twin, pool
+
+
+def forward(twin: Twin, plan, mode: ContentMode) -> int:
+    for side in (Side.HEAD, Side.TAIL):
+        twin.check_and_write(plan, side)
+    twin.check_and_write_content(plan, mode)
+    return twin.assert_equal()
+
+
+def flip(twin: Twin, half: str, source: int, slot: int, byte: int) -> None:
+    """Change one byte of a slot; both twins read the same buffers."""
+    s = twin.group.content(half)[source]
+    at = s.offset + slot // s.page_size * s.page_stride + slot % s.page_size * s.token_stride
+    s.data[at + byte] ^= 0x10
+
+
+# PARTIAL only chooses the sector; how bytes are addressed is the layout's business.
+CHOOSY = (
+    "rows longer than a tile",
+    "584 bytes, paged",
+    "sizes and offset all differ",
+    "10 bytes, odd addresses",
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [(layout, ContentMode.ALL) for layout in LAYOUTS]
+    + [(layout, ContentMode.PARTIAL) for layout in CHOOSY],
+)
+def test_layouts(layout: str, mode: ContentMode):
+    shape, prompt = LAYOUTS[layout], 16
+    twin, pool = run(shape, mode, prompt=prompt)
+    assert forward(twin, pool.decode([5, 1, 2]), mode) == 0
+    counters = twin.kernel_state.counters[2 - 1]
+    assert int(counters[Counter.CONTENT_WRITTEN]) == 29
+    assert int(counters[Counter.CONTENT_CHECKED]) == 26
+    for position, (source, size) in enumerate(enumerate(shape.row_bytes)):
+        flip(twin, "V", source, int(pool.req_to_token[1, position % prompt]), size - 1)
+    rows = forward(twin, pool.decode([5, 1, 2]), mode)
+    if mode is ContentMode.ALL:
+        assert rows == min(prompt, len(shape.row_bytes))
+    slot = int(pool.req_to_token[1, prompt - 1])
+    for byte in range(shape.row_bytes[0]):
+        flip(twin, "K", 0, slot, byte)
+    assert forward(twin, pool.decode([1]), mode) > rows
+
+
+def test_halves_of_different_word_sizes_and_a_half_without_content():
+    device = kernel_device()
+    for k_bytes, v_bytes in ((64, 6), (6, 64), (None, 8), (8, None)):
+        generator = torch.Generator().manual_seed(1)
+        sources = {
+            f"{half}_content": make_sources(ContentShape((size, size)), SLOTS, device, generator)
+            for half, size in (("k", k_bytes), ("v", v_bytes))
+            if size is not None
+        }
+        twin = Twin(make_group(SLOTS, **sources), make_state())
+        pool = Pool(device, SLOTS, 128, 8)
+        forward(twin, pool.extend({1: 12}), ContentMode.ALL)
+        for half in "KV":
+            if twin.group.content(half):
+                flip(twin, half, 1, int(pool.req_to_token[1, 5]), 3)
+        expected = sum(size is not None for size in (k_bytes, v_bytes))
+        assert forward(twin, pool.decode([1]), ContentMode.ALL) == expected
+
+
+def test_group_without_content():
+    twin = Twin(make_group(SLOTS), make_state())
+    pool = Pool(kernel_device(), SLOTS, 128, 8)
+    assert forward(twin, pool.extend({1: 12}), ContentMode.ALL) == 0
+
+
+@MODES
+def test_rotation_reads_every_slot_in_turn(mode: ContentMode):
+    shape = LAYOUTS["bf16 rows"]
+    group = make_group(SLOTS, content=shape)
+    budget = 12 * content_bytes_per_slot(group, mode)
+    twin, pool = run(shape, mode, budget)
+    before = twin.kernel_state.counters.clone()
+    for position in (17, 20):
+        for byte in range(64):
+            flip(twin, "K", 2, int(pool.req_to_token[1, position]), byte)
+    found = [forward(twin, pool.decode([2, 1, 5]), mode) for _ in range(7)]
+    assert found[0] < found[-1] <= 4
+    checked = (twin.kernel_state.counters - before)[1, Counter.CONTENT_CHECKED]
+    assert 50 <= int(checked) <= 7 * (12 + 3)
+
+
+def test_window_and_mapping():
+    permutation = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)) + 1
+    lut = torch.cat([torch.zeros(1, dtype=torch.int64), permutation]).to(kernel_device())
+    twin, pool = run(
+        LAYOUTS["bf16 rows"],
+        ContentMode.ALL,
+        kind=PoolKind.SWA,
+        swa_index_lut=lut,
+        window=16,
+    )
+    for position in (3, 24, 39):  # the first lies before the window
+        flip(twin, "K", 0, int(lut[pool.req_to_token[1, position].long()]), 0)
+    for position, value in ((30, 0), (31, -4), (32, SLOTS)):
+        lut[pool.req_to_token[1, position].long()] = value
+    forward(twin, pool.decode([1, 2, 5]), ContentMode.ALL)
+    rows = [row for row in ring_rows(twin.kernel_state) if row[Column.REASONS - 1] & Reason.CONTENT]
+    assert len(rows) == 2
+
+
+def test_records_that_are_not_compared():
+    """No fingerprint stored, not live, or written by another forward."""
+    twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
+    slots = [int(pool.req_to_token[1, position]) for position in range(4)]
+    for slot in slots:
+        flip(twin, "V", 1, slot, 1)
+    twin.poke("v_tail", slots[0], record.WORD_CONTENT, 0)
+    for slot, state in zip(slots[1:3], (record.State.FREED, record.State.UNFILLED), strict=True):
+        word = record.pack_writer(1, 1, 1, state)
+        twin.poke("v_tail", slot, record.WORD_WRITER, word)
+    plan = pool.decode([1, 2, 5])
+    for side in (Side.HEAD, Side.TAIL):
+        twin.check_and_write(plan, side)
+    twin.poke("k_tail", int(plan.write.out_cache_loc[0]), record.WORD_WRITER, 77)
+    twin.check_and_write_content(plan, ContentMode.ALL)
+    twin.assert_equal()
+    rows = ring_rows(twin.kernel_state)
+    content = [row for row in rows if row[Column.REASONS - 1] == Reason.CONTENT]
+    assert [row[Column.SLOT - 1] for row in content] == slots[3:]
+
+
+@MODES
+def test_list(mode: ContentMode):
+    twin, pool = run(LAYOUTS["584 bytes, paged"], mode)
+    row = pool.req_to_token[1, :40].long()
+    for byte in range(584):
+        flip(twin, "K", 1, int(row[3]), byte)
+    extra = torch.tensor([0, -1, SLOTS, SLOTS - 1], device=row.device)
+    slots = torch.cat([row, extra])
+    twin.check_list_content(SweepVerifyPlan(slots, slots, slots), mode)
+    assert twin.assert_equal() == 1
+    assert int(twin.kernel_state.counters[2, Counter.CONTENT_CHECKED]) == 40
+
+
+@MODES
+def test_fingerprints_of_a_list(mode: ContentMode):
+    for name in ("584 bytes, paged", "10 bytes, odd addresses"):
+        group = make_group(SLOTS, content=LAYOUTS[name])
+        slots = torch.tensor([5, 1, 0, SLOTS - 1, 77, 5, 8, 9, 10], device=kernel_device())
+        for listed in (slots, slots.int()[::2], slots[:0]):
+            expected = reference.content_fingerprint(group.k_content, listed.long(), mode)
+            actual = triton_backend.content_fingerprint(group.k_content, listed, mode)
+            assert torch.equal(actual, expected)
+    nothing = triton_backend.content_fingerprint((), slots, mode)
+    assert torch.equal(nothing, reference.content_fingerprint((), slots, mode))
+
+
+def test_unarmed_does_nothing():
+    twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
+    for state in (twin.state, twin.kernel_state):
+        state.set_armed(False)
+    before = twin.kernel_group.k_tail.clone()
+    forward(twin, pool.decode([1, 2]), ContentMode.ALL)
+    slots = pool.req_to_token[1, :5].long()
+    twin.check_list_content(SweepVerifyPlan(slots, slots, slots), ContentMode.ALL)
+    twin.assert_equal()
+    assert torch.equal(before, twin.kernel_group.k_tail)
+
+
+def test_tables_follow_the_group():
+    """A group with the same records and other sources gets tables of its own."""
+    twin, _ = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
+    group = twin.kernel_group
+    first = triton_backend.prepare(group)
+    assert triton_backend.prepare(group) is first
+    other = make_group(SLOTS, content=LAYOUTS["one layer"])
+    moved = type(group)(
+        **{name: getattr(group, name) for name in ("kind", "k_head", "k_tail", "v_head", "v_tail")},
+        k_content=other.k_content,
+        v_content=other.v_content,
+    )
+    addresses = triton_backend.prepare(moved)[0][1].table[:, 0].tolist()
+    assert addresses == [other.k_content[0].address, other.v_content[0].address]
+
+
+def test_a_launcher_has_made_its_tables_before_the_first_forward(monkeypatch):
+    group = make_group(SLOTS, content=LAYOUTS["bf16 rows"])
+    Launcher(triton_backend, (group,), make_state(), ContentMode.ALL)
+    made = []
+    monkeypatch.setattr(content_launches, "_make_launch", made.append)
+    triton_backend.prepare(group)
+    assert made == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_tables_are_not_made_while_a_graph_is_captured():
+    group = make_group(SLOTS, content=LAYOUTS["bf16 rows"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="prepare"):
+        triton_backend.prepare(group)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

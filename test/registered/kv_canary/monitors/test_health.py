@@ -1,0 +1,310 @@
+"""The health check says that kernels stopped, within its period, and says nothing of servers that are well or idle."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import CanaryMode, ContentMode
+from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.errors import CanaryHealthError
+from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.monitors.health import LEAST_SILENT_STEPS, HealthCheck
+from sglang_kv_canary.reports.async_copy import FutureTensors
+from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
+from sglang_kv_canary.runner.step_observer import StepObserver, Summary
+from sglang_kv_canary.state import Header
+from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary_rigs.tree_rig import TreeRig
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+PERIOD = 10
+
+
+class WatchedRig(TreeRig):
+    """A TreeRig under a health check, and a sweep unless it stands for a draft runner."""
+
+    def __init__(self, kind: str = "mha", sweep: bool = True, **settings: Any) -> None:
+        super().__init__(kind, **{"health_check_interval": PERIOD, "sweep_interval": 1, **settings})
+        config, groups, sink = self.manager.config, self.manager.groups, self.manager.sink
+        self.sweep = SweepOrchestrator(config, groups, sink) if sweep else None
+        self.health = HealthCheck(config, groups, sink, "target" if sweep else "draft", self.sweep)
+        self.manager.observers += [o for o in (self.sweep, self.health) if o]
+        self.manager.attach_radix_cache(self.tree)
+        self.req = self.admit(list(range(10, 40)))
+
+    def steps(self, count: int) -> None:
+        for i in range(count):
+            self.decode_request(self.req, 40 + i)
+            self.manager.drain()  # as the scheduler does with each result
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> str:
+    return str(tmp_path / "events.jsonl")
+
+
+def _health_events(path: str) -> list[dict[str, Any]]:
+    lines = Path(path).read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["event"] == "health"]
+
+
+def _stop(monkeypatch: Any, name: str, side: Side | None = None) -> None:
+    """The test hook: kernel function `name` does nothing any more, on one side where given."""
+    original = getattr(reference, name)
+
+    def stopped(*args: Any, **kwargs: Any) -> None:
+        if side is not None and side not in args:
+            original(*args, **kwargs)
+
+    monkeypatch.setattr(reference, name, stopped)
+
+
+@pytest.mark.parametrize("kind", ["mha", "swa"])
+@pytest.mark.parametrize("mode", list(CanaryMode)[1:])
+def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: str) -> None:
+    rig = WatchedRig(kind, mode=mode, event_file=events)
+    rig.steps(2 * PERIOD)
+    rig.idle(2 * PERIOD)
+    rig.steps(2 * PERIOD)
+    assert rig.health.checks >= 3
+    assert (rig.health.healthy, rig.health.failures) == (True, 0)
+    assert [e["healthy"] for e in _health_events(events)] == [True]  # once, not each period
+
+
+def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
+    rig = WatchedRig(sweep=False, event_file=events, copy_every_s=1e9)
+    rig.steps(2 * LEAST_SILENT_STEPS)
+    assert (rig.health.healthy, rig.health.failures) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "side", "tags"),
+    [
+        ("check_and_write", Side.TAIL, {"TAIL_K_FULL", "TAIL_V_FULL"}),
+        ("check_and_write", Side.HEAD, {"HEAD_K_FULL", "HEAD_V_FULL"}),
+        (
+            "check_and_write",
+            None,
+            {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"},
+        ),
+        ("check_list", None, {"SWEEP_K_FULL", "SWEEP_V_FULL"}),
+    ],
+)
+def test_stopped_kernels_are_named_within_the_period(
+    function: str, side: Side | None, tags: set[str], events: str, monkeypatch: Any, caplog: Any
+) -> None:
+    rig = WatchedRig(event_file=events)
+    rig.serve(list(range(100, 120)))  # something to sweep
+    rig.steps(PERIOD + 2)
+    assert rig.health.healthy
+    _stop(monkeypatch, function, side)
+    # One period from the last check at worst, plus a whole one without a single launch, plus the copy's delay.
+    rig.steps(2 * PERIOD + 1)
+    assert not rig.health.healthy
+    last = _health_events(events)[-1]
+    assert (last["healthy"], set(last["tags"])) == (False, tags)
+    assert all(tag in caplog.text for tag in tags)
+
+
+def test_swa_tags_are_named_too(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig("swa", event_file=events)
+    original = reference.check_and_write
+
+    def without_swa(plan: Any, group: Any, *launch: Any) -> None:
+        if group.swa_index_lut is None:
+            original(plan, group, *launch)
+
+    monkeypatch.setattr(reference, "check_and_write", without_swa)
+    rig.steps(2 * PERIOD + 1)
+    assert set(_health_events(events)[-1]["tags"]) == {
+        f"{side}_{half}_SWA" for side in ("HEAD", "TAIL") for half in ("K", "V")
+    }
+
+
+def test_a_lost_check_of_the_prefix_is_named_though_its_records_are_written(
+    events: str, monkeypatch: Any
+) -> None:
+    rig = WatchedRig(event_file=events)
+    original = reference.check_and_write
+
+    def without_branch(plan: Any, group: Any, side: Side, state: Any, part: Part) -> None:
+        original(plan, group, side, state, part & ~Part.VERIFY if side is Side.TAIL else part)
+
+    monkeypatch.setattr(reference, "check_and_write", without_branch)
+    rig.steps(2 * PERIOD + 1)
+    assert set(_health_events(events)[-1]["tags"]) == {"TAIL_K_FULL", "TAIL_V_FULL"}
+
+
+def test_checks_lost_in_some_graphs_are_told_by_the_others(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events)
+    original, launched = reference.check_and_write, []
+
+    def mostly(plan: Any, group: Any, side: Side, state: Any, part: Part) -> None:
+        launched.append(side)
+        lost = side is Side.TAIL and launched.count(Side.TAIL) % 5 == 0
+        original(plan, group, side, state, part & ~Part.VERIFY if lost else part)
+
+    rig.steps(2 * PERIOD + 2)
+    assert rig.health.healthy
+    monkeypatch.setattr(reference, "check_and_write", mostly)
+    rig.steps(2 * PERIOD + 1)
+    (problem,) = _health_events(events)[-1]["problems"]
+    assert "TAIL of FULL ran" in problem
+
+
+def test_raise_ends_with_the_tags_as_its_last_words(tmp_path: Path, monkeypatch: Any) -> None:
+    last_words = tmp_path / "last_words"
+    monkeypatch.setenv(LAST_WORDS_ENV, str(last_words))
+    rig = WatchedRig(mode=CanaryMode.RAISE)
+    _stop(monkeypatch, "check_and_write")
+    with pytest.raises(CanaryHealthError, match=r"did not run: HEAD_K_FULL, TAIL_K_FULL") as info:
+        rig.steps(2 * PERIOD + 1)
+    assert last_words.read_text() == f"{info.value}\n"
+
+
+def test_missing_fingerprints_are_unhealthy(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events)
+    _stop(monkeypatch, "check_and_write_content")
+    rig.steps(2 * PERIOD + 1)
+    (problem,) = _health_events(events)[-1]["problems"]
+    assert "no content fingerprints" in problem
+    assert "TAIL_K_FULL" in problem
+    assert "TAIL_V_FULL" in problem
+
+
+def test_no_fingerprints_are_expected_without_content_checks(monkeypatch: Any) -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE, content=ContentMode.NONE)
+    _stop(monkeypatch, "check_and_write_content")
+    rig.steps(2 * PERIOD + 1)
+    assert rig.health.healthy
+
+
+@pytest.mark.parametrize("surplus", [1, -2])  # the first copy may have been one ahead
+def test_the_device_must_have_counted_every_forward_once(surplus: int, events: str) -> None:
+    rig = WatchedRig(event_file=events)
+    rig.steps(PERIOD + 2)
+    rig.manager.state.summary[0] += surplus  # a launch that was doubled, or is missing
+    rig.steps(PERIOD + 2)
+    (problem,) = _health_events(events)[-1]["problems"]
+    assert "the device counted" in problem
+    rig.steps(PERIOD + 2)  # nothing new happened since
+    assert rig.health.healthy
+    assert _health_events(events)[-1]["healthy"]
+
+
+def test_a_copy_that_caught_the_next_forward_is_no_illness(events: str, monkeypatch: Any) -> None:
+    """Nothing makes later forwards wait for a copy. What lasts is told at the next check."""
+    rig = WatchedRig(event_file=events)
+    from_host = Summary.from_host
+
+    def late(summary: Any, point: Any, forward_ct: int) -> Summary:
+        caught = summary.clone()
+        caught[Header.FORWARD_DONE] += 1
+        return from_host(caught, point, forward_ct + 1)
+
+    for copies in (1, PERIOD):  # the first of all, and one later on
+        monkeypatch.setattr(Summary, "from_host", late)
+        rig.steps(copies)
+        monkeypatch.undo()
+        rig.steps(2 * PERIOD)
+        assert rig.health.failures == 0
+    monkeypatch.setattr(Summary, "from_host", late)
+    rig.steps(2 * PERIOD + 1)
+    assert "1 forwards more" in _health_events(events)[-1]["problems"][0]
+
+
+def test_a_model_that_raises_is_not_the_canarys_illness() -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE)
+    for _ in range(3):
+        rig.steps(PERIOD)
+        with pytest.raises(RuntimeError, match="the model failed"):
+            rig.extend(5, [1, 2, 3], fail=True)
+        rig.lengths[5] = 0
+    rig.steps(PERIOD)
+    assert rig.health.failures == 0
+
+
+def test_an_idle_server_is_not_unhealthy(monkeypatch: Any) -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE, sweep=False)
+    rig.steps(1)
+    _stop(monkeypatch, "check_and_write")  # would be found if anything were expected
+    rig.idle(5 * PERIOD)
+    assert rig.health.healthy
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_the_first_request_after_a_long_idle_time_finds_a_healthy_server(sweep: bool) -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE, sweep=sweep, sweep_interval=0 if not sweep else 1)
+    rig.steps(PERIOD)
+    rig.idle(2 * LEAST_SILENT_STEPS)
+    rig.steps(PERIOD)
+    assert rig.health.failures == 0
+
+
+def test_sweeps_that_stop_are_found_on_an_idle_server(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events)
+    rig.serve(list(range(100, 120)))
+    rig.idle(2 * PERIOD)
+    assert rig.health.healthy
+    _stop(monkeypatch, "check_list")
+    rig.idle(3 * PERIOD)
+    assert set(_health_events(events)[-1]["tags"]) == {"SWEEP_K_FULL", "SWEEP_V_FULL"}
+
+
+def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE, sweep=False)
+    rig.steps(3 * PERIOD)
+    assert rig.health.checks >= 2
+    assert rig.health.healthy
+
+
+def test_a_device_that_hands_over_no_counters_is_unhealthy(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events, health_check_interval=1)
+    monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
+    rig.steps(LEAST_SILENT_STEPS - 10)
+    assert rig.health.healthy
+    rig.steps(20)
+    assert "no counters have arrived" in _health_events(events)[-1]["problems"][0]
+
+
+def test_nothing_is_expected_before_the_manager_is_armed(monkeypatch: Any) -> None:
+    rig = WatchedRig(mode=CanaryMode.RAISE)
+    with rig.manager.disarmed():
+        rig.steps(3 * PERIOD)
+    assert rig.health.checks == 0
+
+
+class _Broken(StepObserver):
+    def on_summary(self, manager: Any, summary: Summary) -> None:
+        raise ValueError("broken reporter")
+
+    def after_forwards(self, manager: Any) -> None:
+        raise ValueError("broken reporter")
+
+
+@pytest.mark.parametrize("mode", list(CanaryMode)[1:])
+def test_a_reporter_that_raises_does_not_silence_the_others(
+    mode: CanaryMode, events: str, monkeypatch: Any
+) -> None:
+    rig = WatchedRig(mode=mode, event_file=events)
+    rig.manager.observers.insert(0, _Broken())
+    _stop(monkeypatch, "check_and_write", Side.TAIL)
+    for i in range(2 * PERIOD + 2):
+        if mode is CanaryMode.LOG:
+            rig.decode_request(rig.req, 40 + i)
+            continue
+        with pytest.raises(ValueError, match="broken reporter"):
+            rig.decode_request(rig.req, 40 + i)
+        rig.lengths[rig.req.req_pool_idx] += 1  # decode() did not get that far
+    assert "TAIL_K_FULL" in _health_events(events)[-1]["tags"]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

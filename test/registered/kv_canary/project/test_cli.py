@@ -1,0 +1,133 @@
+"""The command line: help, what it says without SGLang, tables that the documents repeat, and the demo."""
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import kv_canary_cli
+import sglang_kv_canary as package
+from kv_canary_cli import COMMANDS, main
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary_rigs.checkout import REPO
+
+register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
+
+
+def test_without_a_command_shows_the_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [["no-such-command"], ["--no-such-option"]], ids=str)
+def test_unknown_argument_is_named(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_every_command_has_a_module():
+    modules = (import_module(f"{package.__name__}.{command.module}") for command in COMMANDS)
+    assert all(callable(module.main) for module in modules)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"]], ids=str)
+def test_first_answers_need_no_sglang_and_warn_of_nothing(argv):
+    """Python names each module that it imports on stderr."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-W", "always", "-m", "kv_canary_cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 0
+    assert "kv-canary" in ended.stdout
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("import time:")] == []
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "argparse" in imported
+    assert not imported & {"sglang", "torch", "numpy", "triton"}
+
+
+def test_version_names_both_distributions(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == (
+        f"kv-canary {version('sglang-kv-canary')}, sglang {version('sglang')}\n"
+    )
+
+
+def test_module_of_the_package_is_the_same_command():
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", package.__name__, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("kv-canary ")
+
+
+def test_settings_name_every_flag_and_variable(capsys):
+    assert main(["settings"]) == 0
+    shown = capsys.readouterr().out
+    assert "--kv-canary-sweep-interval" in shown
+    assert "SGLANG_KV_CANARY_EVENT_FILE" in shown
+
+
+def test_without_sglang_says_what_to_install(tmp_path):
+    folder = tmp_path / "sglang" / "srt" / "kv_canary"
+    shutil.copytree(Path(package.__file__).parent, folder)
+    shutil.copy(kv_canary_cli.__file__, tmp_path)
+    run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', 'pools']; "
+    run += f"runpy.run_module({package.__name__!r}, run_name='__main__', alter_sys=True)"
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", run],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert "install sglang-kv-canary[sglang]" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(not (REPO / "docs").is_dir(), reason="no source tree: docs/ is not here")
+def test_tables_of_the_documents_are_current(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["doc_tables.py", "--check"])
+    tool = runpy.run_path(str(REPO / "tools/doc_tables.py"))
+    assert tool["main"]() == 0, "run: .venv/bin/python tools/doc_tables.py"
+
+
+def test_demo_catches_its_faults_and_exits_with_0():
+    ended = subprocess.run(
+        [sys.executable, "-m", "kv_canary_cli", "demo", "--requests", "40"],
+        capture_output=True,
+        text=True,
+        timeout=consts.PROCESS_TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    last = ended.stdout.rstrip().splitlines()[-1]
+    pattern = r"kv-canary demo: caught (\d+) of \1 injected faults, 0 false alarms in \d{4,} checked slots"
+    assert re.fullmatch(pattern, last), ended.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,232 @@
+"""The documents: links lead somewhere, sentences are short, every reason, report and alert has a runbook section."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.record import Reason
+from sglang_kv_canary.reports.violation import RUNBOOK, Actor, Violation, render
+from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+
+DOCS = REPO / "docs"
+AT_THE_TOP = [REPO / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+DOCUMENTS = sorted([*AT_THE_TOP, *DOCS.rglob("*.md")])
+README_WORDS = 900
+PARTS = ("Means.", "Likely causes.", "Do now.", "Look at next.")
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
+# Of a path in the repository with an anchor, as reports and alerts print it
+SECTION = re.compile(r"(docs/[\w.-]+\.md)#([\w-]+)")
+
+pytestmark = pytest.mark.skipif(
+    not DOCS.is_dir(), reason="no source tree: the documents are not here"
+)
+
+
+def prose_tool() -> dict[str, Any]:
+    return runpy.run_path(str(REPO / "tools" / "prose.py"), run_name="prose")
+
+
+def prose(document: Path) -> str:
+    return FENCE.sub("", document.read_text())
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it: lower case, without punctuation, hyphens for blanks."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(document: Path) -> list[str]:
+    return [anchor_of(heading) for heading in re.findall(r"^#+ (.+)$", prose(document), re.M)]
+
+
+def dead_link(document: Path, target: str) -> str:
+    """What is wrong with a link of `document`, or ""."""
+    path, _, anchor = target.partition("#")
+    file = document.parent / path if path else document
+    if not file.exists():
+        return f"{target}: {path} does not exist"
+    if anchor and anchor not in anchors(file):
+        return f"{target}: {file.name} has no such heading"
+    return ""
+
+
+def runbook_sections() -> dict[str, str]:
+    """Text of the sections of third level, by heading."""
+    parts = re.split(r"^##+ (.+)$", prose(REPO / RUNBOOK), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def event_file_commands() -> list[str]:
+    """The runbook's commands that read events.jsonl."""
+    lines = (REPO / RUNBOOK).read_text().splitlines()
+    return [line.strip(" `;") for line in lines if "jq " in line and "events.jsonl" in line]
+
+
+def violation(*reasons: str) -> Violation:
+    unknown = dict.fromkeys(Violation.__slots__)
+    reader = Actor(forward=3, row=1, mode="DECODE", request_id="ada", step=3)
+    return Violation(
+        **{**unknown, "sequence": 0, "tag": "HEAD_K_FULL", "reasons": reasons, "reader": reader}
+    )
+
+
+# Links
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(document))
+    relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [wrong for target in relative if (wrong := dead_link(document, target))] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_headings_are_unique_so_that_their_anchors_are(document: Path) -> None:
+    found = anchors(document)
+    assert sorted({anchor for anchor in found if found.count(anchor) > 1}) == []
+
+
+def test_dead_links_are_noticed() -> None:
+    assert "does not exist" in dead_link(DOCS / "alarms.md", "nowhere.md")
+    assert "no such heading" in dead_link(DOCS / "alarms.md", "metrics.md#nowhere")
+    assert "no such heading" in dead_link(DOCS / "alarms.md", "#nowhere")
+    assert dead_link(DOCS / "alarms.md", "../README.md#install") == ""
+    assert dead_link(REPO / "README.md", "docs/alarms.md#content") == ""
+
+
+def test_the_index_names_every_document() -> None:
+    index = (DOCS / "README.md").read_text()
+    files = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".yml", ".json")]
+    names = [str(path.relative_to(DOCS)) for path in files if path.name != "README.md"]
+    assert len(names) > 15
+    assert [name for name in names if f"]({name}" not in index] == []
+
+
+# Words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_sentences_are_short(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose_tool()["main"]([str(document)]) == 0, capsys.readouterr().out
+
+
+def test_long_sentences_and_wrong_terms_are_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.md"
+    long.write_text("Too " + "long " * 30 + "it is.\n" + "\n\nThis one is fine.\n" * 10)
+    assert prose_tool()["main"]([str(long)]) == 0, "one of eleven may be long"
+    assert "33 words: Too long" in capsys.readouterr().out
+    long.write_text(long.read_text() * 2 + "\nToo " + "long " * 30 + "it is.\n")
+    assert prose_tool()["main"]([str(long)]) == 1
+    assert "too long" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text("The graph is captured anew.\n")
+    assert prose_tool()["main"]([str(wrong)]) == 1
+    assert '"anew", better: again' in capsys.readouterr().out
+
+
+def test_docstrings_logs_errors_and_help_texts_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "word " * 30
+    sources = (
+        f'"""{words}end."""',
+        f'logger.info("{words}end")',
+        f'raise ValueError(f"{{x}} {words}end")',
+        f'parser.add_argument("-x", help="{words}end")',
+    )
+    for number, source in enumerate(sources):
+        (tmp_path / f"{number}.py").write_text(source)
+    prose_tool()["main"](["--python", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert re.findall(r"(\d)\.py:1: 3[12] words", out) == ["0", "1", "2", "3"]
+
+
+def test_readme_is_a_few_screens() -> None:
+    assert len((REPO / "README.md").read_text().split()) <= README_WORDS
+
+
+# The runbook
+
+
+@pytest.mark.parametrize("reason", [reason.name for reason in Reason])
+def test_every_reason_has_a_section_with_all_parts(reason: str) -> None:
+    text = runbook_sections()[reason]
+    assert re.findall(r"^\*\*(.+?)\*\*", text, re.M) == [*PARTS]
+    for part in text.split("\n**")[1:]:
+        assert len(part.split()) > 3, part
+
+
+def test_every_reason_is_in_the_overview() -> None:
+    overview = runbook_sections()["Reasons"]
+    linked = re.findall(r"\[([A-Z_]+)\]\(#([a-z_]+)\)", overview)
+    assert {reason.name for reason in Reason} <= {name for name, _ in linked}
+    assert all(name.lower() == anchor for name, anchor in linked)
+
+
+@pytest.mark.parametrize("reason", [reason.name for reason in Reason])
+def test_a_report_leads_to_the_section_of_its_first_reason(reason: str) -> None:
+    last = render(violation(reason, "CONTENT")).splitlines()[-1]
+    assert last.startswith("  help       ")
+    ((file, anchor),) = SECTION.findall(last)
+    assert anchor == reason.lower()
+    assert anchor in anchors(REPO / file)
+
+
+def test_a_row_without_a_known_reason_is_still_shown() -> None:
+    assert "help" not in render(violation())
+
+
+def test_every_alert_names_a_section_of_the_runbook() -> None:
+    rules = (DOCS / "alerts" / "kv-canary.yml").read_text().split("- alert: ")[1:]
+    assert rules
+    for rule in rules:
+        name = rule.split()[0]
+        assert name in runbook_sections(), "a section of its own"
+        ((file, anchor),) = SECTION.findall(rule)
+        assert f'runbook: "{file}#{anchor} ' in rule
+        assert anchor in anchors(REPO / file), name
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_the_commands_that_read_the_event_file_work_as_they_stand(tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events.jsonl"))
+    rig.extend(1, range(20))
+    rig.extend(2, range(30))
+    slot = rig.slot(1, 5)
+    rig.rows.req_to_token[2, 6] = rig.rows.req_to_token[1, 5]
+    for _ in range(4):
+        rig.decode([1, 2])
+    rig.settle()
+    rig.manager.violations.finish()
+    commands = event_file_commands()
+    assert len(commands) == 6
+
+    def run(sign: str) -> str:
+        (command,) = (command for command in commands if sign in command)
+        shell = ["bash", "-o", "pipefail", "-c", command]
+        return subprocess.check_output(shell, cwd=tmp_path, text=True)
+
+    assert re.search(r"1 .* rank 0 pp null dp null HEAD_K_FULL POSITION\+CHAIN", run(".tag"))
+    assert [4, slot] in [[*map(int, line.split())] for line in run(".slot").splitlines()]
+    assert run(".reader.request_id") == '"req-2"\n'
+    assert run(".readers[]") == '"req-2"\n'
+    assert 0 <= float(run("now - max")) < 600
+    assert '"cause":1,' in run(".cause <= 3")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

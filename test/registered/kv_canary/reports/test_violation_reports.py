@@ -1,0 +1,517 @@
+"""From findings to causes: what is one cause, when it is named in the log, and what its events hold."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sglang_kv_canary
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.reports import cause, known_findings, violation_reporter
+from sglang_kv_canary.reports.safe_text import safe_text
+from sglang_kv_canary.reports.violation import Violation, render
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+
+LINE = re.compile(
+    r"^kv_canary violation: launch_tag=(\S+) fail_reason=(\S+) slot=(-?\d+) position=(-?\d+)$", re.M
+)
+NEVER = 1e9  # seconds: no interval ends during a test
+HOSTILE = (
+    'x"\n[2026-11-20 11:38:51] kv-canary violation #7: CONTENT\r\x1b]0;owned\x07\x1b[2J\u202e\u2028'
+)
+
+
+class Log:
+    """What has been logged about violations, as text."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    @property
+    def text(self) -> str:
+        ours = (
+            r for r in self._caplog.records if r.name.startswith(f"{sglang_kv_canary.__name__}.")
+        )
+        return "\n".join(record.getMessage() for record in ours)
+
+    @property
+    def lines(self) -> list[tuple[str, ...]]:
+        """(launch tag, reasons, slot, position) of each machine-readable line."""
+        return LINE.findall(self.text)
+
+    @property
+    def slots(self) -> list[int]:
+        return [int(slot) for _, _, slot, _ in self.lines]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    caplog.set_level(logging.INFO)
+    return Log(caplog)
+
+
+def _damage(rig: ManagerRig, row: int, *positions: int) -> list[int]:
+    """Other bytes in K of these positions; returns the slots."""
+    slots = [rig.slot(row, position) for position in positions]
+    rig.pool.k_buffer[1][slots] += 1
+    return slots
+
+
+def _events(path: Path, kind: str) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if event["event"] == kind]
+
+
+def _let_the_interval_end(rig: ManagerRig) -> None:
+    rig.manager.violations._reporter._interval_began = float("-inf")
+
+
+# What is one cause
+
+
+def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events"))
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    slot = rig.slot(1, 5)
+    rig.rows.req_to_token[2, 5] = rig.rows.req_to_token[1, 5]
+    rig.rows.req_to_token[1:3, 6] = 0
+    rig.manager.ledger.record(SlotEventKind.FREE, PoolKind.FULL, torch.tensor([slot]), 1)
+    rig.decode([1, 2])
+    rig.settle()
+    assert log.slots.count(slot) == 1
+    report = next(r for r in log.text.split("kv_canary violation:") if "USE_AFTER_FREE" in r)
+    assert "seen at    HEAD and TAIL, K and V of FULL" in report
+    assert 'checked by request "req-1"' in report
+    assert '             request "req-2"' in report
+    events = [e for e in _events(tmp_path / "events", "violation") if e["slot"] == slot]
+    assert len(events) == 8  # the event file has each finding
+    assert len({event["cause"] for event in events}) == 1
+
+
+def test_the_row_of_each_reader_is_a_cause_of_its_own_where_no_slot_is_at_fault(log: Log) -> None:
+    rig = ManagerRig()
+    for row in (1, 2):
+        rig.extend(row, range(20))
+        rig.rows.req_to_token[row, 6] = 0
+    rig.decode([1, 2])
+    rig.settle()
+    assert [reasons for _, reasons, _, _ in log.lines] == ["UNMAPPED_SLOT"] * 2
+
+
+def test_causes_are_numbered_from_1_without_gaps(log: Log, tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events"))
+    rig.extend(1, range(20))
+    for position in (3, 7, 11):
+        _damage(rig, 1, position)
+        for _ in range(3):  # repeats, which have sequence numbers of their own
+            rig.decode([1])
+        rig.settle()
+    assert re.findall(r"kv-canary violation #(\d+):", log.text) == ["1", "2", "3"]
+    events = _events(tmp_path / "events", "violation")
+    assert [event["cause"] for event in events] == [1, 2, 3]
+    assert events[-1]["sequence"] > 2
+
+
+def test_a_slot_that_was_written_again_is_another_cause(log: Log) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    (slot,) = _damage(rig, 1, 5)
+    rig.decode([1])
+    rig.settle()
+    rig.lengths[1] = 0
+    rig.allocator.clear()
+    rig.manager.ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, 1)
+    rig.extend(1, range(20))
+    assert _damage(rig, 1, 5) == [slot]
+    rig.decode([1])
+    rig.settle()
+    assert log.slots == [slot, slot]
+
+
+# When a cause is named
+
+
+def test_each_cause_found_within_an_interval_is_named_in_it(log: Log) -> None:
+    """Two damaged prefixes that are read shortly after each other, with no event file."""
+    rig = ManagerRig(log_every_s=NEVER)
+    for row in (1, 2):
+        rig.extend(row, range(20))
+    slots = [*_damage(rig, 1, 5), *_damage(rig, 2, 9)]
+    for row in (1, 2):
+        rig.result(rig.decode([row]))
+    assert log.slots == slots
+    assert "event file" not in log.text
+
+
+def test_20_causes_are_named_per_interval_and_the_others_wait_their_turn(log: Log) -> None:
+    rig = ManagerRig(log_every_s=NEVER)
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(50))
+    rig.result(rig.decode([1]))
+    assert log.slots == slots[:20]
+    assert "30 more causes wait to be named, at most 20 at a time" in log.text
+    rig.result(rig.decode([1]))
+    assert len(log.slots) == 20
+    for named in (40, 50):
+        _let_the_interval_end(rig)
+        rig.result(rig.decode([1]))
+        assert log.slots == slots[:named]
+
+
+def test_a_step_without_findings_names_those_whose_turn_it_is(log: Log) -> None:
+    rig = ManagerRig(log_every_s=NEVER)
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(25))
+    rig.result(rig.decode([1]))
+    rig.extend(2, range(5))
+    _let_the_interval_end(rig)
+    rig.result(rig.decode([2]))
+    assert log.slots == slots
+
+
+def test_an_idle_server_names_what_waits_without_waiting_for_a_long_interval(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = ManagerRig(log_every_s=NEVER)
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(30))
+    step = rig.decode([1])
+    rig.recorder.result_arrived(step)
+    rig.manager.drain()
+    assert len(log.slots) == violation_reporter.READ_PER_STEP
+    rig.manager.on_idle()
+    assert len(log.slots) == 20  # a second has not passed
+    monkeypatch.setattr(violation_reporter, "IDLE_INTERVAL_S", 0.0)
+    rig.manager.on_idle()
+    assert log.slots == slots
+
+
+def test_the_event_file_is_pointed_to_only_where_there_is_one(log: Log, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rig = ManagerRig(log_every_s=NEVER, event_file=str(path))
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(30))
+    rig.result(rig.decode([1]))
+    assert "10 more causes wait to be named, at most 20 at a time (all are in the event file)" in (
+        log.text
+    )
+    assert [event["slot"] for event in _events(path, "violation")] == slots
+
+
+def test_what_does_not_fit_the_backlog_is_counted_and_said(
+    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(violation_reporter, "MAX_WAITING", 30)
+    rig = ManagerRig(log_every_s=NEVER, event_file=str(tmp_path / "events"))
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(50))
+    rig.result(rig.decode([1]))
+    assert len(_events(tmp_path / "events", "violation")) == 30
+    _let_the_interval_end(rig)
+    rig.manager.drain()
+    assert "20 findings were dropped while 30 causes waited" in log.text
+    assert log.slots == slots[:30]
+    rig.result(rig.decode([1]))  # there is room again
+    _let_the_interval_end(rig)
+    rig.manager.drain()
+    assert sorted(log.slots) == sorted(slots)
+
+
+def test_a_flood_is_looked_into_over_several_steps(
+    log: Log, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(violation_reporter, "READ_PER_STEP", 4)
+    path = tmp_path / "events"
+    rig = ManagerRig(log_every_s=0.0, event_file=str(path))
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(30))
+    for _ in range(3):  # the same findings come again meanwhile
+        before = len(_events(path, "violation"))
+        rig.recorder.result_arrived(rig.decode([1]))
+        rig.manager.drain()
+        read = [event["slot"] for event in _events(path, "violation")]
+        assert read == slots[: len(read)]
+        assert (
+            before < len(read) <= before + 8
+        )  # in two calls: one after the launch, one with the result
+    assert rig.settle()
+    assert log.slots == slots
+    reporter = rig.manager.violations._reporter
+    assert (reporter.distinct, reporter.repeats) == (30, 60)
+    assert {c.findings for c in reporter._causes.values()} == {3}
+
+
+def test_at_the_end_everything_is_named(log: Log) -> None:
+    rig = ManagerRig(log_every_s=NEVER)
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(50))
+    rig.recorder.result_arrived(rig.decode([1]))  # and nothing has been handed over yet
+    rig.manager.finish(1.0)
+    assert log.slots == slots
+    rig.manager.finish(1.0)
+    assert log.slots == slots
+
+
+def test_at_the_end_what_is_not_settled_is_counted(log: Log) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.settle()
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    rig.manager.finish(1.0)
+    assert log.slots == []
+    assert "before their forwards' results are in: 1" in log.text
+
+
+def test_a_clean_server_ends_without_a_word(log: Log) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.decode([1])
+    rig.settle()
+    rig.manager.finish(1.0)
+    assert log.text == ""
+
+
+# Bounds
+
+
+def test_findings_remembered_are_bounded(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_findings, "MAX_KNOWN", 8)
+    rig = ManagerRig()
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(20))
+    for _ in range(3):
+        rig.decode([1])
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    assert len(reporter._known) == 8
+    assert log.slots == slots  # one that was forgotten is folded into its cause again
+    assert sum(c.findings for c in reporter._causes.values()) == 60
+
+
+def test_causes_remembered_are_bounded(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(violation_reporter, "MAX_CAUSES", 8)
+    rig = ManagerRig()
+    rig.extend(1, range(60))
+    slots = _damage(rig, 1, *range(20))
+    rig.decode([1])
+    rig.settle()
+    assert len(rig.manager.violations._reporter._causes) == 8
+    assert log.slots == slots
+
+
+def test_events_of_a_cause_are_bounded_and_summed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cause, "MAX_READERS", 2)
+    monkeypatch.setattr(violation_reporter, "MAX_EVENTS", 3)
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path), log_every_s=NEVER)
+    rig.extend(1, range(20))
+    (slot,) = _damage(rig, 1, 5)
+    for row in (1, 2, 3, 4, 5):  # new readers of the same damage
+        rig.rows.req_to_token[row] = rig.rows.req_to_token[1]
+        rig.lengths[row] = 20
+        rig.result(rig.decode([row]))
+    assert len(_events(path, "violation")) == 3
+    rig.result(rig.decode([1]))
+    assert _events(path, "cause") == []  # the interval has not ended
+    _let_the_interval_end(rig)
+    rig.result(rig.decode([1]))
+    (summary,) = _events(path, "cause")
+    assert (summary["cause"], summary["slot"], summary["reasons"]) == (1, slot, ["CONTENT"])
+    assert (summary["findings"], summary["tags"]) == (6, ["TAIL_K_FULL"])
+    assert [reader["request_id"] for reader in summary["readers"]] == ["req-1", "req-2"]
+    assert summary["more_readers"]
+    _let_the_interval_end(rig)
+    rig.result(rig.decode([1]))
+    assert len(_events(path, "cause")) == 1  # not until there are twice as many
+    rig.manager.finish(1.0)
+    assert [event["findings"] for event in _events(path, "cause")] == [6, 8]
+
+
+def test_many_readers_are_counted_in_the_report(log: Log) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    for row in range(2, 8):
+        rig.rows.req_to_token[row] = rig.rows.req_to_token[1]
+        rig.lengths[row] = 20
+    rig.decode(range(1, 8))
+    rig.settle()
+    assert len(re.findall(r'request "req-\d" \(row \d\), forward 2 ', log.text)) == 4
+    assert "             and 3 more readers" in log.text
+
+
+# Words
+
+
+def test_a_line_for_machines_comes_before_each_report(log: Log) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    (slot,) = _damage(rig, 1, 5)
+    rig.rows.req_to_token[2, 7] = 0
+    rig.decode([1, 2])
+    rig.settle()
+    assert set(log.lines) == {
+        ("TAIL_K_FULL", "CONTENT", str(slot), "5"),
+        ("HEAD_K_FULL", "UNMAPPED_SLOT", "-1", "7"),
+    }
+    rest = LINE.split(log.text)[5::5]
+    assert len(rest) == len(log.lines)
+    assert all(text.startswith("\nkv-canary violation #") for text in rest)
+
+
+def test_raise_names_the_first_causes_with_their_lines() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    slots = _damage(rig, 1, *range(6))
+    rig.decode([1])
+    with pytest.raises(CanaryViolationError) as raised:
+        rig.settle()
+    text = str(raised.value)
+    assert [int(slot) for _, _, slot, _ in LINE.findall(text)] == slots[:4]
+    assert text.endswith("kv-canary: and 2 more causes in the same step")
+
+
+def test_a_double_free_is_the_allocators(log: Log, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path))
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    slot = rig.slot(1, 5)
+    for _ in range(2):
+        rig.manager.ledger.record(SlotEventKind.FREE, PoolKind.FULL, torch.tensor([slot]), 1)
+        rig.decode([2])
+    rig.settle()
+    ((tag, reasons, _, _),) = log.lines
+    assert (tag, reasons) == ("FREE_FULL", "DOUBLE_FREE")
+    assert f"DOUBLE_FREE by the allocator, slot {slot} of FULL" in log.text
+    assert "HEAD_K_FULL" not in log.text
+    (event,) = _events(path, "violation")
+    assert event["tag"] == "FREE_FULL"
+    assert rig.manager.violations.by_tag_and_reason == {("FREE_FULL", "DOUBLE_FREE"): 1}
+
+
+def test_content_is_called_by_what_it_is_and_old_names_stay_for_a_version(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path))
+    rig.extend(1, range(20))
+    (slot,) = _damage(rig, 1, 5)
+    rig.decode([1])
+    rig.settle()
+    (event,) = _events(path, "violation")
+    written = int(rig.manager.groups[0].records("K", "TAIL")[slot, 2])
+    (violation,) = rig.reported
+    assert violation.content_written == written != violation.content_now
+    assert event["schema"] == 2
+    assert int(event["content_written"], 16) == written % (1 << 64)
+    assert event["stored_content"] == event["content_written"]
+    assert event["expected_content"] == event["content_now"] != event["content_written"]
+    old = {
+        k: v
+        for k, v in event.items()
+        if k not in ("schema", "cause", "content_written", "content_now")
+    }
+    assert Violation.from_event(old) == violation
+    shown = render(Violation.from_event(event))
+    assert f"written {event['content_written']}, now {event['content_now']}" in shown
+
+
+# Request ids
+
+
+def _serve_damage(rig: ManagerRig, request_id: str) -> None:
+    def run(batch: Any, slots: torch.Tensor, fail: bool) -> Any:
+        step = rig.recorder.begin_step((r, request_id) for r in batch.req_pool_indices.tolist())
+        try:
+            rig._forward(batch, slots, fail)
+        finally:
+            rig.recorder.end_step()
+        return step
+
+    rig._run = run
+    rig.result(rig.extend(1, range(10)))
+    _damage(rig, 1, 4)
+    rig.result(rig.decode([1]))
+
+
+def test_a_request_id_cannot_write_to_the_log(log: Log, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path))
+    _serve_damage(rig, HOSTILE)
+    rig.settle()
+    assert len(log.lines) == 1
+    lines = [line for line in log.text.splitlines() if "11:38:51" in line]
+    assert lines
+    assert all(line.startswith(("  checked by request", "  written by")) for line in lines)
+    assert log.text.replace("\n", "").isprintable()
+    (event,) = _events(path, "violation")
+    assert event["reader"]["request_id"] == HOSTILE
+    assert render(Violation.from_event(event)).replace("\n", "").isprintable()
+
+
+def test_a_request_id_cannot_write_to_the_error_of_a_server_that_raises() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    with pytest.raises(CanaryViolationError) as raised:
+        _serve_damage(rig, HOSTILE)
+    assert str(raised.value).replace("\n", "").isprintable()
+
+
+def test_long_request_ids_are_cut(log: Log, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    rig = ManagerRig(event_file=str(path))
+    _serve_damage(rig, "z" * 100_000)
+    rig.settle()
+    assert f'"{"z" * 125}..."' in log.text
+    (event,) = _events(path, "violation")
+    assert event["reader"]["request_id"] == "z" * 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ada-1", "ada-1"),
+        ("Zoë 你好", "Zoë 你好"),
+        ('a"b\\c', 'a\\"b\\\\c'),
+        ("a\r\nb\x1b[2J\x00\x7f\x9b", "a\\r\\nb\\x1b[2J\\x00\\x7f\\x9b"),
+        ("\u202eabc\u2066\u200f\u2028\ufeff", "\\u202eabc\\u2066\\u200f\\u2028\\ufeff"),
+        ("\udc80", "\\udc80"),
+        ("x" * 128, "x" * 128),
+        ("x" * 129, "x" * 125 + "..."),
+        ("\n" * 129, "\\n" * 62 + "..."),
+    ],
+    ids=(
+        "plain",
+        "letters",
+        "quotes",
+        "controls",
+        "bidi",
+        "surrogate",
+        "fits",
+        "cut",
+        "cut-escapes",
+    ),
+)
+def test_safe_text(text: str, shown: str) -> None:
+    assert safe_text(text) == shown
+    assert len(shown) <= 128
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,41 @@
+"""The host computes the same chain as the records have, in one pass over the tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.plan.host_chain import chain_of_tokens
+from sglang_kv_canary.record import chain_step
+
+register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+
+TOKENS = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=40)
+ANCHORS = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+def _walked(tokens: list[int], anchor: int) -> int:
+    chain = anchor
+    for position, token in enumerate(tokens):
+        chain = chain_step(chain, token, position)
+    return chain
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(tokens=TOKENS, anchor=ANCHORS)
+def test_the_chain_of_a_list_is_that_of_its_steps(tokens, anchor) -> None:
+    assert chain_of_tokens(tokens, anchor) == _walked(tokens, anchor)
+
+
+@pytest.mark.parametrize("count", [4095, 4096, 4097, 20000])
+def test_long_lists(count) -> None:
+    tokens = [(7 * i) % 151643 for i in range(count)]
+    assert chain_of_tokens(tokens, -3) == _walked(tokens, -3)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,454 @@
+"""CanaryManager on real pools: clean forwards, faults, moot reads, exceptions, RAISE, phases."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang_kv_canary.errors import CanaryPhaseError, CanaryViolationError
+from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.kernels.layout import content_bytes_per_slot
+from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang_kv_canary.runner.slot_ledger import SlotLedger
+from sglang_kv_canary.single_forward_manager import Phase
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import Counter
+from sglang_kv_canary_rigs.kernel_cases import make_state
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_nsa_pool, make_swa_pool
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+
+def _free(rig: ManagerRig, slots) -> None:
+    """What the allocator hook does, and then the allocator."""
+    rig.manager.ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots.clone(), 1)
+    rig.allocator.free(slots)
+
+
+def _reasons(violations) -> set[str]:
+    return {reason for v in violations for reason in v.reasons}
+
+
+def test_clean_forwards_report_nothing() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(100, 140))
+    rig.extend(2, range(100, 120))
+    rig.extend(1, range(140, 150))
+    for _ in range(5):
+        rig.decode([1, 2])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == 8
+
+
+def test_a_violation_names_reader_writer_and_both_forwards() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(50, 70))
+    rig.pool.v_buffer[1][rig.slot(1, 7)] += 1
+    rig.decode([2, 1])
+    (violation,) = rig.settle()
+    assert (violation.tag, violation.reasons) == ("TAIL_V_FULL", ("CONTENT",))
+    assert (violation.reader.request_id, violation.reader.forward) == ("req-1", 3)
+    assert (violation.writer.request_id, violation.writer.forward) == ("req-1", 1)
+    assert violation.stored_position == 7
+    assert violation.content_written != violation.content_now
+
+
+def _reread(rig: ManagerRig, forwards: int) -> dict[PoolKind, float]:
+    """Bytes of K and V that each group re-reads in a decode of row 1, on average."""
+    counters = rig.manager.state.counters
+    before = counters.clone()
+    for _ in range(forwards):
+        rig.result(rig.decode([1]))
+    found = {}
+    for group in rig.manager.groups:
+        tag = CanaryLaunchTag(group.kind, "K", Side.TAIL).id
+        slots = int((counters - before)[tag, Counter.CONTENT_CHECKED])
+        size = content_bytes_per_slot(group, rig.manager.config.content_mode)
+        found[group.kind] = slots * size / forwards
+    return found
+
+
+@pytest.mark.parametrize("budget", [4096, 8192, 20000])
+def test_groups_share_the_content_budget(budget: int) -> None:
+    real = make_swa_pool(size=256, size_swa=200, head_num=2, head_dim=8)
+    rig = ManagerRig(real=real, sliding_window_size=120, content_budget_bytes=budget)
+    rig.result(rig.extend(1, range(10, 150)))
+    found = _reread(rig, 40)
+    assert budget / 3 < sum(found.values()) <= budget
+    full, swa = found[PoolKind.FULL], found[PoolKind.SWA]
+    assert full > 0 < swa
+    # The same budget is all one group's where there is one group.
+    alone = ManagerRig(real=make_mha_pool(size=256), content_budget_bytes=budget)
+    alone.result(alone.extend(1, range(10, 150)))
+    assert budget / 3 < sum(_reread(alone, 40).values()) <= budget
+
+
+def test_use_after_free_names_the_free_and_the_writer() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _free(rig, rig.rows.req_to_token[1, 5:6].long())
+    rig.decode([1])
+    violations = rig.settle()
+    assert _reasons(violations) == {"USE_AFTER_FREE"}
+    assert {v.tag for v in violations} == {
+        "HEAD_K_FULL",
+        "HEAD_V_FULL",
+        "TAIL_K_FULL",
+        "TAIL_V_FULL",
+    }
+    assert all(v.freed.forward == 1 and v.writer.request_id == "req-1" for v in violations)
+
+
+def test_every_group_whose_slots_an_allocator_hands_out_hears_of_its_frees() -> None:
+    """NSA: the indexer's keys lie in the slots of the latent rows."""
+    real = make_nsa_pool()
+    groups = attach_canary_buffers(real.pool, content=False)
+    state = make_state(torch.device("cpu"))
+    ledger = SlotLedger(reference, groups, state)
+    for group in groups:
+        group.k_head[70, record.WORD_WRITER] = record.pack_writer(1, 1, 1, record.State.LIVE)
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, torch.tensor([70]), 64)
+    ledger.record(SlotEventKind.FREE, PoolKind.SWA, torch.tensor([71]), 64)  # of nobody's
+    assert ledger.apply() == len(groups) == 2
+    for group in groups:
+        assert record.unpack_writer(int(group.k_head[70, record.WORD_WRITER]))[3] == 2
+
+
+def test_a_freed_slot_that_is_handed_out_and_written_again_is_clean() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    _free(rig, rig.rows.req_to_token[1, :20].long())
+    rig.lengths[1] = 0
+    rig.extend(2, range(30))
+    rig.decode([2])
+    assert rig.settle() == []
+
+
+def test_what_a_dead_request_reads_is_moot() -> None:
+    """The row is given back and recycled while a forward of the dead request is in flight."""
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = rig.slot(2, 9)  # as if recycled while the forward runs
+    step = rig.decode([1, 2])
+    rig.recorder.row_released(1)
+    rig.result(step)
+    assert rig.settle() == []
+    assert rig.manager.violations.moot > 0
+
+
+def test_what_a_living_request_reads_in_the_same_forward_is_not_moot() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = rig.slot(2, 9)
+    step = rig.decode([1, 2])
+    rig.recorder.row_released(2)
+    rig.result(step)
+    assert {v.reader.request_id for v in rig.settle()} == {"req-1"}
+
+
+def test_a_row_that_is_released_after_its_result_is_not_moot() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    rig.result(step)
+    rig.recorder.row_released(1)
+    assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_nothing_is_reported_before_the_result_is_in() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.settle()
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    rig.manager.on_idle()
+    assert rig.reported == []
+    rig.result(step)
+    assert rig.settle() != []
+
+
+def test_raise_ends_with_the_report_and_the_event_is_on_disk_first(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    rig = ManagerRig(mode=CanaryMode.RAISE, event_file=str(events))
+    rig.extend(1, range(20))
+    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
+    rig.decode([1])
+    with pytest.raises(CanaryViolationError, match=r"CHAIN at HEAD_K_FULL.*position 4"):
+        rig.settle()
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {event["event"] for event in written} == {"violation"}
+    assert written[0]["reasons"] == ["CHAIN"]
+
+
+def test_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
+    rig = ManagerRig(copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))  # the first copy
+    rig.rows.req_to_token[1, 3] = 0
+    for _ in range(2):
+        rig.result(rig.decode([1]))
+    assert rig.reported == []
+    assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_while_more_is_found_each_step_copies() -> None:
+    """What the ring holds is overwritten by what is found next."""
+    rig = ManagerRig(copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))
+    slot, rig.rows.req_to_token[1, 3] = rig.slot(1, 3), 0
+    rig.result(rig.decode([1]))
+    each_step = len(rig.settle())
+    for _ in range(3):
+        rig.result(rig.decode([1]))
+    assert len(rig.reported) == 4 * each_step > 0
+    rig.rows.req_to_token[1, 3] = slot
+    rig.result(rig.decode([1]))  # nothing more, so that the next ones wait again
+    rig.rows.req_to_token[1, 3] = 0
+    rig.result(rig.decode([1]))
+    assert len(rig.reported) == 4 * each_step
+    assert rig.manager.owes_copy
+    assert len(rig.settle()) == 5 * each_step
+    assert not rig.manager.owes_copy
+
+
+def test_a_server_that_raises_copies_after_each_step() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9)
+    rig.result(rig.extend(1, range(20)))
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    with pytest.raises(CanaryViolationError, match="UNMAPPED_SLOT"):
+        rig.result(step)
+
+
+def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    with pytest.raises(RuntimeError, match="the model failed"):
+        rig.extend(2, range(10), fail=True)
+    single = rig.manager._single_forwards[0]
+    assert single.phase is Phase.IDLE
+    rig.lengths[2] = 0
+    rig.extend(2, range(10))
+    rig.decode([1, 2])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == int(rig.manager.state.summary[0])
+
+
+def test_a_forward_that_is_not_bracketed_inside_is_an_error() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    with (
+        pytest.raises(CanaryPhaseError, match="was not checked"),
+        rig.manager.with_ops_outside_graph(),
+    ):
+        pass
+
+
+def test_a_doubled_phase_names_both_callers() -> None:
+    rig = ManagerRig()
+    single = rig.manager._single_forwards[0]
+    single.pre_ops_outside_graph()
+    with pytest.raises(CanaryPhaseError, match=r"test_manager\.py.*test_manager\.py"):
+        single.pre_ops_outside_graph()
+    assert single.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_single_forward_that_does_not_exist_is_an_error(index: int) -> None:
+    manager = ManagerRig(mode=CanaryMode.RAISE).manager
+    with (
+        pytest.raises(
+            CanaryPhaseError, match=f"expected a single forward from 0 to 0.*got {index}"
+        ),
+        manager.with_active_single_forward_manager(index),
+    ):
+        pass
+    with (
+        pytest.raises(CanaryPhaseError, match=f"got {index}"),
+        manager.with_ops_outside_graph((index,)),
+    ):
+        pass
+
+
+def test_single_forwards_follow_each_other_and_do_not_nest() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    active = rig.manager.with_active_single_forward_manager
+    with active(0):
+        with (
+            pytest.raises(CanaryPhaseError, match="0 begins inside of single forward 0"),
+            active(0),
+        ):
+            pass
+        rig.extend(1, range(20))
+    with active(0):
+        rig.decode([1])
+    assert rig.settle() == []
+
+
+def test_a_decode_without_tokens_is_an_empty_batch() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.result(rig.extend(1, range(20)))
+    before = rig.manager.state.counters.clone()
+
+    def without_tokens(batch: ForwardBatch) -> None:
+        batch.input_ids = batch.positions = batch.out_cache_loc = torch.zeros(0, dtype=torch.int64)
+
+    rig.on_batch = without_tokens
+    rig.result(rig.decode([1]))
+    assert rig.settle() == []
+    assert torch.equal(rig.manager.state.counters, before)
+    assert rig.manager.forward_ct == 1
+
+
+@pytest.mark.parametrize("side", [Side.HEAD, Side.TAIL])
+def test_an_endpoint_launches_its_group_and_side(side: Side) -> None:
+    """What it launches is what a forward launches: content is re-read with TAIL."""
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    manager, tags = rig.manager, list(product(("K", "V"), (Side.HEAD, Side.TAIL)))
+
+    def counts(half: str, of: Side) -> torch.Tensor:
+        return manager.state.counters[CanaryLaunchTag(PoolKind.FULL, half, of).id].clone()
+
+    before = {tag: counts(*tag) for tag in tags}
+    rig.decode([1])
+    grown = {tag: counts(*tag) - before[tag] for tag in tags}
+    plans = []
+    rig.on_batch = lambda batch: plans.append(manager.plan_input.fill_from_forward_batch(batch))
+    rig.decode([1])
+    before = {tag: counts(*tag) for tag in tags}
+    endpoint = next(e for e in manager.launcher.endpoints if e.tag.side is side)
+    endpoint.launch_per_forward(manager.launcher, plans[0])
+    for tag in tags:
+        now = counts(*tag) - before[tag]
+        if tag[1] is not side:
+            assert int(now.abs().sum()) == 0
+            continue
+        assert int(now[Counter.CHECKED]) == int(grown[tag][Counter.CHECKED]) + 1
+        assert (now[Counter.CONTENT_CHECKED] > 0) == (grown[tag][Counter.CONTENT_CHECKED] > 0)
+
+
+def test_the_mode_is_what_the_scheduler_asked_for() -> None:
+    """A piecewise graph hands the model a mixed batch as an EXTEND."""
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.pool.v_buffer[1][rig.slot(1, 7)] += 1
+    around = rig.manager.with_ops_outside_graph
+    mixed = SimpleNamespace(forward_mode=ForwardMode.MIXED)
+    rig.manager.with_ops_outside_graph = partial(around, maybe_inaccurate_forward_batch=mixed)
+    rig.extend(1, range(20, 24))
+    (violation,) = rig.settle()
+    assert (violation.reader.mode, violation.writer.mode) == ("MIXED", "EXTEND")
+
+
+def test_nested_model_forwards_count_once() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    original = rig._model
+
+    def nested(slots):
+        with rig.manager.bracket_model_forward(None):
+            original(slots)
+
+    rig._model = nested
+    rig.extend(1, range(20))
+    rig.decode([1])
+    assert rig.settle() == []
+    assert rig.manager.forward_ct == 2
+
+
+def test_disarmed_forwards_neither_check_nor_write() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.extend(1, range(20))
+    before = rig.manager.groups[0].k_head.clone()
+    with rig.manager.disarmed():
+        rig.rows.req_to_token[2, :5] = 0
+        rig.lengths[2] = 5
+        rig.decode([2])
+    assert bool((rig.manager.groups[0].k_head == before).all())
+    assert rig.settle() == []
+
+
+def test_repeats_are_counted_not_reported_again() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.pool.k_buffer[0][rig.slot(1, 7)] += 1
+    for _ in range(4):
+        rig.decode([1])
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    assert (reporter.distinct, reporter.repeats) == (1, 3)
+
+
+def test_the_ring_says_how_many_rows_were_overwritten() -> None:
+    rig = ManagerRig(ring_capacity=8)
+    rig.extend(1, range(40))
+    rig.rows.req_to_token[1, :40] = 0
+    step = rig.decode([1])
+    rig.result(step)
+    rig.settle()
+    assert rig.manager.violations.overwritten == 4 * 40 - 8
+    assert len(rig.reported) == 8
+
+
+def test_the_ring_is_copied_while_kernels_append_to_it() -> None:
+    """Rows that were not there when the copy began are left for the next one, whatever lies in their places."""
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    rig.manager.groups[0].k_head[rig.slot(1, 4), 1] ^= 1
+    rig.result(rig.decode([1]))
+    ring, violations = rig.manager.state.violations, rig.manager.violations
+    rig.settle()
+    total, rows, known = ring.total.clone(), ring.rows.clone(), len(rig.reported)
+    rig.manager.groups[0].k_head[rig.slot(1, 9), 1] ^= 1
+    rig.decode([1])
+    assert ring.total > total
+    violations._on_rows((total, rows, ring.total), None)
+    assert violations.busy
+    found = rig.settle()[known:]
+    assert {v.expected_position for v in found} >= {9, 10}
+    assert all(v.reasons == ("CHAIN",) for v in found)
+    assert violations.overwritten == 0
+
+
+class _CudaSlots(torch.Tensor):
+    """Slots that say they are on a GPU and remember which streams use them; there is none to build real ones on."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def record_stream(self, stream: str) -> None:
+        self.used_on = stream
+
+
+def test_slots_of_events_that_are_merged_stay_allocated_until_they_are_read(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "forward stream")
+    groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
+    ledger = SlotLedger(SimpleNamespace(apply_slot_event=lambda *_: None), groups, None)
+    freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(3)]
+    for slots in freed:
+        ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert ledger.apply() == 1
+    assert [slots.used_on for slots in freed] == ["forward stream"] * 3
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,67 @@
+"""Namespaces: equal tokens under another cache salt or LoRA are another prefix."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.plan.anchor import anchor_of
+from sglang_kv_canary.wiring import anchors
+from sglang_kv_canary.wiring.anchors import update_anchors
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "_anchor_of_row", {})
+
+
+def _request(row: int, extra_key: str | None) -> SimpleNamespace:
+    """The two fields of SGLang's Req that are read."""
+    return SimpleNamespace(req_pool_idx=row, extra_key=extra_key)
+
+
+def _share_prefix(rig: ManagerRig, reader_key: str | None) -> list:
+    """Row 1 writes under namespace 'a'; row 2 is pointed at its slots as a prefix hit would."""
+    update_anchors([rig.manager], [_request(1, "a")])
+    rig.extend(1, range(20))
+    update_anchors([rig.manager], [_request(2, reader_key)])
+    rig.rows.req_to_token[2, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[2] = 20
+    rig.extend(2, range(20, 25))
+    return rig.settle()
+
+
+def test_a_hit_in_the_same_namespace_is_clean() -> None:
+    assert _share_prefix(ManagerRig(mode=CanaryMode.RAISE), "a") == []
+
+
+@pytest.mark.parametrize("key", [None, "b"])
+def test_a_hit_across_namespaces_breaks_the_chain_at_its_first_slot(key: str | None) -> None:
+    violations = _share_prefix(ManagerRig(), key)
+    assert {v.reasons for v in violations} == {("CHAIN",)}
+    assert {v.expected_position for v in violations} == {0}
+
+
+def test_a_recycled_row_forgets_its_namespace() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    update_anchors([rig.manager], [_request(1, "a")])
+    update_anchors([rig.manager], [_request(1, None)])
+    assert int(rig.manager.state.anchors.abs().sum()) == 0
+
+
+def test_anchors_are_stable_and_distinct() -> None:
+    assert anchor_of(None) == anchor_of("") == 0
+    assert len({anchor_of(k) for k in ("a", "b", "ab")}) == 3
+    # The value is part of the record format: it must not change silently.
+    assert anchor_of("a") == -3837880752741967926
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,616 @@
+"""Never silently off: whatever keeps the canary from starting ends the server's start, and says why."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary.testing.tiny_models import write_tiny_llama
+from sglang_kv_canary.wiring import collect_hooks
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+
+register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
+
+SUPPORTED = "0.5.12.post1"
+GO_ON = "remove --kv-canary"
+
+LOAD = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+"""
+ASK = """
+from sglang.srt.server_args import ServerArgs
+ServerArgs(model_path="dummy")
+print("off is fine")
+ServerArgs(model_path="dummy", kv_canary="log")
+"""
+
+
+def script(*blocks: str) -> str:
+    return "\n".join(dedent(block) for block in blocks)
+
+
+CPU_FLAGS = {
+    "device": "cpu",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "max_total_tokens": 2048,
+    "mem_fraction_static": 0.99,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    with FreshProcesses() as processes:
+        yield processes
+
+
+# The plugin in one process
+
+
+def test_loads_and_can_be_asked_for(fresh):
+    ended = fresh.run(script(LOAD, "load_plugins()", ASK))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_server_args_know_the_flags_once_plugins_are_loaded(fresh):
+    ended = fresh.run(
+        script(
+            LOAD,
+            """
+        from sglang.srt.server_args import ServerArgs
+        try:
+            ServerArgs(model_path="dummy", kv_canary="log")
+        except TypeError as error:
+            print(error)
+        load_plugins()
+        print(json.dumps(ServerArgs(model_path="dummy", kv_canary="log").kv_canary))
+    """,
+        )
+    )
+    assert ended.result == "log"
+    assert "unexpected keyword argument 'kv_canary'" in ended.stdout
+
+
+def test_registering_twice_is_once(fresh):
+    ended = fresh.run(
+        script(
+            LOAD,
+            """
+        load_plugins()
+        from sglang_kv_canary.plugin import register
+        before = {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}
+        register()
+        after = {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}
+        print(json.dumps([before == after, bool(before)]))
+    """,
+        )
+    )
+    assert ended.result == [True, True]
+
+
+# What makes a release unsupported -> what the message names.
+UNSUPPORTED_RELEASES = {
+    "another version": (
+        "import sglang.version; sglang.version.__version__ = '0.5.13'",
+        "sglang 0.5.13 is installed",
+    ),
+    "a flag of its own": (
+        """
+        import dataclasses, sglang.srt.server_args as module
+        @dataclasses.dataclass
+        class ServerArgs(module.ServerArgs):
+            kv_canary: str = "theirs"
+        module.ServerArgs = ServerArgs
+        """,
+        "has a --kv-canary of its own",
+    ),
+    "a package of its own": (
+        """
+        import os, tempfile, sglang.srt
+        folder = tempfile.mkdtemp()
+        os.mkdir(folder + "/kv_canary")
+        open(folder + "/kv_canary/config.py", "w").close()
+        sglang.srt.__path__ = [*sglang.srt.__path__, folder]
+        """,
+        "also provided by",
+    ),
+    "files of its own in its distribution": (
+        """
+        import importlib.metadata as metadata
+        from pathlib import PurePosixPath
+        files = metadata.PathDistribution.files
+        theirs = [metadata.PackagePath("sglang/srt/kv_canary/api.py")]
+        metadata.PathDistribution.files = property(
+            lambda self: theirs if self.name == "sglang" else files.fget(self)
+        )
+        """,
+        "brings a sglang/srt/kv_canary/ of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("release", UNSUPPORTED_RELEASES)
+def test_unsupported_sglang_is_refused_before_anything_is_patched(release, fresh):
+    change, reason = UNSUPPORTED_RELEASES[release]
+    look = """
+        from sglang.srt.environ import Envs
+        from sglang.srt.server_args import ServerArgs
+        def look():
+            return dict(vars(ServerArgs)), set(vars(Envs)), dict(HookRegistry._hooks)
+        before = look()
+        load_plugins()
+        print(json.dumps(look() == before))
+    """
+    ended = fresh.run(script(LOAD, change, look))
+    assert ended.result is True
+    assert reason in ended.stderr
+    assert f"supports sglang {SUPPORTED}" in ended.stderr
+    assert ended.returncode == 0  # not asked for: SGLang goes on without
+
+    asked = fresh.run(
+        script(LOAD, change, "load_plugins(); print('went on')"), "--kv-canary", "log"
+    )
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert reason in asked.stderr.splitlines()[-1]
+    assert f"supports sglang {SUPPORTED}" in asked.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--kv-canary", "raise"], 1),
+        (["--kv-canary=log"], 1),
+        (["--port", "1", "--kv-canary"], 1),
+        (["--kv-canary", "none"], 0),
+        (["--kv-canary=none"], 0),
+        (["--kv-canary-real-data", "none"], 0),
+        ([], 0),
+    ],
+    ids=str,
+)
+def test_only_who_asked_is_stopped(argv, code, fresh):
+    ended = fresh.run(
+        script(LOAD, "import sglang.version; sglang.version.__version__ = '9'; load_plugins()"),
+        *argv,
+    )
+    assert ended.returncode == code
+    assert "sglang 9 is installed" in ended.stderr
+
+
+def test_error_while_registering_is_told_to_who_asks(fresh):
+    ended = fresh.run(
+        script(
+            LOAD,
+            """
+        def broken(*args, **kwargs):
+            raise OSError("no hooks today")
+        HookRegistry.register = broken
+        load_plugins()
+    """,
+            ASK,
+        )
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "OSError: no hooks today" in last
+    assert GO_ON in last
+    assert ended.stdout == "off is fine\n"
+
+
+def test_error_while_adding_the_flags_is_told_to_who_asks(fresh):
+    broken = script(
+        LOAD,
+        "from sglang.srt.server_args import ServerArgs; del ServerArgs.add_cli_args",
+        "load_plugins()",
+    )
+    ended = fresh.run(broken, "--kv-canary", "log")
+    assert ended.returncode == 1
+    assert "add_cli_args" in ended.stderr.splitlines()[-1]
+    assert fresh.run(broken).returncode == 0
+
+
+def test_a_start_has_no_warning_about_hooks(fresh):
+    """SGLang warns in each process of a function that two AROUND hooks share."""
+    ended = fresh.run(script(LOAD, "load_plugins()"))
+    assert ended.returncode == 0
+    assert "Multiple AROUND hooks" not in ended.stderr
+
+
+# Hooks that are not in place
+
+TARGETS = sorted({hook.target for hook in collect_hooks()})
+
+
+def test_hooks_that_sglang_could_not_apply_are_named(fresh):
+    failing = """
+        def fail(cls, target, hooks):
+            raise AttributeError(f"{target} is not in this release")
+        HookRegistry._apply_target = classmethod(fail)
+        load_plugins()
+    """
+    ended = fresh.run(script(LOAD, failing, ASK))
+    for target in TARGETS:
+        assert_refused_naming(target, ended)
+
+
+def test_each_hook_that_was_overwritten_is_named(fresh):
+    overwrite = """
+        import pkgutil
+        from sglang_kv_canary.errors import CanaryStartupError
+        from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
+        load_plugins()
+        seen = {}
+        for target in sys.argv[1:]:
+            owner, _, name = target.rpartition(".")
+            owner = pkgutil.resolve_name(owner)
+            ours = vars(owner)[name]
+            setattr(owner, name, lambda *args, **kwargs: None)
+            try:
+                verify_hooks_applied()
+            except CanaryStartupError as error:
+                seen[target] = str(error)
+            setattr(owner, name, ours)
+        verify_hooks_applied()
+        print(json.dumps(seen))
+    """
+    seen = fresh.run(script(LOAD, overwrite), *TARGETS).result
+    assert seen.keys() == set(TARGETS)
+    for target, message in seen.items():
+        assert f"did not apply the hooks on {target}. Not protected: " in message
+        assert GO_ON in message
+
+
+def assert_refused_naming(target, ended):
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "CanaryStartupError" in last
+    assert target in last
+    assert "Not protected: " in last
+    assert GO_ON in last
+    assert ended.stdout == "off is fine\n"
+
+
+def test_target_that_is_gone_is_named(fresh):
+    ended = fresh.run(
+        script(
+            LOAD,
+            "from sglang.srt.entrypoints.engine import Engine",
+            "del Engine._launch_subprocesses",
+            "load_plugins()",
+            ASK,
+        )
+    )
+    assert_refused_naming("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", ended)
+
+
+OTHER_PLUGIN = """
+from sglang_kv_canary.plugin import register
+from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
+target = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+other = lambda *args, **kwargs: None
+{first}
+HookRegistry.apply_hooks()
+verify_hooks_applied()
+"""
+
+
+@pytest.mark.parametrize("kind", ["BEFORE", "AFTER", "AROUND", "REPLACE"])
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_other_plugins_on_the_same_target_are_fine(kind, ours_first, fresh):
+    steps = ["register()", f"HookRegistry.register(target, other, HookType.{kind})"]
+    first = "\n".join(steps if ours_first else reversed(steps))
+    ended = fresh.run(script(LOAD, OTHER_PLUGIN.format(first=first)))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_replacement_that_hides_our_hook_is_named(fresh):
+    first = """
+register()
+HookRegistry.apply_hooks()
+from sglang.srt.entrypoints.engine import Engine
+hidden = Engine.__dict__["_launch_subprocesses"].__func__
+from sglang.srt.plugins.hook_registry import _wrap_fn
+Engine._launch_subprocesses = classmethod(_wrap_fn(hidden, other, HookType.REPLACE))
+"""
+    ended = fresh.run(script(LOAD, OTHER_PLUGIN.format(first=first)))
+    assert ended.returncode == 1
+    assert "Engine._launch_subprocesses" in ended.stderr.splitlines()[-1]
+
+
+# The scheduler process
+
+SCHEDULER = """
+import multiprocessing, os, pathlib, tempfile
+from sglang_kv_canary.wiring.startup_check import (
+    _Launch, run_guarded_scheduler_process, set_active_summary
+)
+from sglang.srt.server_args import ServerArgs
+
+def scheduler(server_args, *rest):
+    print("ran")
+    {install}
+    rest[-1].send({{"status": "ready"}})
+
+server_args = ServerArgs(model_path="dummy")
+server_args.kv_canary = "log"
+reader, writer = multiprocessing.Pipe(duplex=False)
+folder = tempfile.mkdtemp()
+try:
+    ranks = (0, 1, 0, 0, 0, 0, None)  # gpu_id, tp, attn_cp, moe_dp, moe_ep, pp, dp
+    launch = _Launch(folder, main_pid=os.getppid())
+    run_guarded_scheduler_process(scheduler, launch, server_args, None, *ranks, writer)
+    code = 0
+except SystemExit as end:
+    code = end.code
+(report,) = [json.loads(path.read_text()) for path in pathlib.Path(folder).iterdir()]
+print(json.dumps({{"code": code, "pipe": reader.recv(), **report}}))
+"""
+
+
+def test_scheduler_with_the_canary_becomes_ready(fresh):
+    ready = SCHEDULER.format(install="set_active_summary({'mode': 'log'})")
+    seen = fresh.run(script(LOAD, ready)).result
+    assert seen == {
+        "code": 0,
+        "pipe": {"status": "ready"},
+        "rank": "scheduler tp1 pp0",
+        "refusal": "",
+        "active": {"mode": "log"},
+    }
+
+
+def test_scheduler_without_the_canary_does_not_become_ready(fresh):
+    ended = fresh.run(script(LOAD, SCHEDULER.format(install="pass")))
+    seen = ended.result
+    assert (seen["code"], seen["active"]) == (1, None)
+    assert seen["pipe"]["status"] != "ready"
+    assert "never installed" in seen["refusal"]
+    assert GO_ON in seen["refusal"]
+    assert seen["refusal"] in ended.stderr
+
+
+def test_scheduler_that_does_not_load_the_plugin_does_not_run(fresh):
+    ended = fresh.run(
+        script(LOAD, SCHEDULER.format(install="pass")), env={"SGLANG_PLUGINS": "another_plugin"}
+    )
+    seen = ended.result
+    assert seen["code"] == 1
+    assert "SGLANG_PLUGINS='another_plugin' must name kv_canary" in seen["refusal"]
+    assert "ran" not in ended.stdout.splitlines()
+
+
+def test_summary_must_be_json(fresh):
+    ended = fresh.run(
+        script(
+            "from sglang_kv_canary.wiring.startup_check import set_active_summary",
+            "set_active_summary({'pool': object()})",
+        )
+    )
+    assert "TypeError" in ended.stderr.splitlines()[-1]
+
+
+# The main process
+
+ENGINE_OF_ANOTHER_KIND = """
+from types import SimpleNamespace
+from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
+from sglang.srt.server_args import ServerArgs
+
+class AnotherEngine(Engine):
+    \"\"\"Launches its schedulers in its own way, as RayEngine does; here, none at all.\"\"\"
+
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args, port_args, run_scheduler_process_func):
+        return SchedulerInitResult([{"max_req_input_len": 1}]), []
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, **kwargs):
+        return [], []
+
+load_plugins()
+for mode in ("none", "log"):
+    server_args = ServerArgs(**json.loads(sys.argv[1]), kv_canary=mode)
+    launched = AnotherEngine._launch_subprocesses(
+        server_args,
+        init_tokenizer_manager_func=lambda *args: (SimpleNamespace(), None),
+        run_scheduler_process_func=None,
+        run_detokenizer_process_func=None,
+    )
+    launched[4].stop()
+    print(mode)
+"""
+
+
+def test_engine_that_launches_schedulers_in_its_own_way_is_refused(fresh, llama):
+    flags = json.dumps({"model_path": llama, **CPU_FLAGS})
+    ended = fresh.run(script(LOAD, ENGINE_OF_ANOTHER_KIND), flags)
+    assert ended.stdout.splitlines() == ["none"]
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert "AnotherEngine" in last
+    assert GO_ON in last
+
+
+def test_missing_report_of_one_scheduler_is_refused(tmp_path):
+    from sglang_kv_canary.errors import CanaryStartupError
+    from sglang_kv_canary.wiring.startup_check import _Report, _wait_for_reports
+
+    _Report("scheduler tp0 pp0", active={"mode": "log"}).write(str(tmp_path))
+    assert _wait_for_reports(lambda: None, str(tmp_path), expected=1) == [{"mode": "log"}]
+    with pytest.raises(CanaryStartupError, match="1 of 2 scheduler processes"):
+        _wait_for_reports(lambda: None, str(tmp_path), expected=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, 1),
+        ({"tp_size": 4}, 4),
+        ({"tp_size": 2, "dp_size": 3}, 6),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, 4),
+        ({"tp_size": 8, "nnodes": 2, "node_rank": 1}, 4),
+        ({"tp_size": 2, "pp_size": 2}, 4),
+    ],
+    ids=str,
+)
+def test_scheduler_count_of_this_node(flags, expected):
+    from sglang.srt.server_args import ServerArgs
+    from sglang_kv_canary.wiring.startup_check import _schedulers_here
+
+    server_args = ServerArgs(model_path="dummy")
+    for name, value in flags.items():
+        setattr(server_args, name, value)
+    assert _schedulers_here(server_args) == expected
+
+
+# Real servers
+
+
+@pytest.fixture
+def plugin_dir(tmp_path):
+    """`plugin_dir(code)`: a folder with a plugin of another distribution, to be put on PYTHONPATH."""
+
+    def write(code: str) -> Path:
+        info = tmp_path / "stub_plugin-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stub-plugin\nVersion: 0.1\n")
+        (info / "entry_points.txt").write_text(
+            "[sglang.srt.plugins]\nstub = stub_plugin:register\n"
+        )
+        (tmp_path / "stub_plugin.py").write_text(dedent(code))
+        return tmp_path
+
+    return write
+
+
+def run_server(code: str, folder: Path, **flags) -> subprocess.CompletedProcess:
+    """Run `code` with `FLAGS` set as the main script of a server; fails if a process is left behind."""
+    script = folder / "server.py"
+    body = f"FLAGS = {flags!r}\n" + dedent(code)
+    script.write_text(
+        'if __name__ == "__main__":\n' + "".join(f"    {x}\n" for x in body.splitlines())
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=consts.PROCESS_TIMEOUT_S)
+        psutil.wait_procs(processes_of_session(process.pid), timeout=20)
+        assert not processes_of_session(process.pid), err
+    finally:
+        for left in processes_of_session(process.pid):
+            left.kill()
+    return subprocess.CompletedProcess(script, process.returncode, out, err)
+
+
+def processes_of_session(session: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def test_http_server_whose_scheduler_does_not_load_the_plugin_does_not_start(llama, tmp_path):
+    ended = run_server(
+        """
+        import os
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        os.environ["SGLANG_PLUGINS"] = "another_plugin"
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import ServerArgs
+        run_server(ServerArgs(**FLAGS))
+        """,
+        tmp_path,
+        model_path=llama,
+        kv_canary="log",
+        **CPU_FLAGS,
+    )
+    assert ended.returncode == 1, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "CanaryStartupError: scheduler tp0 pp0" in last
+    assert "SGLANG_PLUGINS='another_plugin' must name kv_canary" in last
+    assert GO_ON in last
+
+
+def test_error_of_the_canary_in_a_data_parallel_scheduler_ends_the_start(llama, plugin_dir):
+    """Two processes below the main one; raised where `install_canary` would, but before it takes seconds."""
+    folder = plugin_dir(
+        """
+        def register():
+            from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+            target = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
+            HookRegistry.register(target, refuse, HookType.BEFORE)
+
+        def refuse(*args, **kwargs):
+            from sglang_kv_canary.errors import startup_error
+            raise startup_error("no attacher knows the pool StubPool.", "the KV pool")
+        """
+    )
+    ended = run_server(
+        "from sglang.srt.entrypoints.engine import Engine; Engine(**FLAGS)",
+        folder,
+        model_path=llama,
+        kv_canary="raise",
+        dp_size=2,
+        **CPU_FLAGS,
+    )
+    assert ended.returncode == 1, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "CanaryStartupError: scheduler tp0 pp0 dp" in last
+    assert "no attacher knows the pool StubPool. Not protected: the KV pool." in last
+    assert GO_ON in last
+
+
+def test_server_that_starts_shows_the_flags_and_every_active_canary(llama, tmp_path):
+    ended = run_server(
+        """
+        import json
+        from sglang.srt.entrypoints.engine import Engine
+        with Engine(**FLAGS) as engine:
+            info = engine.get_server_info()
+            print(json.dumps({name: info[name] for name in info if name.startswith("kv_canary")}))
+        """,
+        tmp_path,
+        model_path=llama,
+        kv_canary="log",
+        nccl_port=free_port(),
+        **CPU_FLAGS,
+    )
+    assert ended.returncode == 0, ended.stderr
+    info = json.loads(ended.stdout.splitlines()[-1])
+    (active,) = info.pop("kv_canary_active")
+    assert (active["mode"], active["fault_injection"]) == ("log", "")
+    assert "fault injection" not in ended.stderr
+    assert info == {
+        "kv_canary": "log",
+        "kv_canary_real_data": "none",
+        "kv_canary_sweep_interval": 0,
+    }

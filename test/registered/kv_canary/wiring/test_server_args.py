@@ -1,0 +1,385 @@
+"""The flags are real fields of `ServerArgs`, and what cannot be protected is refused by name."""
+
+import argparse
+import dataclasses
+import json
+import pickle
+import sys
+
+import pytest
+
+from sglang.srt.plugins import load_plugins
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.errors import CanaryConfigError, CanaryStartupError
+from sglang_kv_canary.testing.tiny_models import write_tiny_llama, write_tiny_whisper
+from sglang_kv_canary.wiring.server_args import (
+    FIELDS,
+    UNSUPPORTED,
+    add_fields,
+    check_request,
+    install_server_args,
+)
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+# What SGLang would draw, or derive from the memory that the machine has just now, is given.
+CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "random_seed": 0,
+    "mem_fraction_static": 0.8,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> str:
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def make_args(llama):
+    """Real `ServerArgs` of a servable CPU model."""
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    return lambda **flags: ServerArgs(**{"model_path": llama, **CPU, **flags})
+
+
+@pytest.fixture
+def parse():
+    """The way of the command line: `parse(*argv)` -> `ServerArgs`."""
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    return lambda *argv: prepare_server_args(["--model-path", "dummy", *argv])
+
+
+# The four ways in
+
+
+def test_command_line(parse):
+    args = parse("--kv-canary", "raise", "--kv-canary-real-data=all")
+    assert (args.kv_canary, args.kv_canary_real_data) == ("raise", "all")
+    assert (
+        parse("--kv-canary", "log", "--kv-canary-sweep-interval", "9").kv_canary_sweep_interval == 9
+    )
+    assert [getattr(parse(), name) for name in FIELDS] == ["none", "none", 0]
+
+
+def test_config_file(parse, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("kv-canary: log\nkv-canary-sweep-interval: 4\n")
+    args = parse("--config", str(file))
+    assert (args.kv_canary, args.kv_canary_sweep_interval) == ("log", 4)
+
+
+def test_keywords_server_info_and_other_processes_know_the_flags(make_args):
+    args = make_args(kv_canary=CanaryMode.LOG, kv_canary_sweep_interval="4")
+    info = json.loads(json.dumps(dataclasses.asdict(args)))  # /server_info is this
+    assert [info[name] for name in FIELDS] == ["log", "none", 4]
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert dataclasses.replace(args, kv_canary="raise").kv_canary == "raise"
+    assert "kv_canary='log'" in repr(args)
+
+
+def test_nothing_else_of_server_args_changes(llama):
+    compare = """
+        import argparse, dataclasses, json, sys
+        from sglang.srt.server_args import ServerArgs
+        def look():
+            parser = argparse.ArgumentParser()
+            ServerArgs.add_cli_args(parser)
+            flags = {o: str(a.default) for a in parser._actions for o in a.option_strings}
+            args = ServerArgs(**json.loads(sys.argv[1]))
+            return flags, dataclasses.asdict(args), list(ServerArgs.__dataclass_fields__)
+        flags, fields, order = look()
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        new_flags, new_fields, new_order = look()
+        a, b = ServerArgs(model_path="dummy"), ServerArgs(model_path="dummy")
+        print(json.dumps({
+            "new_flags": sorted(set(new_flags) - set(flags)),
+            "same_flags": all(new_flags[f] == flags[f] for f in flags),
+            "new_fields": {n: v for n, v in new_fields.items() if n not in fields},
+            "changed_fields": {n: [v, new_fields[n]] for n, v in fields.items() if new_fields[n] != v},
+            "same_order": new_order[:len(order)] == order,
+            "shared_default": a.encoder_urls is b.encoder_urls,
+        }))
+    """
+    with FreshProcesses() as fresh:
+        seen = fresh.run(compare, json.dumps({"model_path": llama, **CPU})).result
+    assert seen == {
+        "new_flags": ["--kv-canary", "--kv-canary-real-data", "--kv-canary-sweep-interval"],
+        "same_flags": True,
+        "new_fields": {name: default for name, (_, default) in FIELDS.items()},
+        "changed_fields": {},
+        "same_order": True,
+        "shared_default": False,
+    }
+
+
+def test_help_names_the_flags(capsys):
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parser.print_help()
+    assert "--kv-canary {none,log,raise}" in capsys.readouterr().out
+
+
+# Wrong values
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--kv-canary", "yes"], ["--kv-canary", "'yes'", "'none', 'log', 'raise'"]),
+        (["--kv-canary"], ["--kv-canary", "expected one argument"]),
+        (["--kv-canary-real-data", "some"], ["'some'", "'none', 'partial', 'all'"]),
+        (["--kv-canary-sweep-interval", "-3"], ["--kv-canary-sweep-interval", "'-3'", ">= 0"]),
+        (
+            ["--kv-canary-sweep-interval", "often"],
+            ["--kv-canary-sweep-interval", "'often'", ">= 0"],
+        ),
+    ],
+    ids=str,
+)
+def test_command_line_refuses(argv, parts, parse, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*argv)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_canary": "yes"},
+        {"kv_canary": "log", "kv_canary_real_data": "some"},
+        {"kv_canary": "log", "kv_canary_sweep_interval": -3},
+        {"kv_canary_sweep_interval": 3},
+    ],
+    ids=str,
+)
+def test_keywords_refuse(flags, make_args):
+    with pytest.raises(CanaryConfigError, match="--kv-canary"):
+        make_args(**flags)
+
+
+def test_variable_that_does_not_parse_refuses(make_args, monkeypatch):
+    monkeypatch.setenv("SGLANG_KV_CANARY_RING_CAPACITY", "many")
+    with pytest.raises(CanaryConfigError, match="SGLANG_KV_CANARY_RING_CAPACITY='many'"):
+        make_args(kv_canary="log")
+    make_args()  # not asked for: not looked at
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "named"),
+    [
+        ([], {"SGLANG_KV_CANARY_RING_CAPACITY": "many"}, "SGLANG_KV_CANARY_RING_CAPACITY='many'"),
+        ([], {"SGLANG_KV_CANARY_RINGS": "1"}, "SGLANG_KV_CANARY_RINGS='1'"),
+        (["--enable-lmcache"], {}, "cannot protect this server. LMCache"),
+    ],
+    ids=["bad value", "unknown variable", "unprotectable"],
+)
+def test_command_line_ends_in_one_line(flags, variables, named, parse, capsys, monkeypatch):
+    assert parse("--kv-canary", "log").kv_canary == "log"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        parse("--kv-canary", "log", *flags)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sglang: error: ")
+    assert named in line
+
+
+# What cannot be protected
+
+# Case -> field values that make it so, on a real ServerArgs.
+CASES = {
+    "PD disaggregation": {"disaggregation_mode": "decode"},
+    "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
+    "LMCache": {"enable_lmcache": True},
+    "HiSparse": {"enable_hisparse": True},
+    "PD multiplexing": {"enable_pdmux": True},
+    "diffusion language model": {"dllm_algorithm": "LowConfidence"},
+    "DFLASH speculative decoding": {"speculative_algorithm": "DFLASH"},
+    "a speculative algorithm registered by a plugin": {"speculative_algorithm": "MY_OWN"},
+    "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
+    "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
+    "encoder-only server": {"encoder_only": True},
+    "context parallelism": {"attn_cp_size": 2},
+    "speculative decoding in step with other ranks": {
+        "enable_dp_attention": True,
+        "speculative_algorithm": "EAGLE",
+    },
+    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "multi-item scoring": {"enable_mis": True},
+    "torch.compile of the model": {"enable_torch_compile": True},
+    "CUDA graph debug mode": {"debug_cuda_graph": True},
+    "Ray": {"use_ray": True},
+    "gRPC mode": {"grpc_mode": True},
+    "more than 16,384 running requests": {"max_running_requests": 16385},
+    "this device": {"device": "npu"},
+}
+NOT_BY_A_FIELD = {"encoder-decoder model", "sweep over the C++ radix tree"}
+
+
+def test_every_unsupported_case_is_tested():
+    assert {case.name for case in UNSUPPORTED} == CASES.keys() | NOT_BY_A_FIELD
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unsupported_case_is_refused_by_name(name, make_args):
+    args = make_args(kv_canary="log")
+    check_request(args)
+    for field, value in CASES[name].items():
+        assert hasattr(args, field), "SGLang has no such field"
+        setattr(args, field, value)
+    refuses(args, name)
+    args.kv_canary = "none"
+    check_request(args)
+
+
+@pytest.mark.parametrize("device", ["xpu", "npu", "musa", "mps"])
+def test_a_device_without_kernels_is_refused(device, make_args):
+    """ROCm's GPUs are `cuda` to torch and to SGLang."""
+    args = make_args(kv_canary="log")
+    for covered in ("cuda", "cpu"):
+        args.device = covered
+        check_request(args)
+    args.device = device
+    refuses(args, "this device")
+
+
+@pytest.mark.parametrize(
+    "flags", [{"moe_a2a_backend": "deepep"}, {"moe_dense_tp_size": 1}], ids=str
+)
+def test_speculation_is_refused_where_batches_are_padded_to_other_ranks(flags, make_args):
+    args = make_args(kv_canary="log")
+    for field, value in flags.items():
+        assert hasattr(args, field), "SGLang has no such field"
+        setattr(args, field, value)
+    check_request(args)
+    args.speculative_algorithm = "EAGLE"
+    refuses(args, "speculative decoding in step with other ranks")
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "NGRAM", "FROZEN_KV_MTP"]
+)
+def test_covered_speculation_is_let_through(algorithm, make_args):
+    args = make_args(kv_canary="log")
+    args.speculative_algorithm = algorithm
+    args.speculative_adaptive = algorithm.startswith("EAGLE")
+    check_request(args)
+
+
+def refuses(args, name: str) -> None:
+    case = next(case for case in UNSUPPORTED if case.name == name)
+    with pytest.raises(CanaryStartupError) as refusal:
+        check_request(args)
+    for part in (case.name, case.why, case.how_to_go_on, "remove --kv-canary"):
+        assert part in str(refusal.value)
+
+
+def test_encoder_decoder_model_is_refused(make_args, tmp_path):
+    args = make_args(model_path=write_tiny_whisper(tmp_path))
+    check_request(args)
+    args.kv_canary = "log"
+    refuses(args, "encoder-decoder model")
+
+
+def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "1")
+    args = make_args(kv_canary="log")
+    check_request(args)
+    args.kv_canary_sweep_interval = 1
+    refuses(args, "sweep over the C++ radix tree")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"enable_hierarchical_cache": True},
+        {"disaggregation_mode": "prefill"},
+        {"enable_lmcache": True},
+    ],
+    ids=str,
+)
+def test_construction_refuses(flags, make_args):
+    make_args(**flags)
+    with pytest.raises(CanaryStartupError, match="cannot protect"):
+        make_args(**flags, kv_canary="raise")
+
+
+def test_launch_refuses_what_was_changed_after_construction(make_args):
+    args = make_args(kv_canary="log")
+    args.check_server_args()
+    args.enable_hierarchical_cache = True
+    with pytest.raises(CanaryStartupError, match="HiCache"):
+        args.check_server_args()
+    args.kv_canary = "on"
+    with pytest.raises(CanaryConfigError, match="'on'"):
+        args.check_server_args()
+
+
+# Adding fields in place
+
+
+def fresh_sample() -> type:
+    """A dataclass with every kind of field that `ServerArgs` has."""
+
+    @dataclasses.dataclass
+    class Sample:
+        required: int
+        plain: str = "x"
+        made: list = dataclasses.field(default_factory=list)
+        hidden: int = dataclasses.field(default=3, repr=False)
+
+        def __post_init__(self):
+            self.seen = getattr(self, "extra", None)
+
+    return Sample
+
+
+def test_added_fields_come_last_and_keep_the_others():
+    cls = fresh_sample()
+    add_fields(cls, {"extra": (int, 7)})
+    assert [field.name for field in dataclasses.fields(cls)][-1] == "extra"
+    assert cls(1).seen == 7
+    assert cls(1, extra=8).seen == 8
+    assert cls(1).made == []
+    assert cls(1).made is not cls(1).made
+    assert "hidden" not in repr(cls(1))
+    assert cls(1) == cls(1) != cls(1, extra=8)
+    with pytest.raises(TypeError):
+        cls()
+
+
+def test_failed_addition_changes_nothing():
+    cls = fresh_sample()
+    before = dict(vars(cls))
+    with pytest.raises(ValueError, match="mutable default"):
+        add_fields(cls, {"extra": (list, [])})
+    assert dict(vars(cls)) == before
+    assert cls(1).made == []
+
+
+def test_installing_twice_is_once(make_args):
+    from sglang.srt.server_args import ServerArgs
+
+    make_args()
+    before = dict(vars(ServerArgs))
+    install_server_args()
+    assert dict(vars(ServerArgs)) == before
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
