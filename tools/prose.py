@@ -1,7 +1,7 @@
 """Measures sentences: half of them have at most 13 words, nine of ten at most 22. Prints those that are longer.
 
     python tools/prose.py README.md docs                      # Markdown, files or folders
-    python tools/prose.py --python python/sglang/srt/kv_canary  # docstrings, log lines, errors, help texts
+    python tools/prose.py --python python/sglang/srt/kv_canary  # docstrings and messages
     python tools/prose.py --quiet README.md docs              # figures only
 
 Exits with 1 if a file misses a limit, or uses a term of `TERMS`. A code span, a link and a `{field}` of an f-string
@@ -23,6 +23,7 @@ from pathlib import Path
 
 MEDIAN_LIMIT, P90_LIMIT = 13, 22
 SHORTEST = 3  # words; labels such as "**Means.**" are no sentences
+SHORTEST_MESSAGE = 4  # plain words of a string in a program; patterns and commands have fewer
 FEW = 10  # sentences; a file with fewer has no percentile to speak of
 
 # What is not the field's term, and what to write instead.
@@ -43,8 +44,6 @@ GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.DOTALL)
 BLOCK_START = re.compile(r"\s*(?:[-*+]|\d+[.)]) +|\s*> ?")
 OPENS = "\u2039"  # stands where a code span or a link begins: a sentence may, in lower case
 NOT_THE_END = re.compile(r"\b(?:e\.g|i\.e|vs|etc|cf|no|approx|fig)\.$", re.IGNORECASE)
-LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
-HELP = ("help", "description", "epilog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +143,24 @@ def _plain(text: str) -> str:
 
 
 def python_sentences(source: str) -> Iterator[Sentence]:
-    """Sentences of docstrings and of texts that reach a user: logs, errors, help."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    """Sentences of docstrings, and of all other texts of several words: logs, errors, help, tables of messages."""
+    docstrings = set()
+    for node in ast.walk(tree := ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _docstring(node)
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from _texts(node.exc.args)
-        elif isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in LOGGING:
-                yield from _texts(node.args)
-            yield from _texts([k.value for k in node.keywords if k.arg in HELP])
+            docstrings.update(id(n.value) for n in node.body[:1] if isinstance(n, ast.Expr))
+    yield from _messages(tree, docstrings)
+
+
+def _messages(node: ast.AST, docstrings: set[int]) -> Iterator[Sentence]:
+    if id(node) in docstrings:
+        return
+    text = _text(node) if isinstance(node, ast.expr) else ""
+    if not text:
+        for child in ast.iter_child_nodes(node):
+            yield from _messages(child, docstrings)
+    elif len(re.findall(r"(?<!\S)[A-Za-z'-]+(?=[\s.,:;)]|$)", text)) >= SHORTEST_MESSAGE:
+        yield from sentences_of(_plain(text), node.lineno)
 
 
 def _docstring(node: ast.AST) -> Iterator[Sentence]:
@@ -169,13 +174,6 @@ def _docstring(node: ast.AST) -> Iterator[Sentence]:
                 for block in re.split(r"\n(?=\s*[-*] )", paragraph):
                     yield from sentences_of(_plain(BLOCK_START.sub("", block, 1)), line)
             line += paragraph.count("\n") + 2
-
-
-def _texts(nodes: Iterable[ast.expr]) -> Iterator[Sentence]:
-    for node in nodes:
-        text = _text(node)
-        if text and " " in text.strip():
-            yield from sentences_of(_plain(text), node.lineno)
 
 
 def _text(node: ast.expr) -> str:
