@@ -148,7 +148,7 @@ def python_sentences(source: str) -> Iterator[Sentence]:
     for node in ast.walk(tree := ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _docstring(node)
-            docstrings.update(id(n.value) for n in node.body[:1] if isinstance(n, ast.Expr))
+            docstrings.update(id(n.value) for n in node.body[:1] if _is_text(n))
     yield from _messages(tree, docstrings)
 
 
@@ -163,11 +163,14 @@ def _messages(node: ast.AST, docstrings: set[int]) -> Iterator[Sentence]:
         yield from sentences_of(_plain(text), node.lineno)
 
 
+def _is_text(statement: ast.stmt) -> bool:
+    constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return constant and isinstance(statement.value.value, str)
+
+
 def _docstring(node: ast.AST) -> Iterator[Sentence]:
     first = node.body[0] if node.body else None
-    if not isinstance(first, ast.Expr) or not isinstance(first.value, ast.Constant):
-        return
-    if isinstance(first.value.value, str):
+    if first is not None and _is_text(first):
         line = first.lineno
         for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(first.value.value)):
             if not paragraph.startswith("    "):  # commands and diagrams
