@@ -39,7 +39,8 @@ def _tables(
     pools: tuple[InstalledPool, ...], table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 ) -> str:
     pool_rows = [
-        (pool.name.rpartition(".")[2], pool.status, pool.groups, _note(pool)) for pool in pools
+        (pool.name.rpartition(".")[2], pool.status.value, pool.groups, _note(pool))
+        for pool in pools
     ]
     path_rows = [(path.name, path.status.value, path.note) for path in PATHS]
     return "\n\n".join((table(_POOL_HEADER, pool_rows), table(_PATH_HEADER, path_rows)))
@@ -71,7 +72,12 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _as_json(pools: tuple[InstalledPool, ...]) -> dict:
     return {
         "pools": [
-            {"class": pool.name, "status": pool.status, "groups": pool.groups, "note": _note(pool)}
+            {
+                "class": pool.name,
+                "status": pool.status.value,
+                "groups": pool.groups,
+                "note": _note(pool),
+            }
             for pool in pools
         ],
         "paths": [

@@ -180,7 +180,7 @@ def active_line(description: dict[str, Any]) -> str:
     share = "" if d["share_of_pool"] is None else f" ({100 * d['share_of_pool']:.2f} % of the pool)"
     return (
         f"kv-canary active: mode {d['mode']}, {d['role']} rank {_rank(d)}, pools {pools}, content {d['content']}, "
-        f"slots {sum(d['slots'].values())}, bytes {d['record_bytes'] + d['state_bytes']}{share}"
+        f"slots {sum(d['slots'].values())}, record bytes {d['record_bytes']}{share}, state bytes {d['state_bytes']}"
     )
 
 
