@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -11,14 +12,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import record
 from ...buffer_group import CanaryBufferGroup, ContentSource
 from ...config import ContentMode
-from ...endpoint import CanaryLaunchTag, Side
+from ...endpoint import Side
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
 from ..layout import content_unit
 from .device.content import TABLE_COLUMNS
 from .device.content_kernel import content_kernel, content_list_kernel, fingerprint_kernel
-from .launch import INT32_MAX, batch_vector, dense, full_limit_of, grid_of, window_of
+from .launch import (
+    INT32_MAX,
+    batch_arguments,
+    batch_vector,
+    by_name,
+    dense,
+    grid_of,
+    report_arguments,
+)
 
 # Words under way per program, mode `all`. Many small programs come near the bandwidth (docs/performance.md).
 ALL_WORDS = 2048
@@ -30,6 +39,10 @@ PROGRAMS_PER_SM = 8
 # Decodes of few requests have too few work items to fill the GPU: more of a slot at a time. Mode `partial` takes
 # the warps only.
 FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
+
+_launch_forward = by_name(content_kernel)
+_launch_list = by_name(content_list_kernel)
+_launch_fingerprints = by_name(fingerprint_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,6 @@ class ContentLaunch:
             "LAYERS": layers,
             "QUADS": row_words // 4,
             "PARTIAL": partial,
-            "num_warps": FEW_WARPS if few else NUM_WARPS,
         }
 
 
@@ -143,8 +155,17 @@ def prepare(group: CanaryBufferGroup) -> tuple[tuple[tuple[str, ...], ContentLau
     return known[key]
 
 
-def _second_records(group: CanaryBufferGroup, halves: tuple[str, ...]) -> torch.Tensor | None:
-    return group.records(halves[1], "TAIL") if len(halves) > 1 else None
+def _half_arguments(
+    group: CanaryBufferGroup, halves: tuple[str, ...], launch: ContentLaunch
+) -> dict[str, Any]:
+    """Arguments, by name, that say what the one or two `halves` of a launch are."""
+    return {
+        "records": group.records(halves[0], "TAIL"),
+        "second_records": group.records(halves[1], "TAIL") if len(halves) > 1 else None,
+        "table": launch.table,
+        "first_size": launch.sizes[0],
+        "second_size": launch.sizes[1],
+    }
 
 
 def _has_few_items(plan: ForwardPlan) -> bool:
@@ -163,8 +184,11 @@ def check_and_write_content(
 
     k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
     """
-    num_rows, context = plan.req_to_token.shape
+    context = plan.req_to_token.shape[1]
     few = _has_few_items(plan)
+    batch = batch_arguments(plan, group)
+    if group.stride == 1:
+        batch["starts"] = None  # what the kernel does not read would make variants of it
     per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
     for halves, launch in prepare(group):
         constants = launch.constants(mode, few)
@@ -176,38 +200,17 @@ def check_and_write_content(
         if group.stride != 1:
             writes = plan.num_tokens // (group.stride * slots) + plan.batch_size
         items = len(halves) * (visits + writes)
-        content_kernel[grid_of(items, group.k_head.device, per_sm)](
-            state.summary,
-            state.violations.rows,
-            dense(plan.verify.rows),
-            dense(plan.verify.base_lens),
-            dense(plan.write.ext_lens),
-            None if group.stride == 1 else dense(plan.write.starts),
-            dense(plan.write.out_cache_loc) if plan.verify.padded else None,
-            dense(plan.write.out_cache_loc),
-            plan.req_to_token,
-            group.swa_index_lut,
-            group.records(halves[0], "TAIL"),
-            _second_records(group, halves),
-            launch.table,
-            plan.verify.prefix_delta,
-            plan.batch_size,
-            plan.num_tokens,
-            plan.write.tokens_per_request,
-            plan.req_to_token.stride(0),
-            num_rows,
-            context,
-            full_limit_of(group),
-            group.num_slots,
-            window_of(plan, group),
-            max(1, min(budget_slots, INT32_MAX)),
-            state.violations.capacity,
-            CanaryLaunchTag(group.kind, halves[0], Side.TAIL).id,
-            *launch.sizes,
-            STRIDE=group.stride,
-            BATCH=batch_vector(plan.batch_size),
+        arguments = {
+            **batch,
+            **_half_arguments(group, halves, launch),
+            **report_arguments(state, group, Side.TAIL, halves[0]),
+            "lut": group.swa_index_lut,
+            "budget_slots": max(1, min(budget_slots, INT32_MAX)),
+            "STRIDE": group.stride,
             **constants,
-        )
+        }
+        grid = grid_of(items, group.k_head.device, per_sm)
+        _launch_forward(grid, FEW_WARPS if few else NUM_WARPS, arguments)
 
 
 def content_fingerprint(
@@ -220,14 +223,15 @@ def content_fingerprint(
     launch = _launch_of((sources,))
     constants = launch.constants(mode)
     items = -(-slots.numel() // constants["SLOTS"])
-    fingerprint_kernel[grid_of(items, slots.device, PROGRAMS_PER_SM)](
-        dense(slots),
-        out,
-        launch.table,
-        slots.numel(),
-        launch.sizes[0],
+    arguments = {
+        "slot_list": dense(slots),
+        "out": out,
+        "table": launch.table,
+        "list_size": slots.numel(),
+        "sources": launch.sizes[0],
         **constants,
-    )
+    }
+    _launch_fingerprints(grid_of(items, slots.device, PROGRAMS_PER_SM), NUM_WARPS, arguments)
     return out
 
 
@@ -239,17 +243,13 @@ def check_list_content(
     for halves, launch in prepare(group):
         constants = launch.constants(mode)
         items = len(halves) * -(-size // constants["SLOTS"])
-        content_list_kernel[grid_of(items, group.k_head.device, PROGRAMS_PER_SM)](
-            state.summary,
-            state.violations.rows,
-            dense(plan.slots),
-            group.records(halves[0], "TAIL"),
-            _second_records(group, halves),
-            launch.table,
-            size,
-            group.num_slots,
-            state.violations.capacity,
-            CanaryLaunchTag(group.kind, halves[0], Side.SWEEP).id,
-            *launch.sizes,
+        arguments = {
+            **_half_arguments(group, halves, launch),
+            **report_arguments(state, group, Side.SWEEP, halves[0]),
+            "slot_list": dense(plan.slots),
+            "list_size": size,
+            "num_slots": group.num_slots,
             **constants,
-        )
+        }
+        grid = grid_of(items, group.k_head.device, PROGRAMS_PER_SM)
+        _launch_list(grid, NUM_WARPS, arguments)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from operator import itemgetter
+from typing import Any
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup
+from ...buffer_group import CanaryBufferGroup, PoolKind
 from ...capacities import MOST_REQUESTS
+from ...endpoint import CanaryLaunchTag, Part, Side
 from ...plan.plan_input import ForwardPlan
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
@@ -65,6 +69,92 @@ def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
     if plan.verify.already_verified:
         return 0
     return NO_WINDOW if group.window is None else group.window
+
+
+def by_name(kernel: Any) -> Callable[..., None]:
+    """Launches `kernel` with arguments by name, compile-time ones included; names that it does not have are ignored.
+
+    Triton is given them in order: it copies what has a name three times a launch.
+    """
+    in_order = itemgetter(*kernel.arg_names)
+
+    def launch(grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
+        kernel[grid](*in_order(arguments), num_warps=num_warps)
+
+    return launch
+
+
+def batch_arguments(
+    plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
+) -> dict[str, Any]:
+    """Arguments, by name, of every kernel that works on a batch: its requests, new slots, the group's slot space."""
+    verify, write = plan.verify, plan.write
+    num_rows, context = plan.req_to_token.shape
+    # Not read otherwise; that of a draft step is strided, and a copy is a launch of its own.
+    slots = dense(write.out_cache_loc) if writes or verify.padded else write.out_cache_loc
+    return {
+        "rows": dense(verify.rows),
+        "base_lens": dense(verify.base_lens),
+        "ext_lens": dense(write.ext_lens),
+        "starts": dense(write.starts),
+        "first_slots": slots if verify.padded else None,
+        "out_cache_loc": slots,
+        "req_to_token": plan.req_to_token,
+        "prefix_delta": verify.prefix_delta,
+        "batch_size": plan.batch_size,
+        "num_tokens": plan.num_tokens,
+        "tokens_per_request": write.tokens_per_request,
+        "row_stride": plan.req_to_token.stride(0),
+        "num_rows": num_rows,
+        "context": context,
+        "full_limit": full_limit_of(group),
+        "num_slots": group.num_slots,
+        "window": window_of(plan, group),
+        "BATCH": batch_vector(plan.batch_size),
+    }
+
+
+def forward_arguments(plan: ForwardPlan, state: CanaryDeviceState, part: Part) -> dict[str, Any]:
+    """Arguments, by name, that forward_kernel and strided_kernel take besides."""
+    budget_blocks = min(state.capacities.verify_budget_slots, INT32_MAX) // VERIFY_BLOCK
+    return {
+        "anchors": state.anchors,
+        "positions": dense(plan.write.positions),
+        "mode": int(plan.write.mode),
+        "budget_blocks": max(1, budget_blocks),
+        "BLOCK": VERIFY_BLOCK,
+        "VERIFY": Part.VERIFY in part,
+        "WRITE": Part.WRITE in part,
+        "NUMBER": Part.NUMBER in part,
+    }
+
+
+@lru_cache
+def _tag_id(kind: PoolKind, half: str, side: Side) -> int:
+    return CanaryLaunchTag(kind, half, side).id
+
+
+def report_arguments(
+    state: CanaryDeviceState, group: CanaryBufferGroup, side: Side, half: str = "K"
+) -> dict[str, Any]:
+    """Arguments, by name, of every kernel that counts and reports; `half`: the launch's first."""
+    return {
+        "summary": state.summary,
+        "ring": state.violations.rows,
+        "capacity": state.violations.capacity,
+        "tag": _tag_id(group.kind, half, side),
+    }
+
+
+def record_arguments(group: CanaryBufferGroup) -> dict[str, Any]:
+    """Arguments, by name, of every kernel that works on all records of a group."""
+    return {
+        "k_head": group.k_head,
+        "k_tail": group.k_tail,
+        "v_head": group.v_head,
+        "v_tail": group.v_tail,
+        "num_slots": group.num_slots,
+    }
 
 
 def verify_items(plan: ForwardPlan, state: CanaryDeviceState) -> int:

@@ -9,9 +9,10 @@ import torch
 from ...buffer_group import CanaryBufferGroup
 from ...state import CanaryDeviceState
 from .device.next_tokens_kernel import next_tokens_kernel
-from .launch import dense
+from .launch import by_name, dense
 
 BLOCK = 128
+_launch = by_name(next_tokens_kernel)
 
 
 def note_next_tokens(
@@ -31,16 +32,16 @@ def note_next_tokens(
     kinds = sum(1 << g.kind.index for g in groups if state.row_memory.of(g) is not None)
     if batch_size == 0 or kinds == 0:
         return
-    next_tokens_kernel[(-(-batch_size // BLOCK),)](
-        state.row_memory.words,
-        state.row_memory.sampled,
-        dense(rows),
-        dense(tokens),
-        dense(counts),
-        batch_size,
-        state.row_memory.sampled.shape[0],
-        tokens.numel() // batch_size,
-        KINDS=kinds,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+    arguments = {
+        "row_words": state.row_memory.words,
+        "sampled": state.row_memory.sampled,
+        "rows": dense(rows),
+        "tokens": dense(tokens),
+        "counts": dense(counts),
+        "batch_size": batch_size,
+        "num_rows": state.row_memory.sampled.shape[0],
+        "tokens_each": tokens.numel() // batch_size,
+        "KINDS": kinds,
+        "BLOCK": BLOCK,
+    }
+    _launch((-(-batch_size // BLOCK),), 4, arguments)

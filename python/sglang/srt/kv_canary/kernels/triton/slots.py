@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...endpoint import Side
 from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState
 from .device.slots_kernel import copy_kernel, slot_event_kernel
-from .launch import dense, grid_of
+from .launch import by_name, dense, grid_of, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
 ONE_PROGRAM_SLOTS = 2048  # a FREE of at most so many slots is checked and marked in one launch
 COPY_SLOTS = 2048  # moved in one launch, at most
+_launch_event, _launch_copy = by_name(slot_event_kernel), by_name(copy_kernel)
 
 _WRITES: dict[SlotEventKind, tuple[Mode, State]] = {
     SlotEventKind.ALLOC: (Mode.NONE, State.ALLOCATED),
@@ -63,34 +64,25 @@ def apply_slot_event(
         steps = ((True, False, False), (False, True, False), (False, False, True))
         launches = [(grid, step) for step in (steps if by_call else steps[1:])]
     mode, written = _WRITES[kind]
+    arguments = {
+        **report_arguments(state, group, Side.HEAD),
+        **record_arguments(group),
+        "slot_list": None if kind is SlotEventKind.CLEAR else dense(slots),
+        "call_list": call_ids if by_call else None,
+        "marks": group.free_marks.marks,
+        "size": size,
+        "page_size": page_size,
+        "mode": int(mode),
+        "state": int(written),
+        "number": number,
+        "KIND": int(kind),
+        "SINGLE": page_size == 1,
+        "STRIDE": group.stride,
+        "BLOCK": BLOCK,
+    }
     for programs, (tag, check, mark) in launches:
-        slot_event_kernel[programs](
-            state.summary,
-            state.violations.rows,
-            None if kind is SlotEventKind.CLEAR else dense(slots),
-            call_ids if by_call else None,
-            group.free_marks.marks,
-            group.k_head,
-            group.k_tail,
-            group.v_head,
-            group.v_tail,
-            size,
-            group.num_slots,
-            state.violations.capacity,
-            CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
-            page_size,
-            int(mode),
-            int(written),
-            number,
-            KIND=int(kind),
-            TAG=tag,
-            CHECK=check,
-            MARK=mark,
-            SINGLE=page_size == 1,
-            STRIDE=group.stride,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+        phase = {"TAG": tag, "CHECK": check, "MARK": mark}
+        _launch_event(programs, NUM_WARPS, {**arguments, **phase})
 
 
 def copy_records(
@@ -107,15 +99,11 @@ def copy_records(
                 records = group.records(half, side)
                 records[target_slots.long()] = records[source_slots.long()]
         return
-    copy_kernel[(2 * len(group.halves),)](
-        dense(source_slots),
-        dense(target_slots),
-        group.k_head,
-        group.k_tail,
-        group.v_head,
-        group.v_tail,
-        size,
-        group.num_slots,
-        BLOCK=COPY_SLOTS,  # the same for all sizes: each would be compiled on its own, while requests wait
-        num_warps=8,
-    )
+    arguments = {
+        **record_arguments(group),
+        "source_list": dense(source_slots),
+        "target_list": dense(target_slots),
+        "size": size,
+        "BLOCK": COPY_SLOTS,  # the same for all sizes: each would be compiled on its own, while requests wait
+    }
+    _launch_copy((2 * len(group.halves),), 8, arguments)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Part, Side
+from ...endpoint import Part, Side
 from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .device.strided_kernel import strided_kernel
 from .launch import (
-    INT32_MAX,
     NUM_WARPS,
     PROGRAMS_PER_SM,
-    batch_vector,
-    dense,
+    batch_arguments,
+    by_name,
+    forward_arguments,
     full_limit_of,
     grid_of,
+    report_arguments,
     verify_items,
-    window_of,
 )
+
+_launch = by_name(strided_kernel)
 
 
 def check_and_write(
@@ -30,52 +32,23 @@ def check_and_write(
 ) -> None:
     """`forward.check_and_write` of a group whose stride is not 1. The base group's HEAD has run before."""
     refuse_trees(plan)
-    head, base = side is Side.HEAD, group.chain_base
-    write, verify = plan.write, plan.verify
+    head, base, writes = side is Side.HEAD, group.chain_base, Part.WRITE in part
     items = verify_items(plan, state) if Part.VERIFY in part else 0
-    if Part.WRITE in part and head:
+    if writes and head:
         items += plan.num_tokens // (VERIFY_BLOCK * group.stride) + plan.batch_size
-    elif Part.WRITE in part:
+    elif writes:
         items += plan.num_tokens // VERIFY_BLOCK + 1
+    arguments = {
+        **batch_arguments(plan, group, writes),
+        **forward_arguments(plan, state, part),
+        **report_arguments(state, group, side),
+        "records": group.k_head if head else group.k_tail,
+        "head": None if head else group.k_head,
+        "base_records": base.k_head,
+        "base_lut": base.swa_index_lut,
+        "base_limit": full_limit_of(base),
+        "base_slots": base.num_slots,
+        "STRIDE": group.stride,
+    }
     grid = grid_of(items, plan.req_to_token.device, PROGRAMS_PER_SM)
-    num_rows, context = plan.req_to_token.shape
-    strided_kernel[grid](
-        state.summary,
-        state.violations.rows,
-        state.anchors,
-        dense(verify.rows),
-        dense(verify.base_lens),
-        dense(write.ext_lens),
-        dense(write.starts),
-        dense(write.out_cache_loc) if verify.padded else None,
-        dense(write.positions),
-        dense(write.out_cache_loc),
-        plan.req_to_token,
-        group.k_head if head else group.k_tail,
-        None if head else group.k_head,
-        base.k_head,
-        base.swa_index_lut,
-        verify.prefix_delta,
-        plan.batch_size,
-        plan.num_tokens,
-        write.tokens_per_request,
-        int(write.mode),
-        plan.req_to_token.stride(0),
-        num_rows,
-        context,
-        full_limit_of(group),
-        group.num_slots,
-        full_limit_of(base),
-        base.num_slots,
-        window_of(plan, group),
-        max(1, min(state.capacities.verify_budget_slots, INT32_MAX) // VERIFY_BLOCK),
-        state.violations.capacity,
-        CanaryLaunchTag(group.kind, "K", side).id,
-        STRIDE=group.stride,
-        BATCH=batch_vector(plan.batch_size),
-        BLOCK=VERIFY_BLOCK,
-        VERIFY=Part.VERIFY in part,
-        WRITE=Part.WRITE in part,
-        NUMBER=Part.NUMBER in part,
-        num_warps=NUM_WARPS,
-    )
+    _launch(grid, NUM_WARPS, arguments)

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...endpoint import Side
 from ...plan.plan_input import SweepVerifyPlan
 from ...state import CanaryDeviceState
 from .device.sweep_kernel import list_kernel
-from .launch import dense, grid_of
+from .launch import by_name, dense, grid_of, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
+_launch = by_name(list_kernel)
 
 
 def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:
     """Check every listed slot (group's own slot space; 0 = skip): HEAD and TAIL records."""
     size = plan.slots.shape[0]
-    list_kernel[grid_of(-(-size // BLOCK), group.k_head.device, PROGRAMS_PER_SM)](
-        state.summary,
-        state.violations.rows,
-        dense(plan.slots),
-        dense(plan.positions),
-        dense(plan.prev_slots),
-        dense(plan.anchors),
-        group.chain_source,
-        group.k_head,
-        group.k_tail,
-        group.v_head,
-        group.v_tail,
-        size,
-        group.num_slots,
-        state.violations.capacity,
-        CanaryLaunchTag(group.kind, "K", Side.SWEEP).id,
-        STRIDE=group.stride,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    arguments = {
+        **report_arguments(state, group, Side.SWEEP),
+        **record_arguments(group),
+        "slot_list": dense(plan.slots),
+        "position_list": dense(plan.positions),
+        "prev_list": dense(plan.prev_slots),
+        "anchor_list": dense(plan.anchors),
+        "chain_source": group.chain_source,
+        "size": size,
+        "STRIDE": group.stride,
+        "BLOCK": BLOCK,
+    }
+    grid = grid_of(-(-size // BLOCK), group.k_head.device, PROGRAMS_PER_SM)
+    _launch(grid, NUM_WARPS, arguments)

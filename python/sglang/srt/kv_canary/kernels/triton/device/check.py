@@ -27,7 +27,6 @@ from .record import (
     UNKNOWN,
     WORDS,
     WRITER,
-    append_rows,
     has_stale_weights,
     mix64,
     position_of,
@@ -37,6 +36,7 @@ from .record import (
     token_of,
     writer_damage,
 )
+from .report import append_rows
 
 
 @jit
@@ -47,6 +47,20 @@ def chain_fold(chain, previous, STRIDE: tl.constexpr):
         if (STRIDE >> bit) != 0:  # strides are powers of two
             power = power * power
     return token_of(mix64(chain - previous * power))
+
+
+class Lanes(NamedTuple):
+    """Slots to check, one per lane: int32 or int64."""
+
+    rows: Any  # reader's request row
+    positions: Any
+    listed: Any  # int1: whether the lane holds a slot
+    full_slots: Any
+    slots: Any
+    reasons: Any  # int32, what is wrong before the record is read; such lanes are not read
+    prev_slots: Any  # or PREV_ANCHOR / PREV_UNREACHABLE
+    anchors: Any
+    expected_tokens: Any  # UNKNOWN where the token is not known
 
 
 class Words(NamedTuple):
@@ -70,29 +84,21 @@ def load_words(records, chained_to, slots, prev_slots):
 
 
 @jit
-def suspicious(
-    words,
-    prev_slots,
-    positions,
-    anchors,
-    expected_tokens,
-    UNFILLS: tl.constexpr,
-    STRIDE: tl.constexpr = 1,
-):
-    """Words that are not 0 in lanes that may be bad, by their `words`; the rest as in `report_lanes`.
+def suspicious(words, lanes, UNFILLS: tl.constexpr, STRIDE: tl.constexpr = 1):
+    """Words that are not 0 in `lanes` that may be bad, by their `words`; UNFILLS and STRIDE as in `report_lanes`.
 
     A predecessor that is not live counts as readable here: if the chain fits it all the same, nothing is wrong.
     """
-    previous = tl.where(prev_slots == PREV_ANCHOR, anchors, words.previous)
+    previous = tl.where(lanes.prev_slots == PREV_ANCHOR, lanes.anchors, words.previous)
     if STRIDE == 1:
         broken = words.chain ^ (previous * MULTIPLIER + mix64(words.identity))
     else:
         broken = token_of(words.identity) ^ chain_fold(words.chain, previous, STRIDE)
     state = raw_state(words.writer)
-    bad = (state ^ LIVE) | (position_of(words.identity) ^ positions)
-    bad = bad | tl.where(prev_slots < PREV_ANCHOR, 0, broken)
-    wrong = token_of(words.identity) ^ expected_tokens
-    bad = bad | tl.where(expected_tokens == UNKNOWN, 0, wrong)
+    bad = (state ^ LIVE) | (position_of(words.identity) ^ lanes.positions)
+    bad = bad | tl.where(lanes.prev_slots < PREV_ANCHOR, 0, broken)
+    wrong = token_of(words.identity) ^ lanes.expected_tokens
+    bad = bad | tl.where(lanes.expected_tokens == UNKNOWN, 0, wrong)
     if UNFILLS:
         bad = tl.where(state == UNFILLED, 0, bad)
     return bad | writer_damage(words.writer)
@@ -116,26 +122,20 @@ def report_lanes(
     records,
     chained_to,
     lanes,
-    slots,
-    full_slots,
-    prev_slots,
-    positions,
-    anchors,
-    expected_tokens,
-    rows,
-    lane_reasons,
     UNFILLS: tl.constexpr,
     STRIDE: tl.constexpr = 1,
     weights_age=None,
 ):
     """Check `lanes` exactly and append what fails.
 
-    `prev_slots` is a slot of the records `chained_to`, PREV_ANCHOR or PREV_UNREACHABLE; lanes with `lane_reasons`
-    (int32) are not read. UNFILLS: the pool's records may be unfilled. With a stride the rows' tokens are folds of
-    chains (`record.chain_fold`). `weights_age`: of `weights_age_of`, None where stale weights are not reported; of
-    each run of slots that old weights wrote, half K's first one is.
+    Predecessors are slots of the records `chained_to`. UNFILLS: the pool's records may be unfilled. With a stride
+    the ring gets folds of chains (`record.chain_fold`) as tokens. `weights_age`: of `weights_age_of`, None where stale
+    weights are not reported; of each run of slots that old weights wrote, half K's first one is.
     """
-    readable = lanes & (lane_reasons == 0)
+    slots, full_slots = lanes.slots.to(tl.int64), lanes.full_slots.to(tl.int64)
+    prev_slots, positions = lanes.prev_slots.to(tl.int64), lanes.positions.to(tl.int64)
+    expected_tokens = lanes.expected_tokens
+    readable = lanes.listed & (lanes.reasons == 0)
     words = records + tl.where(readable, slots, 0) * WORDS
     identity = tl.load(words, mask=readable, other=0)
     chain = tl.load(words + CHAIN, mask=readable, other=0)
@@ -147,7 +147,7 @@ def report_lanes(
     previous = tl.load(prev_words + CHAIN, mask=has_prev, other=0)
     prev_live = state_of(tl.load(prev_words + WRITER, mask=has_prev, other=0)) == LIVE
     from_anchor = prev_slots == PREV_ANCHOR
-    previous = tl.where(from_anchor, anchors, previous)
+    previous = tl.where(from_anchor, lanes.anchors, previous)
     chained = readable & ((has_prev & prev_live) | from_anchor)
     if STRIDE == 1:
         expected_chain = tl.where(chained, previous * MULTIPLIER + mix64(identity), UNKNOWN)
@@ -174,8 +174,8 @@ def report_lanes(
         begins = stale & (goes_on == 0) & (half == 0)
         reasons = tl.where((reasons == 0) & begins, BAD_STALE_WEIGHTS, reasons)
     reasons = tl.where(state == LIVE, reasons, not_live)
-    reasons = tl.where(readable, reasons, lane_reasons)
-    reasons = tl.where(lanes, reasons, 0)
+    reasons = tl.where(readable, reasons, lanes.reasons)
+    reasons = tl.where(lanes.listed, reasons, 0)
     if STRIDE != 1:
         expected_tokens = tl.where(chained, fold, UNKNOWN)
     freed = readable & ((not_live == BAD_FREED) | (not_live == BAD_ALLOCATED))
@@ -185,18 +185,16 @@ def report_lanes(
             report,
             half,
             reasons,
-            tl.where(readable, slots, UNKNOWN),
-            full_slots,
-            prev_slots,
-            positions,
-            tl.where(readable, position_of(identity), UNKNOWN),
-            expected_tokens,
-            tl.where(readable, token_of(identity), UNKNOWN),
-            expected_chain,
-            tl.where(readable, chain, UNKNOWN),
-            UNKNOWN,
-            UNKNOWN,
-            rows,
-            tl.where(readable, writer, UNKNOWN),
-            tl.where(freed, content, 0),
+            slot=tl.where(readable, slots, UNKNOWN),
+            full_slot=full_slots,
+            prev_slot=prev_slots,
+            expected_position=positions,
+            stored_position=tl.where(readable, position_of(identity), UNKNOWN),
+            expected_token=expected_tokens,
+            stored_token=tl.where(readable, token_of(identity), UNKNOWN),
+            expected_chain=expected_chain,
+            stored_chain=tl.where(readable, chain, UNKNOWN),
+            reader_row=lanes.rows,
+            writer=tl.where(readable, writer, UNKNOWN),
+            last_writer=tl.where(freed, content, 0),
         )

@@ -7,29 +7,30 @@ import triton.language as tl
 from ..jit import jit, sum_of
 from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
 from .record import (
-    ARMED,
     BAD_CONTENT,
     CHAIN,
     CONTENT,
-    CONTENT_CHECKED,
-    CONTENT_WRITTEN,
-    FORWARD_DONE,
     FORWARD_MASK,
     LIVE,
-    UNKNOWN,
     WORDS,
     WRITER,
-    Report,
     Space,
-    append_rows,
-    count,
     half_offset,
     position_of,
     state_of,
     token_of,
     translate,
 )
-from .spans import Batch, item_of, request_at, split, turn_of
+from .report import (
+    ARMED,
+    CONTENT_CHECKED,
+    CONTENT_WRITTEN,
+    FORWARD_DONE,
+    Report,
+    append_rows,
+    count,
+)
+from .spans import BATCH_INTEGERS, BATCH_VIEWS, Batch, Table, item_of, request_at, split, turn_of
 from .strided import completed_by
 
 
@@ -44,20 +45,15 @@ def _compare(report, half, words, writer, stored, slots, usable, full_slots, row
             report,
             half,
             reasons,
-            slots,
-            full_slots,
-            UNKNOWN,
-            UNKNOWN,
-            position_of(identity),
-            UNKNOWN,
-            token_of(identity),
-            UNKNOWN,
-            tl.load(words + CHAIN, mask=usable, other=0),
-            now,
-            stored,
-            rows,
-            writer,
-            0,
+            slot=slots,
+            full_slot=full_slots,
+            stored_position=position_of(identity),
+            stored_token=token_of(identity),
+            stored_chain=tl.load(words + CHAIN, mask=usable, other=0),
+            expected_content=now,
+            stored_content=stored,
+            reader_row=rows,
+            writer=writer,
         )
     return sum_of(has.to(tl.int32), 0)
 
@@ -85,7 +81,7 @@ def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: 
     turn = start + (phase + every - start % every) % every
     # 64 bits: the last lanes may lie far beyond the request.
     position = turn + (piece * SLOTS + tl.arange(0, SLOTS)).to(tl.int64) * every
-    at = batch.req_to_token + row * batch.row_stride + position * STRIDE
+    at = batch.table.slots + row * batch.table.row_stride + position * STRIDE
     return tl.load(at, mask=position < end, other=0).to(tl.int64), row
 
 
@@ -106,37 +102,10 @@ def _completed_slots(
     return tl.where(full % STRIDE == STRIDE - 1, full, 0)
 
 
-CONTENT_INTEGERS = [
-    "prefix_delta",
-    "batch_size",
-    "num_tokens",
-    "tokens_per_request",
-    "row_stride",
-    "num_rows",
-    "context",
-    "full_limit",
-    "num_slots",
-    "window",
-    "budget_slots",
-    "capacity",
-    "tag",
-    "first_size",
-    "second_size",
-    "list_size",
-]
+CONTENT_INTEGERS = [*BATCH_INTEGERS, "budget_slots", "first_size", "second_size", "list_size"]
 
 
-@jit(
-    do_not_specialize=CONTENT_INTEGERS,
-    do_not_specialize_on_alignment=[
-        "rows",
-        "base_lens",
-        "ext_lens",
-        "starts",
-        "first_slots",
-        "out_cache_loc",
-    ],
-)
+@jit(do_not_specialize=CONTENT_INTEGERS, do_not_specialize_on_alignment=BATCH_VIEWS)
 def content_kernel(
     summary,
     ring,
@@ -185,16 +154,13 @@ def content_kernel(
     forward = tl.load(summary + FORWARD_DONE)
     armed = tl.load(summary + ARMED) != 0
     batch = Batch(
+        Table(req_to_token, row_stride, num_rows, context),
         rows,
         base_lens,
         ext_lens,
         prefix_delta,
         tokens_per_request,
         batch_size,
-        req_to_token,
-        row_stride,
-        num_rows,
-        context,
         window,
         first_slots,
     )

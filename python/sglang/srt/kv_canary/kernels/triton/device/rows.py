@@ -22,12 +22,12 @@ from .record import (
     UNKNOWN,
     WORDS,
     WRITER,
-    append_rows,
     position_of,
     state_of,
     token_of,
     translate,
 )
+from .report import append_rows
 from .spans import START, START_CHAIN, span_word
 
 ROW_WORDS = tl.constexpr(record.ROW_WORDS)
@@ -84,17 +84,18 @@ def remember(rows, known, request, row, lanes, UNIFORM: tl.constexpr):
 
 
 @jit
-def check_rows(batch, space, report, records, remembered, row, prefix, lanes):
+def check_rows(launch, remembered, row, prefix, lanes):
     """Report rows whose length or chain is not what is remembered of them."""
     length = remembered.length
     known = lanes & (length >= 0)
     wrong_length = known & ((length > prefix) | (prefix - length > remembered.growth))
     last = tl.where(known & (wrong_length == 0), length - 1, -1)
     listed = last >= 0
-    at = tl.where(listed, row, 0) * batch.row_stride + tl.maximum(last, 0)
-    full = tl.load(batch.req_to_token + at).to(tl.int64)
-    slot, slot_reasons = translate(space, full)
-    words = records + slot * WORDS
+    table = launch.batch.table
+    at = tl.where(listed, row, 0) * table.row_stride + tl.maximum(last, 0)
+    full = tl.load(table.slots + at).to(tl.int64)
+    slot, slot_reasons = translate(launch.space, full)
+    words = launch.records.k + slot * WORDS
     chain = tl.load(words + CHAIN)
     writer = tl.load(words + WRITER)
     readable = listed & (slot_reasons == 0) & (state_of(writer) == LIVE)
@@ -103,23 +104,18 @@ def check_rows(batch, space, report, records, remembered, row, prefix, lanes):
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:
         identity = tl.load(words)
         append_rows(
-            report,
+            launch.report,
             0,
             reasons,
-            tl.where(wrong_chain, slot, UNKNOWN),
-            tl.where(wrong_chain, full, UNKNOWN),
-            UNKNOWN,
-            tl.where(wrong_chain, last, length),
-            tl.where(wrong_chain, position_of(identity), prefix),
-            UNKNOWN,
-            tl.where(wrong_chain, token_of(identity), UNKNOWN),
-            tl.where(wrong_chain, remembered.chain, UNKNOWN),
-            tl.where(wrong_chain, chain, UNKNOWN),
-            UNKNOWN,
-            UNKNOWN,
-            row,
-            tl.where(wrong_chain, writer, 0),
-            0,
+            slot=tl.where(wrong_chain, slot, UNKNOWN),
+            full_slot=tl.where(wrong_chain, full, UNKNOWN),
+            expected_position=tl.where(wrong_chain, last, length),
+            stored_position=tl.where(wrong_chain, position_of(identity), prefix),
+            stored_token=tl.where(wrong_chain, token_of(identity), UNKNOWN),
+            expected_chain=tl.where(wrong_chain, remembered.chain, UNKNOWN),
+            stored_chain=tl.where(wrong_chain, chain, UNKNOWN),
+            reader_row=row,
+            writer=tl.where(wrong_chain, writer, 0),
         )
 
 

@@ -11,21 +11,18 @@ from .record import (
     CHAIN,
     CONTENT,
     DAMAGED,
-    FORWARD_DONE,
     FREED,
     FREED_TO_ALLOCATED,
     LIVE,
     NEVER_WRITTEN,
-    UNKNOWN,
     WORDS,
     WRITER,
-    Report,
-    append_rows,
     pack_writer,
     position_of,
     state_of,
     token_of,
 )
+from .report import FORWARD_DONE, Report, append_rows
 
 ALLOC = tl.constexpr(int(SlotEventKind.ALLOC))
 FREE = tl.constexpr(int(SlotEventKind.FREE))
@@ -74,20 +71,13 @@ def _report_double_free(report, k_head, slots, listed, usable, repeated):
             report,
             0,
             tl.where(twice, BAD_DOUBLE_FREE, 0),
-            slots,
-            listed,
-            UNKNOWN,
-            UNKNOWN,
-            position_of(identity),
-            UNKNOWN,
-            token_of(identity),
-            UNKNOWN,
-            tl.load(words + CHAIN, mask=usable, other=0),
-            UNKNOWN,
-            UNKNOWN,
-            0,
-            writer,
-            tl.load(words + CONTENT, mask=usable, other=0),
+            slot=slots,
+            full_slot=listed,
+            stored_position=position_of(identity),
+            stored_token=token_of(identity),
+            stored_chain=tl.load(words + CHAIN, mask=usable, other=0),
+            writer=writer,
+            last_writer=tl.load(words + CONTENT, mask=usable, other=0),
         )
 
 

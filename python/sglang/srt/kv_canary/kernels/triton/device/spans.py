@@ -24,19 +24,44 @@ START = tl.constexpr(3)
 START_CHAIN = tl.constexpr(4)
 
 
+# Arguments of every kernel that works on a batch. Specialising on these values, or on where these views begin, would
+# compile a kernel again in the middle of serving.
+BATCH_INTEGERS = [
+    "prefix_delta",
+    "batch_size",
+    "num_tokens",
+    "tokens_per_request",
+    "row_stride",
+    "num_rows",
+    "context",
+    "full_limit",
+    "num_slots",
+    "window",
+    "capacity",
+    "tag",
+]
+BATCH_VIEWS = ["rows", "base_lens", "ext_lens", "starts", "first_slots", "out_cache_loc"]
+
+
+class Table(NamedTuple):
+    """`req_to_token`, with its shape."""
+
+    slots: Any
+    row_stride: Any
+    num_rows: Any
+    context: Any  # columns
+
+
 class Batch(NamedTuple):
     """The requests of a forward, as ForwardPlan has them."""
 
+    table: Any
     rows: Any
     base_lens: Any
     ext_lens: Any  # None: every request has tokens_per_request new tokens
     prefix_delta: Any
     tokens_per_request: Any
     size: Any
-    req_to_token: Any
-    row_stride: Any
-    num_rows: Any
-    context: Any  # columns of req_to_token
     window: Any  # prefix tokens before the last `window` are not verified
     first_slots: Any  # new slots; a request whose first one is 0 is padding. None: only row 0 is
 
@@ -76,10 +101,10 @@ def request_at(batch, index):
     else:
         new = tl.load(batch.ext_lens + index, mask=listed, other=0).to(tl.int64)
     new = tl.maximum(new, 0)
-    valid = listed & (row > 0) & (row < batch.num_rows) & (prefix >= 0)
+    valid = listed & (row > 0) & (row < batch.table.num_rows) & (prefix >= 0)
     # Each below `context` first: their sum cannot wrap.
-    valid = valid & (prefix <= batch.context) & (new <= batch.context)
-    return row, prefix, new, valid & (prefix + new <= batch.context)
+    valid = valid & (prefix <= batch.table.context) & (new <= batch.table.context)
+    return row, prefix, new, valid & (prefix + new <= batch.table.context)
 
 
 @jit

@@ -19,7 +19,7 @@ def strided_slot(space, full):
 @jit
 def slots_at(batch, space, row, number, lanes):
     """(slot, full slot, reasons) of the `number`-th slots of `row`, found through their first tokens."""
-    at = batch.req_to_token + row * batch.row_stride + number * space.stride
+    at = batch.table.slots + row * batch.table.row_stride + number * space.stride
     full = tl.load(at, mask=lanes & (number >= 0), other=0).to(tl.int64)
     slot, reasons = strided_slot(space, full)
     return slot, full, reasons
