@@ -19,18 +19,20 @@ PYTHON = $(shell for python in python3.11 python3 python; do \
 PIP_FLAGS = --quiet --disable-pip-version-check
 PIP_INSTALL = $(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-warn-conflicts
 SHIM = tools/cpu_sgl_kernel
+DOCS_NEEDS = requirements/docs.txt
 SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
 READY_STAMP = $(VENV)/.stamp-ready
+DOCS_STAMP = $(VENV)/.stamp-docs
 # One OpenMP thread: more of them fight for the cores with the engine's own processes.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 
-.PHONY: help demo test lint format wheel setup prometheus clean
+.PHONY: help demo test lint format docs wheel setup prometheus clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make setup | lint | format | wheel | prometheus | clean'
+	@echo 'also: make setup | lint | format | docs | wheel | prometheus | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
@@ -45,6 +47,11 @@ lint: $(READY_STAMP)
 format: $(READY_STAMP)
 	@$(VENV)/bin/ruff check --fix .
 	@$(VENV)/bin/ruff format .
+
+# The documents as a site, in build/site. A dead link, a dead anchor or a page that is in no menu fails.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --clean --strict
+	@echo build/site/index.html
 
 # A stale build/ would put deleted modules into the wheel.
 wheel: $(READY_STAMP)
@@ -68,7 +75,7 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(VENV)/bin/python install $(PIP_FLAGS) pip -c requirements/dev.txt
 
-$(DEPS_STAMP): $(wildcard requirements/*.txt) | $(VENV)/bin/pip
+$(DEPS_STAMP): $(filter-out $(DOCS_NEEDS),$(wildcard requirements/*.txt)) | $(VENV)/bin/pip
 	@echo "[setup 2/4] installing torch (about 200 MB)"
 	@$(PIP_INSTALL) -r requirements/torch.txt -c requirements/cpu.txt -c requirements/dev.txt \
 		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
@@ -79,4 +86,10 @@ $(DEPS_STAMP): $(wildcard requirements/*.txt) | $(VENV)/bin/pip
 $(READY_STAMP): pyproject.toml setup.py $(SHIM_FILES) $(DEPS_STAMP)
 	@echo "[setup 4/4] installing sglang-kv-canary beside it"
 	@$(PIP_INSTALL) --quiet --no-deps --no-build-isolation ./$(SHIM) -e .
+	@touch $@
+
+# Apart, so that tests do not need it.
+$(DOCS_STAMP): $(DOCS_NEEDS) $(DEPS_STAMP)
+	@echo "[docs] installing mkdocs-material"
+	@$(PIP_INSTALL) --no-deps -r $(DOCS_NEEDS)
 	@touch $@

@@ -31,6 +31,15 @@ def kernels_stay_in_bounds() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def process_context_is_fresh() -> Iterator[None]:
+    """What one test installs in the process is gone in the next."""
+    from sglang_kv_canary.wiring.context import context
+
+    yield
+    context.reset()
+
+
 class FailuresAtOnce:
     """Prints each failure when it comes: a run that is ended from outside tells what it has found so far."""
 

@@ -21,6 +21,7 @@ __all__ = [
     "ContentMode",
     "StaleWeights",
     "TokenCheck",
+    "is_asked_for",
     "parse_choice",
     "parse_interval",
 ]
@@ -97,6 +98,11 @@ def parse_interval(source: str, value: Any) -> int:
 
 _DEFAULT_TOKEN_CHECK = TokenCheck(default_of("TOKEN_CHECK"))
 _DEFAULT_STALE_WEIGHTS = StaleWeights(default_of("STALE_WEIGHTS"))
+
+
+def is_asked_for(server_args: Any) -> bool:
+    """Whether the server is started with the canary on; False for `ServerArgs` without the flag."""
+    return getattr(server_args, "kv_canary", CanaryMode.NONE) != CanaryMode.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ def build_observers(
     if config.swa_divergence_stats_interval and role == "target":
         observers.append(SwaDivergenceReporter(config.swa_divergence_stats_interval, groups, sink))
     if server_args.enable_metrics:
-        observers.append(build_metrics_exporter(server_args, model_runner, manager, health, sweep))
+        observers.append(
+            build_metrics_exporter(server_args, model_runner, role, groups, health, sweep)
+        )
     if config.perturb_dir:
         from .perturb.observer import PerturbObserver
 

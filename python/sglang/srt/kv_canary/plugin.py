@@ -7,9 +7,10 @@ SGLang before anything of ours has run.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from .errors import GO_ON_WITHOUT
-from .wiring.registration import registration
+from .wiring.context import context
 from .wiring.version_check import check_sglang
 
 __all__ = ["register"]
@@ -22,6 +23,7 @@ def register() -> None:
     the flags do not exist, so that `--kv-canary` would end in "unrecognized arguments", this ends
     the process with the real reason instead.
     """
+    registration = context.registration
     if registration.started:
         return
     registration.started = True
@@ -54,7 +56,15 @@ def _register_hooks() -> None:
     hooks = collect_hooks()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.fn, hook.hook_type)
-    registration.hooks = hooks
+    context.registration.hooks = hooks
+    context.install = _install_canary
+
+
+def _install_canary(**arguments: Any) -> Any:
+    """The package's own modules are imported once a server asks for the canary."""
+    from .api import install_canary
+
+    return install_canary(**arguments)
 
 
 def _asked_for(argv: list[str]) -> bool:

@@ -62,9 +62,8 @@ class Mode(IntEnum):
     DRAFT_DECODE = 6
     SPLIT_PREFILL = 7
     DLLM_EXTEND = 8
-    MOVE = 9  # copied from another slot by move_kv_cache
-    FREE = 10  # the allocator took the slot back
-    CLEAR = 11  # the allocator took every slot back
+    FREE = 9  # the allocator took the slot back
+    CLEAR = 10  # the allocator took every slot back
 
 
 class Reason(IntFlag):

@@ -76,11 +76,7 @@ class SpecRig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        context.managers.clear()
-        context.by_runner.clear()
-        context.allocator_kinds.clear()
-        context.allocators.clear()
-        context.requests = []
+        context.reset()
 
     def _manager(self, role: str, pool: Any, chained: bool = False) -> CanaryManager:
         is_draft, rows = role == "draft", self.rows.req_to_token

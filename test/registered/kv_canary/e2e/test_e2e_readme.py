@@ -1,4 +1,4 @@
-"""The commands of README.md's section "Over HTTP", as they stand there."""
+"""What the documents give a reader to paste, as it stands: docs/walkthrough.md and the test of docs/develop.md."""
 
 import os
 import re
@@ -13,17 +13,19 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.serving import free_port
-from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.checkout import DOCS
 
-register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
-README = REPO / "README.md"
 ACTIVATE = "source .venv/bin/activate\n"
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: docs/ is not here")
 
 
 def commands() -> str:
-    section = README.read_text().split("\n## Over HTTP\n")[1].split("\n## ")[0]
-    return "\n".join(re.findall(r"```bash\n(.*?)```", section, re.DOTALL))
+    return "\n".join(
+        re.findall(r"```bash\n(.*?)```", (DOCS / "walkthrough.md").read_text(), re.DOTALL)
+    )
 
 
 def run(script: str, folder: Path) -> str:
@@ -49,11 +51,8 @@ def run(script: str, folder: Path) -> str:
             shell.wait()
 
 
-@pytest.mark.skipif(not README.exists(), reason="no source tree: README.md is not here")
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the section's flags are those of a CPU machine"
-)
-def test_section_over_http_works_as_it_stands(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page's flags are those of a CPU machine")
+def test_walkthrough_works_as_it_stands(tmp_path: Path) -> None:
     script = commands()
     assert script.startswith(ACTIVATE)
     port = str(free_port())
@@ -64,6 +63,14 @@ def test_section_over_http_works_as_it_stands(tmp_path: Path) -> None:
     assert re.search(r"kv-canary violation #\d+: CONTENT at TAIL_K_FULL, slot ", out), out
     assert 'checked by request "cleo"' in out
     assert 'written by request "ada"' in out
+
+
+def test_the_ten_line_test_passes_as_it_stands(tmp_path: Path) -> None:
+    (test,) = re.findall(r"```python\n(from .*?)```", (DOCS / "develop.md").read_text(), re.DOTALL)
+    file = tmp_path / "test_my_change.py"
+    file.write_text(test)
+    out = run(f"{sys.executable} -m pytest -q -p no:cacheprovider {file}", tmp_path)
+    assert re.search(r"^2 passed", out, re.MULTILINE), out
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from sglang_kv_canary.pool_patcher import (
 )
 from sglang_kv_canary.pool_patcher.api import attached_groups
 from sglang_kv_canary.pool_patcher.installed_pools import installed_pools
-from sglang_kv_canary.wiring.coverage import PATHS, PathStatus
+from sglang_kv_canary.pool_patcher.registry import Coverage
+from sglang_kv_canary.wiring.coverage import PATHS
+from sglang_kv_canary.wiring.refusals import REFUSALS
 from sglang_kv_canary_rigs import pool_fixtures as pools
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
@@ -544,8 +546,16 @@ def test_pools_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert pools_command(["--json"]) == 0
     tables = json.loads(capsys.readouterr().out)
-    assert {row["status"] for row in tables["pools"]} == {"covered", "refused"}
-    assert {row["status"] for row in tables["paths"]} <= {status.value for status in PathStatus}
+    statuses = [status.value for status in Coverage]
+    for table in tables.values():
+        shown = [row["status"] for row in table]
+        assert set(shown) == set(statuses)
+        assert shown == sorted(shown, key=statuses.index)  # covered first
+
+
+def test_what_start_up_refuses_is_what_the_table_of_paths_refuses() -> None:
+    refused = {path.name: path.note for path in PATHS if path.status is Coverage.REFUSED}
+    assert refused == {case.name: case.why for case in REFUSALS}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The documents: links lead somewhere, and every reason, report and alert has a section in the runbook."""
+"""The documents: links lead somewhere, sentences are short, every reason, report and alert has a runbook section."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,9 @@ from sglang_kv_canary_rigs.manager_rig import ManagerRig
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
 DOCS = REPO / "docs"
-DOCUMENTS = sorted([REPO / "README.md", *DOCS.glob("*.md")])
+AT_THE_TOP = [REPO / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+DOCUMENTS = sorted([*AT_THE_TOP, *DOCS.rglob("*.md")])
+README_WORDS = 900
 PARTS = ("Means.", "Likely causes.", "Do now.", "Look at next.")
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 # Of a path in the repository with an anchor, as reports and alerts print it
@@ -28,6 +32,10 @@ SECTION = re.compile(r"(docs/[\w.-]+\.md)#([\w-]+)")
 pytestmark = pytest.mark.skipif(
     not DOCS.is_dir(), reason="no source tree: the documents are not here"
 )
+
+
+def prose_tool() -> dict[str, Any]:
+    return runpy.run_path(str(REPO / "tools" / "prose.py"), run_name="prose")
 
 
 def prose(document: Path) -> str:
@@ -94,15 +102,61 @@ def test_dead_links_are_noticed() -> None:
     assert "does not exist" in dead_link(DOCS / "alarms.md", "nowhere.md")
     assert "no such heading" in dead_link(DOCS / "alarms.md", "metrics.md#nowhere")
     assert "no such heading" in dead_link(DOCS / "alarms.md", "#nowhere")
-    assert dead_link(DOCS / "alarms.md", "../README.md#over-http") == ""
+    assert dead_link(DOCS / "alarms.md", "../README.md#install") == ""
+    assert dead_link(REPO / "README.md", "docs/alarms.md#content") == ""
 
 
 def test_the_index_names_every_document() -> None:
     index = (DOCS / "README.md").read_text()
     files = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".yml", ".json")]
     names = [str(path.relative_to(DOCS)) for path in files if path.name != "README.md"]
-    assert len(names) > 5
+    assert len(names) > 15
     assert [name for name in names if f"]({name}" not in index] == []
+
+
+# Words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_sentences_are_short(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose_tool()["main"]([str(document)]) == 0, capsys.readouterr().out
+
+
+def test_long_sentences_and_wrong_terms_are_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.md"
+    long.write_text("Too " + "long " * 30 + "it is.\n" + "\n\nThis one is fine.\n" * 10)
+    assert prose_tool()["main"]([str(long)]) == 0, "one of eleven may be long"
+    assert "33 words: Too long" in capsys.readouterr().out
+    long.write_text(long.read_text() * 2 + "\nToo " + "long " * 30 + "it is.\n")
+    assert prose_tool()["main"]([str(long)]) == 1
+    assert "too long" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text("The graph is captured anew.\n")
+    assert prose_tool()["main"]([str(wrong)]) == 1
+    assert '"anew", better: again' in capsys.readouterr().out
+
+
+def test_docstrings_logs_errors_and_help_texts_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "word " * 30
+    sources = (
+        f'"""{words}end."""',
+        f'logger.info("{words}end")',
+        f'raise ValueError(f"{{x}} {words}end")',
+        f'parser.add_argument("-x", help="{words}end")',
+    )
+    for number, source in enumerate(sources):
+        (tmp_path / f"{number}.py").write_text(source)
+    prose_tool()["main"](["--python", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert re.findall(r"(\d)\.py:1: 3[12] words", out) == ["0", "1", "2", "3"]
+
+
+def test_readme_is_a_few_screens() -> None:
+    assert len((REPO / "README.md").read_text().split()) <= README_WORDS
 
 
 # The runbook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +65,7 @@ def events(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def in_context() -> Iterator[Callable[[ManagerRig], ManagerRig]]:
+def in_context() -> Callable[[ManagerRig], ManagerRig]:
     """Makes a rig's manager that of the process, as `install_canary` does."""
 
     def enter(rig: ManagerRig) -> ManagerRig:
@@ -73,12 +73,7 @@ def in_context() -> Iterator[Callable[[ManagerRig], ManagerRig]]:
         context.add(rig.manager, rig)
         return rig
 
-    recorder = context.recorder
-    yield enter
-    context.recorder = recorder
-    context.managers.clear()
-    context.by_runner.clear()
-    context.launched.clear()
+    return enter
 
 
 def _flush(rig: ManagerRig) -> None:
@@ -476,15 +471,12 @@ def test_each_hook_that_runs_while_serving_is_guarded(in_context: Any, caplog: A
     started = ("startup_check", "last_words", "memory")  # main process and start-up
     at_start = ("_install", "_after_pools_exist", "_attach_radix_cache", "_mark_init_finished")
     called = set()
-    try:
-        for hook in collect_hooks():
-            module, name = hook.fn.__module__.rsplit(".", 1)[1], hook.fn.__name__
-            if hook.hook_type is HookType.AROUND or module in started or name in at_start:
-                continue
-            hook.fn(*[SimpleNamespace(device="cpu")] * 4)
-            called.add(module)
-    finally:
-        context.allocator_kinds.clear()
+    for hook in collect_hooks():
+        module, name = hook.fn.__module__.rsplit(".", 1)[1], hook.fn.__name__
+        if hook.hook_type is HookType.AROUND or module in started or name in at_start:
+            continue
+        hook.fn(*[SimpleNamespace(device="cpu")] * 4)
+        called.add(module)
     assert called <= set(HOOK_MODULES)
     assert called >= {"allocator", "cuda_graph", "scheduler", "speculative", "schedule_stream"}
     assert rig.manager.errors.total > 5
@@ -587,7 +579,6 @@ def test_an_anchor_whose_write_failed_is_written_next_time(
 ) -> None:
     rig = in_context(ManagerRig())
     request = SimpleNamespace(req_pool_idx=3, extra_key="tenant")
-    monkeypatch.setattr(anchors, "_anchor_of_row", {})
     with monkeypatch.context() as patch:
         patch.setattr(anchors, "_to_device", _broken)
         with pytest.raises(Broken):

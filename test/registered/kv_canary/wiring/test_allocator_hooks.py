@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,22 +34,13 @@ def _rig(mode: CanaryMode, page_size: int = 1) -> ManagerRig:
 
 
 @pytest.fixture
-def rig() -> Iterator[ManagerRig]:
-    yield _rig(CanaryMode.LOG)
-    _forget()
+def rig() -> ManagerRig:
+    return _rig(CanaryMode.LOG)
 
 
 @pytest.fixture
-def strict_rig() -> Iterator[ManagerRig]:
-    yield _rig(CanaryMode.RAISE)
-    _forget()
-
-
-def _forget() -> None:
-    context.managers.clear()
-    context.by_runner.clear()
-    context.allocator_kinds.clear()
-    context.allocators.clear()
+def strict_rig() -> ManagerRig:
+    return _rig(CanaryMode.RAISE)
 
 
 def _state(rig: ManagerRig, slot: int) -> State:
@@ -171,19 +161,16 @@ def test_after_a_clear_new_requests_are_clean(strict_rig: ManagerRig) -> None:
 
 def test_a_paged_free_gives_back_whole_pages() -> None:
     rig = _rig(CanaryMode.RAISE, page_size=16)
-    try:
-        slots = rig.allocator.alloc(32)
-        rig.rows.req_to_token[1, :32] = slots.int()
-        rig.allocator.alloc = lambda n: slots[:n]
-        rig.extend(1, range(32))
-        del rig.allocator.alloc
-        rig.allocator.free(slots[16:20])
-        rig.manager.ledger.apply()
-        assert {_state(rig, int(s)) for s in slots[16:]} == {State.FREED}
-        assert {_state(rig, int(s)) for s in slots[:16]} == {State.LIVE}
-        assert rig.settle() == []
-    finally:
-        _forget()
+    slots = rig.allocator.alloc(32)
+    rig.rows.req_to_token[1, :32] = slots.int()
+    rig.allocator.alloc = lambda n: slots[:n]
+    rig.extend(1, range(32))
+    del rig.allocator.alloc
+    rig.allocator.free(slots[16:20])
+    rig.manager.ledger.apply()
+    assert {_state(rig, int(s)) for s in slots[16:]} == {State.FREED}
+    assert {_state(rig, int(s)) for s in slots[:16]} == {State.LIVE}
+    assert rig.settle() == []
 
 
 def _paged(rig: ManagerRig, pages: int = 1) -> torch.Tensor:
@@ -195,9 +182,8 @@ def _paged(rig: ManagerRig, pages: int = 1) -> torch.Tensor:
 
 
 @pytest.fixture
-def paged_rig() -> Iterator[ManagerRig]:
-    yield _rig(CanaryMode.LOG, page_size=16)
-    _forget()
+def paged_rig() -> ManagerRig:
+    return _rig(CanaryMode.LOG, page_size=16)
 
 
 @pytest.mark.parametrize("first", [16, 3], ids=["same slots", "other slots of the page"])
@@ -239,30 +225,24 @@ def test_pages_that_are_freed_handed_out_and_freed_within_a_step(paged_rig: Mana
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_double_free_before_a_clear_of_the_same_step(page_size: int) -> None:
     rig = _rig(CanaryMode.LOG, page_size)
-    try:
-        slots = _paged(rig)
-        rig.allocator.free(slots)
-        rig.allocator.free(slots[:1])
-        rig.allocator.clear()
-        assert _reasons(rig) == {"DOUBLE_FREE"}
-        assert {v.slot for v in rig.reported} == {int(slots[0])}
-    finally:
-        _forget()
+    slots = _paged(rig)
+    rig.allocator.free(slots)
+    rig.allocator.free(slots[:1])
+    rig.allocator.clear()
+    assert _reasons(rig) == {"DOUBLE_FREE"}
+    assert {v.slot for v in rig.reported} == {int(slots[0])}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_frees_and_allocations_before_a_clear_of_the_same_step(page_size: int) -> None:
     rig = _rig(CanaryMode.RAISE, page_size)
-    try:
-        slots = _paged(rig)
-        rig.allocator.free(slots)
-        rig.allocator.free(rig.allocator.alloc(rig.allocator.available_size()))
-        rig.allocator.clear()
-        rig.lengths[1] = 0
-        _paged(rig)
-        assert rig.settle() == []
-    finally:
-        _forget()
+    slots = _paged(rig)
+    rig.allocator.free(slots)
+    rig.allocator.free(rig.allocator.alloc(rig.allocator.available_size()))
+    rig.allocator.clear()
+    rig.lengths[1] = 0
+    _paged(rig)
+    assert rig.settle() == []
 
 
 def test_an_unknown_allocator_class_is_refused() -> None:

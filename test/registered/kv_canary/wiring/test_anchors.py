@@ -10,16 +10,10 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.anchor import anchor_of
-from sglang_kv_canary.wiring import anchors
 from sglang_kv_canary.wiring.anchors import update_anchors
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchors, "_anchor_of_row", {})
 
 
 def _request(row: int, extra_key: str | None) -> SimpleNamespace:

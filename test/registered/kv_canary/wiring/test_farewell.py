@@ -17,6 +17,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.wiring import farewell as module
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.farewell import Farewell, ask_for_farewell
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
@@ -155,9 +156,9 @@ def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:
 def test_only_the_process_that_started_the_server_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module._folders, os.getppid(), tmp_path)
+    monkeypatch.setitem(context.farewell_folders, os.getppid(), tmp_path)
     module._before_kill(os.getpid(), include_parent=True)
-    monkeypatch.setitem(module._folders, os.getpid(), tmp_path)
+    monkeypatch.setitem(context.farewell_folders, os.getpid(), tmp_path)
     module._before_kill(parent_pid=os.getppid())  # another tree
     assert not (tmp_path / module._NOTE).exists()
     module._before_kill(os.getpid(), include_parent=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,16 +17,14 @@ register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
 
 @pytest.fixture
-def rig() -> Iterator[ManagerRig]:
+def rig() -> ManagerRig:
     """Two requests whose drafts were verified; its manager is that of the process."""
     rig = ManagerRig()
     context.add(rig.manager, rig)
     for row, first in ((1, 10), (2, 40)):
         rig.result(rig.extend(row, range(first, first + 20)))
         rig.result(rig.verify(row, [first + 5, first + 6, first + 7]))
-    yield rig
-    context.managers.clear()
-    context.by_runner.clear()
+    return rig
 
 
 def _accept(rig: ManagerRig, tokens: list[int], counts: list[int]) -> None:

@@ -13,9 +13,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryPhaseError
 from sglang_kv_canary.wiring import scheduler as hooks
-from sglang_kv_canary.wiring.context import CanaryContext
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -47,10 +48,11 @@ class Loop:
         self.rig.manager.drain(wait=True)
 
 
-@pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
-    rig = ManagerRig()
-    monkeypatch.setattr(hooks, "context", CanaryContext([rig.manager], recorder=rig.recorder))
+@pytest.fixture(params=[CanaryMode.LOG])
+def loop(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Loop:
+    rig = ManagerRig(mode=request.param)
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    monkeypatch.setattr(context, "recorder", rig.recorder)
     for row in (1, 2):
         rig.result(rig.extend(row, range(10 * row, 10 * row + 8)))
     return Loop(rig)
@@ -77,8 +79,9 @@ def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = ManagerRig(copy_every_s=1e9)
-    monkeypatch.setattr(hooks, "context", CanaryContext([rig.manager], recorder=rig.recorder))
-    monkeypatch.setattr(hooks._IdleClock, "next_tick", math.inf)  # no tick is due
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    monkeypatch.setattr(context, "recorder", rig.recorder)
+    monkeypatch.setattr(context, "next_idle_tick", math.inf)  # no tick is due
     rig.result(rig.extend(1, range(8)))
     loop = Loop(rig)
     loop.process(loop.launch(1, damage=True))
@@ -106,6 +109,7 @@ def test_row_released_under_one_of_two_batches_is_moot_there_only(loop: Loop) ->
     assert loop.rig.manager.violations.moot > 0
 
 
+@pytest.mark.parametrize("loop", [CanaryMode.RAISE], indirect=True)
 def test_result_of_a_batch_that_nobody_launched_is_refused(loop: Loop) -> None:
     batch = loop.launch(1)
     loop.process(batch)

@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.swa_location import current, translated_once, use_running_translation
+from sglang_kv_canary.wiring.swa_location import translated_once, use_running_translation
 from sglang_kv_canary.wiring.swa_translation import (
     SwaOutCacheLoc,
     get_swa_out_cache_loc,
@@ -102,10 +102,9 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Rig:
     context.managers.append(SimpleNamespace(ledger=None))  # the hooks obey: the canary is on
-    yield Rig()
-    context.managers.clear()
+    return Rig()
 
 
 def assert_written(rig: Rig, swa_slots: torch.Tensor, keys: torch.Tensor) -> None:
@@ -167,7 +166,7 @@ def test_kept_value_serves_every_layer_of_the_forward(rig: Rig) -> None:
     """Shown by what must not happen in a forward: a mapping that changes below it is not looked at again."""
     batch = rig.decode_batch()
     with translated_once(rig.pool, batch):
-        assert batch.out_cache_loc_swa is current.kept.swa
+        assert batch.out_cache_loc_swa is context.swa_translation.swa
         before = rig.remap(batch.out_cache_loc)
         keys = rig.run_layer(batch)
         rig.run_layer(batch, FULL_LAYER)
@@ -180,7 +179,7 @@ def test_the_next_forward_does_not_see_it(rig: Rig) -> None:
     batch.out_cache_loc_swa = sglangs = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     with translated_once(rig.pool, batch):
         rig.run_layer(batch)
-    assert current.kept is None
+    assert context.swa_translation is None
     assert batch.out_cache_loc_swa is sglangs
     rig.remap(batch.out_cache_loc)
     with translated_once(rig.pool, batch):
@@ -192,7 +191,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(rig: Rig) -> None:
     batch = rig.decode_batch()
     with pytest.raises(RuntimeError, match="model"), translated_once(rig.pool, batch):
         raise RuntimeError("the model failed")
-    assert current.kept is None
+    assert context.swa_translation is None
     assert batch.out_cache_loc_swa is None
 
 
@@ -211,7 +210,7 @@ def test_a_batch_padded_before_the_forward_is_translated_with_its_padding(rig: R
     batch = rig.decode_batch()
     batch.out_cache_loc = batch._pad_tensor_to_size(batch.out_cache_loc, 5)
     with translated_once(rig.pool, batch):
-        assert current.kept.swa[3:].tolist() == [0, 0]
+        assert context.swa_translation.swa[3:].tolist() == [0, 0]
 
 
 def test_narrowed_batch_gets_its_part(rig: Rig) -> None:
@@ -256,11 +255,11 @@ def test_idle_batch_has_nothing_to_translate(rig: Rig) -> None:
     batch = rig.decode_batch(count=0)
     batch.forward_mode = ForwardMode.IDLE
     with translated_once(rig.pool, batch):
-        assert current.kept is None
+        assert context.swa_translation is None
         rig.run_layer(batch)
     batch.out_cache_loc = None
     with translated_once(rig.pool, batch):
-        assert current.kept is None
+        assert context.swa_translation is None
 
 
 def test_draft_extend_whose_slots_arrive_after_its_metadata(rig: Rig) -> None:
@@ -270,7 +269,7 @@ def test_draft_extend_whose_slots_arrive_after_its_metadata(rig: Rig) -> None:
     rig.backend.init_forward_metadata(batch)
     batch.out_cache_loc.copy_(arrived)
     with translated_once(rig.pool, batch):
-        assert current.kept.swa.tolist() == rig.swa_of(arrived).tolist()
+        assert context.swa_translation.swa.tolist() == rig.swa_of(arrived).tolist()
         batch.out_cache_loc = rig.allocator.alloc(3)
         keys = rig.run_layer(batch)
     assert_written(rig, rig.swa_of(batch.out_cache_loc), keys)
@@ -414,7 +413,7 @@ class TestStaleLocationIsCaught:
             def stale_model(out_cache_loc: torch.Tensor) -> None:
                 whole.out_cache_loc = out_cache_loc
                 with translated_once(rig.pool, whole):
-                    current.kept.swa[0] = victim
+                    context.swa_translation.swa[0] = victim
                     original(out_cache_loc)
 
             rig._model = stale_model
@@ -446,7 +445,7 @@ class TestStaleLocationIsCaught:
         free = int(rig.allocator.swa_attn_allocator.free_pages[-1])
 
         def make_stale(batch: ForwardBatch) -> None:
-            current.kept.swa[1] = free
+            context.swa_translation.swa[1] = free
 
         rig.after_translation = make_stale
         rig.extend(2, range(30, 40))

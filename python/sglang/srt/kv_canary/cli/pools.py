@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..pool_patcher.installed_pools import InstalledPool, installed_pools
 from ..wiring.coverage import PATHS
@@ -21,21 +21,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="kv-canary pools",
         description="KV pools of the installed SGLang and what the canary does for each.",
     )
-    parser.add_argument(
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables"
     )
+    shape.add_argument("--markdown", action="store_true", help="print Markdown tables")
     args = parser.parse_args(argv)
     pools = installed_pools()
-    print(json.dumps(_as_json(pools), indent=2) if args.json else _as_text(pools))
+    if args.json:
+        print(json.dumps(_as_json(pools), indent=2))
+    else:
+        print(_tables(pools, _markdown_table if args.markdown else _table))
     return 0
 
 
-def _as_text(pools: tuple[InstalledPool, ...]) -> str:
+def _tables(
+    pools: tuple[InstalledPool, ...], table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+) -> str:
     pool_rows = [
-        (pool.name.rpartition(".")[2], pool.status, pool.groups, _note(pool)) for pool in pools
+        (pool.name.rpartition(".")[2], pool.status.value, pool.groups, _note(pool))
+        for pool in pools
     ]
     path_rows = [(path.name, path.status.value, path.note) for path in PATHS]
-    return "\n\n".join((_table(_POOL_HEADER, pool_rows), _table(_PATH_HEADER, path_rows)))
+    return "\n\n".join((table(_POOL_HEADER, pool_rows), table(_PATH_HEADER, path_rows)))
+
+
+def _markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    rule = tuple("---" for _ in header)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
 
 
 def _note(pool: InstalledPool) -> str:
@@ -59,7 +72,12 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _as_json(pools: tuple[InstalledPool, ...]) -> dict:
     return {
         "pools": [
-            {"class": pool.name, "status": pool.status, "groups": pool.groups, "note": _note(pool)}
+            {
+                "class": pool.name,
+                "status": pool.status.value,
+                "groups": pool.groups,
+                "note": _note(pool),
+            }
             for pool in pools
         ],
         "paths": [

@@ -1,4 +1,4 @@
-"""`kv-canary settings`: the flags and environment variables, as the README shows them."""
+"""`kv-canary settings`: the flags and environment variables, as docs/settings.md shows them."""
 
 from __future__ import annotations
 

@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 def invoke_plan(
     plan_input: PlanInput, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
 ) -> ForwardPlan | None:
-    """What the forward verifies and writes; None when it has no requests."""
-    return plan_input.fill_from_forward_batch(forward_batch, expected)
+    """What the forward verifies and writes; None when it has no requests.
+
+    A capture takes nothing from `expected`: the host's tokens are of one forward, and the graph serves all.
+    """
+    return plan_input.fill_from_forward_batch(forward_batch, None if is_capturing() else expected)
+
+
+def is_capturing() -> bool:
+    """Whether launches on the current stream are captured into a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +76,16 @@ class Launcher:
         part &= plan.parts(side)
         if not part:
             return
-        self.check_and_write(plan, group, side, part)
+        self.backend.check_and_write(plan, group, side, self.state, part)
         writes_tail = side is Side.TAIL and Part.WRITE in part
         if writes_tail and self.content_mode is not ContentMode.NONE:
-            self.check_content(plan, group)
-
-    def check_and_write(
-        self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
-    ) -> None:
-        self.backend.check_and_write(plan, group, side, self.state, part)
+            slots = self._content_slots[id(group)]
+            self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
 
     def check_list(self, plan: SweepVerifyPlan, group: CanaryBufferGroup) -> None:
         self.backend.check_list(plan, group, self.state)
         if self.content_mode is not ContentMode.NONE:
             self.backend.check_list_content(plan, group, self.state, self.content_mode)
-
-    def check_content(self, plan: ForwardPlan, group: CanaryBufferGroup) -> None:
-        slots = self._content_slots[id(group)]
-        self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
 
     def note_next_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..config import CanaryConfig, CanaryMode, ContentMode
@@ -15,13 +14,10 @@ from ..endpoint import CanaryLaunchTag, Side
 from ..errors import CanaryHealthError
 from ..reports.event_sink import EventSink
 from ..reports.violation_reporter import leave_last_words
-from ..runner.step_observer import StepObserver, Summary
+from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import Counter
 from ..sweep.orchestrator import SweepOrchestrator
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
-
-if TYPE_CHECKING:
-    from ..runner.manager import CanaryManager
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +64,7 @@ class HealthCheck(StepObserver):
         self.checks = 0
         self.failures = 0
 
-    def after_forwards(self, manager: CanaryManager) -> None:
+    def after_forwards(self, manager: Observed) -> None:
         self._ticks += 1
         self._unheard_steps += 1
         limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
@@ -77,11 +73,11 @@ class HealthCheck(StepObserver):
             silent, self._unheard_steps = self._unheard_steps, 0
             self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
 
-    def on_idle(self, manager: CanaryManager) -> bool:
+    def on_idle(self, manager: Observed) -> bool:
         self._ticks += 1
         return False
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
         self._unheard_steps, self._heard = 0, time.monotonic()
         if not manager.armed:

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..buffer_group import CanaryBufferGroup
 from ..endpoint import Side
-from ..runner.step_observer import StepObserver, Summary
+from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import Counter
 from ..sweep.orchestrator import SweepOrchestrator
 from .health import HealthCheck
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 from .violation_pairs import violation_pairs
-
-if TYPE_CHECKING:
-    from ..runner.manager import CanaryManager
 
 PREFIX = "sglang:kv_canary_"
 PUBLISH_EVERY_S = 1.0
@@ -153,21 +150,21 @@ class MetricsExporter(StepObserver):
         for tag, reason in violation_pairs(groups, sides):
             self._count("violations_total", 0, reason=reason, launch_tag=tag)
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         self._latest = summary
         self._publish_if_due(manager)
 
-    def on_idle(self, manager: CanaryManager) -> bool:
+    def on_idle(self, manager: Observed) -> bool:
         self._publish_if_due(manager)
         return False
 
-    def _publish_if_due(self, manager: CanaryManager) -> None:
+    def _publish_if_due(self, manager: Observed) -> None:
         now = time.monotonic()
         if now >= self._next and manager.serving:
             self._next = now + PUBLISH_EVERY_S
             self.publish(manager)
 
-    def publish(self, manager: CanaryManager) -> None:
+    def publish(self, manager: Observed) -> None:
         """Bring every time series up to date."""
         mode, content = str(manager.config.mode), str(manager.config.content_mode)
         self._set("active", int(manager.armed), mode=mode, content=content)
@@ -183,7 +180,7 @@ class MetricsExporter(StepObserver):
             self._publish_device(self._latest)
             self._published = self._latest
 
-    def _publish_host(self, manager: CanaryManager) -> None:
+    def _publish_host(self, manager: Observed) -> None:
         found = manager.violations
         self._count("moot_total", found.moot)
         self._count("ring_overwritten_total", found.overwritten)
@@ -228,11 +225,12 @@ class MetricsExporter(StepObserver):
 def build_metrics_exporter(
     server_args: Any,
     model_runner: Any,
-    manager: CanaryManager,
+    role: str,
+    groups: tuple[CanaryBufferGroup, ...],
     health: HealthCheck | None,
     sweep: SweepOrchestrator | None,
 ) -> MetricsExporter:
     """The exporter of one manager of this process."""
-    labels = {**metric_labels(server_args, model_runner), "runner": manager.identity.role}
+    labels = {**metric_labels(server_args, model_runner), "runner": role}
     families = MetricFamilies.of_process(tuple(labels))
-    return MetricsExporter(manager.groups, labels, families, health, sweep)
+    return MetricsExporter(groups, labels, families, health, sweep)

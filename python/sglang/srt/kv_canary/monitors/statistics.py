@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..buffer_group import CanaryBufferGroup
 from ..endpoint import Side
 from ..reports.event_sink import EventSink
-from ..runner.step_observer import StepObserver, Summary
+from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import Counter
 from ..sweep.orchestrator import SweepOrchestrator
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
-
-if TYPE_CHECKING:
-    from ..runner.manager import CanaryManager
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class StatisticsReporter(StepObserver):
         self._last: Summary | None = None
         self._host_ns = 0
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         if self._last is None:
             self._start_from(manager, summary)
         elif summary.step - self._last.step >= self._interval:
@@ -48,10 +45,10 @@ class StatisticsReporter(StepObserver):
             self._sink.emit(event)
             logger.info("%s", statistics_line(event, self._role))
 
-    def _start_from(self, manager: CanaryManager, summary: Summary) -> None:
+    def _start_from(self, manager: Observed, summary: Summary) -> None:
         self._last, self._host_ns = summary, manager.clock.spent_ns
 
-    def _event(self, manager: CanaryManager, between: CountsBetween) -> dict[str, Any]:
+    def _event(self, manager: Observed, between: CountsBetween) -> dict[str, Any]:
         """What happened between two summaries; violations, sweep passes and the like count from the start."""
         coverage = between.share(self._per_forward, Counter.CHECKED, of=Counter.ELIGIBLE)
         host_us = (manager.clock.spent_ns - self._host_ns) / 1000

@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..endpoint import CanaryLaunchTag, Side
 from ..reports.event_sink import EventSink
-from ..runner.step_observer import StepObserver, Summary
+from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import Counter
-
-if TYPE_CHECKING:
-    from ..runner.manager import CanaryManager
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +88,7 @@ class SwaDivergenceReporter(StepObserver):
             held = ", ".join(sorted(kind.value for kind in kinds))
             logger.info("kv-canary: no SWA divergence lines: the pools are %s", held)
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         if self.enabled:
             self.observe_after_invoke_plan(summary)
             self.step()

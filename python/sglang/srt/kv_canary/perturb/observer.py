@@ -12,7 +12,8 @@ import torch
 
 from sglang.srt.environ import envs
 
-from ..runner.step_observer import StepObserver
+from ..runner.step_observer import Observed, StepObserver
+from ..wiring.context import context
 from .control_folder import Command, ControlFolder, address_of
 from .fault import ArgumentError
 from .faults import FAULTS, WITHDRAW
@@ -37,10 +38,14 @@ class PerturbObserver(StepObserver):
         self._waiting: dict[str, Command] = {}
         self._wrap_forward()
 
-    def on_idle(self, manager: CanaryManager) -> None:
+    def on_idle(self, _: Observed) -> None:
         self._take()
-        if self._waiting:
+        manager = self._manager()
+        if self._waiting and manager is not None:
             self._act(Scene(manager, self._model_runner, None, ()))
+
+    def _manager(self) -> CanaryManager | None:
+        return context.manager_of(self._model_runner)
 
     def _take(self) -> None:
         for command in self._folder.take():
@@ -65,9 +70,7 @@ class PerturbObserver(StepObserver):
 
         @functools.wraps(original)
         def forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            from ..wiring.context import context
-
-            manager = context.manager_of(self._model_runner)
+            manager = self._manager()
             self._take()
             if manager is None or not self._waiting:
                 return original(forward_batch, *args, **kwargs)

@@ -16,7 +16,7 @@ import sglang.srt.mem_cache
 
 from ..buffer_group import PoolKind
 from . import registry
-from .registry import PoolSupport
+from .registry import Coverage, PoolSupport
 
 _ROOT = "sglang.srt.mem_cache.memory_pool.KVCache"
 _CLASS = re.compile(r"^class\s+(\w+)\s*\(([^()]*)\)\s*:", re.MULTILINE)
@@ -31,8 +31,10 @@ class InstalledPool:
     via: str = ""  # qualified name of the base class whose entry it is, when not its own
 
     @property
-    def status(self) -> str:
-        return "covered" if self.support is not None and self.support.attacher else "refused"
+    def status(self) -> Coverage:
+        if self.support is None or not self.support.attacher:
+            return Coverage.REFUSED
+        return Coverage.PARTLY if self.support.not_covered else Coverage.COVERED
 
     @property
     def groups(self) -> str:
@@ -53,11 +55,12 @@ class InstalledPool:
 
 
 def installed_pools() -> tuple[InstalledPool, ...]:
-    """All KVCache subclasses of the installed SGLang, and of other code that registered an attacher."""
+    """All KVCache subclasses of the installed SGLang, and of other code that registered an attacher; covered first."""
     lines = _lines_of_bases()
     found = [_resolve(name, lines) for name in sorted(lines)]
     others = sorted(set(registry.known()) - set(lines))
-    return (*found, *(InstalledPool(name, registry.known()[name]) for name in others))
+    found += [InstalledPool(name, registry.known()[name]) for name in others]
+    return tuple(sorted(found, key=lambda pool: pool.status.rank))
 
 
 def _lines_of_bases() -> dict[str, list[str]]:

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ..buffer_group import PoolKind
 from .attachment import PoolAttacher
 
 _ADAPTERS = f"{__package__}.adapters"
 _MEM_CACHE = "sglang.srt.mem_cache"
+
+
+class Coverage(str, Enum):
+    """What the canary does for a pool class, or for a path of SGLang."""
+
+    COVERED = "covered"
+    PARTLY = "partly"  # what is not covered is named beside it
+    REFUSED = "refused"  # the server does not start with it and the canary together
+
+    @property
+    def rank(self) -> int:
+        """Covered first, as the tables are sorted."""
+        return list(Coverage).index(self)
 
 
 @dataclass(frozen=True, slots=True)

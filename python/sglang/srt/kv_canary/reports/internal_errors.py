@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ..config import CanaryMode
@@ -82,22 +81,6 @@ class InternalErrors:
             describe_error(error),
             "\n".join(f"  {frame}" for frame in frames_of(error)),
         )
-
-
-@dataclass(slots=True)
-class Tracking:
-    """Whether records still tell what slots hold. The managers of a process share it: chains lead from one to another.
-
-    An error while slots are recorded leaves records that are out of date, and what they say of a slot would be a false
-    alarm. So nothing is checked until every slot has come back to its allocator.
-    """
-
-    losses: int = 0
-    until_restart: bool = False  # a captured graph lacks launches
-
-    def lose(self, until_restart: bool) -> None:
-        self.losses += 1
-        self.until_restart |= until_restart
 
 
 def describe_error(error: Exception) -> str:

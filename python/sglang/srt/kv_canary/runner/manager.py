@@ -23,7 +23,7 @@ from ..plan.plan_input import ForwardPlan, PlanInput
 from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
-from ..reports.internal_errors import InternalErrors, Tracking
+from ..reports.internal_errors import InternalErrors
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
@@ -32,6 +32,7 @@ from .first_error import FirstError
 from .host_clock import HostClock
 from .slot_ledger import SlotLedger
 from .step_observer import CopyPoint, StepObserver, Summary
+from .tracking import Tracking
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

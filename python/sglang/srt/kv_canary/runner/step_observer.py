@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from ..buffer_group import CanaryBufferGroup
+from ..config import CanaryConfig
 from ..endpoint import NUM_TAGS
-from ..state import HEADER_WORDS, NUM_COUNTERS, Header
+from ..launch.launcher import Launcher
+from ..reports.internal_errors import InternalErrors
+from ..reports.violation_manager import ViolationManager
+from ..state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, Header
+from .host_clock import HostClock
 
-if TYPE_CHECKING:
-    from .manager import CanaryManager
+
+class Observed(Protocol):
+    """What an observer may read of the CanaryManager that calls it."""
+
+    config: CanaryConfig
+    groups: tuple[CanaryBufferGroup, ...]
+    state: CanaryDeviceState
+    launcher: Launcher
+    violations: ViolationManager
+    errors: InternalErrors
+    clock: HostClock
+    forward_ct: int
+    armed: bool
+    serving: bool
+    schedule_stream: Any | None
+    radix_cache: Any | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +75,19 @@ class StepObserver:
     What one observer raises does not stop the others. See InternalErrors for what becomes of it.
     """
 
-    def before_forwards(self, manager: CanaryManager) -> None:
+    def before_forwards(self, manager: Observed) -> None:
         """Before the step's forwards are launched, on the forward stream."""
 
-    def after_forwards(self, manager: CanaryManager) -> bool | None:
+    def after_forwards(self, manager: Observed) -> bool | None:
         """After they were launched; device work put here runs after them.
 
         Returns whether it waits for the counters: then they are copied at once, not at most every `copy_every_s`.
         """
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         """A copy of the counters arrived."""
 
-    def on_idle(self, manager: CanaryManager) -> bool:
+    def on_idle(self, manager: Observed) -> bool:
         """The scheduler has nothing to run. Returns whether device work was launched, to be copied back."""
         return False
 

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..endpoint import Part, Side
-from ..launch.launcher import Launcher, invoke_plan, launch_endpoints_per_forward
+from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
 from .graph_branch import GraphBranch
@@ -58,9 +56,8 @@ class SingleForwardManager:
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan, then verify and write HEAD. May be under stream capture."""
         self._phases.enter(Phase.PRE_INSIDE)
-        capturing = _is_capturing()
-        expected = None if capturing else self._expected
-        self._plan = invoke_plan(self._plan_input, forward_batch, expected)
+        capturing = is_capturing()
+        self._plan = invoke_plan(self._plan_input, forward_batch, self._expected)
         if self._plan is None:
             return
         if not capturing and Part.NUMBER in self._plan.parts(Side.HEAD):
@@ -104,7 +101,3 @@ class SingleForwardManager:
 def _can_verify_beside(plan: ForwardPlan) -> bool:
     """Not for ragged batches (spec v1's draft-extend), nor where there is nothing to verify."""
     return plan.write.ext_lens is None and not plan.verify.already_verified
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -32,7 +32,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ from ..launch.launcher import launch_endpoints_sweep
 from ..plan.anchor import anchor_of
 from ..plan.plan_input import SweepVerifyPlan
 from ..reports.event_sink import EventSink
-from ..runner.step_observer import StepObserver, Summary
+from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import Counter as DeviceCounter
 from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
 from .report import PassDone, SweepReporter
@@ -53,9 +53,6 @@ from .sweep_plan_builder import (
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
-
-if TYPE_CHECKING:
-    from ..runner.manager import CanaryManager
 
 logger = logging.getLogger(__name__)
 
@@ -148,21 +145,21 @@ class SweepOrchestrator(StepObserver):
         walker.refuse_pages_not_of(self._stride)
         self._tree = tree_cache
 
-    def after_forwards(self, manager: CanaryManager) -> bool:
+    def after_forwards(self, manager: Observed) -> bool:
         self.maybe_run_sweep(manager)
         return self._pass is not None or bool(self._closing)
 
-    def on_idle(self, manager: CanaryManager) -> bool:
+    def on_idle(self, manager: Observed) -> bool:
         return self.maybe_run_sweep(manager, idle=True)
 
-    def on_summary(self, manager: CanaryManager, summary: Summary) -> None:
+    def on_summary(self, manager: Observed, summary: Summary) -> None:
         """Takes over how many launches the device has counted."""
         for kind in self.launches:
             tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
             self._counted[kind] = int(summary.counters[tag, DeviceCounter.LAUNCHES])
         self._confirm()
 
-    def maybe_run_sweep(self, manager: CanaryManager, idle: bool = False) -> bool:
+    def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
         """One tick: continues the pass under way, or starts one that is due. Returns whether anything was launched."""
         if not manager.armed:
             return False
@@ -196,12 +193,12 @@ class SweepOrchestrator(StepObserver):
         last = self._closing[-1]
         return last.confirmed_tick is not None or self._tick - last.closed_tick < CONFIRM_TICKS
 
-    def _begin(self, manager: CanaryManager) -> None:
+    def _begin(self, manager: Observed) -> None:
         self._begun += 1
         self._next_start = self._tick + self._config.sweep_interval
         self._pass = SweepPass(self._begun, time.monotonic(), _findings(manager), list(self._legs))
 
-    def _advance(self, manager: CanaryManager, idle: bool) -> bool:
+    def _advance(self, manager: Observed, idle: bool) -> bool:
         """The next chunk: listed now, and launched after everything that is launched already."""
         current = self._pass
         if not current.legs:
@@ -224,7 +221,7 @@ class SweepOrchestrator(StepObserver):
 
     def _launch(
         self,
-        manager: CanaryManager,
+        manager: Observed,
         current: SweepPass,
         plans: tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...],
     ) -> bool:
@@ -257,7 +254,7 @@ class SweepOrchestrator(StepObserver):
             if done.confirmed_tick is None and done.launches <= self._counted:
                 done.confirmed_tick = self._tick
 
-    def _finish_confirmed(self, manager: CanaryManager) -> None:
+    def _finish_confirmed(self, manager: Observed) -> None:
         while self._closing and self._closing[0].confirmed_tick is not None:
             waited = self._tick - self._closing[0].confirmed_tick
             if manager.violations.busy and waited < PATIENCE_TICKS:
@@ -266,7 +263,7 @@ class SweepOrchestrator(StepObserver):
 
     # What it says
 
-    def _report(self, done: SweepPass, manager: CanaryManager) -> None:
+    def _report(self, done: SweepPass, manager: Observed) -> None:
         findings = _findings(manager) - done.findings_before
         self.sweep_passes += 1
         self.sweep_seconds += done.seconds
@@ -282,7 +279,7 @@ class SweepOrchestrator(StepObserver):
         self._sink.emit({"event": "sweep_nothing_to_walk", "reason": why})
 
 
-def _findings(manager: CanaryManager) -> int:
+def _findings(manager: Observed) -> int:
     """Violations that sweeps have found so far."""
     return sum(
         count

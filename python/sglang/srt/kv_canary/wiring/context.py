@@ -1,16 +1,21 @@
-"""What the hooks of one scheduler process share: its managers and its flight recorder."""
+"""What the hooks of one process share. All state of `wiring/` is here.
+
+It imports nothing of SGLang: SGLang may be a release in which such imports fail, and why must not be lost.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
-from ..reports.internal_errors import Tracking
+from ..runner.tracking import Tracking
 from ..slot_event import SlotEventKind
+from .registration import Registration, SchedulerStart
 from .row_owners import RowOwners
 
 if TYPE_CHECKING:
@@ -18,13 +23,24 @@ if TYPE_CHECKING:
 
     from ..reports.event_sink import EventSink
     from ..runner.manager import CanaryManager
-    from .farewell import Farewell
+    from .swa_translation import SwaOutCacheLoc
 
 
 @dataclass(slots=True)
 class CanaryContext:
     """One per process. Empty, and every hook a no-op, until the canary is installed."""
 
+    # Start-up
+    registration: Registration = field(default_factory=Registration)
+    install: Callable[..., CanaryManager | None] | None = None  # `install_canary`
+    scheduler_start: SchedulerStart = field(default_factory=SchedulerStart)
+    pool_share: str = ""  # what the canary took from the target's pool; "" until it is sized
+
+    # Main process, by pid: a forked child has no entry. Callers of `Engine` may restore the environment.
+    farewell_folders: dict[int, Path] = field(default_factory=dict)
+    last_words: dict[int, Path] = field(default_factory=dict)
+
+    # Scheduler process
     managers: list[CanaryManager] = field(default_factory=list)
     by_runner: dict[int, CanaryManager] = field(default_factory=dict)  # id(ModelRunner)
     allocator_kinds: dict[int, PoolKind] = field(default_factory=dict)  # id(allocator)
@@ -34,11 +50,21 @@ class CanaryContext:
     frees: int = 0  # calls of an allocator's free() with slots, also those that a free group defers
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    farewell: Farewell | None = None
+    attend_farewell: Callable[[], None] | None = None  # between steps and while idle
+    next_idle_tick: float = 0.0
     launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
     weight_version: str | None = None  # name of the weights that the update under way brings
     row_owners: RowOwners = field(default_factory=RowOwners)
+    # Each row's anchor on the device, where it is not 0; the same for all managers. None: writing it has failed.
+    anchor_of_row: dict[int, int | None] = field(default_factory=dict)
+    swa_translation: SwaOutCacheLoc | None = None  # the running forward's; None outside of forwards
+
+    def reset(self) -> None:
+        """As before the canary was installed. What was registered with SGLang stays registered."""
+        fresh = CanaryContext(registration=self.registration, install=self.install)
+        for part in fields(self):
+            setattr(self, part.name, getattr(fresh, part.name))
 
     def row_released(self, row: int) -> None:
         """A request row, or a part of it, was given back."""

@@ -1,14 +1,11 @@
-"""Which paths of SGLang the canary covers: the one list, printed by `kv-canary pools`."""
+"""Which paths of SGLang the canary covers, printed by `kv-canary pools`. What is refused comes from `refusals`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class PathStatus(str, Enum):
-    COVERED = "covered"
-    REFUSED = "refused"  # the server does not start with it and the canary together
+from ..pool_patcher.registry import Coverage
+from .refusals import REFUSALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +13,13 @@ class PathSupport:
     """One way in which SGLang computes with, moves or frees KV."""
 
     name: str
-    status: PathStatus
+    status: Coverage
     note: str = ""
 
 
-_COVERED, _REFUSED = PathStatus.COVERED, PathStatus.REFUSED
+_COVERED, _PARTLY, _REFUSED = Coverage.COVERED, Coverage.PARTLY, Coverage.REFUSED
 
-PATHS: tuple[PathSupport, ...] = (
+_SERVED: tuple[PathSupport, ...] = (
     PathSupport("decode", _COVERED),
     PathSupport("extend (prefill)", _COVERED),
     PathSupport("chunked prefill", _COVERED),
@@ -37,19 +34,8 @@ PATHS: tuple[PathSupport, ...] = (
         _COVERED,
         "each stage its own layers; decode inputs as sent by the last one",
     ),
-    PathSupport("data-parallel attention (idle batches)", _COVERED, "no speculation"),
-    PathSupport("split prefill", _REFUSED, "only PD multiplexing uses it"),
     PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE, NGRAM"),
-    PathSupport(
-        "speculative: draft and draft-extend, top-k 1",
-        _COVERED,
-        "v1, v2, adaptive; row and input tokens by the target's verify",
-    ),
-    PathSupport("speculative: draft trees, top-k > 1", _COVERED, "v1, as SGLang runs them; NGRAM"),
-    PathSupport("speculative: multi-layer EAGLE", _REFUSED, "later layers rewrite shared slots"),
     PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV"),
-    PathSupport("speculative: DFLASH", _REFUSED, "draft KV is stored outside of forwards"),
-    PathSupport("speculative: registered by a plugin", _REFUSED, "forwards are not known"),
     PathSupport("moved slots (move_kv_cache)", _COVERED, "records move with the bytes"),
     PathSupport("retraction and resume", _COVERED),
     PathSupport("flush_cache", _COVERED),
@@ -61,17 +47,25 @@ PATHS: tuple[PathSupport, ...] = (
     ),
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
-    PathSupport("two-batch overlap", _REFUSED, "never run"),
-    PathSupport("multi-item scoring (--enable-mis)", _REFUSED, "positions restart with each item"),
-    PathSupport("PD multiplexing", _REFUSED),
-    PathSupport("diffusion language models", _REFUSED, "slots are rewritten until denoised"),
-    PathSupport("cross attention (encoder-decoder)", _REFUSED, "slots without tokens"),
-    PathSupport("sweep of cached prefixes", _COVERED),
+    PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
     PathSupport(
-        "prefill-decode disaggregation", _REFUSED, "transfers derive geometry from the buffer lists"
+        "speculative: draft and draft-extend, top-k 1",
+        _PARTLY,
+        "v1, v2, adaptive; row and input tokens are compared by the target's verify only",
     ),
     PathSupport(
-        "hierarchical cache (HiCache)", _REFUSED, "records are not written back and loaded again"
+        "speculative: draft trees, top-k > 1",
+        _PARTLY,
+        "v1, as SGLang runs them, and NGRAM; refused on pools whose slots stand for several tokens",
     ),
-    PathSupport("HiSparse", _REFUSED, "rows move between host and device under another index"),
+    PathSupport(
+        "sweep of cached prefixes",
+        _PARTLY,
+        "the target's slots; those of a draft pool may never have been written",
+    ),
+)
+
+PATHS: tuple[PathSupport, ...] = (
+    *_SERVED,
+    *(PathSupport(case.name, _REFUSED, case.why) for case in REFUSALS),
 )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..config import is_asked_for
 from .context import context
 from .hook_spec import HookSpec, HookType
 
@@ -34,22 +35,19 @@ LOOK_EVERY_S = 0.02
 
 # In the main process
 
-# pid -> its folder. Not read from the environment, which callers of `Engine` may restore; a forked child has no entry.
-_folders: dict[int, Path] = {}
-
 
 def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    if getattr(server_args, "kv_canary", "none") == "none":
+    if not is_asked_for(server_args):
         return
     os.environ[FOLDER_ENV] = tempfile.mkdtemp(prefix="kv_canary_farewell_")
-    _folders[os.getpid()] = Path(os.environ[FOLDER_ENV])
+    context.farewell_folders[os.getpid()] = Path(os.environ[FOLDER_ENV])
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
     if parent_pid not in (None, os.getpid()):
         return
-    folder = _folders.pop(os.getpid(), None)
+    folder = context.farewell_folders.pop(os.getpid(), None)
     if folder is None:
         return
     os.environ.pop(FOLDER_ENV, None)
@@ -136,9 +134,8 @@ class Farewell:
 def install_farewell() -> None:
     """In a scheduler process whose canary is active."""
     folder = os.environ.get(FOLDER_ENV)
-    farewell = context.farewell = Farewell(
-        _finish_managers, None if folder is None else Path(folder)
-    )
+    farewell = Farewell(_finish_managers, None if folder is None else Path(folder))
+    context.attend_farewell = farewell.attend
     atexit.register(farewell.say)
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

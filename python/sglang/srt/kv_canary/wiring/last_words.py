@@ -9,28 +9,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..config import CanaryMode
 from ..reports.violation_reporter import LAST_WORDS_ENV
+from .context import context
 from .hook_spec import HookSpec, HookType
-
-_OWNER_ENV = "_KV_CANARY_LAST_WORDS_PID"
 
 
 def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    if getattr(server_args, "kv_canary", "none") != "raise":
+    if getattr(server_args, "kv_canary", None) != CanaryMode.RAISE:
         return
     handle, path = tempfile.mkstemp(prefix="kv_canary_last_words_", suffix=".txt")
     os.close(handle)
-    os.environ[LAST_WORDS_ENV], os.environ[_OWNER_ENV] = path, str(os.getpid())
+    os.environ[LAST_WORDS_ENV] = path
+    context.last_words[os.getpid()] = Path(path)
 
 
-def _before_kill(*args: Any, **kwargs: Any) -> None:
-    path = os.environ.get(LAST_WORDS_ENV)
-    if path is None or os.environ.get(_OWNER_ENV) != str(os.getpid()) or not Path(path).exists():
+def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
+    """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
+    if parent_pid not in (None, os.getpid()):
         return
+    path = context.last_words.pop(os.getpid(), None)
+    if path is None:
+        return
+    os.environ.pop(LAST_WORDS_ENV, None)
     text = ""
     with suppress(OSError):  # what kills the process must not be stopped here
-        text = Path(path).read_text(errors="replace")
-        Path(path).unlink()
+        text = path.read_text(errors="replace")
+        path.unlink()
     if text:
         sys.stderr.write(f"\n{text}")
         sys.stderr.flush()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ..buffer_group import PoolKind
+from ..config import is_asked_for
 from ..plan.speculation import draft_keeps_kv
 from ..pool_patcher.api import record_bytes_per_slot
+from .context import context
 from .hook_spec import HookSpec, HookType
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def budget_without_records(available_bytes: int, record_bytes: int) -> int:
 def _reserve_records(configurator: Any, model_runner: Any) -> None:
     """AFTER create_memory_pool_configurator: profile with a budget that leaves room for the records."""
     server_args = model_runner.server_args
-    if getattr(server_args, "kv_canary", "none") == "none":
+    if not is_asked_for(server_args):
         return
     original = configurator.calculate_pool_sizes
     draft = _draft_model_config(server_args)
@@ -80,12 +81,12 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
         if draft is not None:
             records += record_bytes_of(config, draft, is_draft=True)
         left = budget_without_records(available_bytes, records)
-        _share.text = _share_text(available_bytes - left, available_bytes)
-        logger.info("%s", _share.text)
+        context.pool_share = _share_text(available_bytes - left, available_bytes)
+        logger.info("%s", context.pool_share)
         try:
             return original(left, page_size)
         except RuntimeError as error:  # enough for the pool alone
-            raise RuntimeError(f"{error} {_share.text}") from error
+            raise RuntimeError(f"{error} {context.pool_share}") from error
 
     configurator.calculate_pool_sizes = calculate_pool_sizes
 
@@ -97,23 +98,13 @@ def _share_text(kept_bytes: int, available_bytes: int) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Share:
-    """What the canary took from the pool of this process's target model."""
-
-    text: str = ""  # "" until the pool is sized, and without a canary
-
-
-_share = _Share()
-
-
 def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND TpModelWorker.__init__: SGLang's message about a small pool also says what the canary took from it."""
     try:
         return original(*args, **kwargs)
     except AssertionError as error:
-        if _share.text and str(error) in SMALL_POOL_MESSAGES:
-            raise AssertionError(f"{error}. {_share.text}") from error
+        if context.pool_share and str(error) in SMALL_POOL_MESSAGES:
+            raise AssertionError(f"{error}. {context.pool_share}") from error
         raise
 
 

@@ -16,9 +16,7 @@ from .hook_spec import HookSpec, HookType
 
 def _install(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER init_memory_pool: the pools exist, no graph is captured yet."""
-    from ..api import install_canary
-
-    install_canary(server_args=model_runner.server_args, model_runner=model_runner)
+    context.install(server_args=model_runner.server_args, model_runner=model_runner)
 
 
 def wrap_model_forward(model: Any, manager: CanaryManager) -> None:

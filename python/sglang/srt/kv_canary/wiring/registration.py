@@ -1,17 +1,14 @@
-"""What became of `register()` in this process, kept where an import that fails cannot lose it.
-
-It imports nothing of SGLang, because SGLang may be a release in which those imports fail.
-"""
+"""What became of `plugin.register()` and of the start-up in this process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .hook_spec import HookSpec
 
-__all__ = ["Registration", "registration"]
+__all__ = ["Registration", "SchedulerStart"]
 
 
 @dataclass(slots=True)
@@ -23,4 +20,9 @@ class Registration:
     failure: str = ""  # why register() failed; "" if it did not
 
 
-registration = Registration()
+@dataclass(slots=True)
+class SchedulerStart:
+    """What has happened to the canary in this scheduler process."""
+
+    guarded: bool = False  # launched by run_guarded_scheduler_process
+    active: dict[str, Any] | None = None  # JSON-ready summary; None until the canary is installed

@@ -80,32 +80,27 @@ def _step_of(batch: Any) -> StepRecord:
     return step
 
 
-class _IdleClock:
+def _idle_tick_is_due() -> bool:
     """Limits how often an idle scheduler, which spins, does canary work."""
-
-    next_tick = 0.0
-
-    @classmethod
-    def due(cls) -> bool:
-        now = time.monotonic()
-        if now < cls.next_tick:
-            return False
-        cls.next_tick = now + IDLE_TICK_S
-        return True
+    now = time.monotonic()
+    if now < context.next_idle_tick:
+        return False
+    context.next_idle_tick = now + IDLE_TICK_S
+    return True
 
 
 @guarded
 def _after_idle(_: Any, scheduler: Any) -> None:
     owed = any(manager.owes_copy for manager in context.managers)
-    if context.active and (owed or _IdleClock.due()):
+    if context.active and (owed or _idle_tick_is_due()):
         for manager in context.managers:
             manager.on_idle()
         attempt_aside(_attend_farewell)
 
 
 def _attend_farewell() -> None:
-    if context.farewell is not None:
-        context.farewell.attend()
+    if context.attend_farewell is not None:
+        context.attend_farewell()
 
 
 @guarded
@@ -185,7 +180,7 @@ def active_line(description: dict[str, Any]) -> str:
     share = "" if d["share_of_pool"] is None else f" ({100 * d['share_of_pool']:.2f} % of the pool)"
     return (
         f"kv-canary active: mode {d['mode']}, {d['role']} rank {_rank(d)}, pools {pools}, content {d['content']}, "
-        f"slots {sum(d['slots'].values())}, bytes {d['record_bytes'] + d['state_bytes']}{share}"
+        f"slots {sum(d['slots'].values())}, record bytes {d['record_bytes']}{share}, state bytes {d['state_bytes']}"
     )
 
 

@@ -1,7 +1,7 @@
 """Never silently off: a server that was asked for the canary starts with it in every scheduler, or not at all.
 
 SGLang logs and swallows what goes wrong in plugins, so nothing here trusts that a hook is in place:
-- `register()` leaves what happened in this module, in every process;
+- `register()` leaves what happened in the process context, in every process;
 - `verify_hooks_applied()` finds each hook in the attribute that SGLang will call;
 - the main process launches each scheduler through `run_guarded_scheduler_process`, which is passed
   as the process's target and so needs no hook there. It lets the scheduler report "ready" only once
@@ -25,9 +25,10 @@ from typing import Any
 
 import psutil
 
+from ..config import is_asked_for
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
+from .context import context
 from .hook_spec import HookSpec, HookType
-from .registration import registration
 
 __all__ = [
     "ACTIVE_KEY",
@@ -44,30 +45,19 @@ ACTIVE_KEY = "kv_canary_active"  # in scheduler_infos[0], and so in /server_info
 _EVERYTHING = "any KV slot of this server"
 
 
-@dataclass(slots=True)
-class _SchedulerState:
-    """What has happened to the canary in this scheduler process."""
-
-    guarded: bool = False  # launched by run_guarded_scheduler_process
-    active: dict[str, Any] | None = None  # None until the canary is installed
-
-
-_state = _SchedulerState()
-
-
 def set_active_summary(summary: dict[str, Any]) -> None:
     """The canary is installed in this scheduler process; `summary` (JSON) goes to `/server_info`.
 
     Without this call the scheduler does not become ready. Raises TypeError for what JSON cannot hold.
     """
-    _state.active = json.loads(json.dumps(summary))
+    context.scheduler_start.active = json.loads(json.dumps(summary))
 
 
 def verify_hooks_applied() -> None:
     """Raises `CanaryStartupError` naming every hook target that does not call our hook in this process."""
-    if registration.hooks is None:
+    if context.registration.hooks is None:
         raise startup_error(_why_not_registered(), _EVERYTHING)
-    missing = [hook for hook in registration.hooks if not _is_applied(hook)]
+    missing = [hook for hook in context.registration.hooks if not _is_applied(hook)]
     if missing:
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
@@ -75,8 +65,8 @@ def verify_hooks_applied() -> None:
 
 
 def _why_not_registered() -> str:
-    if registration.failure:
-        return f"the plugin failed to register: {registration.failure}."
+    if context.registration.failure:
+        return f"the plugin failed to register: {context.registration.failure}."
     allowed = os.environ.get("SGLANG_PLUGINS")
     excluded = f" SGLANG_PLUGINS={allowed!r} must name kv_canary." if allowed else ""
     return f"SGLang has not loaded the plugin kv_canary in process {os.getpid()}.{excluded}"
@@ -154,7 +144,7 @@ def run_guarded_scheduler_process(run: Callable[..., None], launch: _Launch, *ar
     """
     *arguments, pipe = args
     rank = _rank_name(arguments)
-    _state.guarded = True
+    context.scheduler_start.guarded = True
     try:
         _load_and_verify()
         run(*arguments, _GuardedPipe(pipe, launch.folder, rank))
@@ -187,10 +177,10 @@ class _GuardedPipe:
         self._pipe, self._folder, self._rank = pipe, folder, rank
 
     def send(self, info: Any) -> None:
-        if _state.active is None:
+        if context.scheduler_start.active is None:
             problem = "the scheduler is ready and the canary was never installed in it."
             raise _SchedulerRefusal(startup_error(problem, _EVERYTHING))
-        _Report(self._rank, active=_state.active).write(self._folder)
+        _Report(self._rank, active=context.scheduler_start.active).write(self._folder)
         self._pipe.send(info)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +206,7 @@ def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs:
     try:
         return original(*args, **kwargs)
     except (CanaryStartupError, CanaryConfigError) as error:
-        if _state.guarded:
+        if context.scheduler_start.guarded:
             raise _SchedulerRefusal(error) from error
         raise
 
@@ -228,7 +218,7 @@ def _guard_scheduler_launch(
     original: Callable[..., Any], cls: type, server_args: Any, port_args: Any, run: Callable
 ) -> Any:
     """AROUND Engine._launch_scheduler_processes: guard each process, and wait for all their reports."""
-    if not _asked_for(server_args):
+    if not is_asked_for(server_args):
         return original(cls, server_args, port_args, run)
     folder = tempfile.TemporaryDirectory(prefix="kv_canary_startup_")
     launch = _Launch(folder.name, os.getpid())
@@ -270,15 +260,11 @@ def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER Engine._launch_subprocesses: also for engines that launch schedulers in their own way."""
     server_args = kwargs.get("server_args") or args[1]
     launch = result[3]
-    if not _asked_for(server_args) or any(ACTIVE_KEY in i for i in launch.scheduler_infos):
+    if not is_asked_for(server_args) or any(ACTIVE_KEY in i for i in launch.scheduler_infos):
         return
     _kill(launch.all_child_pids)
     problem = f"{args[0].__name__} launched schedulers that did not report the canary active."
     raise startup_error(problem, _EVERYTHING)
-
-
-def _asked_for(server_args: Any) -> bool:
-    return getattr(server_args, "kv_canary", "none") != "none"
 
 
 def _schedulers_here(server_args: Any) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,35 +31,25 @@ from .hook_spec import HookSpec, HookType
 from .model_runner import forward_batch_of
 from .swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
 
-__all__ = ["HOOKS", "current", "translated_once", "use_running_translation"]
-
-
-@dataclass(slots=True)
-class _Current:
-    """The running forward's translation; None outside of forwards."""
-
-    kept: SwaOutCacheLoc | None = None
-
-
-current = _Current()
+__all__ = ["HOOKS", "translated_once", "use_running_translation"]
 
 
 @contextmanager
 def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
     """Around one `model.forward`, which may be under capture: its new slots are translated here."""
-    kept_before, batch_before = current.kept, forward_batch.out_cache_loc_swa
+    kept_before, batch_before = context.swa_translation, forward_batch.out_cache_loc_swa
     # Without it each layer translates afresh.
     kept = attempt(
         SwaOutCacheLoc.translate, pool.full_to_swa_index_mapping, forward_batch.out_cache_loc
     )
-    current.kept = kept
+    context.swa_translation = kept
     # The trtllm backend writes to this location without asking the pool; HEAD compares it.
     if kept is not None:
         forward_batch.out_cache_loc_swa = kept.swa
     try:
         yield
     finally:
-        current.kept, forward_batch.out_cache_loc_swa = kept_before, batch_before
+        context.swa_translation, forward_batch.out_cache_loc_swa = kept_before, batch_before
 
 
 def use_running_translation(pool: Any) -> None:
@@ -98,12 +87,12 @@ def _wrap_model_forward(model: Any, pool: Any) -> None:
 def _around_translate(
     original: Callable[..., torch.Tensor], pool: Any, kv_indices: torch.Tensor
 ) -> torch.Tensor:
-    if current.kept is None:
+    if context.swa_translation is None:
         return original(pool, kv_indices)
     translate = functools.partial(original, pool)
     try:
         mapping = pool.full_to_swa_index_mapping
-        return get_swa_out_cache_loc(current.kept, mapping, kv_indices, translate)
+        return get_swa_out_cache_loc(context.swa_translation, mapping, kv_indices, translate)
     except Exception as error:
         contain(error, get_swa_out_cache_loc)
         return translate(kv_indices)
