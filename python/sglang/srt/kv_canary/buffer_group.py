@@ -12,6 +12,16 @@ from .free_marks import FreeMarks
 from .record import RECORD_WORDS
 
 
+class Side(str, Enum):
+    HEAD = "HEAD"
+    TAIL = "TAIL"
+    SWEEP = "SWEEP"
+
+    @property
+    def index(self) -> int:
+        return list(Side).index(self)
+
+
 class PoolKind(str, Enum):
     """Slot spaces that SGLang's pools have; the declaration order fixes the launch tag ids."""
 
@@ -167,8 +177,8 @@ class CanaryBufferGroup:
         buffers = (self.k_head, self.k_tail, self.v_head, self.v_tail)
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def records(self, half: str, side: str) -> torch.Tensor:
-        """Records `int64[num_slots, 4]` of a half ('K', 'V') and side ('HEAD', 'TAIL')."""
+    def records(self, half: str, side: Side) -> torch.Tensor:
+        """Records `int64[num_slots, 4]` of a half ('K', 'V') and side (HEAD, TAIL)."""
         buffer = getattr(self, f"{half.lower()}_{side.lower()}")
         if buffer is None:
             raise ValueError(f"{self.kind.value} has no half {half}; it has {self.halves}")

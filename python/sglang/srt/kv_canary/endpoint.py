@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntFlag
+from enum import IntFlag
 
-from .buffer_group import CanaryBufferGroup, PoolKind
+from .buffer_group import CanaryBufferGroup, PoolKind, Side
 
 _TAGS_PER_KIND = 8
-
-
-class Side(str, Enum):
-    HEAD = "HEAD"
-    TAIL = "TAIL"
-    SWEEP = "SWEEP"
-
-    @property
-    def index(self) -> int:
-        return list(Side).index(self)
 
 
 HALVES = ("K", "V")

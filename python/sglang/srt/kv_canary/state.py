@@ -30,7 +30,7 @@ class Header(IntEnum):
 HEADER_WORDS = 8
 
 
-class Counter(IntEnum):
+class TagCounter(IntEnum):
     """Counters per launch tag, int64 each, never reset."""
 
     LAUNCHES = 0
@@ -43,7 +43,7 @@ class Counter(IntEnum):
     OUT_OF_WINDOW = 7  # prefix tokens that lie before the window
 
 
-NUM_COUNTERS = len(Counter)
+NUM_COUNTERS = len(TagCounter)
 SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors.health import LEAST_SILENT_STEPS, HealthCheck

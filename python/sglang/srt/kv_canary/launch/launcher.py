@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup
+from ..buffer_group import CanaryBufferGroup, Side
 from ..config import ContentMode
-from ..endpoint import CanaryEndpoint, Part, Side, build_endpoints_from_group
+from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
 from ..kernels.layout import content_slots_per_forward
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
@@ -110,7 +110,7 @@ class Launcher:
             return
         # Which bytes `partial` reads depends on the slot, so that the copied fingerprint is of other bytes.
         for half in group.halves:
-            tail, slots = group.records(half, "TAIL"), target_slots.long()
+            tail, slots = group.records(half, Side.TAIL), target_slots.long()
             fingerprints = self.backend.content_fingerprint(
                 group.content(half), slots, self.content_mode
             )

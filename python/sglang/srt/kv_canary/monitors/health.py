@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import time
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, CanaryMode, ContentMode
-from ..endpoint import CanaryLaunchTag, Side
+from ..endpoint import CanaryLaunchTag
 from ..errors import CanaryHealthError
 from ..reports.event_sink import EventSink
 from ..reports.violation_reporter import leave_last_words
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 
@@ -127,7 +127,7 @@ class HealthCheck(StepObserver):
         return [f"the device counted {abs(surplus)} forwards {kind} than were launched"]
 
     def _silent_tags(self, between: CountsBetween) -> list[str]:
-        launches = between.by_tag(self._tags, Counter.LAUNCHES)
+        launches = between.by_tag(self._tags, TagCounter.LAUNCHES)
         return [name for name, count in launches.items() if count <= 0]
 
     def _lost_checks(self, between: CountsBetween) -> list[str]:
@@ -135,7 +135,9 @@ class HealthCheck(StepObserver):
         problems = []
         for group in self._groups:
             head, tail = (
-                between.grown(CanaryLaunchTag(group.kind, group.halves[0], side), Counter.LAUNCHES)
+                between.grown(
+                    CanaryLaunchTag(group.kind, group.halves[0], side), TagCounter.LAUNCHES
+                )
                 for side in PER_FORWARD
             )
             if 0 < tail < head - MOST_UNDER_WAY - between.abandoned:
@@ -150,8 +152,8 @@ class HealthCheck(StepObserver):
         for group in self._groups:
             for half in group.halves:
                 tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
-                wrote = between.grown(tag, Counter.WRITTEN) > 0 and group.content(half)
-                if wrote and between.grown(tag, Counter.CONTENT_WRITTEN) <= 0:
+                wrote = between.grown(tag, TagCounter.WRITTEN) > 0 and group.content(half)
+                if wrote and between.grown(tag, TagCounter.CONTENT_WRITTEN) <= 0:
                     bad.append(tag.name)
         return [f"no content fingerprints of what was written at {', '.join(bad)}"] if bad else []
 
@@ -162,7 +164,7 @@ class HealthCheck(StepObserver):
         """
         tags = tags_of(self._groups, (Side.SWEEP,))
         return [
-            t.name for t in tags if between.grown(t, Counter.LAUNCHES) < expected.get(t.kind, 0)
+            t.name for t in tags if between.grown(t, TagCounter.LAUNCHES) < expected.get(t.kind, 0)
         ]
 
     def _conclude(

@@ -9,10 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import Side
+from ..buffer_group import CanaryBufferGroup, Side
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .health import HealthCheck
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
@@ -107,7 +106,7 @@ class MetricFamilies:
         for metric in METRICS:
             names = (*labelnames, *metric.labels)
             if metric.is_counter:
-                family = prometheus_client.Counter(metric.full_name, metric.help, names, **where)
+                family = prometheus_client.TagCounter(metric.full_name, metric.help, names, **where)
             else:
                 family = prometheus_client.Gauge(
                     metric.full_name, metric.help, names, multiprocess_mode="mostrecent", **where
@@ -195,9 +194,9 @@ class MetricsExporter(StepObserver):
     def _publish_device(self, summary: Summary) -> None:
         self._count("forwards_total", summary.forward_done)
         for name, tags, counter in (
-            ("slots_checked_total", self._all_tags, Counter.CHECKED),
-            ("content_checked_total", self._all_tags, Counter.CONTENT_CHECKED),
-            ("slots_written_total", self._per_forward, Counter.WRITTEN),
+            ("slots_checked_total", self._all_tags, TagCounter.CHECKED),
+            ("content_checked_total", self._all_tags, TagCounter.CONTENT_CHECKED),
+            ("slots_written_total", self._per_forward, TagCounter.WRITTEN),
         ):
             for tag in tags:
                 self._count(name, int(summary.counters[tag.id, counter]), launch_tag=tag.name)
@@ -205,7 +204,7 @@ class MetricsExporter(StepObserver):
             return
         between = CountsBetween(self._published, summary)
         for tag in self._per_forward:
-            share = between.share((tag,), Counter.CHECKED, of=Counter.ELIGIBLE)
+            share = between.share((tag,), TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
             if share is not None:
                 self._set("coverage_ratio", share, launch_tag=tag.name)
 

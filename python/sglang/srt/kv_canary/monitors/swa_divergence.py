@@ -10,11 +10,11 @@ import json
 import logging
 from dataclasses import asdict, dataclass, fields
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..endpoint import CanaryLaunchTag
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +106,15 @@ class SwaDivergenceReporter(StepObserver):
         latest = self._reported = self._latest
         line = SwaDivergenceLog(
             forward_ct=latest.forward_done,
-            verify_full=_total(latest, _FULL, Counter.CHECKED),
-            verify_swa=_total(latest, _SWA, Counter.CHECKED),
-            swa_full_idx_divergence=_total(latest, _SWA, Counter.IDX_DIVERGENCE),
-            swa_out_of_window_tokens=_total(latest, _SWA, Counter.OUT_OF_WINDOW),
+            verify_full=_total(latest, _FULL, TagCounter.CHECKED),
+            verify_swa=_total(latest, _SWA, TagCounter.CHECKED),
+            swa_full_idx_divergence=_total(latest, _SWA, TagCounter.IDX_DIVERGENCE),
+            swa_out_of_window_tokens=_total(latest, _SWA, TagCounter.OUT_OF_WINDOW),
         )
         logger.info("%s", line.format())
         self._sink.emit({"event": "swa_divergence", **asdict(line)})
         return line
 
 
-def _total(summary: Summary, tag: CanaryLaunchTag, counter: Counter) -> int:
+def _total(summary: Summary, tag: CanaryLaunchTag, counter: TagCounter) -> int:
     return int(summary.counters[tag.id, counter])

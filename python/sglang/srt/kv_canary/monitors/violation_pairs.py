@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import CanaryBufferGroup, Side
+from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from ..reports.violation import tag_name
 from .launch_counts import tags_of

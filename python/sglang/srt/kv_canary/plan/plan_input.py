@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..endpoint import Part, Side
+from ..buffer_group import Side
+from ..endpoint import Part
 from ..record import Mode
 from .expected_inputs import ExpectedTokens
 

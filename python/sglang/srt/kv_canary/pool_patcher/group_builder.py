@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from .attachment import AttachOptions
 from .buf_info_splice import BufInfoSplice
 from .buffer_allocation import alloc_canary_buf
@@ -44,8 +44,8 @@ def splice_halves(
         BufInfoSplice(
             start + layers * i,
             start + layers * (i + 1),
-            group.records(half, "HEAD"),
-            group.records(half, "TAIL"),
+            group.records(half, Side.HEAD),
+            group.records(half, Side.TAIL),
             page_size,
         )
         for i, half in enumerate(group.halves)

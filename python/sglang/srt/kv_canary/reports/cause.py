@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..buffer_group import PoolKind
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import PoolKind, Side
+from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from .violation import Actor, Violation, render
 

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 
 from .. import record
-from ..endpoint import CanaryLaunchTag, Side, free_tag_name
+from ..buffer_group import Side
+from ..endpoint import CanaryLaunchTag, free_tag_name
 from ..record import REASON_HELP, Column, Mode, Reason, State
 from .flight_recorder import FlightRecorder
 from .safe_text import safe_text

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup
+from ..buffer_group import CanaryBufferGroup, Side
 from ..capacities import CanaryLaunchCapacities
 from ..config import CanaryConfig, CanaryMode, StaleWeights
-from ..endpoint import Part, Side
+from ..endpoint import Part
 from ..errors import CanaryPhaseError
 from ..kernels.backend import select_backend
 from ..launch.launcher import Launcher, launch_endpoints_per_forward

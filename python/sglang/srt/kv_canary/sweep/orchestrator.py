@@ -36,16 +36,16 @@ from typing import Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, ContentMode
-from ..endpoint import CanaryLaunchTag, Side
+from ..endpoint import CanaryLaunchTag
 from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import launch_endpoints_sweep
 from ..plan.anchor import anchor_of
 from ..plan.plan_input import SweepVerifyPlan
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter as DeviceCounter
+from ..state import TagCounter
 from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
 from .report import PassDone, SweepReporter
 from .sweep_plan_builder import (
@@ -156,7 +156,7 @@ class SweepOrchestrator(StepObserver):
         """Takes over how many launches the device has counted."""
         for kind in self.launches:
             tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
-            self._counted[kind] = int(summary.counters[tag, DeviceCounter.LAUNCHES])
+            self._counted[kind] = int(summary.counters[tag, TagCounter.LAUNCHES])
         self._confirm()
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, ContentSource
+from ...buffer_group import CanaryBufferGroup, ContentSource, Side
 from ...config import ContentMode
-from ...endpoint import CanaryLaunchTag, Side
+from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, slots_between_visits, turn_of
 from . import hashing, ring
 from .spans import completed_slots, requests_of, slots_at
@@ -85,20 +85,20 @@ def check_and_write_content(
     for half in group.halves:
         if group.content(half):
             tag_id = CanaryLaunchTag(group.kind, half, Side.TAIL).id
-            tail, sources = group.records(half, "TAIL"), group.content(half)
+            tail, sources = group.records(half, Side.TAIL), group.content(half)
             _compare(tail, sources, read_slots, read_full, read_rows, tag_id, forward, state, mode)
             _write(plan, group, half, forward, state, mode)
 
 
 def _write(plan, group, half: str, forward: int, state, mode) -> None:
-    tail, tag_id = group.records(half, "TAIL"), CanaryLaunchTag(group.kind, half, Side.TAIL).id
+    tail, tag_id = group.records(half, Side.TAIL), CanaryLaunchTag(group.kind, half, Side.TAIL).id
     slots = completed_slots(plan, group)
     fresh = (tail[slots, record.WORD_WRITER] & record.FORWARD_MASK) == (
         forward & record.FORWARD_MASK
     )
     slots = slots[fresh]
     tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
-    state.counters[tag_id, Counter.CONTENT_WRITTEN] += slots.numel()
+    state.counters[tag_id, TagCounter.CONTENT_WRITTEN] += slots.numel()
 
 
 def _rotating_slots(plan, group, forward: int, budget_slots: int):
@@ -136,7 +136,7 @@ def _compare(tail, sources, slots, full, rows, tag_id, forward, state, mode) -> 
         writer=writer,
         last_writer=0,
     )
-    state.counters[tag_id, Counter.CONTENT_CHECKED] += has.sum()
+    state.counters[tag_id, TagCounter.CONTENT_CHECKED] += has.sum()
 
 
 def check_list_content(
@@ -151,7 +151,7 @@ def check_list_content(
         tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
         if group.content(half):
             _compare(
-                group.records(half, "TAIL"),
+                group.records(half, Side.TAIL),
                 group.content(half),
                 slots,
                 slots,

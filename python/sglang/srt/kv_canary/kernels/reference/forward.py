@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag, Part
 from ...plan.expected_inputs import ExpectedTokens
 from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from . import check, hashing, ring, strided, tree
 from .rows import Remembered, check_rows, remember, store_rows
 from .spans import (
@@ -53,7 +53,7 @@ def _verify(plan, group, side: Side, requests: Requests, forward: int, state) ->
     request_index, positions = visited_positions(requests, forward, state)
     for half in group.halves:
         tag_id = CanaryLaunchTag(group.kind, half, side).id
-        records = group.records(half, side.value)
+        records = group.records(half, side)
         lanes = _lanes(plan, group, requests, request_index, positions, state)
         reports_stale = (half, side) == ("K", Side.HEAD)
         check.check_lanes(
@@ -80,7 +80,7 @@ def _write(plan, group, side: Side, requests: Requests, forward: int, state) -> 
             written = _write_head(plan, group, half, requests, remembered, forward, state)
         else:
             written = _write_tail(plan, group, half, forward)
-        state.counters[tag_id, Counter.WRITTEN] += written
+        state.counters[tag_id, TagCounter.WRITTEN] += written
 
 
 def _lanes(plan, group, requests, request_index, positions, state) -> check.Lanes:
@@ -125,7 +125,7 @@ def _write_head(
     plan, group, half: str, requests, remembered: Remembered | None, forward: int, state
 ) -> int:
     """Chain and write the new tokens; report inputs that are not what the request expects."""
-    write, records = plan.write, group.records(half, "HEAD")
+    write, records = plan.write, group.records(half, Side.HEAD)
     ext = torch.where(requests.valid, requests.ext_lens, 0)
     request_index = torch.repeat_interleave(torch.arange(ext.shape[0], device=ext.device), ext)
     in_chunk = torch.arange(request_index.shape[0], device=ext.device)
@@ -236,7 +236,7 @@ def _chains(ext, identity, seeds, parents) -> torch.Tensor:
 
 def _write_tail(plan, group, half: str, forward: int) -> int:
     """Copy what HEAD of this forward wrote; the content word is filled by the content launch."""
-    head, tail = group.records(half, "HEAD"), group.records(half, "TAIL")
+    head, tail = group.records(half, Side.HEAD), group.records(half, Side.TAIL)
     slots, reasons = check.translate(group, plan.write.out_cache_loc.long())
     slots = slots[reasons == 0]
     words = head[slots]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ... import record
-from ...endpoint import CanaryLaunchTag, Side
+from ...buffer_group import Side
+from ...endpoint import CanaryLaunchTag
 from ...plan.expected_inputs import RowStart
 from ...record import Reason
 from . import check, hashing, ring

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import VERIFY_BLOCK, blocks_between_visits, turn_of
 from . import check, hashing, ring
 
@@ -92,16 +92,16 @@ def visited_positions(
 
 def count_checked(state, tag_id: int, plan, group, requests: Requests, lanes: check.Lanes) -> None:
     counters = state.counters[tag_id]
-    counters[Counter.LAUNCHES] += 1
-    counters[Counter.CHECKED] += lanes.slots.numel()
+    counters[TagCounter.LAUNCHES] += 1
+    counters[TagCounter.CHECKED] += lanes.slots.numel()
     eligible = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    counters[Counter.ELIGIBLE] += eligible.sum()
+    counters[TagCounter.ELIGIBLE] += eligible.sum()
     if group.swa_index_lut is not None:
         diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
-        counters[Counter.IDX_DIVERGENCE] += diverged.sum()
+        counters[TagCounter.IDX_DIVERGENCE] += diverged.sum()
     if not plan.verify.already_verified:
         outside = torch.where(requests.valid, requests.window_starts, 0)
-        counters[Counter.OUT_OF_WINDOW] += outside.sum()
+        counters[TagCounter.OUT_OF_WINDOW] += outside.sum()
 
 
 def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag
 from ...record import Reason
-from ...state import Counter
+from ...state import TagCounter
 from . import check, hashing, ring
 from .spans import (
     Requests,
@@ -34,7 +34,7 @@ def verify(plan, group, side: Side, requests: Requests, forward: int, state) -> 
     complete = requests.in_slots(group.stride)
     request_index, numbers = visited_positions(complete, forward, state)
     lanes = _lanes(plan, group, requests.rows[request_index], numbers, state)
-    records = group.records("K", side.value)
+    records = group.records("K", side)
     check.check_lanes(
         lanes,
         records,
@@ -55,7 +55,7 @@ def write(plan, group, side: Side, requests: Requests, forward: int, state) -> N
         written = _write_head(plan, group, requests, tag_id, forward, state)
     else:
         written = _write_tail(plan, group, forward)
-    state.counters[tag_id, Counter.WRITTEN] += written
+    state.counters[tag_id, TagCounter.WRITTEN] += written
 
 
 def _lanes(plan, group, rows, numbers, state) -> check.Lanes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import SweepVerifyPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from . import check
 
 
@@ -37,11 +37,11 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
     for half in group.halves:
         tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
         for side in (Side.HEAD, Side.TAIL):
-            records = group.records(half, side.value)
+            records = group.records(half, side)
             check.check_lanes(
                 lanes, records, tag_id, forward, state, group.chain_source, group.stride
             )
         counters = state.counters[tag_id]
-        counters[Counter.LAUNCHES] += 1
-        counters[Counter.CHECKED] += slots.numel()
-        counters[Counter.ELIGIBLE] += slots.numel()
+        counters[TagCounter.LAUNCHES] += 1
+        counters[TagCounter.CHECKED] += slots.numel()
+        counters[TagCounter.ELIGIBLE] += slots.numel()

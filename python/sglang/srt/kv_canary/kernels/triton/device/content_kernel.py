@@ -7,11 +7,11 @@ import triton.language as tl
 from ..jit import jit, sum_of
 from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
 from .record import (
-    BAD_CONTENT,
     CHAIN,
     CONTENT,
     FORWARD_MASK,
     LIVE,
+    REASON_CONTENT,
     WORDS,
     WRITER,
     Space,
@@ -38,7 +38,7 @@ from .strided import completed_by
 def _compare(report, half, words, writer, stored, slots, usable, full_slots, rows, now):
     """Compare fingerprints `stored` in the records at `words` with those of the bytes `now`; number compared."""
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
-    reasons = tl.where(has & (now != stored), BAD_CONTENT, 0)
+    reasons = tl.where(has & (now != stored), REASON_CONTENT, 0)
     if sum_of(reasons, 0) > 0:
         identity = tl.load(words, mask=usable, other=0)
         append_rows(
