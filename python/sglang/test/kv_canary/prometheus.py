@@ -157,7 +157,9 @@ class Prometheus:
             if value := found():
                 return value
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"not within {TIMEOUT_S:g} s: {what}\n{self._log.read_text()}")
+                raise TimeoutError(
+                    f"timed out after {TIMEOUT_S:g} s: {what}\n{self._log.read_text()}"
+                )
             time.sleep(0.2)
 
 
