@@ -165,7 +165,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorEvent:
-    """The records are told of slots, mostly held ones, that nobody freed or allocated; the mapping stays.
+    """An event reports slots, mostly held ones, that nobody freed or allocated. The mapping stays.
 
     `careless`: slots of a pool that has no draft model are unfilled too. `calls`: of a FREE of pages, which that many
     calls of the allocator list, one after the other.

@@ -214,7 +214,7 @@ class RowModel:
 
 @dataclass
 class GroupModel:
-    """One buffer group. `lut` and the layouts' memories are shared with whoever changes them."""
+    """One buffer group. `lut` and the layouts' memories are shared with the code that changes them."""
 
     kind: PoolKind
     num_slots: int

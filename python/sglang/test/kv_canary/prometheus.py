@@ -165,7 +165,7 @@ class Prometheus:
 
 @contextmanager
 def header_of_3(target: str) -> Iterator[str]:
-    """An address that serves `target`'s metrics as they are served to Prometheus 3, whoever asks."""
+    """An address that serves `target`'s metrics as they are served to Prometheus 3, to every client."""
 
     class Replay(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

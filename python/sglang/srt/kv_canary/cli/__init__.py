@@ -26,6 +26,5 @@ def _use_cpu_engine_without_gpu() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # more threads would compete with the engine's processes
+        # More threads would compete with the engine's processes.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")

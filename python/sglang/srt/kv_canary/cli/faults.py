@@ -17,11 +17,11 @@ HOW_TO = (
     "Fault injection is for tests: it deliberately damages the KV cache of a running server. Start the server with "
     "SGLANG_KV_CANARY_PERTURB_DIR=FOLDER. Faults that are marked so also need "
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0: without it, SGLang's own leak check ends the server.",
-    f"Write {EXAMPLE} to FOLDER under any other name and rename it to ADDRESS-NAME.json. ADDRESS is the model runner: "
-    "target0 is the target model on tensor parallel rank 0, draft0 its draft model, target0.pp1 stage 1 of a "
-    "pipeline. NAME is yours. The runner removes the file when it takes the command; a file with an address that no "
-    "runner has stays. A fault waits until a request or prefix fits its arguments. The answer, or the error, appears "
-    "as ADDRESS-NAME.done.json.",
+    f"Write {EXAMPLE} to FOLDER under any other name and rename it to ADDRESS-NAME.json. ADDRESS is the model runner. "
+    "For example, target0 is the target model on tensor parallel rank 0, draft0 its draft model, target0.pp1 stage 1 "
+    "of a pipeline. NAME is yours. The runner removes the file when it takes the command. A file with an address that "
+    "no runner has stays. A fault waits until a request or prefix fits its arguments. The answer, or the error, "
+    "appears as ADDRESS-NAME.done.json.",
 )
 
 

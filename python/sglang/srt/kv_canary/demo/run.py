@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when every fault was caught and nothing else was reported."""
     parser = argparse.ArgumentParser(
         prog="kv-canary demo",
-        description="Serve with a real SGLang engine (a tiny Llama with random weights) under the canary, then "
+        description="Serve a tiny Llama with random weights on a real SGLang engine under the canary. Then "
         "damage its KV cache and see the damage reported.",
     )
     parser.add_argument(

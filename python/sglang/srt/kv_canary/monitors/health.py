@@ -22,7 +22,7 @@ from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 logger = logging.getLogger(__name__)
 
 SILENT_PERIODS = 2  # without counters from the device; only steps with forwards count
-LEAST_SILENT_STEPS = 64
+MIN_SILENT_STEPS = 64
 MAX_UNDER_WAY = 1  # forwards whose HEAD has run and TAIL has not, at the time of the copy
 
 
@@ -70,7 +70,7 @@ class HealthCheck(StepObserver):
     def after_forwards(self, manager: Observed) -> None:
         self._ticks += 1
         self._unheard_steps += 1
-        limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
+        limit = max(MIN_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
         overdue = time.monotonic() - self._heard > 2 * self._config.copy_every_s
         if manager.armed and self._unheard_steps > limit and overdue:
             silent, self._unheard_steps = self._unheard_steps, 0

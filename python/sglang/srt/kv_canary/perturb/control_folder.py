@@ -1,6 +1,6 @@
 """The control folder: commands as files from a tester, answers as files from the scheduler process.
 
-A command is `ADDRESS-NAME.json`. ADDRESS is the model runner that it is for: `target0` is the target model on
+A command is `ADDRESS-NAME.json`. ADDRESS is the model runner that it is for. `target0` is the target model on
 tensor parallel rank 0, `target0.pp1` the same on stage 1 of a pipeline. The answer is `ADDRESS-NAME.done.json`. Both
 appear by rename, so a reader never sees half a file. A file that is not a command is answered with the error.
 """

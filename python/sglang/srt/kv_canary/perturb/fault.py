@@ -26,9 +26,8 @@ __all__ = [
 
 MIN_INT32, MAX_INT32 = -(1 << 31), (1 << 31) - 1  # the range of an entry of req_to_token
 REQUIRED = object()  # as a default: the command must give the argument
-Act = Callable[
-    ["Scene", dict[str, Any]], "Outcome | None"
-]  # None: not now, try again in the next step
+# None: not now, try again in the next step
+Act = Callable[["Scene", dict[str, Any]], "Outcome | None"]
 
 
 class ArgumentError(ValueError):

@@ -45,9 +45,8 @@ class ViolationManager:
         self.moot = 0
         self.overwritten = 0
         self.by_tag: Counter[str] = Counter()
-        self.by_tag_and_reason: Counter[tuple[str, str]] = (
-            Counter()
-        )  # a violation may have several reasons
+        # A violation may have several reasons.
+        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
 
     def observe_total(self, total: int) -> None:
         """A summary arrived: `total` rows have been appended since the start."""

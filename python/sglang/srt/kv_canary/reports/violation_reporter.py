@@ -201,7 +201,7 @@ class ViolationReporter:
         if not self._dropped:
             return
         logger.error(
-            "kv-canary: %d findings were dropped while %d causes waited to be named: they are neither in this log nor "
+            "kv-canary: %d findings were dropped while %d causes waited to be named. They are neither in this log nor "
             "in an event file",
             self._dropped,
             MAX_WAITING,

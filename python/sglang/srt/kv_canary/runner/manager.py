@@ -369,9 +369,8 @@ class CanaryManager:
             return
         self.ledger.apply()
         self.state.row_memory.forget()
-        self.forward_ct = (
-            self._forwards_done()
-        )  # waits once: replays continued without being counted
+        # Waits once: replays continued without being counted.
+        self.forward_ct = self._forwards_done()
         self._set_armed(True)
         self._blind = False
         self._say_checking(True)

@@ -2,7 +2,8 @@
 
 A pass walks the tree in chunks, at most one chunk a step. Each chunk has a budget of slots and of host time. A pass
 covers every pool kind, all halves and sides. It checks slots of the tree and slots reached through the full-to-SWA
-mapping. It also checks slots that stand for several tokens (DeepSeek-V4's c4 and c128): the tree holds their pages whole.
+mapping. It also checks slots that stand for several tokens (DeepSeek-V4's c4 and c128). The tree holds their pages
+whole.
 
 Why no listed slot can legitimately be unwritten, freed or owned by another request
 -----------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class SweepLeg:
 
 
 def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
-    """The walks that cover `groups`: one for groups addressed by full slots, one for groups behind the mapping."""
+    """The walks that cover `groups`: one for groups addressed by full slots, one for the others, by the mapping."""
     legs = []
     for through_mapping in (False, True):
         served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
@@ -95,9 +96,8 @@ class SweepPass:
     slots: Counter[str] = field(default_factory=Counter)  # slots checked per pool kind
     chunks: int = 0
     seconds: float = 0.0
-    launches: Counter[PoolKind] = field(
-        default_factory=Counter
-    )  # the orchestrator's launches at the end
+    # The orchestrator's launches at the end
+    launches: Counter[PoolKind] = field(default_factory=Counter)
     closed_tick: int = 0
     confirmed_tick: int | None = None  # when the device's counters showed all of them
 

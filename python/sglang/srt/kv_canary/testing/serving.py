@@ -37,9 +37,8 @@ SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
 # Below the ports that Linux assigns itself (from 32768): another process could get such a port before the server binds.
 SERVER_PORTS = range(11_000, 21_000)
 GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
-PORTS_AFTER = (
-    300  # free ports needed after the server's own: DP attention uses some, up to 240 above it
-)
+# Free ports needed after the server's own: DP attention uses some, up to 240 above it.
+PORTS_AFTER = 300
 MAX_SHARES = 30  # of SERVER_PORTS; further workers share them
 
 
