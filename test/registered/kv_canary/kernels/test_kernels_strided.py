@@ -450,7 +450,7 @@ def test_a_strided_group_needs_a_base_of_stride_one_before_it():
         with pytest.raises(ValueError, match=why):
             CanaryBufferGroup(**{**fields, **broken})
     state = make_state(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="C4 takes over chains of FULL, which must come before"):
+    with pytest.raises(ValueError, match="C4 uses the chains of FULL, which must come before"):
         Launcher(REFERENCE.functions, (group, base), state, None)
     Launcher(REFERENCE.functions, (base, group), state, None)
 

@@ -275,7 +275,7 @@ def test_tags_round_trip_and_are_distinct():
 
 @pytest.mark.parametrize("tag_id", [3, 7, -1, NUM_TAGS])
 def test_an_id_that_no_tag_has_is_refused(tag_id):
-    with pytest.raises(ValueError, match="is no launch tag id"):
+    with pytest.raises(ValueError, match="is not a launch tag id"):
         CanaryLaunchTag.from_id(tag_id)
 
 

@@ -384,7 +384,7 @@ def _no_op() -> RealPool:
         (_hisparse_nsa, "HiSparseNSATokenToKVPool .* is refused: HiSparse swaps rows"),
         (
             lambda: pools.make_dsv4_pool(size_swa=0),
-            "C4 slots and no SWA slots on this rank, so nothing tells which 4 tokens",
+            "C4 slots and no SWA slots on this rank, so nothing shows which 4 tokens",
         ),
         (lambda: pools.make_dsv4_pool(enable_hisparse=True), "HiSparseC4DevicePool .* is refused"),
         (_no_op, "prefill-only-disable-kv-cache"),

@@ -274,7 +274,7 @@ def test_at_the_end_what_is_not_settled_is_counted(log: Log) -> None:
     rig.decode([1])
     rig.manager.finish(1.0)
     assert log.slots == []
-    assert "before their forwards' results are in: 1" in log.text
+    assert "before the results of their forwards: 1" in log.text
 
 
 def test_a_clean_server_ends_without_a_word(log: Log) -> None:

@@ -293,7 +293,7 @@ def test_single_forwards_follow_each_other_and_do_not_nest() -> None:
     active = rig.manager.with_active_single_forward_manager
     with active(0):
         with (
-            pytest.raises(CanaryPhaseError, match="0 begins inside of single forward 0"),
+            pytest.raises(CanaryPhaseError, match="0 begins inside single forward 0"),
             active(0),
         ):
             pass

@@ -1,4 +1,4 @@
-"""Readings of the device's counters per launch tag, and what grew between two of them."""
+"""Readings of the device's counters per launch tag, and their growth between two readings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CountsBetween:
         return self.later.abandoned - self.earlier.abandoned
 
     def grown(self, tag: CanaryLaunchTag, counter: TagCounter) -> int:
-        """How much `counter` of `tag` grew."""
+        """Growth of `counter` of `tag`."""
         before, after = self.earlier.counters, self.later.counters
         return int(after[tag.id, counter]) - int(before[tag.id, counter])
 
@@ -41,7 +41,7 @@ class CountsBetween:
     def share(
         self, tags: tuple[CanaryLaunchTag, ...], counter: TagCounter, of: TagCounter
     ) -> float | None:
-        """Growth of `counter` over that of `of`, summed over `tags`; None where `of` did not grow."""
+        """Growth of `counter` divided by that of `of`, summed over `tags`. None if `of` did not grow."""
         whole = sum(self.by_tag(tags, of).values())
         return sum(self.by_tag(tags, counter).values()) / whole if whole else None
 

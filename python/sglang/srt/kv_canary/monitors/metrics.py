@@ -1,6 +1,6 @@
-"""Prometheus metrics, through SGLang's own `--enable-metrics`, in its naming and with its labels.
+"""Prometheus metrics, through SGLang's own `--enable-metrics`, with its naming and labels.
 
-Every rank exports: each checks its own K/V, so a fault on one of them must not be hidden behind rank 0.
+Every rank exports: each checks its own K/V, so rank 0 must not hide a fault of another rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PUBLISH_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A time series family. Counters end in `_total`, as Prometheus wants it."""
+    """A time series family. Counter names end in `_total`, as Prometheus requires."""
 
     name: str  # without PREFIX
     help: str
-    labels: tuple[str, ...] = ()  # besides SGLang's own and `runner`
+    labels: tuple[str, ...] = ()  # in addition to SGLang's own and `runner`
 
     @property
     def full_name(self) -> str:
@@ -93,12 +93,12 @@ def metric_labels(server_args: Any, model_runner: Any) -> dict[str, Any]:
 
 
 class MetricFamilies:
-    """The prometheus_client objects; one set per process, which all its managers share."""
+    """The prometheus_client objects. All managers of a process share one set."""
 
     _instance: MetricFamilies | None = None
 
     def __init__(self, labelnames: tuple[str, ...], registry: Any | None = None) -> None:
-        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; imported before that, it would not share its values.
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; with an earlier import, processes would not share values.
         import prometheus_client
 
         where = {} if registry is None else {"registry": registry}
@@ -125,7 +125,7 @@ class MetricFamilies:
 
 
 class MetricsExporter(StepObserver):
-    """Publishes once in PUBLISH_EVERY_S, from the summary that all reporters share."""
+    """Publishes once in PUBLISH_EVERY_S, from the summary that all observers share."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class MetricsExporter(StepObserver):
         """Bring a counter up to `value`, its total so far. Returns whether it grew."""
         key = name, tuple(labels.values())
         growth = value - self._values.get(key, 0)
-        # inc(0) too: a series that exists from the start has a rate, and an alert can tell 0 from absent.
+        # inc(0) as well: a series that exists from the start has a rate, and an alert can tell 0 from absent.
         self._families.child(name, {**self._labels, **labels}).inc(max(0, growth))
         self._values[key] = value
         return growth > 0

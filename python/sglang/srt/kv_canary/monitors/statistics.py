@@ -1,4 +1,4 @@
-"""Statistics: what the canary did in the last N steps, and what it cost the host."""
+"""Statistics: what the canary did in the last N steps, and how much host time it cost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StatisticsReporter(StepObserver):
         self._last, self._host_ns = summary, manager.clock.spent_ns
 
     def _event(self, manager: Observed, between: CountsBetween) -> dict[str, Any]:
-        """What happened between two summaries; violations, sweep passes and the like count from the start."""
+        """The activity between two summaries. Violations, sweep passes and similar totals count from the start."""
         coverage = between.share(self._per_forward, TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
         host_us = (manager.clock.spent_ns - self._host_ns) / 1000
         return {

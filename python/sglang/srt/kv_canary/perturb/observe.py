@@ -1,4 +1,4 @@
-"""No faults: what a tester asks of a running engine."""
+"""No faults: what a tester reads from a running engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocates the records of one slot space and puts its group together."""
+"""Allocates the records of one slot space and builds its group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_group(
 def splice_halves(
     group: CanaryBufferGroup, layers: int, page_size: int, start: int = 0
 ) -> tuple[BufInfoSplice, ...]:
-    """Splices for a list that names `layers` buffers per half of `group`, K first, from index `start` on."""
+    """Splices for a list with `layers` buffers per half of `group`, K first, from index `start` on."""
     return tuple(
         BufInfoSplice(
             start + layers * i,
