@@ -11,6 +11,7 @@ from ...plan.plan_input import SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Counter, Header
 from . import check
+from .ring import Report
 
 
 def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:
@@ -35,13 +36,9 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
         reasons=torch.where(outside, int(Reason.SLOT_OUT_OF_RANGE), 0),
     )
     for half in group.halves:
-        tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
+        report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)
         for side in (Side.HEAD, Side.TAIL):
-            records = group.records(half, side.value)
-            check.check_lanes(
-                lanes, records, tag_id, forward, state, group.chain_source, group.stride
-            )
-        counters = state.counters[tag_id]
-        counters[Counter.LAUNCHES] += 1
-        counters[Counter.CHECKED] += slots.numel()
-        counters[Counter.ELIGIBLE] += slots.numel()
+            check.check_lanes(lanes, group, group.records(half, side.value), report)
+        report.count(Counter.LAUNCHES, 1)
+        report.count(Counter.CHECKED, slots.numel())
+        report.count(Counter.ELIGIBLE, slots.numel())
