@@ -9,6 +9,7 @@ import torch
 from ... import record
 from ...plan.expected_inputs import RowStart
 from ...record import Reason
+from ..layout import WRITE_TILE
 from . import check, hashing
 from .spans import Launch, Requests
 
@@ -23,8 +24,12 @@ class Remembered:
     growth: torch.Tensor  # tokens that the row may have grown by since; 0 where that is known
 
     def seeds(self, requests: Requests) -> torch.Tensor:
-        """Chain before each request's first new token, for where the record before cannot be read."""
-        return torch.where(self.lengths == requests.prefix_lens, self.chains, 0)
+        """Chain before each request's first new token, for where the record before cannot be read.
+
+        0 where several programs write the request's tokens, one of which stores the row that the others would read.
+        """
+        read = (self.lengths == requests.prefix_lens) & (requests.ext_lens <= WRITE_TILE)
+        return torch.where(read, self.chains, 0)
 
     def inputs(self, requests: Requests) -> torch.Tensor:
         """First new token of each request, UNKNOWN where nothing says so."""

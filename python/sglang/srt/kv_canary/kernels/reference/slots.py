@@ -22,14 +22,7 @@ def apply_slot_event(
     page_size: int = 1,
     call_ids: torch.Tensor | None = None,
 ) -> None:
-    """Apply one allocator event to all records of `group`.
-
-    FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
-    pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
-
-    `call_ids`: int32[slots], of a FREE of pages: which of up to MOST_CALLS calls listed each slot, in ascending order;
-    None: one call. A call may list a page several times, two calls must not. A single slot may be listed once at all.
-    """
+    """Apply one allocator event to all records of `group`; arguments as of `triton.slots.apply_slot_event`."""
     forward = int(state.summary[Header.FORWARD_DONE])
     if kind is SlotEventKind.CLEAR:
         listed = torch.arange(group.num_slots, device=group.k_head.device) * group.stride
