@@ -184,6 +184,21 @@ def test_bad_slots_in_the_row_are_reported_not_read(shape: str, value: int):
     assert rig.reasons() & (Reason.UNMAPPED_SLOT if value == 0 else Reason.SLOT_OUT_OF_RANGE)
 
 
+@pytest.mark.parametrize("count", [1, WRITE_TILE, WRITE_TILE + 1])
+def test_chain_behind_a_slot_that_is_unmapped(count: int):
+    """It goes on from the row memory, which only a chunk of one tile may read: one program writes it."""
+    rig = Rig()
+    pool, group = rig.pool, rig.twin.kernel_group
+    rig.forward(pool.extend({1: 300, 2: 5}))
+    before = int(group.k_head[rig.slot(1, 299), record.WORD_CHAIN])
+    pool.req_to_token[1, 299] = 0
+    plan = pool.extend({1: count})
+    rig.forward(plan)
+    seed = before if count <= WRITE_TILE else 0
+    expected = record.chain_step(seed, int(plan.write.input_ids[0]), 300)
+    assert int(group.k_head[rig.slot(1, 300), record.WORD_CHAIN]) == expected
+
+
 @pytest.mark.parametrize("value", [0, -5, SLOTS, 1 << 31])
 def test_bad_mapping_values_are_reported_not_read(value: int):
     rig = Rig("SWA, int64 mapping")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.kernels.layout import WRITE_TILE
 from sglang_kv_canary.plan.expected_inputs import RowStart
 from sglang_kv_canary.record import UNKNOWN, Reason, State
 
@@ -93,7 +94,8 @@ class Rows(Predictions):
         if request.prefix:
             slot, _ = group.locate(self.table[request.row][request.prefix - 1])
             row = self._rows[request]
-            if slot is None and row is not None and row.length == request.prefix:
+            one_tile = request.count <= WRITE_TILE
+            if slot is None and row is not None and row.length == request.prefix and one_tile:
                 return row.chain
         return self._chain_before(request, request.prefix, group, records)
 

@@ -9,8 +9,9 @@ import torch
 from ... import record
 from ...buffer_group import CanaryBufferGroup
 from ...record import Reason
-from ...state import CanaryDeviceState, Header
-from . import hashing, ring
+from ...state import Header
+from . import hashing
+from .ring import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,20 @@ def state_reasons(states: torch.Tensor, unfills: bool) -> torch.Tensor:
 
 def check_lanes(
     lanes: Lanes,
+    group: CanaryBufferGroup,
     records: torch.Tensor,
-    tag_id: int,
-    forward: int,
-    state: CanaryDeviceState,
-    chain_source: torch.Tensor | None = None,
-    stride: int = 1,
+    report: Report,
     reports_stale_weights: bool = False,
 ) -> None:
-    """Check `lanes` against `records` int64[num_slots, 4] and append what fails to the ring.
+    """Check `lanes` against `records` int64[num_slots, 4] of `group` and append what fails to the ring.
 
-    `chain_source`, `stride`: the group's; without a source chains step from `records` themselves, and no record is
-    unfilled. Lanes of a strided group expect no token: what the ring gets as tokens are the folds of chains
-    (`record.chain_fold`).
+    Without a chain source chains step from `records` themselves, and no record is unfilled. Lanes of a strided group
+    expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
     `reports_stale_weights`: the first slot of each run of slots that the weights before the last update wrote.
     """
     if lanes.slots.numel() == 0:
         return
+    chain_source, stride = group.chain_source, group.stride
     readable = lanes.reasons == 0
     words = records[torch.where(readable, lanes.slots, 0)]
     identity, chain = words[:, record.WORD_IDENTITY], words[:, record.WORD_CHAIN]
@@ -107,7 +105,7 @@ def check_lanes(
     reasons |= torch.where(wrong_token, int(Reason.TOKEN), 0)
     reasons |= torch.where(wrong_chain, int(Reason.CHAIN), 0)
     if reports_stale_weights:
-        begins = _begins_stale_run(lanes, records, writer, forward, state)
+        begins = _begins_stale_run(lanes, records, writer, report)
         reasons = torch.where(begins & (reasons == 0), int(Reason.STALE_WEIGHTS), reasons)
     reasons = torch.where(states == record.State.LIVE, reasons, not_live)
     reasons = torch.where(readable, reasons, lanes.reasons)
@@ -116,10 +114,8 @@ def check_lanes(
         return torch.where(readable, value, record.UNKNOWN)
 
     freed = not_live & int(Reason.USE_AFTER_FREE | Reason.UNWRITTEN_SINCE_ALLOC)
-    ring.append(
-        state,
+    report.append(
         reasons,
-        tag=tag_id,
         slot=stored(lanes.slots),
         full_slot=lanes.full_slots,
         prev_slot=lanes.prev_slots,
@@ -130,21 +126,16 @@ def check_lanes(
         expected_chain=torch.where(readable, expected_chain, record.UNKNOWN),
         stored_chain=stored(chain),
         reader_row=lanes.rows,
-        reader_forward=forward,
         writer=stored(writer),
         last_writer=torch.where(readable & (freed != 0), words[:, record.WORD_CONTENT], 0),
     )
 
 
 def _begins_stale_run(
-    lanes: Lanes,
-    records: torch.Tensor,
-    writer: torch.Tensor,
-    forward: int,
-    state: CanaryDeviceState,
+    lanes: Lanes, records: torch.Tensor, writer: torch.Tensor, report: Report
 ) -> torch.Tensor:
     """Whether old weights wrote a slot, and not its predecessor, as far as that can be read and is live."""
-    since = int(state.summary[Header.WEIGHTS_SINCE])
+    forward, since = report.forward, int(report.state.summary[Header.WEIGHTS_SINCE])
     if since == 0:
         return torch.zeros_like(lanes.slots, dtype=torch.bool)
     has_prev = lanes.prev_slots >= 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ... import record
@@ -12,8 +14,9 @@ from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, slots_between_visits, turn_of
-from . import hashing, ring
-from .spans import completed_slots, requests_of, slots_at
+from . import hashing
+from .ring import Report
+from .spans import Launch, completed_slots, requests_of, slots_at
 
 
 def prepare(group: CanaryBufferGroup) -> None:
@@ -81,29 +84,37 @@ def check_and_write_content(
     forward = int(state.summary[Header.FORWARD_DONE])
     if not int(state.summary[Header.ARMED]):
         return
-    read_slots, read_rows, read_full = _rotating_slots(plan, group, forward, budget_slots)
+    launch = Launch(plan, group, Side.TAIL, state, forward, requests_of(plan, group.window))
+    reads = _rotating_slots(launch.in_slots(), budget_slots)
     for half in group.halves:
         if group.content(half):
-            tag_id = CanaryLaunchTag(group.kind, half, Side.TAIL).id
-            tail, sources = group.records(half, Side.TAIL), group.content(half)
-            _compare(tail, sources, read_slots, read_full, read_rows, tag_id, forward, state, mode)
-            _write(plan, group, half, forward, state, mode)
+            _compare(group, half, reads, launch.report(half), mode)
+            _write(launch, half, mode)
 
 
-def _write(plan, group, half: str, forward: int, state, mode) -> None:
-    tail, tag_id = group.records(half, Side.TAIL), CanaryLaunchTag(group.kind, half, Side.TAIL).id
-    slots = completed_slots(plan, group)
+def _write(launch: Launch, half: str, mode: ContentMode) -> None:
+    group, tail = launch.group, launch.records(half)
+    slots = completed_slots(launch.plan, group)
     fresh = (tail[slots, record.WORD_WRITER] & record.FORWARD_MASK) == (
-        forward & record.FORWARD_MASK
+        launch.forward & record.FORWARD_MASK
     )
     slots = slots[fresh]
     tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
-    state.counters[tag_id, TagCounter.CONTENT_WRITTEN] += slots.numel()
+    launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.numel())
 
 
-def _rotating_slots(plan, group, forward: int, budget_slots: int):
-    """(slots, rows, full slots) of the prefix positions (of strided groups: slots) whose turn it is."""
-    requests = requests_of(plan, group.window).in_slots(group.stride)
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Slots whose content is compared, int64[n] each."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor  # reader's request row
+    full_slots: torch.Tensor
+
+
+def _rotating_slots(launch: Launch, budget_slots: int) -> _Reads:
+    """The prefix positions (of strided groups: slots) whose turn it is."""
+    requests, forward = launch.requests, launch.forward
     counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
     k = slots_between_visits(int(counts.sum()), budget_slots)
     index = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
@@ -111,32 +122,31 @@ def _rotating_slots(plan, group, forward: int, budget_slots: int):
     positions = positions - (counts.cumsum(0) - counts)[index] + requests.window_starts[index]
     turn = positions % k == turn_of(forward, k)
     rows, positions = requests.rows[index[turn]], positions[turn]
-    slots, full, reasons = slots_at(plan, group, rows, positions)
-    return slots[reasons == 0], rows[reasons == 0], full[reasons == 0]
+    slots, full, reasons = slots_at(launch.plan, launch.group, rows, positions)
+    return _Reads(slots[reasons == 0], rows[reasons == 0], full[reasons == 0])
 
 
-def _compare(tail, sources, slots, full, rows, tag_id, forward, state, mode) -> None:
-    words = tail[slots]
+def _compare(
+    group: CanaryBufferGroup, half: str, reads: _Reads, report: Report, mode: ContentMode
+) -> None:
+    slots = reads.slots
+    words = group.records(half, Side.TAIL)[slots]
     writer, stored = words[:, record.WORD_WRITER], words[:, record.WORD_CONTENT]
     has = (hashing.state_of(writer) == record.State.LIVE) & (stored != 0)
-    now = content_fingerprint(sources, slots, mode)
-    ring.append(
-        state,
+    now = content_fingerprint(group.content(half), slots, mode)
+    report.append(
         torch.where(has & (now != stored), int(Reason.CONTENT), 0),
-        tag=tag_id,
         slot=slots,
-        full_slot=full,
+        full_slot=reads.full_slots,
         stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
         stored_token=hashing.stored_token(words[:, record.WORD_IDENTITY]),
         stored_chain=words[:, record.WORD_CHAIN],
         expected_content=now,
         stored_content=stored,
-        reader_row=rows,
-        reader_forward=forward,
+        reader_row=reads.rows,
         writer=writer,
-        last_writer=0,
     )
-    state.counters[tag_id, TagCounter.CONTENT_CHECKED] += has.sum()
+    report.count(TagCounter.CONTENT_CHECKED, has.sum())
 
 
 def check_list_content(
@@ -147,17 +157,8 @@ def check_list_content(
     if not int(state.summary[Header.ARMED]):
         return
     slots = plan.slots[(plan.slots > 0) & (plan.slots < group.num_slots)]
+    reads = _Reads(slots, torch.zeros_like(slots), slots)
     for half in group.halves:
-        tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
         if group.content(half):
-            _compare(
-                group.records(half, Side.TAIL),
-                group.content(half),
-                slots,
-                slots,
-                torch.zeros_like(slots),
-                tag_id,
-                forward,
-                state,
-                mode,
-            )
+            report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)
+            _compare(group, half, reads, report, mode)

@@ -6,16 +6,17 @@ import torch
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
-from ...endpoint import CanaryLaunchTag, Part
+from ...endpoint import Part
 from ...plan.expected_inputs import ExpectedTokens
 from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
-from . import check, hashing, ring, strided, tree
+from . import check, hashing, strided, tree
 from .rows import Remembered, check_rows, remember, store_rows
 from .spans import (
-    Requests,
+    Launch,
     begin_forward,
+    copy_head,
     count_checked,
     report_bad_requests,
     requests_of,
@@ -42,48 +43,39 @@ def check_and_write(
     forward = begin_forward(state, side, part)
     if not int(state.summary[Header.ARMED]):
         return
-    requests = requests_of(plan, group.window)
+    launch = Launch(plan, group, side, state, forward, requests_of(plan, group.window))
     if Part.VERIFY in part:
-        verify(plan, group, side, requests, forward, state)
+        verify(launch)
     if Part.WRITE in part:
-        write(plan, group, side, requests, forward, state)
+        write(launch)
 
 
-def _verify(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
-    request_index, positions = visited_positions(requests, forward, state)
+def _verify(launch: Launch) -> None:
+    group = launch.group
+    request_index, positions = visited_positions(launch)
     for half in group.halves:
-        tag_id = CanaryLaunchTag(group.kind, half, side).id
-        records = group.records(half, side)
-        lanes = _lanes(plan, group, requests, request_index, positions, state)
-        reports_stale = (half, side) == ("K", Side.HEAD)
-        check.check_lanes(
-            lanes,
-            records,
-            tag_id,
-            forward,
-            state,
-            group.chain_source,
-            reports_stale_weights=reports_stale,
-        )
-        count_checked(state, tag_id, plan, group, requests, lanes)
+        lanes = _lanes(launch, request_index, positions)
+        reports_stale = (half, launch.side) == ("K", Side.HEAD)
+        check.check_lanes(lanes, group, launch.records(half), launch.report(half), reports_stale)
+        count_checked(launch, half, lanes)
 
 
-def _write(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+def _write(launch: Launch) -> None:
     remembered = None
-    if side is Side.HEAD and state.row_memory.of(group) is not None:
-        remembered = remember(plan, group, requests, state)
-        check_rows(plan, group, requests, remembered, forward, state)
-    for half in group.halves:
-        tag_id = CanaryLaunchTag(group.kind, half, side).id
-        if side is Side.HEAD:
-            report_bad_requests(plan, group, requests, tag_id, forward, state)
-            written = _write_head(plan, group, half, requests, remembered, forward, state)
+    if launch.side is Side.HEAD and launch.state.row_memory.of(launch.group) is not None:
+        remembered = remember(launch)
+        check_rows(launch, remembered)
+    for half in launch.group.halves:
+        if launch.side is Side.HEAD:
+            report_bad_requests(launch, half)
+            written = _write_head(launch, half, remembered)
         else:
-            written = _write_tail(plan, group, half, forward)
-        state.counters[tag_id, TagCounter.WRITTEN] += written
+            written = _write_tail(launch, half)
+        launch.report(half).count(TagCounter.WRITTEN, written)
 
 
-def _lanes(plan, group, requests, request_index, positions, state) -> check.Lanes:
+def _lanes(launch: Launch, request_index: torch.Tensor, positions: torch.Tensor) -> check.Lanes:
+    plan, group, requests = launch.plan, launch.group, launch.requests
     rows = requests.rows[request_index]
     full_slots = plan.req_to_token[rows, positions].long()
     slots, reasons = check.translate(group, full_slots)
@@ -97,7 +89,7 @@ def _lanes(plan, group, requests, request_index, positions, state) -> check.Lane
         full_slots=full_slots,
         prev_slots=prev_slots,
         positions=positions,
-        anchors=state.anchors[rows],
+        anchors=launch.state.anchors[rows],
         expected_tokens=expected_at(
             plan.expected,
             request_index,
@@ -121,11 +113,10 @@ def expected_at(
     return torch.where(known, expected.tokens[index].long(), unknown)
 
 
-def _write_head(
-    plan, group, half: str, requests, remembered: Remembered | None, forward: int, state
-) -> int:
+def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int:
     """Chain and write the new tokens; report inputs that are not what the request expects."""
-    write, records = plan.write, group.records(half, Side.HEAD)
+    plan, group, requests = launch.plan, launch.group, launch.requests
+    write, records = plan.write, launch.records(half)
     ext = torch.where(requests.valid, requests.ext_lens, 0)
     request_index = torch.repeat_interleave(torch.arange(ext.shape[0], device=ext.device), ext)
     in_chunk = torch.arange(request_index.shape[0], device=ext.device)
@@ -137,14 +128,14 @@ def _write_head(
     parents, depths = tree.parents_and_depths(write, token_index, in_chunk)
     expected_position = requests.prefix_lens[request_index] + depths
     if group.chain_source is None:
-        seeds = _seeds(plan, group, requests, records, remembered, state)
+        seeds = _seeds(launch, records, remembered)
         chains = _chains(ext, identity, seeds, parents)
     else:
         rows, before = requests.rows[request_index], expected_position
-        seeds = _chain_before(plan, group, rows, before, group.chain_source, 0, state)
+        seeds = _chain_before(launch, rows, before, group.chain_source, 0)
         chains = hashing.chain_step(seeds, identity)
     if remembered is not None and half == "K":
-        store_rows(plan, group, requests, chains, forward, state)
+        store_rows(launch, chains)
 
     full_slots = write.out_cache_loc[token_index].long()
     slots, reasons = check.translate(group, full_slots)
@@ -166,10 +157,8 @@ def _write_head(
         elsewhere = (attention_slots != slots) & (out_of_range == 0)
         faults |= torch.where(elsewhere, int(Reason.WRITE_LOCATION), 0)
     faults = torch.where(real, faults | out_of_range, 0)
-    ring.append(
-        state,
+    launch.report(half).append(
         faults,
-        tag=CanaryLaunchTag(group.kind, half, Side.HEAD).id,
         slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
         full_slot=full_slots,
         expected_position=expected_position,
@@ -177,9 +166,6 @@ def _write_head(
         expected_token=expected_token,
         stored_token=tokens,
         reader_row=rows,
-        reader_forward=forward,
-        writer=0,
-        last_writer=0,
         attention_slot=record.UNKNOWN if attention_slots is None else attention_slots,
     )
     keep = reasons == 0
@@ -188,7 +174,7 @@ def _write_head(
             identity[keep],
             chains[keep],
             torch.zeros_like(identity[keep]),
-            writer_words(forward, rows[keep], write.mode),
+            writer_words(launch.forward, rows[keep], write.mode),
         ],
         dim=1,
     )
@@ -202,23 +188,30 @@ def _attention_slots(write, group, token_index: torch.Tensor) -> torch.Tensor | 
     return write.swa_out_cache_loc[token_index].long()
 
 
-def _seeds(plan, group, requests, records, remembered: Remembered | None, state) -> torch.Tensor:
+def _seeds(launch: Launch, records: torch.Tensor, remembered: Remembered | None) -> torch.Tensor:
     """Chain before each request's first new token; what is remembered of its row where that cannot be read."""
+    requests = launch.requests
     rows = torch.where(requests.valid, requests.rows, 0)
     lengths = torch.where(requests.valid, requests.prefix_lens, 0)
     otherwise = 0 if remembered is None else remembered.seeds(requests)
-    return _chain_before(plan, group, rows, lengths, records, otherwise, state)
+    return _chain_before(launch, rows, lengths, records, otherwise)
 
 
-def _chain_before(plan, group, rows, positions, records, otherwise, state) -> torch.Tensor:
+def _chain_before(
+    launch: Launch,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    otherwise: torch.Tensor | int,
+) -> torch.Tensor:
     """Chain in `records` of the slot before `positions` of `rows`, the anchor at 0.
 
     `otherwise` where there is none to read.
     """
-    prev_full = plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
-    prev_slots, reasons = check.translate(group, prev_full)
+    prev_full = launch.plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
+    prev_slots, reasons = check.translate(launch.group, prev_full)
     chains = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], otherwise)
-    return torch.where(positions == 0, state.anchors[rows], chains)
+    return torch.where(positions == 0, launch.state.anchors[rows], chains)
 
 
 def _chains(ext, identity, seeds, parents) -> torch.Tensor:
@@ -234,16 +227,7 @@ def _chains(ext, identity, seeds, parents) -> torch.Tensor:
     return torch.tensor([record.to_signed64(c) for c in chains], dtype=torch.int64).to(identity)
 
 
-def _write_tail(plan, group, half: str, forward: int) -> int:
-    """Copy what HEAD of this forward wrote; the content word is filled by the content launch."""
-    head, tail = group.records(half, Side.HEAD), group.records(half, Side.TAIL)
-    slots, reasons = check.translate(group, plan.write.out_cache_loc.long())
-    slots = slots[reasons == 0]
-    words = head[slots]
-    writer = words[:, record.WORD_WRITER]
-    fresh = (writer & record.FORWARD_MASK) == (forward & record.FORWARD_MASK)
-    fresh &= hashing.state_of(writer) == record.State.LIVE
-    words = words[fresh].clone()
-    words[:, record.WORD_CONTENT] = 0
-    tail[slots[fresh]] = words
-    return int(fresh.sum())
+def _write_tail(launch: Launch, half: str) -> int:
+    """Copy what HEAD of this forward wrote."""
+    slots, reasons = check.translate(launch.group, launch.plan.write.out_cache_loc.long())
+    return copy_head(launch, half, slots[reasons == 0])

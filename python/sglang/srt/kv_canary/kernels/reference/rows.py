@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ... import record
-from ...buffer_group import Side
-from ...endpoint import CanaryLaunchTag
 from ...plan.expected_inputs import RowStart
 from ...record import Reason
-from . import check, hashing, ring
-from .spans import Requests
+from ..layout import WRITE_TILE
+from . import check, hashing
+from .spans import Launch, Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +24,22 @@ class Remembered:
     growth: torch.Tensor  # tokens that the row may have grown by since; 0 where that is known
 
     def seeds(self, requests: Requests) -> torch.Tensor:
-        """Chain before each request's first new token, for where the record before cannot be read."""
-        return torch.where(self.lengths == requests.prefix_lens, self.chains, 0)
+        """Chain before each request's first new token, for where the record before cannot be read.
+
+        0 where several programs write the request's tokens, one of which stores the row that the others would read.
+        """
+        read = (self.lengths == requests.prefix_lens) & (requests.ext_lens <= WRITE_TILE)
+        return torch.where(read, self.chains, 0)
 
     def inputs(self, requests: Requests) -> torch.Tensor:
         """First new token of each request, UNKNOWN where nothing says so."""
         return torch.where(self.lengths == requests.prefix_lens, self.sampled, record.UNKNOWN)
 
 
-def remember(plan, group, requests: Requests, state) -> Remembered:
+def remember(launch: Launch) -> Remembered:
     """What the host or the row's last forward says of the rows."""
-    memory = state.row_memory.of(group)
+    plan, requests, state = launch.plan, launch.requests, launch.state
+    memory = state.row_memory.of(launch.group)
     rows = torch.where(requests.valid, requests.rows, 0)
     word, chains = memory[rows, record.ROW_WORD_LENGTH], memory[rows, record.ROW_WORD_CHAIN]
     token = state.row_memory.sampled[rows]
@@ -70,10 +74,9 @@ def certain_tokens(plan, requests: Requests) -> torch.Tensor:
     return torch.where(inside & (full != 0), certain, 0)
 
 
-def check_rows(
-    plan, group, requests: Requests, remembered: Remembered, forward: int, state
-) -> None:
+def check_rows(launch: Launch, remembered: Remembered) -> None:
     """Report rows whose length or chain is not what is remembered of them."""
+    plan, group, requests = launch.plan, launch.group, launch.requests
     records = group.k_head
     prefix, lengths = requests.prefix_lens, remembered.lengths
     known = (certain_tokens(plan, requests) > 0) & (lengths >= 0)
@@ -93,10 +96,8 @@ def check_rows(
         return torch.where(wrong_chain, value, record.UNKNOWN)
 
     identity = words[:, record.WORD_IDENTITY]
-    ring.append(
-        state,
+    launch.report().append(
         reasons,
-        tag=CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
         slot=of_chain(slots),
         full_slot=of_chain(full),
         expected_position=torch.where(wrong_chain, last, lengths),
@@ -105,20 +106,19 @@ def check_rows(
         expected_chain=of_chain(remembered.chains),
         stored_chain=of_chain(chain),
         reader_row=requests.rows,
-        reader_forward=forward,
         writer=torch.where(wrong_chain, writer, 0),
-        last_writer=0,
     )
 
 
-def store_rows(plan, group, requests: Requests, chains: torch.Tensor, forward: int, state) -> None:
+def store_rows(launch: Launch, chains: torch.Tensor) -> None:
     """The rows' last forward leaves them with these tokens; `chains` int64[new tokens], request by request."""
+    plan, requests = launch.plan, launch.requests
     certain = certain_tokens(plan, requests)
     ext = torch.where(requests.valid, requests.ext_lens, 0)
     keep = certain > 0
     at = (ext.cumsum(0) - ext + certain - 1)[keep]
-    memory, rows = state.row_memory.of(group), requests.rows[keep]
+    memory, rows = launch.state.row_memory.of(launch.group), requests.rows[keep]
     lengths = (requests.prefix_lens + certain)[keep]
-    word = (lengths + 1) | (record.to_signed64(forward << 32))
+    word = (lengths + 1) | (record.to_signed64(launch.forward << 32))
     memory[rows, record.ROW_WORD_LENGTH] = word
     memory[rows, record.ROW_WORD_CHAIN] = chains[at]

@@ -10,7 +10,8 @@ from ...endpoint import CanaryLaunchTag
 from ...record import Mode, Reason, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState, Header
-from . import hashing, ring
+from . import hashing
+from .ring import Report
 
 
 def apply_slot_event(
@@ -21,14 +22,7 @@ def apply_slot_event(
     page_size: int = 1,
     call_ids: torch.Tensor | None = None,
 ) -> None:
-    """Apply one allocator event to all records of `group`.
-
-    FREE, ALLOC and UNFILL take slots in the group's slot space, of strided groups full slots; a FREE gives back whole
-    pages of `page_size` of them. CLEAR takes None: every slot. Slots outside of the pool are ignored.
-
-    `call_ids`: int32[slots], of a FREE of pages: which of up to MOST_CALLS calls listed each slot, in ascending order;
-    None: one call. A call may list a page several times, two calls must not. A single slot may be listed once at all.
-    """
+    """Apply one allocator event to all records of `group`; arguments as of `triton.slots.apply_slot_event`."""
     forward = int(state.summary[Header.FORWARD_DONE])
     if kind is SlotEventKind.CLEAR:
         listed = torch.arange(group.num_slots, device=group.k_head.device) * group.stride
@@ -47,7 +41,8 @@ def apply_slot_event(
         return
     if kind is SlotEventKind.FREE:
         repeated = _repeated(group, listed, calls, page_size)[speaks]
-        _report_double_free(group, slots[speaks], listed[speaks], repeated, forward, state)
+        report = Report(state, CanaryLaunchTag(group.kind, "K", Side.HEAD).id, forward)
+        _report_double_free(group, slots[speaks], listed[speaks], repeated, report)
         first = listed // page_size * page_size // group.stride
         page = torch.arange(-(-page_size // group.stride), device=slots.device)
         slots = (first[:, None] + page).flatten()
@@ -110,22 +105,25 @@ def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) 
         records[slots] = words
 
 
-def _report_double_free(group, slots, listed, repeated, forward: int, state) -> None:
+def _report_double_free(
+    group: CanaryBufferGroup,
+    slots: torch.Tensor,
+    listed: torch.Tensor,
+    repeated: torch.Tensor,
+    report: Report,
+) -> None:
     """A slot that is freed while free, or `repeated`."""
     words = group.k_head[slots]
     states = hashing.state_of(words[:, record.WORD_WRITER])
     twice = (states == State.FREED) | (repeated & (states != State.NEVER_WRITTEN))
-    ring.append(
-        state,
+    report.append(
         torch.where(twice, int(Reason.DOUBLE_FREE), 0),
-        tag=CanaryLaunchTag(group.kind, "K", Side.HEAD).id,
         slot=slots,
         full_slot=listed,
         stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
         stored_token=hashing.stored_token(words[:, record.WORD_IDENTITY]),
         stored_chain=words[:, record.WORD_CHAIN],
         reader_row=0,
-        reader_forward=forward,
         writer=words[:, record.WORD_WRITER],
         last_writer=words[:, record.WORD_CONTENT],
     )

@@ -8,12 +8,13 @@ import torch
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
-from ...endpoint import Part
+from ...endpoint import CanaryLaunchTag, Part
 from ...plan.plan_input import ForwardPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import VERIFY_BLOCK, blocks_between_visits, turn_of
-from . import check, hashing, ring
+from . import check, hashing
+from .ring import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,30 @@ def requests_of(plan: ForwardPlan, window: int | None) -> Requests:
     return Requests(rows, in_range, prefix, ext, starts, window_starts)
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One side of a group in one forward."""
+
+    plan: ForwardPlan
+    group: CanaryBufferGroup
+    side: Side
+    state: CanaryDeviceState
+    forward: int
+    requests: Requests
+
+    def report(self, half: str = "K") -> Report:
+        return Report(
+            self.state, CanaryLaunchTag(self.group.kind, half, self.side).id, self.forward
+        )
+
+    def records(self, half: str = "K") -> torch.Tensor:
+        """int64[slots, words] that this side writes."""
+        return self.group.records(half, self.side)
+
+    def in_slots(self) -> Launch:
+        return replace(self, requests=self.requests.in_slots(self.group.stride))
+
+
 def begin_forward(state: CanaryDeviceState, side: Side, part: Part) -> int:
     """The running forward's counter."""
     summary = state.summary
@@ -72,10 +97,9 @@ def begin_forward(state: CanaryDeviceState, side: Side, part: Part) -> int:
     return forward
 
 
-def visited_positions(
-    requests: Requests, forward: int, state: CanaryDeviceState
-) -> tuple[torch.Tensor, torch.Tensor]:
+def visited_positions(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     """(request index, position) of every slot that this forward verifies."""
+    requests, forward, state = launch.requests, launch.forward, launch.state
     counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
     blocks = (counts + VERIFY_BLOCK - 1) // VERIFY_BLOCK
     k = blocks_between_visits(int(blocks.sum()), state.capacities.verify_budget_slots)
@@ -90,18 +114,19 @@ def visited_positions(
     return request_index, in_request[visited] + requests.window_starts[request_index]
 
 
-def count_checked(state, tag_id: int, plan, group, requests: Requests, lanes: check.Lanes) -> None:
-    counters = state.counters[tag_id]
-    counters[TagCounter.LAUNCHES] += 1
-    counters[TagCounter.CHECKED] += lanes.slots.numel()
+def count_checked(launch: Launch, half: str, lanes: check.Lanes) -> None:
+    plan, group, requests = launch.plan, launch.group, launch.requests
+    report = launch.report(half)
+    report.count(TagCounter.LAUNCHES, 1)
+    report.count(TagCounter.CHECKED, lanes.slots.numel())
     eligible = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    counters[TagCounter.ELIGIBLE] += eligible.sum()
+    report.count(TagCounter.ELIGIBLE, eligible.sum())
     if group.swa_index_lut is not None:
         diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
-        counters[TagCounter.IDX_DIVERGENCE] += diverged.sum()
+        report.count(TagCounter.IDX_DIVERGENCE, diverged.sum())
     if not plan.verify.already_verified:
         outside = torch.where(requests.valid, requests.window_starts, 0)
-        counters[TagCounter.OUT_OF_WINDOW] += outside.sum()
+        report.count(TagCounter.OUT_OF_WINDOW, outside.sum())
 
 
 def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
@@ -113,25 +138,17 @@ def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
     return padding & (requests.starts < plan.num_tokens) & (first != 0)
 
 
-def report_bad_requests(
-    plan, group: CanaryBufferGroup, requests: Requests, tag_id: int, forward: int, state
-) -> None:
+def report_bad_requests(launch: Launch, half: str) -> None:
+    plan, requests = launch.plan, launch.requests
     num_rows, _ = plan.req_to_token.shape
     bad_row = (requests.rows < 0) | (requests.rows >= num_rows)
-    if state.row_memory.of(group) is not None:
+    if launch.state.row_memory.of(launch.group) is not None:
         bad_row |= padding_with_slots(plan, requests)
     reasons = torch.where(bad_row, int(Reason.ROW_OUT_OF_RANGE), 0)
     bad_length = ~requests.valid & ~bad_row & (requests.rows != 0)
     reasons = torch.where(bad_length, int(Reason.LENGTH_OUT_OF_RANGE), reasons)
-    ring.append(
-        state,
-        reasons,
-        tag=tag_id,
-        expected_position=requests.prefix_lens,
-        reader_row=requests.rows,
-        reader_forward=forward,
-        writer=0,
-        last_writer=0,
+    launch.report(half).append(
+        reasons, expected_position=requests.prefix_lens, reader_row=requests.rows
     )
 
 
@@ -140,6 +157,22 @@ def writer_words(forward: int, rows: torch.Tensor, mode: int) -> torch.Tensor:
     base |= (mode & record.WRITER_MODE_MASK) << record.WRITER_MODE_SHIFT
     words = ((rows & record.WRITER_ROW_MASK) << record.WRITER_ROW_SHIFT) | base
     return hashing.with_check_nibble(words)
+
+
+def copy_head(launch: Launch, half: str, slots: torch.Tensor) -> int:
+    """TAIL records of `slots` from HEAD's, where HEAD of this forward wrote them; number written.
+
+    The content word is filled by the content launch.
+    """
+    head, tail = launch.group.records(half, Side.HEAD), launch.group.records(half, Side.TAIL)
+    words = head[slots]
+    writer = words[:, record.WORD_WRITER]
+    fresh = (writer & record.FORWARD_MASK) == (launch.forward & record.FORWARD_MASK)
+    fresh &= hashing.state_of(writer) == record.State.LIVE
+    words = words[fresh].clone()
+    words[:, record.WORD_CONTENT] = 0
+    tail[slots[fresh]] = words
+    return int(fresh.sum())
 
 
 def slots_at(

@@ -13,13 +13,14 @@ import torch
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
-from ...endpoint import CanaryLaunchTag
 from ...record import Reason
 from ...state import TagCounter
-from . import check, hashing, ring
+from . import check, hashing
 from .spans import (
+    Launch,
     Requests,
     completed_slots,
+    copy_head,
     count_checked,
     report_bad_requests,
     slots_at,
@@ -28,37 +29,28 @@ from .spans import (
 )
 
 
-def verify(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+def verify(launch: Launch) -> None:
     """Every complete slot of the requests' prefixes."""
-    tag_id = CanaryLaunchTag(group.kind, "K", side).id
-    complete = requests.in_slots(group.stride)
-    request_index, numbers = visited_positions(complete, forward, state)
-    lanes = _lanes(plan, group, requests.rows[request_index], numbers, state)
-    records = group.records("K", side)
-    check.check_lanes(
-        lanes,
-        records,
-        tag_id,
-        forward,
-        state,
-        stride=group.stride,
-        reports_stale_weights=side is Side.HEAD,
-    )
-    count_checked(state, tag_id, plan, group, complete, lanes)
+    complete = launch.in_slots()
+    request_index, numbers = visited_positions(complete)
+    lanes = _lanes(launch, launch.requests.rows[request_index], numbers)
+    reports_stale = launch.side is Side.HEAD
+    check.check_lanes(lanes, launch.group, launch.records(), launch.report(), reports_stale)
+    count_checked(complete, "K", lanes)
 
 
-def write(plan, group, side: Side, requests: Requests, forward: int, state) -> None:
+def write(launch: Launch) -> None:
     """The slots that the forward completes. The base group's HEAD has run before."""
-    tag_id = CanaryLaunchTag(group.kind, "K", side).id
-    if side is Side.HEAD:
-        report_bad_requests(plan, group, requests, tag_id, forward, state)
-        written = _write_head(plan, group, requests, tag_id, forward, state)
+    if launch.side is Side.HEAD:
+        report_bad_requests(launch, "K")
+        written = _write_head(launch)
     else:
-        written = _write_tail(plan, group, forward)
-    state.counters[tag_id, TagCounter.WRITTEN] += written
+        written = copy_head(launch, "K", completed_slots(launch.plan, launch.group))
+    launch.report().count(TagCounter.WRITTEN, written)
 
 
-def _lanes(plan, group, rows, numbers, state) -> check.Lanes:
+def _lanes(launch: Launch, rows: torch.Tensor, numbers: torch.Tensor) -> check.Lanes:
+    plan, group = launch.plan, launch.group
     slots, full_slots, reasons = slots_at(plan, group, rows, numbers)
     prev_slots, _, prev_reasons = slots_at(plan, group, rows, numbers - 1)
     prev_slots = torch.where(prev_reasons != 0, record.PREV_UNREACHABLE, prev_slots)
@@ -67,7 +59,7 @@ def _lanes(plan, group, rows, numbers, state) -> check.Lanes:
         full_slots=full_slots,
         prev_slots=torch.where(numbers == 0, record.PREV_ANCHOR, prev_slots),
         positions=numbers * group.stride + group.stride - 1,
-        anchors=state.anchors[rows],
+        anchors=launch.state.anchors[rows],
         expected_tokens=torch.full_like(slots, record.UNKNOWN),
         rows=rows,
         reasons=reasons,
@@ -97,8 +89,9 @@ def _completed(requests: Requests, stride: int) -> _Completed:
     return _Completed(request_index, numbers, in_chunk, requests.starts[request_index] + in_chunk)
 
 
-def _write_head(plan, group, requests: Requests, tag_id: int, forward: int, state) -> int:
+def _write_head(launch: Launch) -> int:
     """Write the slots that the forward completes; report inputs that are not what the request expects."""
+    plan, group, requests = launch.plan, launch.group, launch.requests
     write, stride, records = plan.write, group.stride, group.k_head
     done = _completed(requests, stride)
     rows = requests.rows[done.request_index]
@@ -112,32 +105,27 @@ def _write_head(plan, group, requests: Requests, tag_id: int, forward: int, stat
     earlier = write.out_cache_loc[torch.where(in_forward, done.token_index - stride, 0)].long()
     prev_slots, _, prev_reasons = slots_at(plan, group, rows, done.numbers - 1)
     previous = torch.where(prev_reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
-    previous = torch.where(done.numbers == 0, state.anchors[rows], previous)
+    previous = torch.where(done.numbers == 0, launch.state.anchors[rows], previous)
     previous = torch.where(in_forward, _base_chains(group.chain_base, earlier), previous)
     folds = hashing.chain_fold(chains, previous, stride)
 
     out_of_range = reasons & int(Reason.SLOT_OUT_OF_RANGE)
     faults = torch.where(positions != expected_position, int(Reason.WRITE_POSITION), 0)
     faults = torch.where(full_slots != 0, faults | out_of_range, 0)
-    ring.append(
-        state,
+    launch.report().append(
         faults,
-        tag=tag_id,
         slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
         full_slot=full_slots,
         expected_position=expected_position,
         stored_position=positions,
         reader_row=rows,
-        reader_forward=forward,
-        writer=0,
-        last_writer=0,
     )
     keep = (reasons == 0) & (full_slots % stride == stride - 1)
     words = (
         hashing.pack_identity(folds, positions),
         chains,
         torch.zeros_like(chains),
-        writer_words(forward, rows, write.mode),
+        writer_words(launch.forward, rows, write.mode),
     )
     records[slots[keep]] = torch.stack(words, dim=1)[keep]
     return int(keep.sum())
@@ -147,16 +135,3 @@ def _base_chains(base: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Ten
     """Chains of the base group's HEAD records; 0 where there is none to read."""
     slots, reasons = check.translate(base, full_slots)
     return torch.where(reasons == 0, base.k_head[slots, record.WORD_CHAIN], 0)
-
-
-def _write_tail(plan, group, forward: int) -> int:
-    """Copy what HEAD of this forward wrote; the content word is filled by the content launch."""
-    slots = completed_slots(plan, group)
-    words = group.k_head[slots]
-    writer = words[:, record.WORD_WRITER]
-    fresh = (writer & record.FORWARD_MASK) == (forward & record.FORWARD_MASK)
-    fresh &= hashing.state_of(writer) == record.State.LIVE
-    words = words[fresh].clone()
-    words[:, record.WORD_CONTENT] = 0
-    group.k_tail[slots[fresh]] = words
-    return int(fresh.sum())

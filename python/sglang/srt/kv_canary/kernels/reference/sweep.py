@@ -11,6 +11,7 @@ from ...plan.plan_input import SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check
+from .ring import Report
 
 
 def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:
@@ -35,13 +36,9 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
         reasons=torch.where(outside, int(Reason.SLOT_OUT_OF_RANGE), 0),
     )
     for half in group.halves:
-        tag_id = CanaryLaunchTag(group.kind, half, Side.SWEEP).id
+        report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)
         for side in (Side.HEAD, Side.TAIL):
-            records = group.records(half, side)
-            check.check_lanes(
-                lanes, records, tag_id, forward, state, group.chain_source, group.stride
-            )
-        counters = state.counters[tag_id]
-        counters[TagCounter.LAUNCHES] += 1
-        counters[TagCounter.CHECKED] += slots.numel()
-        counters[TagCounter.ELIGIBLE] += slots.numel()
+            check.check_lanes(lanes, group, group.records(half, side), report)
+        report.count(TagCounter.LAUNCHES, 1)
+        report.count(TagCounter.CHECKED, slots.numel())
+        report.count(TagCounter.ELIGIBLE, slots.numel())

@@ -126,8 +126,8 @@ def write_tile(launch, powers, index, tile, TILE: tl.constexpr):
                 rows, launch.known, index + lane * 0, row + lane * 0, every, UNIFORM
             )
             follows = remembered.length == prefix
-            # One value in all lanes.
-            otherwise = max_of(tl.where(follows, remembered.chain, 0), 0)
+            # One value in all lanes. Not of several tiles: another program may store the row while this one reads it.
+            otherwise = max_of(tl.where(follows & (new <= TILE), remembered.chain, 0), 0)
             sampled = tl.where(follows & lanes & (in_chunk == 0), remembered.sampled, UNKNOWN)
             expected = tl.where(expected == UNKNOWN, sampled, expected)
             check_rows(launch, remembered, row, prefix, last)
