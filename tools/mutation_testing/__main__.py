@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work(runner: TestRunner) -> None:
         runner.trace()
+        runner.import_ahead()
         count = runner.control(mutants)
         print(
             f"\n{len(mutants)} mutants, {count} tests that run their lines, all green", flush=True

@@ -22,30 +22,31 @@ class LiveFunctions:
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
+        self._sources = {name: path.read_text() for name, path in files.items()}
         self._functions: dict[Key, list[FunctionType]] = {}
         self._caches = []
         paths = {str(path) for path in files.values()}
         for thing in gc.get_objects():
-            if type(thing) is FunctionType and thing.__code__.co_filename in paths:
-                self._functions.setdefault(_key(thing.__code__), []).append(thing)
-            elif type(thing) is functools._lru_cache_wrapper:
-                self._caches.append(thing)
+            is_cache = type(thing) is functools._lru_cache_wrapper
+            function = thing.__wrapped__ if is_cache else thing
+            if type(function) is FunctionType and function.__code__.co_filename in paths:
+                if is_cache:
+                    self._caches.append(thing)
+                else:
+                    self._functions.setdefault(_key(function.__code__), []).append(function)
 
     def install(self, mutant: Mutant) -> None:
         """From now on, in this process, the function is the mutant."""
-        path = self._files[mutant.file]
-        mutated = compile(mutant.apply(path.read_text()), str(path), "exec")
-        self._replace(mutant, mutated)
+        self._replace(mutant, mutant.apply(self._sources[mutant.file]))
 
     def install_unchanged(self, mutant: Mutant) -> None:
         """The same without the change: shows that it is the change that a test notices."""
-        path = self._files[mutant.file]
-        self._replace(mutant, compile(path.read_text(), str(path), "exec"))
+        self._replace(mutant, self._sources[mutant.file])
 
-    def _replace(self, mutant: Mutant, module: CodeType) -> None:
+    def _replace(self, mutant: Mutant, source: str) -> None:
         name = mutant.function.rpartition(".")[2]
         key = str(self._files[mutant.file]), mutant.first_line, name
-        codes = [code for code in _codes(module) if _key(code) == key]
+        codes = [code for code in _codes(compile(source, key[0], "exec")) if _key(code) == key]
         functions = self._functions.get(key, [])
         if len(codes) != 1 or not functions:
             raise NotFoundError(f"{mutant.file}:{mutant.first_line}: {mutant.function}")

@@ -121,7 +121,7 @@ def test_a_function_that_is_not_there_is_no_survivor(shop: ModuleType) -> None:
     (mutant,) = _mutants("return (number & 0xF)")
     live = LiveFunctions({"shop.py": Path(shop.__file__)})
     with pytest.raises(NotFoundError):
-        live._replace(mutant, compile("pass", shop.__file__, "exec"))
+        live._replace(mutant, "pass")
 
 
 def test_the_lines_of_a_mutant_are_traced(shop: ModuleType) -> None:
@@ -214,6 +214,7 @@ mutants = mutants_of(path.read_text(), "shop.py")
 
 def work(session):
     session.trace()
+    session.import_ahead()
     print("control", session.control(mutants))
     for verdict in session.verdicts(mutants):
         print(verdict.outcome, "|", verdict.mutant.label)
