@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             _tell(verdict, len(verdicts), len(mutants), options.verbose)
 
     started = time.monotonic()
-    runner = TestRunner(files, options.jobs, work)
+    runner = TestRunner(files, options.jobs, options.slowest, work)
     arguments = [
         "-q",
         "--capture=no",
@@ -79,6 +79,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--function", default="", metavar="TEXT", help="functions that contain TEXT"
+    )
+    parser.add_argument(
+        "--slowest", type=float, default=60, metavar="SECONDS", help="of the tests that are used"
     )
     parser.add_argument("--verbose", action="store_true", help="name killed mutants too")
     return parser.parse_args(argv)

@@ -21,7 +21,7 @@ from mutation_testing.forks import Died, in_forks
 from mutation_testing.line_trace import LineTrace
 from mutation_testing.mutant import Mutant
 from mutation_testing.swap import LiveFunctions
-from mutation_testing.targets import CACHE, PACKAGE, SLOWEST_TEST_S
+from mutation_testing.targets import CACHE, PACKAGE
 
 SLACK_S = 60.0  # added to the time that a test may take
 SLOWER = 8.0  # and how many times slower it may be, with other work beside it
@@ -57,10 +57,11 @@ class TestRunner:
     __test__ = False
 
     def __init__(
-        self, files: dict[str, Path], jobs: int, work: Callable[[TestRunner], None]
+        self, files: dict[str, Path], jobs: int, slowest: float, work: Callable[[TestRunner], None]
     ) -> None:
         self._files = files
         self._jobs = jobs
+        self._slowest = slowest
         self._work = work
         self._items: dict[str, pytest.Item] = {}
         self._failed: str | None = None
@@ -115,7 +116,7 @@ class TestRunner:
         found = [
             (-kills[name], run.seconds, name)
             for name, run in self.runs.items()
-            if run.seconds < SLOWEST_TEST_S and not lines.isdisjoint(run.lines.get(mutant.file, ()))
+            if run.seconds < self._slowest and not lines.isdisjoint(run.lines.get(mutant.file, ()))
         ]
         return [name for *_, name in sorted(found)]
 
@@ -221,4 +222,4 @@ def _do_not_shrink() -> None:
     """Hypothesis would look for a smaller example of what a mutant broke."""
     from hypothesis.internal.conjecture import engine
 
-    engine.MAX_SHRINKS = 0
+    engine.MAX_SHRINKS = engine.MAX_SHRINKING_SECONDS = 0

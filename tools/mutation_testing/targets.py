@@ -51,8 +51,6 @@ NOT_USED = (
 )
 NOT_USED_NAMES = "not triton"
 
-SLOWEST_TEST_S = 15.0  # slower ones are not used
-
 
 def target_files() -> dict[str, Path]:
     """Name -> file. Raises FileNotFoundError where a target is not there, or is there twice."""

@@ -352,6 +352,7 @@ def test_a_slot_of_another_position(scene):
         expected_position=3,
         stored_position=2,
         stored_token=8,
+        last_writer=0,  # its content word holds a fingerprint, and no writer that a free has left there
     )
 
 
@@ -419,6 +420,17 @@ def test_a_slot_with_another_token_than_the_request_knows(scene):
     )
 
 
+@fires(Reason.TOKEN)
+@pytest.mark.parametrize("position", [0, 2], ids=["first", "last"])
+def test_the_ends_of_what_the_request_knows_are_compared_too(scene, position):
+    assert_clean(scene.prefill(1, [5, 6, 8]))
+    known = [5, 6, 8]
+    assert_clean(scene.decode(1, known=known))
+    known[position] = 99
+    found = scene.decode(1, known=known)
+    assert_violation(found, Reason.TOKEN, scene.tags(*READS), slot=scene.slot(1, position))
+
+
 @fires(Reason.CHAIN)
 @pytest.mark.parametrize("bit", [0, 31, 63])
 @pytest.mark.parametrize("side", READS)
@@ -465,6 +477,7 @@ def test_a_flipped_byte_of_a_layer(mha, source):
         stored_token=6,
         reader_row=1,
         writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+        last_writer=0,
     )
     values = found[0].values
     assert values["stored_content"] == mha.records(mha.full, "V", "TAIL")[slot][2]
@@ -477,6 +490,28 @@ def test_content_of_every_layout(scene):
     assert_clean(scene.decode(1))
     scene.flip_byte("K", 0, scene.slot(1, 2))
     assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=scene.slot(1, 2))
+
+
+def test_a_slot_without_a_fingerprint_is_not_compared(scene):
+    """As a forward leaves it that ended before its bytes were read."""
+    assert_clean(scene.prefill(1, [5, 6, 8], content=False))
+    scene.flip_byte("K", 0, scene.slot(1, 1))
+    assert_clean(scene.decode(1))
+    assert scene.counter("TAIL_K_FULL", Counter.CONTENT_CHECKED) == 0
+
+
+def test_a_forward_without_a_tail_leaves_no_fingerprint(scene):
+    scene.prefill(1, [5, 6, 8])
+    [slot] = scene.allocate(1)
+    plan = scene.plan(Forward((Request(1, 3, 1, 0),), (7,), (3,), (slot,), Mode.DECODE))
+    scene.head(plan)
+    scene.content(plan)
+    assert slot not in scene.records(scene.full, "K", "TAIL")
+    assert scene.counter("TAIL_K_FULL", Counter.CONTENT_WRITTEN) == 3
+    scene.tail(plan)
+    scene.content(plan)
+    assert slot in scene.records(scene.full, "K", "TAIL")
+    assert scene.counter("TAIL_K_FULL", Counter.CONTENT_WRITTEN) == 4
 
 
 def test_bytes_of_a_slot_that_nobody_reads_do_not_matter(scene):

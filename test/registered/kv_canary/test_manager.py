@@ -20,6 +20,7 @@ from sglang.srt.kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang.srt.kv_canary.kernels import reference
 from sglang.srt.kv_canary.kernels.layout import content_bytes_per_slot
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.slot_ledger import SlotLedger
 from sglang.srt.kv_canary.single_forward_manager import Phase
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -173,6 +174,40 @@ def test_a_row_that_is_released_after_its_result_is_not_moot() -> None:
     rig.result(step)
     rig.recorder.row_released(1)
     assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_a_forward_that_no_step_asked_for_is_nobodys() -> None:
+    recorder = FlightRecorder()
+    recorder.note_forward(1, "DECODE")
+    step = recorder.begin_step([(1, "ada"), (2, "bob")])
+    recorder.note_forward(2, "DECODE")
+    recorder.end_step()
+    recorder.row_rewritten(1)
+    recorder.row_released(1)
+    assert recorder.is_settled(1)
+    assert not recorder.is_settled(2)
+    assert [recorder.request_id(forward, 1) for forward in (1, 2)] == [None, "ada"]
+    for was in (recorder.is_moot, recorder.was_rewritten):
+        assert [was(forward, row) for forward in (1, 2, 3) for row in (1, 2)] == [
+            *(False, False),  # no step
+            *(True, False),
+            *(False, False),  # not on record
+        ]
+    recorder.result_arrived(step)
+    assert recorder.is_settled(2)
+
+
+def test_all_runners_of_a_process_count_the_same_steps() -> None:
+    target = FlightRecorder()
+    draft = target.for_runner()
+    steps = [runner.begin_step([]).step for runner in (target, draft, target)]
+    assert steps == [1, 2, 3]
+    draft.note_forward(7, "DECODE")
+    assert draft.find(7).step.step == 3
+    target.end_step()
+    draft.note_forward(8, "DECODE")
+    assert draft.find(8).step is None
+    assert target.find(7) is None
 
 
 def test_nothing_is_reported_before_the_result_is_in() -> None:

@@ -219,7 +219,7 @@ def work(session):
     for verdict in session.verdicts(mutants):
         print(verdict.outcome, "|", verdict.mutant.label)
 
-pytest.main(["-q", "-s", "-p", "no:cacheprovider", "test_shop.py"], [runner.TestRunner({"shop.py": path}, 2, work)])
+pytest.main(["-q", "-s", "-p", "no:cacheprovider", "test_shop.py"], [runner.TestRunner({"shop.py": path}, 2, 60, work)])
 """
 TESTS = """
 import pytest, shop

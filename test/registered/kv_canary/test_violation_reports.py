@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,28 @@ def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path:
     events = [e for e in _events(tmp_path / "events", "violation") if e["slot"] == slot]
     assert len(events) == 8  # the event file has each finding
     assert len({event["cause"] for event in events}) == 1
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        (["TAIL_K_FULL"], ""),
+        (["TAIL_K_FULL", "TAIL_V_FULL"], "TAIL, K and V of FULL"),
+        (["TAIL_V_SWA", "HEAD_V_SWA"], "HEAD and TAIL, V of SWA"),
+        (["SWEEP_K_SWA", "HEAD_K_SWA", "TAIL_K_SWA"], "HEAD, TAIL and SWEEP, K of SWA"),
+        (["HEAD_K_FULL", "TAIL_V_FULL"], "HEAD_K_FULL, TAIL_V_FULL"),  # not in all four places
+    ],
+)
+def test_where_a_cause_was_seen_is_told_in_words(tags: list[str], words: str) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    (found,) = rig.settle()
+    seen = cause.Cause(1, replace(found, tag=tags[0]))
+    for tag in tags:
+        seen.fold(replace(found, tag=tag))
+    assert re.findall(r"seen at +(.*)", seen.text()) == ([words] if words else [])
 
 
 def test_the_row_of_each_reader_is_a_cause_of_its_own_where_no_slot_is_at_fault(log: Log) -> None:
