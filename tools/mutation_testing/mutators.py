@@ -39,7 +39,7 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # On CPU, or with the values that are there, these change nothing.
-KEYWORDS_KEPT = frozenset({"device", "dtype", "strict", "non_blocking"})
+KEYWORDS_KEPT = frozenset({"device", "dtype", "non_blocking", "output_size", "strict"})
 # Where 0 and -1 are mostly the same: dimensions, and the first of one.
 DIMENSION_CALLS = frozenset({"cumsum", "sum", "unbind", "chunk", "stack", "roll"})
 
@@ -203,8 +203,14 @@ def _expressions(statement: ast.stmt) -> Iterator[tuple[ast.AST, ast.AST | None]
             waiting += [
                 (child, node)
                 for child in children
-                if isinstance(child, ast.AST) and not isinstance(child, ast.stmt | ast.JoinedStr)
+                if isinstance(child, ast.AST) and not _is_left_alone(child)
             ]
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    if isinstance(node, ast.keyword):
+        return node.arg in KEYWORDS_KEPT
+    return isinstance(node, ast.stmt | ast.JoinedStr)
 
 
 def _conditions(node: ast.AST, text: _Text) -> Iterator[Edit]:

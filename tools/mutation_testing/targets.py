@@ -35,7 +35,7 @@ TARGETS = (
 )
 
 # Needs a GPU: nothing here is run on CPU.
-GPU_ONLY = frozenset({"_SourceKeeper.keep"})
+GPU_ONLY = frozenset({"_SourceKeeper.__init__", "_SourceKeeper.keep"})
 
 # Tests with servers and interpreters of their own, which no mutant reaches, and those that compare interpreted kernels.
 NOT_USED = (

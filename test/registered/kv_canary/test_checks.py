@@ -514,6 +514,15 @@ def test_a_forward_without_a_tail_leaves_no_fingerprint(scene):
     assert scene.counter("TAIL_K_FULL", Counter.CONTENT_WRITTEN) == 4
 
 
+def test_tail_takes_no_content_word_from_head(scene):
+    [slot] = scene.allocate(1)
+    plan = scene.plan(Forward((Request(1, 0, 1, 0),), (7,), (0,), (slot,), Mode.EXTEND))
+    scene.head(plan)
+    scene.flip_record(scene.full, "K", "HEAD", slot, record.WORD_CONTENT, 9)
+    scene.tail(plan)
+    assert scene.records(scene.full, "K", "TAIL")[slot][record.WORD_CONTENT] == 0
+
+
 def test_bytes_of_a_slot_that_nobody_reads_do_not_matter(scene):
     scene.prefill(1, [5, 6, 8])
     scene.prefill(2, [5, 6, 8])
@@ -636,6 +645,7 @@ def test_a_forward_fed_with_another_position(scene):
         slot=scene.slot(1, 3),
         expected_position=3,
         stored_position=5,
+        writer=0,
     )
 
 

@@ -16,7 +16,9 @@ import torch
 from sglang.srt.kv_canary.buffer_group import PoolKind
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.errors import CanaryViolationError
+from sglang.srt.kv_canary.record import Column
 from sglang.srt.kv_canary.runner import cause, known_findings, violation_reporter
+from sglang.srt.kv_canary.runner.flight_recorder import FlightRecorder
 from sglang.srt.kv_canary.runner.safe_text import safe_text
 from sglang.srt.kv_canary.runner.violation import Violation, render
 from sglang.srt.kv_canary.slot_event import SlotEventKind
@@ -160,6 +162,22 @@ def test_a_slot_that_was_written_again_is_another_cause(log: Log) -> None:
     rig.decode([1])
     rig.settle()
     assert log.slots == [slot, slot]
+
+
+def test_a_repeat_is_of_the_same_request_not_of_the_same_row() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    rig.settle()
+    row = rig.manager.violations._ring.rows[:1].numpy().repeat(3, axis=0)
+    row[:, Column.READER_FORWARD] = 101, 102, 103
+    recorder = FlightRecorder()
+    for forward, request_id in ((101, "ada"), (102, "ada"), (103, "bob")):
+        recorder.begin_step([(1, request_id), (2, "cleo")])
+        recorder.note_forward(forward, "DECODE")
+    ada, again, bob = known_findings.finding_keys(row, recorder)
+    assert ada == again != bob
 
 
 # When a cause is named
