@@ -40,11 +40,14 @@ GPU_ONLY = frozenset({"_SourceKeeper.__init__", "_SourceKeeper.keep"})
 # Tests with servers and interpreters of their own, which no mutant reaches, and those that compare interpreted kernels.
 NOT_USED = (
     "*e2e*",
-    "*kernels_*",
     "test_cli*",
     "test_config*",
     "test_docs*",
     "test_farewell*",
+    "test_kernels_compile*",
+    "test_kernels_content*",
+    "test_kernels_forward*",
+    "test_kernels_slots*",
     "test_packaging*",
     "test_plugin_startup*",
     "test_server_args*",

@@ -485,5 +485,51 @@ def test_slots_of_events_that_are_merged_stay_allocated_until_they_are_read(monk
     assert [slots.used_on for slots in freed] == ["forward stream"] * 3
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", [SlotEventKind.FREE, SlotEventKind.ALLOC], ids=lambda k: k.name)
+def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_size: int) -> None:
+    """Only where frees give back whole pages does it matter which call listed a slot."""
+    launched: list[tuple] = []
+    groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
+    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    ledger = SlotLedger(backend, groups, None)
+    for first in (8, 16, 24):
+        ledger.record(kind, PoolKind.FULL, torch.arange(first, first + 2), page_size)
+    ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, page_size)
+    assert ledger.apply() == 2
+    (applied, slots, group, _, size, call_ids), clear = launched
+    assert (applied, group, size) == (kind, groups[0], page_size)
+    assert slots.tolist() == [8, 9, 16, 17, 24, 25]
+    if kind is SlotEventKind.FREE and page_size > 1:
+        assert call_ids.tolist() == [0, 0, 1, 1, 2, 2]
+    else:
+        assert call_ids is None
+    assert clear[:2] == (SlotEventKind.CLEAR, None)
+    assert ledger.apply() == 0
+
+
+def test_after_a_loss_nothing_is_due_until_every_pool_has_come_back() -> None:
+    launched: list[tuple] = []
+    groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
+    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    ledger = SlotLedger(backend, groups, None)
+    slots = torch.tensor([1, 2])
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert (ledger.due, ledger.complete) == (True, True)
+    ledger.forget()
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)  # might be a second free
+    ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, 1)
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert (ledger.due, ledger.complete, ledger.apply()) == (False, False, 0)
+    ledger.record(SlotEventKind.CLEAR, PoolKind.SWA, None, 1)
+    assert (ledger.due, ledger.complete, ledger.apply()) == (True, True, 3)
+    kinds = [(launch[0], launch[2].allocator_kind) for launch in launched]
+    assert kinds == [
+        (SlotEventKind.CLEAR, PoolKind.FULL),
+        (SlotEventKind.FREE, PoolKind.FULL),
+        (SlotEventKind.CLEAR, PoolKind.SWA),
+    ]
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
