@@ -64,6 +64,8 @@ MODES["images"] = replace(
         "chunked_prefill_size": -1,
         "enable_multimodal": True,
     },
+    # SGLang's choice for the vision tower needs FlashAttention 3, which not every build has.
+    cuda_args={**_MHA.cuda_args, "mm_attention_backend": "triton_attn"},
 )
 
 
