@@ -31,6 +31,20 @@ def kernels_stay_in_bounds() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def servers_are_forked() -> Iterator[None]:
+    """CanaryServer costs milliseconds instead of three starts of SGLang; `FreshServer` is one that does not."""
+    if torch.cuda.is_available():  # a forked process cannot use CUDA
+        yield
+        return
+    from sglang_kv_canary.testing import CanaryServer
+    from sglang_kv_canary_rigs.warm import WarmProcesses
+
+    with WarmProcesses() as warm, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(CanaryServer, "popen", warm.popen)
+        yield
+
+
 class FailuresAtOnce:
     """Prints each failure when it comes: a run that is ended from outside tells what it has found so far."""
 
