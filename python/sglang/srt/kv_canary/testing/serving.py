@@ -349,7 +349,7 @@ class CanaryServer(Serving):
             try:
                 self.get("/server_info")
             except OSError:
-                time.sleep(0.2)
+                time.sleep(5 * POLL_S)
             else:
                 return
         raise TimeoutError(f"the server was not ready in {STARTUP_TIMEOUT_S:g} s:\n{self.stderr}")

@@ -3,6 +3,6 @@
 `host.py` is that one. It has loaded no plugin, started no thread and read no environment but what imports read.
 """
 
-from .processes import FreshServer, WarmProcess, WarmProcesses
+from .processes import FreshServer, WarmProcess, WarmProcesses, shared
 
-__all__ = ["FreshServer", "WarmProcess", "WarmProcesses"]
+__all__ = ["FreshServer", "WarmProcess", "WarmProcesses", "shared"]

@@ -3,7 +3,8 @@
 A script of its own, because importing it as a module would import SGLang before the reads are watched. A child is
 what a fresh interpreter is after its imports: own environment, arguments, folder and descriptors, the parent that
 asked for it, and an end as of any interpreter. Processes that it launches by multiprocessing's `spawn` are forked
-for it by a helper that was forked before it ran anything.
+for it by a helper that was forked before it ran anything. Two things differ: an idle scheduler sleeps a moment
+instead of taking a core, and SGLang finds in an index what it would look through all modules for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -50,6 +52,7 @@ FOLDERS = {
     "PWD",
     "OLDPWD",
 }  # read once more by `_settle_in`, or by nobody that matters
+IDLE_S = 0.002
 MOST_BYTES, MOST_FDS = 1 << 20, 64
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -62,6 +65,7 @@ class Order:
     env: dict[str, str]
     folder: str
     fds: list[int]
+    launches: bool = True  # processes of its own, by `spawn`
 
 
 # Both sides of the socket
@@ -150,16 +154,29 @@ class _Warm:
 def _main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    sys.path.pop(0)  # the folder of this script
     setproctitle.getproctitle()  # it looks for its memory beside an environment that nobody has changed yet
+    import module_index  # noqa: F401  # beside this script, whose folder is the first one
+
+    sys.path.pop(0)
     _Warm.read, _Warm.changed = _import_everything()
     tempfile.tempdir = None
+    _save_time()
     gc.collect()
     gc.freeze()  # else each child's first collection copies all pages
     if len(os.listdir("/proc/self/task")) > 1:
         return  # a fork would lose the other threads
     connection.send(json.dumps({"read": _Warm.read, "changed": _Warm.changed}).encode())
     _serve(connection)
+
+
+def _save_time() -> None:
+    from module_index import ModuleIndex
+
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import hook_registry
+
+    hook_registry._propagate_patch = ModuleIndex().propagate
+    Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(IDLE_S)
 
 
 def _serve(connection: socket.socket) -> None:
@@ -227,20 +244,28 @@ def _settle_in(order: Order, fds: Sequence[int]) -> None:
 
 
 def _run(order: Order) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        ours.close()
-        return _serve(theirs)
-    theirs.close()
-    become_subreaper()
-    util.spawnv_passfds = _forking_for_spawn(ours, util.spawnv_passfds)
+    if order.launches and not _fork_helper():
+        return
     option, program, *arguments = order.argv
     sys.argv = [option, *arguments]
     if option == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _fork_helper() -> bool:
+    """True in this process; False in what the helper has forked, when it is done."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ours.close()
+        _serve(theirs)
+        return False
+    theirs.close()
+    become_subreaper()
+    util.spawnv_passfds = _forking_for_spawn(ours, util.spawnv_passfds)
+    return True
 
 
 def _forking_for_spawn(

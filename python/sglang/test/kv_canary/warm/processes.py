@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import IO, ClassVar
 
 from sglang_kv_canary.testing.serving import CanaryServer
@@ -15,7 +17,7 @@ from sglang_kv_canary.testing.serving import CanaryServer
 from . import host as protocol
 from .host import FOLDERS, Order
 
-__all__ = ["FreshServer", "WarmProcess", "WarmProcesses"]
+__all__ = ["FreshServer", "WarmProcess", "WarmProcesses", "shared"]
 
 # Read by libraries that are no Python, so that nobody sees when.
 READ_BY_LIBRARIES = (
@@ -100,12 +102,12 @@ class _Host:
         same_libraries = _for_libraries(env) == _for_libraries(self._env)
         return same_libraries and protocol.reads_the_same(self._read, {**self._changed, **env})
 
-    def start(self, order: Order, fds: Sequence[int]) -> int:
-        return protocol.ask(self._connection, order, fds)
+    def start(self, order: Order, fds: Sequence[int]) -> WarmProcess:
+        return WarmProcess(protocol.ask(self._connection, order, fds), order.argv)
 
     def close(self) -> None:
         self._connection.close()
-        self._process.wait(60)
+        self._process.wait(60)  # it ends with the connection
 
 
 class WarmProcesses:
@@ -126,25 +128,44 @@ class WarmProcesses:
         self, args: Sequence[str], *, stdout: IO, stderr: IO, env: Mapping[str, str]
     ) -> WarmProcess | subprocess.Popen:
         """As subprocess.Popen of this interpreter with `-W ignore -m MODULE ...` or `-W ignore -c CODE ...`."""
-        interpreter, *ignore, option, program = args[:5]
-        if (interpreter, *ignore) != (sys.executable, "-W", "ignore") or option not in ("-m", "-c"):
-            raise ValueError(f"not a command that can be forked: {args[:5]}")
         host = self._host_for(env)
         if host is None:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr, env=env)
-        order = Order([option, program, *args[5:]], dict(env), os.getcwd(), [1, 2])
-        return WarmProcess(host.start(order, [stdout.fileno(), stderr.fileno()]), args)
+        order = Order(_after_options(args), dict(env), os.getcwd(), [1, 2])
+        return host.start(order, [stdout.fileno(), stderr.fileno()])
+
+    def run_snippet(
+        self, code: str, *argv: str, stdout: IO, stderr: IO, env: Mapping[str, str]
+    ) -> WarmProcess:
+        """A process that runs `code`. `env` is added to what imports have read here."""
+        host = self._host_for(os.environ)
+        if host is None:
+            raise RuntimeError("SGLang's imports have started threads: nothing can be forked")
+        order = Order(["-c", code, *argv], {**os.environ, **env}, os.getcwd(), [1, 2], False)
+        return host.start(order, [stdout.fileno(), stderr.fileno()])
 
     def _host_for(self, env: Mapping[str, str]) -> _Host | None:
         """None where a process with `env` must be a fresh one."""
         for host in self._hosts:
             if host.alive and host.fits(env):
-                return host
+                return host if host.can_fork else None
         own = FOLDERS | {"PYTHONPATH"}
         ours = {name: os.environ[name] for name in own if name in os.environ}
         host = _Host({**{k: v for k, v in env.items() if k not in own}, **ours})
-        if not host.can_fork:
-            host.close()
-            return None
         self._hosts.append(host)
-        return host
+        return host if host.can_fork else None
+
+
+def _after_options(args: Sequence[str]) -> list[str]:
+    interpreter, *rest = args
+    if interpreter != sys.executable or rest[:2] != ["-W", "ignore"] or rest[2] not in ("-m", "-c"):
+        raise ValueError(f"not a command that can be forked: {args[:5]}")
+    return rest[2:]
+
+
+@cache
+def shared() -> WarmProcesses:
+    """Those of this process, until its end."""
+    warm = WarmProcesses()
+    atexit.register(warm.__exit__)
+    return warm.__enter__()
