@@ -1,6 +1,8 @@
 """Environment that SGLang reads at import: the CPU engine where there is no GPU. Failures are told at once."""
 
+import faulthandler
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,9 @@ from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # others would start threads at import, which no fork survives
 
 # hypothesis draws some integers from the source of what is imported by then, which depends on the tests before.
 # That of a GPU machine may be another version than the pinned one, and draw other examples anyway.
@@ -25,7 +30,9 @@ def kernels_stay_in_bounds() -> Iterator[None]:
         yield
         return
     from sglang_kv_canary_rigs.bounds_guard import BoundsGuard
+    from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
 
+    quick_interpreter()
     with pytest.MonkeyPatch.context() as monkeypatch:
         BoundsGuard().install(monkeypatch)
         yield
@@ -38,6 +45,20 @@ def process_context_is_fresh() -> Iterator[None]:
 
     yield
     context.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def servers_are_forked() -> Iterator[None]:
+    """CanaryServer costs milliseconds instead of three starts of SGLang; `FreshServer` is one that does not."""
+    if torch.cuda.is_available():  # a forked process cannot use CUDA
+        yield
+        return
+    from sglang_kv_canary.testing import CanaryServer
+    from sglang_kv_canary_rigs.warm import shared
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(CanaryServer, "popen", shared().popen)
+        yield
 
 
 class FailuresAtOnce:
@@ -54,7 +75,9 @@ class FailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)  # the terminal is there by then
 def pytest_configure(config: pytest.Config) -> None:
-    """In the process that has the terminal; workers of pytest-xdist have none."""
+    """Failures are printed in the process that has the terminal; workers of pytest-xdist have none."""
+    # The limit of .ci/run is the one that says that a test hangs: any other dumps stacks of slow ones.
+    faulthandler.register(signal.SIGTERM, file=os.dup(2), chain=True)
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(terminal), "kv_canary_failures_at_once")

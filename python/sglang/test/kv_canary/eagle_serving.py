@@ -16,6 +16,7 @@ from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
 from sglang_kv_canary.testing.serving import Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 
+from .quick_interpreter import quick_interpreter
 from .scripted_models import successor, write_scripted_eagle
 from .scripted_models import write_scripted_llama as write_target
 from .spec_fill_ins import INTERPRETED, eagle_on_cpu
@@ -49,7 +50,7 @@ MODES["eagle"] = ModeConfig(
         "disable_cuda_graph": True,
     },
     cuda_args=_MHA.cuda_args,
-    cpu_fill_ins=(eagle_on_cpu,),
+    cpu_fill_ins=(eagle_on_cpu, quick_interpreter),
 )
 V1 = {"disable_overlap_schedule": True}
 V2 = {"disable_overlap_schedule": False}

@@ -10,7 +10,6 @@ from sglang_kv_canary.testing.mode_config import MODES
 
 from .eagle_serving import EagleE2EBase
 from .ngram_fill_ins import ngram_on_cpu
-from .spec_fill_ins import eagle_on_cpu
 
 _EAGLE = MODES["eagle"]
 MODES["ngram"] = replace(
@@ -22,7 +21,7 @@ MODES["ngram"] = replace(
         "speculative_num_draft_tokens": 5,
         "speculative_ngram_max_bfs_breadth": 3,
     },
-    cpu_fill_ins=(eagle_on_cpu, ngram_on_cpu),
+    cpu_fill_ins=(*_EAGLE.cpu_fill_ins, ngram_on_cpu),
 )
 
 

@@ -25,6 +25,8 @@ from sglang_kv_canary.testing.fill_ins import pageable_memory
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.choices_grammar import choices_grammar
 from sglang_kv_canary_rigs.feature_serving import MANY, CleanServer, together
+from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
+from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
@@ -342,7 +344,8 @@ def cases_of(server: str) -> Any:
 
 ON_CPU = () if torch.cuda.is_available() else (pageable_memory,)
 # SGLang's allocator of pages is a Triton kernel.
-INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+PAGED = {} if torch.cuda.is_available() else INTERPRETED
+PAGED_PLUGINS = () if torch.cuda.is_available() else (quick_interpreter,)
 
 
 class TestFeatures(CleanServer):
@@ -362,7 +365,8 @@ class TestPage16WithPriorities(CleanServer):
         "schedule_policy": "fcfs",
         "max_running_requests": 4,
     }
-    env: ClassVar = {**CleanServer.env, **INTERPRETED}
+    env: ClassVar = {**CleanServer.env, **PAGED}
+    plugins = PAGED_PLUGINS
 
     @cases_of("page16")
     def test_clean(self, case: Case) -> None:
@@ -373,8 +377,8 @@ class TestPage64WithLora(CleanServer):
     mode_name = (
         "weights"  # SGLang reads adapters as it reads the model, so that dummy weights will not do
     )
-    env: ClassVar = {**CleanServer.env, **INTERPRETED}
-    plugins = ON_CPU
+    env: ClassVar = {**CleanServer.env, **PAGED}
+    plugins = (*ON_CPU, *PAGED_PLUGINS)
     adapters: ClassVar[dict[str, str]]
 
     @classmethod

@@ -11,6 +11,9 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
+from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
+from sglang_kv_canary_rigs.warm import FreshServer
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -59,7 +62,8 @@ class Variant(CanaryE2EBase):
 class TestPage16MixedChunk(Variant):
     flags: ClassVar = {**LOG_ALL, "page_size": consts.PAGE_SIZE, "enable_mixed_chunk": True}
     # SGLang's page allocator is a Triton kernel.
-    env: ClassVar = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    env: ClassVar = {} if torch.cuda.is_available() else INTERPRETED
+    plugins: ClassVar = () if torch.cuda.is_available() else (quick_interpreter,)
 
     def test_whole_page_was_freed(self) -> None:
         injection = self.inject("free_live_slot", **DECODE)
@@ -91,6 +95,7 @@ class TestMixedChunkOverlap(Variant):
 
 
 class TestTwoRanks(CanaryE2EBase):
+    transport = FreshServer
     flags: ClassVar = {**LOG_ALL, "tp_size": 2}
     env: ClassVar = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

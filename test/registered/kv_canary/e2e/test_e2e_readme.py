@@ -56,7 +56,8 @@ def test_walkthrough_works_as_it_stands(tmp_path: Path) -> None:
     script = commands()
     assert script.startswith(ACTIVATE)
     port = str(free_port())
-    out = run(script.removeprefix(ACTIVATE).replace("30000", port) + "wait\n", tmp_path)
+    script = script.removeprefix(ACTIVATE).replace("30000", port)
+    out = run(f"set -e\n{script}wait\n", tmp_path)
     assert "kv-canary active: mode log" in out
     assert "fault injection is ON" in out
     assert '"detail": "flipped 1 byte(s) of K, layer 0, slot ' in out

@@ -26,6 +26,8 @@ from sglang_kv_canary.testing.fault_cases import (
     two_prompts,
 )
 from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
+from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs.swa_divergence_asserts import SwaDivergenceMixin
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
@@ -203,7 +205,8 @@ class TestSWATritonAttention(FaultCases):
         "kv_canary_real_data": "all",
         "attention_backend": "triton",
     }
-    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all", "TRITON_INTERPRET": "1"}
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all", **INTERPRETED}
+    plugins: ClassVar = (quick_interpreter,)
 
     def test_clean(self) -> None:
         prompt = random_tokens(random.Random("triton"), 44)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,9 +40,8 @@ NAMED = re.compile(r"^(?:.*\] )?kv_canary violation: ", re.M)
 
 
 @pytest.fixture(scope="module")
-def fresh() -> Iterator[FreshProcesses]:
-    with FreshProcesses() as processes:
-        yield processes
+def fresh() -> FreshProcesses:
+    return FreshProcesses()
 
 
 def test_nothing_more_is_named_where_a_process_is_killed(fresh: FreshProcesses) -> None:

@@ -57,8 +57,7 @@ def llama(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def fresh():
-    with FreshProcesses() as processes:
-        yield processes
+    return FreshProcesses()
 
 
 # The plugin in one process

@@ -108,8 +108,7 @@ def test_nothing_else_of_server_args_changes(llama):
             "shared_default": a.encoder_urls is b.encoder_urls,
         }))
     """
-    with FreshProcesses() as fresh:
-        seen = fresh.run(compare, json.dumps({"model_path": llama, **CPU})).result
+    seen = FreshProcesses().run(compare, json.dumps({"model_path": llama, **CPU})).result
     assert seen == {
         "new_flags": ["--kv-canary", "--kv-canary-real-data", "--kv-canary-sweep-interval"],
         "same_flags": True,

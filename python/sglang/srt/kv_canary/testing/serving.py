@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -247,13 +247,18 @@ class CanaryEngine(Serving):
 
 
 class CanaryServer(Serving):
-    """`python -m sglang.launch_server`, with its output in `stderr` and `stdout` of the folder."""
+    """`python -m sglang.launch_server`, with its output in `stderr` and `stdout` of the folder.
+
+    `popen` starts it: subprocess.Popen, or what takes and returns the same.
+    """
+
+    popen: ClassVar[Callable[..., subprocess.Popen]] = subprocess.Popen
 
     def __enter__(self) -> CanaryServer:
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
         flags = command_line(self.server_args)
         with (self.folder / "stdout").open("w") as out, (self.folder / "stderr").open("w") as err:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 [*command, *flags], stdout=out, stderr=err, env={**os.environ, **self.env}
             )
         try:
@@ -345,7 +350,7 @@ class CanaryServer(Serving):
             try:
                 self.get("/server_info")
             except OSError:
-                time.sleep(0.2)
+                time.sleep(5 * POLL_S)
             else:
                 return
         raise TimeoutError(f"the server was not ready in {STARTUP_TIMEOUT_S:g} s:\n{self.stderr}")

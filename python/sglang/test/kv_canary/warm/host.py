@@ -1,0 +1,287 @@
+"""A process that has imported SGLang, and forks a child for each order that comes over its socket.
+
+A script of its own, because importing it as a module would import SGLang before the reads are watched. A child is
+what a fresh interpreter is after its imports: own environment, arguments, folder and descriptors, the parent that
+asked for it, and an end as of any interpreter. Processes that it launches by multiprocessing's `spawn` are forked
+for it by a helper that was forked before it ran anything. Two things differ: an idle scheduler sleeps a moment
+instead of taking a core, and SGLang finds in an index what it would look through all modules for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import util
+from typing import Any, ClassVar
+
+import setproctitle
+
+__all__ = ["Order", "ask", "become_subreaper", "hello", "reads_the_same"]
+
+IMPORTED = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+)
+# Constants that SGLang reads from the environment at import. A child reads them again.
+READ_AGAIN = {
+    "SGLANG_TEST_RETRACT": ("sglang.srt.managers.scheduler", "TEST_RETRACT"),
+    "SGLANG_TEST_RETRACT_INTERVAL": ("sglang.srt.managers.scheduler", "TEST_RETRACT_INTERVAL"),
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": (
+        "sglang.srt.managers.tokenizer_manager",
+        "_REQUEST_STATE_WAIT_TIMEOUT",
+    ),
+}
+FOLDERS = {
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "PWD",
+    "OLDPWD",
+}  # read once more by `_settle_in`, or by nobody that matters
+IDLE_S = 0.002
+MOST_BYTES, MOST_FDS = 1 << 20, 64
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a child is to run. Its descriptors come with it, to become those of `fds`."""
+
+    argv: list[str]  # of the interpreter, without its options: -m MODULE ..., or -c CODE ...
+    env: dict[str, str]
+    folder: str
+    fds: list[int]
+    launches: bool = True  # processes of its own, by `spawn`
+
+
+# Both sides of the socket
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def become_subreaper() -> None:
+    """What is forked for this process becomes its child as soon as the process between has ended."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def ask(connection: socket.socket, order: Order, fds: Sequence[int]) -> int:
+    """The pid of a new child of this process that runs `order`, with `fds` as its `order.fds`."""
+    socket.send_fds(connection, [json.dumps(asdict(order)).encode()], list(fds))
+    answer = connection.recv(MOST_BYTES)
+    if not answer:
+        raise ChildProcessError("the host of warm processes has ended")
+    return int(answer)
+
+
+def hello(connection: socket.socket) -> dict[str, Any]:
+    """The host's first word: which variables were read at import, and with which values; "" where it cannot fork."""
+    answer = connection.recv(MOST_BYTES)
+    return json.loads(answer) if answer else {}
+
+
+# The variables that imports read
+
+
+def reads_the_same(read: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
+    """Whether imports in a process with `env` would read `read`, or what is read again."""
+    return all(env.get(name) == value for name, value in read.items() if name not in READ_AGAIN)
+
+
+class _Watched(os._Environ):
+    """`os.environ` that notes the names that are asked for.
+
+    Not those that are met in going through all: libraries copy them, or look for a prefix of their own.
+    """
+
+    names: ClassVar[set[str]] = set()
+    to_come: ClassVar[list[str]] = []  # of those that are met, last one first
+
+    def __iter__(self) -> Iterator[str]:
+        every = list(super().__iter__())
+        self.to_come[:] = reversed(every)
+        return iter(every)
+
+    def __getitem__(self, key: str) -> str:
+        if key in self.to_come[-1:]:
+            self.to_come.pop()
+        else:
+            self.to_come.clear()
+            self.names.add(key)
+        return super().__getitem__(key)
+
+
+def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
+    """The variables that were read with their values, and those that were set."""
+    before, plain = dict(os.environ), type(os.environ)
+    os.environ.__class__ = _Watched
+    try:
+        for name in IMPORTED:
+            importlib.import_module(name)
+    finally:
+        os.environ.__class__ = plain
+    changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
+    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS}, changed
+
+
+# Host and helpers
+
+
+class _Warm:
+    """State that all children inherit."""
+
+    read: dict[str, str | None]
+    changed: dict[str, str]
+
+
+def _main(descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    setproctitle.getproctitle()  # it looks for its memory beside an environment that nobody has changed yet
+    import module_index  # noqa: F401  # beside this script, whose folder is the first one
+
+    sys.path.pop(0)
+    _Warm.read, _Warm.changed = _import_everything()
+    tempfile.tempdir = None
+    _save_time()
+    gc.collect()
+    gc.freeze()  # else each child's first collection copies all pages
+    if len(os.listdir("/proc/self/task")) > 1:
+        return  # a fork would lose the other threads
+    connection.send(json.dumps({"read": _Warm.read, "changed": _Warm.changed}).encode())
+    _serve(connection)
+
+
+def _save_time() -> None:
+    from module_index import ModuleIndex
+
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import hook_registry
+
+    hook_registry._propagate_patch = ModuleIndex().propagate
+    Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(IDLE_S)
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork for orders until nobody asks any more. Returns in the children only, when they are done."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_FDS)
+        if not message:
+            os._exit(0)
+        order = Order(**json.loads(message))
+        pid = _fork_for_asker()
+        if pid == 0:
+            connection.close()
+            _settle_in(order, fds)
+            return _run(order)
+        for fd in fds:
+            os.close(fd)
+        connection.send(str(pid).encode())
+
+
+def _fork_for_asker() -> int:
+    """As os.fork(), but the child's parent is the next subreaper above: whoever asks."""
+    pid_out, pid_in = os.pipe()
+    go_out, go_in = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        child = os.fork()
+        if child:
+            os.write(pid_in, str(child).encode())
+            os._exit(0)
+        os.close(go_in)
+        os.read(go_out, 1)  # until `middle` has ended
+        for fd in (pid_out, pid_in, go_out):
+            os.close(fd)
+        return 0
+    os.waitpid(middle, 0)
+    pid = int(os.read(pid_out, 20))
+    for fd in (pid_out, pid_in, go_out, go_in):
+        os.close(fd)
+    return pid
+
+
+# Children
+
+
+def _settle_in(order: Order, fds: Sequence[int]) -> None:
+    """Descriptors, environment, folder and import path as those of a fresh interpreter."""
+    lowest_free = max(order.fds, default=0) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, lowest_free) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, wanted in zip(moved, order.fds, strict=True):
+        os.dup2(fd, wanted)
+        os.close(fd)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(_Warm.changed | order.env)
+    os.chdir(order.folder)
+    more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [order.folder, *(path for path in more if path and path not in paths)]
+    for name, (module, constant) in READ_AGAIN.items():
+        if os.environ.get(name) != _Warm.read.get(name):
+            from sglang.srt.environ import envs
+
+            setattr(sys.modules[module], constant, getattr(envs, name).get())
+
+
+def _run(order: Order) -> None:
+    if order.launches and not _fork_helper():
+        return
+    option, program, *arguments = order.argv
+    sys.argv = [option, *arguments]
+    if option == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _fork_helper() -> bool:
+    """True in this process; False in what the helper has forked, when it is done."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ours.close()
+        _serve(theirs)
+        return False
+    theirs.close()
+    become_subreaper()
+    util.spawnv_passfds = _forking_for_spawn(ours, util.spawnv_passfds)
+    return True
+
+
+def _forking_for_spawn(
+    helper: socket.socket, launch: Callable[..., int]
+) -> Callable[[bytes, Sequence[str], Sequence[int]], int]:
+    """In place of `multiprocessing.util.spawnv_passfds`, which launches a fresh interpreter."""
+
+    def spawnv_passfds(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
+        if "--multiprocessing-fork" not in args or not reads_the_same(_Warm.read, os.environ):
+            return launch(path, args, passfds)
+        fds = sorted(map(int, passfds))
+        argv = [*args[args.index("-c") :]]
+        return ask(helper, Order(argv, dict(os.environ), os.getcwd(), fds), fds)
+
+    return spawnv_passfds
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))

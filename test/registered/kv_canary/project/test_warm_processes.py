@@ -1,0 +1,199 @@
+"""A process that is forked from one with SGLang imported is what a fresh one would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.warm import WarmProcess, shared
+from sglang_kv_canary_rigs.warm.host import reads_the_same
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="servers are not forked then")
+
+
+def start(folder: Path, code: str, *argv: str, **env: str) -> WarmProcess:
+    command = [sys.executable, "-W", "ignore", "-c", dedent(code), *argv]
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        return shared().popen(command, stdout=out, stderr=err, env={**os.environ, **env})
+
+
+def fresh_python(code: str, *argv: str, env: Mapping[str, str]) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", dedent(code), *argv]
+    return subprocess.check_output(command, text=True, env={**os.environ, **env})
+
+
+# What surrounds a program
+
+SURROUNDINGS = """
+import json, os, signal, sys, tempfile, threading
+descriptors = {int(fd) for fd in os.listdir("/proc/self/fd")} - {os.open(".", 0)}
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "folder": os.getcwd(), "parent": os.getppid(),
+    "mine": os.environ.get("KV_CANARY_MINE"), "temporary": tempfile.gettempdir(),
+    "open": sorted(fd for fd in descriptors if os.path.exists(f"/proc/self/fd/{fd}") and fd < 3),
+    "sigterm": str(signal.getsignal(signal.SIGTERM)), "sigchld": str(signal.getsignal(signal.SIGCHLD)),
+    "threads": threading.active_count(), "options": sys.warnoptions,
+}))
+"""
+
+
+def test_surroundings_are_those_of_a_fresh_process(tmp_path: Path) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    env = {"KV_CANARY_MINE": "1", "PYTHONPATH": str(plugins), "TMPDIR": str(tmp_path)}
+    process = start(tmp_path, SURROUNDINGS, "--a", "b", **env)
+    assert process.wait(60) == 0, (tmp_path / "err").read_text()
+    found = json.loads((tmp_path / "out").read_text())
+    expected = json.loads(fresh_python(SURROUNDINGS, "--a", "b", env=env))
+    # A fresh interpreter's "" for -c is the folder that it started in.
+    expected["path"] = [path or expected["folder"] for path in expected["path"]]
+    assert found == expected
+
+
+def test_no_plugin_is_loaded_yet() -> None:
+    code = "from sglang.srt import plugins; print(int(plugins._plugins_loaded))"
+    assert FreshProcesses().run(code).result == 0
+
+
+def test_constants_that_imports_read_are_read_again() -> None:
+    code = "from sglang.srt.managers import scheduler as s; print(s.TEST_RETRACT_INTERVAL)"
+    assert FreshProcesses().run(code).result == 3
+    assert FreshProcesses().run(code, env={"SGLANG_TEST_RETRACT_INTERVAL": "10"}).result == 10
+
+
+def test_another_value_of_what_imports_have_read_needs_another_host() -> None:
+    read: dict[str, str | None] = {"SGLANG_PLATFORM": None, "OMP": "1", "SGLANG_TEST_RETRACT": None}
+    assert reads_the_same(read, {"OMP": "1", "UNREAD": "x", "SGLANG_TEST_RETRACT": "1"})
+    assert not reads_the_same(read, {"OMP": "2"})
+    assert not reads_the_same(read, {"OMP": "1", "SGLANG_PLATFORM": "mine"})
+
+
+def test_only_this_interpreter_is_forked() -> None:
+    with pytest.raises(ValueError, match="not a command that can be forked"):
+        shared().popen(["bash", "-W", "ignore", "-c", ""], stdout=None, stderr=None, env=os.environ)
+
+
+# How a program ends
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode"),
+    [
+        ("", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("raise ValueError", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ],
+)
+def test_codes_are_those_of_a_fresh_process(tmp_path: Path, code: str, returncode: int) -> None:
+    assert start(tmp_path, code).wait(60) == returncode
+
+
+def test_an_end_runs_what_is_registered_and_flushes(tmp_path: Path) -> None:
+    code = "import atexit; atexit.register(print, 'last'); print('first'); raise ValueError('why')"
+    assert start(tmp_path, code).wait(60) == 1
+    assert (tmp_path / "out").read_text() == "first\nlast\n"
+    assert (tmp_path / "err").read_text().endswith("ValueError: why\n")
+
+
+def test_waiting_too_long_is_told(tmp_path: Path) -> None:
+    process = start(tmp_path, "import time; time.sleep(600)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+# Processes that it launches
+
+LAUNCH = """
+import json, multiprocessing, os, sys, time
+multiprocessing.set_start_method("spawn", force=True)
+reader, writer = multiprocessing.Pipe(duplex=False)
+os.environ["KV_CANARY_MINE"] = "late"
+code = "import os, sys; from sglang.srt import plugins; "
+code += "writer.send([os.getppid(), os.environ['KV_CANARY_MINE'], plugins._plugins_loaded]); sys.exit(5)"
+child = multiprocessing.Process(target=exec, args=(code, {"writer": writer}))
+plugins_loaded_here = __import__("sglang.srt.plugins").srt.plugins
+plugins_loaded_here._plugins_loaded = True
+child.start()
+said = reader.recv()
+child.join()
+print(json.dumps([said, os.getpid(), child.exitcode]))
+lasting = multiprocessing.Process(target=time.sleep, args=(600,))
+lasting.start()
+print(lasting.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_by_spawn_are_children_without_what_was_done_before(tmp_path: Path) -> None:
+    process = start(tmp_path, LAUNCH)
+    main = psutil.Process(process.pid)
+    said = tmp_path / "out"
+    while said.read_text().count("\n") < 2:
+        assert process.poll() is None, (tmp_path / "err").read_text()
+    first, lasting = map(json.loads, said.read_text().splitlines())
+    assert first == [[process.pid, "late", False], process.pid, 5]
+    assert psutil.Process(lasting).ppid() == process.pid
+    family = main.children(recursive=True)
+    assert lasting in {child.pid for child in family}
+    os.kill(lasting, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    _, left = psutil.wait_procs([child for child in family if is_helper(child)], timeout=60)
+    assert left == []
+
+
+def is_helper(process: psutil.Process) -> bool:
+    try:
+        return any(part.endswith("host.py") for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+# SGLang's hooks
+
+STALE = """
+import json, sys
+from pkgutil import resolve_name
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+stale = []
+for target in HookRegistry._hooks:
+    layer = resolve_name(target)
+    layer = getattr(layer, "__func__", layer)
+    while hasattr(layer, "__wrapped__"):
+        layer = layer.__wrapped__
+        for name, module in list(sys.modules.items()):
+            found = [attribute for attribute, value in list(vars(module).items()) if value is layer]
+            stale += [f"{name}.{attribute} of {target}" for attribute in found]
+print(json.dumps([len(HookRegistry._patched), stale]))
+"""
+
+
+def test_hooks_reach_every_module_that_has_imported_their_target() -> None:
+    """A warm process looks into an index, where SGLang looks through all modules."""
+    hooks, stale = FreshProcesses().run(STALE).result
+    assert hooks > 40
+    assert stale == []
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
