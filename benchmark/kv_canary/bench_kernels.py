@@ -25,10 +25,9 @@ import triton
 import triton.language as tl
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import Side
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
 from sglang_kv_canary.kernels.triton import content, forward, sweep

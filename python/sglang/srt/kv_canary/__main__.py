@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # scheduler processes are spawned and import this file, too
+if __name__ == "__main__":  # scheduler processes are spawned and also import this file
     from kv_canary_cli import main
 
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The way in: one call installs the canary in a model runner."""
+"""Entry point: one call installs the canary in a model runner."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def install_canary(
     model_runner: Any,
     token_oracle_manager: TokenOracleManager | None = None,
 ) -> CanaryManager | None:
-    """Protect the KV pools of `model_runner`; None when `--kv-canary` is none, or it is a draft that keeps no KV.
+    """Protect the KV pools of `model_runner`. None with `--kv-canary none`, or for a draft that keeps no KV.
 
-    Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when
-    something that was asked to be protected cannot be. `token_oracle_manager` (tests only): answers are what it says,
-    instead of the model's, and every new token is compared with it. SGLANG_KV_CANARY_TOKEN_ORACLE makes one. Raises
-    CanaryConfigError for one that is not a `token_oracle.TokenOracleManager`.
+    Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when something that the
+    user asked to protect cannot be protected.
+
+    `token_oracle_manager` (tests only): answers are the oracle's tokens instead of the model's, and every new token
+    is compared with them. SGLANG_KV_CANARY_TOKEN_ORACLE creates one. Raises CanaryConfigError for anything other
+    than a `token_oracle.TokenOracleManager`.
     """
     refuse_foreign_oracle(token_oracle_manager)
     config = CanaryConfig.from_server_args(server_args)
@@ -83,7 +85,7 @@ def _build_manager(
         groups = _chained_to_target(groups)
     elif speculation.topk > 1 and any(group.stride != 1 for group in groups):
         raise startup_error(
-            f"draft trees ({server_args.speculative_algorithm}, {speculation.topk} tokens wide) do not complete slots "
+            f"draft trees ({server_args.speculative_algorithm}, {speculation.topk} tokens wide) cannot complete slots "
             "that stand for several tokens.",
             f"the compressed slots of {type(pool).__name__}",
         )
@@ -125,13 +127,13 @@ def _build_manager(
 
 
 def _max_extend_tokens(server_args: Any, context_len: int) -> int:
-    """New tokens of one prefill, with as many of chunked prompts; longer ones are rare and cost an allocation."""
+    """Maximum new tokens of a usual prefill of chunked prompts. Longer prefills are rare and cost an allocation."""
     chunk = server_args.chunked_prefill_size or 0
     return max(chunk if chunk > 0 else context_len, server_args.max_prefill_tokens)
 
 
 def _chained_to_target(groups: tuple[CanaryBufferGroup, ...]) -> tuple[CanaryBufferGroup, ...]:
-    """A draft pool's groups, with the target's records of the same slots as the source of their chains."""
+    """A draft pool's groups. Their chains step from the target's records of the same slots."""
     sources = {
         group.kind: group.k_head
         for manager in context.managers

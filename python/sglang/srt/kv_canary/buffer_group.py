@@ -12,8 +12,18 @@ from .free_marks import FreeMarks
 from .record import RECORD_WORDS
 
 
+class Side(str, Enum):
+    HEAD = "HEAD"
+    TAIL = "TAIL"
+    SWEEP = "SWEEP"
+
+    @property
+    def index(self) -> int:
+        return list(Side).index(self)
+
+
 class PoolKind(str, Enum):
-    """Slot spaces that SGLang's pools have; the declaration order fixes the launch tag ids."""
+    """Slot spaces of SGLang's pools. The declaration order fixes the launch tag ids."""
 
     FULL = "FULL"
     SWA = "SWA"
@@ -39,7 +49,7 @@ class PoolKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ContentSource:
-    """Where the bytes of a slot lie in one buffer (one layer of one half, or one part of it).
+    """Where the bytes of a slot lie in one buffer: a layer of one half, or a part of it.
 
     Slot s starts at byte `offset + (s // page_size) * page_stride + (s % page_size) * token_stride`
     of `data` and has `row_bytes` bytes. `data` is kept to keep the memory alive.
@@ -70,7 +80,7 @@ class ContentSource:
 
 
 def _has_contiguous_rows(data: torch.Tensor) -> bool:
-    """Also of a buffer without rows, whose layout says what a row would be like."""
+    """Also accepts a buffer without rows: its strides say how a row would lie."""
     expected = 1
     for size, stride in zip(reversed(data.shape[1:]), reversed(data.stride()[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -97,9 +107,9 @@ class CanaryBufferGroup:
     stride: int = 1
     window: int | None = None  # prefix tokens that the next token still reads; None = all
     # Records whose chain words this group's chains step from, int64[>= num_slots, 4]; None: its own.
-    # Draft pools take the target's, of the same slots (see docs/speculative.md).
+    # Draft pools use the target's records of the same slots (see docs/speculative.md).
     chain_source: torch.Tensor | None = None
-    # Strided groups: the group of stride 1 whose chains they take over, written before in the same forward.
+    # Strided groups: the group of stride 1 whose chains they use, written earlier in the same forward.
     chain_base: CanaryBufferGroup | None = None
     free_marks: FreeMarks = field(init=False, repr=False, compare=False)
 
@@ -127,7 +137,7 @@ class CanaryBufferGroup:
             raise ValueError(f"{name}: expected a stride that is a power of two, got {self.stride}")
         if base is None or base.stride != 1:
             raise ValueError(
-                f"{name}: a slot stands for {self.stride} tokens, so that its chain is that of a group with "
+                f"{name}: a slot stands for {self.stride} tokens, so its chain comes from a group with "
                 f"stride 1; expected one as chain_base, got {base and base.kind.value}"
             )
         for absent in ("v_head", "swa_index_lut", "window", "chain_source"):
@@ -167,8 +177,8 @@ class CanaryBufferGroup:
         buffers = (self.k_head, self.k_tail, self.v_head, self.v_tail)
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def records(self, half: str, side: str) -> torch.Tensor:
-        """Records `int64[num_slots, 4]` of a half ('K', 'V') and side ('HEAD', 'TAIL')."""
+    def records(self, half: str, side: Side) -> torch.Tensor:
+        """Records `int64[num_slots, 4]` of a half ('K', 'V') and side (HEAD, TAIL)."""
         buffer = getattr(self, f"{half.lower()}_{side.lower()}")
         if buffer is None:
             raise ValueError(f"{self.kind.value} has no half {half}; it has {self.halves}")

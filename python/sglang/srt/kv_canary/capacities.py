@@ -1,10 +1,10 @@
-"""Upper bounds of what one launch may be asked for, known before any buffer is allocated."""
+"""Upper bounds for one launch, known before any buffer is allocated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_REQUESTS = 16384  # in one batch: the kernels keep one lane for each in every program
+MOST_REQUESTS = 16384  # in one batch: every kernel program keeps one lane per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class CanaryLaunchCapacities:
     """Sizes from which the device state and the workspaces are allocated."""
 
     max_batch_size: int  # requests in one forward
-    max_request_rows: int  # rows of req_to_token, the padding row 0 included
+    max_request_rows: int  # rows of req_to_token, including padding row 0
     max_context_len: int  # columns of req_to_token
     ring_capacity: int  # violation rows kept
     verify_budget_slots: int  # slots verified per forward, group and half

@@ -1,6 +1,6 @@
-"""What the user asked for: the flags and environment variables, read once, checked, and frozen.
+"""The user's settings: flags and environment variables, read once, checked, and frozen.
 
-Nothing else of the canary reads a flag or an environment variable.
+No other module of the canary reads a flag or an environment variable.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class TokenCheck(_StrEnum):
 
 
 class StaleWeights(_StrEnum):
-    """What reads of KV that the weights before an update wrote are."""
+    """How to treat reads of KV that was written before a weight update."""
 
-    NONE = "none"  # no violation
+    NONE = "none"  # they are no violation
     REPORT = "report"
 
 
@@ -85,7 +85,7 @@ def parse_choice(choices: type[E], source: str, value: Any) -> E:
 
 
 def parse_interval(source: str, value: Any) -> int:
-    """`value` as a number of scheduler steps, 0 for off; else raises `CanaryConfigError`."""
+    """`value` as a number of scheduler steps, 0 for off. Raises `CanaryConfigError` for anything else."""
     expected = "expected a whole number of steps >= 0 (0 is off)"
     try:
         steps = int(value)
@@ -101,7 +101,7 @@ _DEFAULT_STALE_WEIGHTS = StaleWeights(default_of("STALE_WEIGHTS"))
 
 
 def is_asked_for(server_args: Any) -> bool:
-    """Whether the server is started with the canary on; False for `ServerArgs` without the flag."""
+    """Whether the server starts with the canary on. False for `ServerArgs` without the flag."""
     return getattr(server_args, "kv_canary", CanaryMode.NONE) != CanaryMode.NONE
 
 
@@ -137,8 +137,8 @@ class CanaryConfig:
     def from_server_args(cls, server_args: Any) -> CanaryConfig:
         """Read the three flags from `server_args` and the rest from the environment.
 
-        Raises `CanaryConfigError` for any value that is not allowed. With `--kv-canary none` the
-        environment is not looked at: a variable of a canary that is off must not stop a server.
+        Raises `CanaryConfigError` for any value that is not allowed. With `--kv-canary none` the environment is
+        ignored: a variable of a canary that is off must not stop a server.
         """
         mode = parse_choice(CanaryMode, FLAG_MODE, server_args.kv_canary)
         content_mode = parse_choice(ContentMode, FLAG_REAL_DATA, server_args.kv_canary_real_data)
@@ -153,7 +153,7 @@ class CanaryConfig:
 
 
 def _refuse_without_mode(content_mode: ContentMode, interval: int) -> None:
-    """Asking how to check without asking to check means that the user believes the canary is on."""
+    """Settings without a mode mean that the user believes the canary is on. So they are refused."""
     asked = []
     if content_mode is not ContentMode.NONE:
         asked.append(f"{FLAG_REAL_DATA} {content_mode}")

@@ -1,40 +1,30 @@
-"""Endpoints: one (pool kind, half, side), the unit that is verified, written and counted."""
+"""Endpoints: one (pool kind, half, side) each. The endpoint is the unit that is verified, written and counted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntFlag
+from enum import IntFlag
 
-from .buffer_group import CanaryBufferGroup, PoolKind
+from .buffer_group import CanaryBufferGroup, PoolKind, Side
 
 _TAGS_PER_KIND = 8
-
-
-class Side(str, Enum):
-    HEAD = "HEAD"
-    TAIL = "TAIL"
-    SWEEP = "SWEEP"
-
-    @property
-    def index(self) -> int:
-        return list(Side).index(self)
 
 
 HALVES = ("K", "V")
 
 
 class Part(IntFlag):
-    """What a launch does of a forward's plan."""
+    """The parts of a forward's plan that a launch executes."""
 
     VERIFY = 1  # the prefixes
     WRITE = 2  # the new tokens
-    NUMBER = 4  # HEAD gives the forward its number, TAIL marks it done
+    NUMBER = 4  # HEAD assigns the forward number, TAIL marks the forward done
     ALL = VERIFY | WRITE | NUMBER
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryLaunchTag:
-    """The endpoint's name in counters and violations, e.g. TAIL_K_SWA; `id` is what the device stores."""
+    """The endpoint's name in counters and violations, e.g. TAIL_K_SWA. The device stores `id`."""
 
     kind: PoolKind
     half: str
@@ -50,18 +40,18 @@ class CanaryLaunchTag:
 
     @staticmethod
     def kind_of(name: str) -> PoolKind:
-        """The pool kind in a tag's name, or in the name that `free_tag_name` gives."""
+        """The pool kind in a tag's name, or in a name from `free_tag_name`."""
         if name.startswith(_FREE):
             return PoolKind(name.removeprefix(_FREE))
         return PoolKind(name.split("_", 2)[2])
 
     @classmethod
     def from_id(cls, tag_id: int) -> CanaryLaunchTag:
-        """Raises ValueError for an id that no tag has."""
+        """Raises ValueError for an id without a tag."""
         kind, rest = divmod(tag_id, _TAGS_PER_KIND)
         half, side = divmod(rest, 4)
         if not 0 <= kind < len(PoolKind) or side >= len(Side):
-            raise ValueError(f"{tag_id} is no launch tag id")
+            raise ValueError(f"{tag_id} is not a launch tag id")
         return cls(list(PoolKind)[kind], HALVES[half], list(Side)[side])
 
 
@@ -70,30 +60,30 @@ _FREE = "FREE_"
 
 
 def free_tag_name(kind: PoolKind) -> str:
-    """What reports call the place of a double free: the allocator found it, no launch of a forward did."""
+    """The launch tag that reports show for a double free. The allocator finds those, not a forward's launch."""
     return _FREE + kind.value
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryEndpoint:
-    """One endpoint of a group: what is checked and counted. One launch serves the endpoints of all halves."""
+    """One endpoint of a group, for checks and counters. One launch serves the endpoints of all halves."""
 
     tag: CanaryLaunchTag
     group: CanaryBufferGroup
 
     def launch_per_forward(self, launcher, plan) -> None:
-        """Verify and write all halves of this endpoint's group and side, as far as `plan` has work for them."""
+        """Verify and write all halves of this endpoint's group and side, as far as `plan` has work."""
         launcher.launch(plan, self.group, self.tag.side)
 
     def launch_sweep(self, launcher, sweep_plan) -> None:
-        """Verify the flat list `sweep_plan` against the records of all halves of this endpoint's group."""
+        """Verify the flat list `sweep_plan`, for all halves of this endpoint's group."""
         launcher.check_list(sweep_plan, self.group)
 
 
 def build_endpoints_from_group(
     group: CanaryBufferGroup, sweep: bool = True
 ) -> tuple[CanaryEndpoint, ...]:
-    """All endpoints of a group: HEAD and TAIL of each half, and SWEEP where a sweep can run."""
+    """All endpoints of a group: HEAD and TAIL of each half, and SWEEP if a sweep can run."""
     sides = [Side.HEAD, Side.TAIL] + ([Side.SWEEP] if sweep else [])
     return tuple(
         CanaryEndpoint(CanaryLaunchTag(group.kind, half, side), group)

@@ -1,8 +1,8 @@
 """The one table of `SGLANG_KV_CANARY_*` environment variables: type, default, help, allowed values.
 
-SGLang's own `EnvField.get()` warns about a value that does not parse and goes on with the default.
-A checker that quietly runs with other settings than the operator wrote is what the canary must not
-be, so it reads its variables with `read_settings()`, which refuses such a value instead.
+SGLang's own `EnvField.get()` warns about a value that does not parse, then uses the default. The canary must not
+silently run with other settings than the operator wrote. So it reads its variables with `read_settings()`, which
+refuses such a value.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class EnvSetting:
 
     @property
     def default_text(self) -> str:
-        """The default as it is written in the environment."""
+        """The default as written in the environment."""
         return str(int(self.default) if self.field_type is EnvBool else self.default)
 
     def new_field(self) -> EnvField:
-        """SGLang's own kind of field for this variable, ready to be set on `Envs`."""
+        """SGLang's own field type for this variable, ready to be set on `Envs`."""
         field = self.field_type(self.default)
         # __set_name__ runs only for attributes written in a class body.
         field.name = self.name
         return field
 
     def expected(self) -> str:
-        """What a value must be, for error messages and `--help`-like tables."""
+        """The allowed values, for error messages and tables."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.path_kind == "folder":
@@ -78,7 +78,7 @@ class EnvSetting:
         return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
 
     def parse(self, text: str) -> Any:
-        """The typed value of `text`; else raises `CanaryConfigError` with what is allowed."""
+        """The typed value of `text`. Raises `CanaryConfigError`, naming the allowed values."""
         try:
             value = self.field_type(self.default).parse(text.strip())
         except ValueError:
@@ -107,7 +107,7 @@ def _path_usable(path: str, kind: str) -> bool:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         return False
-    # A FIFO, a device or a socket is no event file: opening it may block, and it cannot be rotated.
+    # A FIFO, a device or a socket is not an event file: opening it may block, and it cannot be rotated.
     if os.path.lexists(path):
         return os.path.isfile(path) and os.access(path, os.W_OK)
     return os.access(folder, os.W_OK)
@@ -125,7 +125,7 @@ TOKEN_ORACLE = EnvSetting(
     "TOKEN_ORACLE",
     EnvBool,
     False,
-    "Tests only: every answer is a hash of request id and position instead of the model's tokens, and each new token "
+    "Tests only: the tokens of every answer are a hash of request id and position, not the model's. Each new token "
     "is compared with it; see docs/testing.md.",
 )
 
@@ -141,30 +141,30 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "CONTENT_BUDGET_BYTES",
         EnvInt,
         16777216,
-        "Maximum bytes of K and V that one forward re-reads for content checks on average, over all groups.",
+        "Maximum bytes of K and V that one forward re-reads on average for content checks, over all groups.",
         minimum=1,
     ),
     EnvSetting(
         "RING_CAPACITY",
         EnvInt,
         1024,
-        "Rows of the violation ring; the newest are kept, the overwritten are counted.",
+        "Rows of the violation ring; the newest rows are kept, overwritten rows are counted.",
         minimum=1,
     ),
     EnvSetting(
         "TOKEN_CHECK",
         EnvStr,
         "tail",
-        "Prefill tokens compared with the host's own list: none; every new token and the last 32 of each cached prefix "
-        "(tail); the whole prefix too (all).",
+        "Prefill tokens that are compared with the host's own list. none: no tokens. tail: every new token and the "
+        "last 32 of each cached prefix. all: the whole prefix as well.",
         choices=("none", "tail", "all"),
     ),
     EnvSetting(
         "STALE_WEIGHTS",
         EnvStr,
         "none",
-        "Reads of KV that was written before a weight update without a flush: allowed (none) or reported as violations "
-        "(report).",
+        "Reads of KV that was written before a weight update without a flush. none: allowed. report: reported as "
+        "violations.",
         choices=("none", "report"),
     ),
     EnvSetting(
@@ -178,15 +178,15 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "LOG_EVERY_S",
         EnvFloat,
         1.0,
-        "Length of a log interval in seconds; at most 20 causes of violations are named in each, the others wait.",
+        "Length of a log interval in seconds. Each interval names at most 20 causes of violations; the others wait.",
         minimum=0,
     ),
     EnvSetting(
         "COPY_EVERY_S",
         EnvFloat,
         0.01,
-        "Minimum seconds between copies of the counters to the host, which reveal findings; copied at once when idle, "
-        "while findings come in, during a sweep, and in mode raise.",
+        "Minimum seconds between copies of the counters to the host, which reveal findings. Copies are immediate when "
+        "idle, while findings arrive, during a sweep, and in mode raise.",
         minimum=0,
     ),
     EnvSetting(
@@ -228,8 +228,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "SWEEP_REPORT_EVERY_S",
         EnvFloat,
         600.0,
-        "Seconds between two reports of clean sweep passes; the first pass, and one with new findings, are reported at "
-        "once.",
+        "Seconds between two reports of clean sweep passes. The first pass and a pass with new findings are reported "
+        "at once.",
         minimum=0,
     ),
     PERTURB_DIR,
@@ -254,8 +254,8 @@ def install_env_fields() -> None:
 def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
     """`CanaryConfig` field name -> typed value, for the whole table.
 
-    Raises `CanaryConfigError` for a value that is not allowed, and for a variable with the canary's
-    prefix that does not exist (a misspelt one would otherwise be ignored).
+    Raises `CanaryConfigError` for a value that is not allowed. Also for a variable that has the canary's prefix but
+    does not exist: a misspelt one would otherwise be ignored.
     """
     environ = os.environ if environ is None else environ
     _refuse_unknown_names(environ)

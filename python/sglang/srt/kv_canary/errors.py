@@ -1,4 +1,4 @@
-"""The canary's errors: what was asked for is wrong, or what was asked for cannot be protected."""
+"""The canary's errors: a setting is wrong, something cannot be protected, or a check failed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CanaryConfigError(ValueError):
 
 
 class CanaryStartupError(RuntimeError):
-    """The canary was asked for and cannot protect this server, so the server must not start."""
+    """The canary is on but cannot protect this server, so the server must not start."""
 
 
 def startup_error(problem: str, not_protected: str) -> CanaryStartupError:
-    """The error for `problem`, with what would run unprotected and how to go on without."""
+    """The error for `problem`. It says what would run unprotected, and how to start without the canary."""
     return CanaryStartupError(
         f"kv-canary: {problem} Not protected: {not_protected}. {GO_ON_WITHOUT}"
     )

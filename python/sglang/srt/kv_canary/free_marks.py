@@ -1,4 +1,4 @@
-"""Notes which call of the allocator's `free()` listed a slot last, for frees of one launch that name a slot twice."""
+"""Remembers which `free()` call listed a slot last, to find slots that the frees of one launch name twice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LAST_NUMBER = 2**31 - 1
 
 @dataclass(slots=True)
 class FreeMarks:
-    """A number per slot: that of the call which listed it, or a page that it begins, last; 0: none did.
+    """One number per slot: that of the last call that listed the slot, or a page that begins with it. 0: none.
 
-    Every launch takes numbers above all that were taken before, so that marks need no clearing between launches.
+    Every launch takes numbers above all earlier ones, so marks need no clearing between launches.
     """
 
     marks: torch.Tensor  # int32[num_slots]
@@ -24,7 +24,7 @@ class FreeMarks:
         return cls(torch.zeros(num_slots, dtype=torch.int32, device=device))
 
     def take(self, count: int) -> int:
-        """The highest of `count` new numbers. Once in 2^31 numbers it clears the marks, on the current stream."""
+        """The highest of `count` new numbers. Clears the marks once in 2^31 numbers, on the current stream."""
         if self._taken > LAST_NUMBER - count:
             self.marks.zero_()
             self._taken = 0

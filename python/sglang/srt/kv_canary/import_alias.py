@@ -1,4 +1,4 @@
-"""One package under a second import name: the same module objects, never a second copy."""
+"""Makes one package importable under a second name: the same module objects, never a second copy."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def build_observers(
     manager: CanaryManager, server_args: Any, model_runner: Any
 ) -> list[StepObserver]:
-    """What the flags and settings ask for. Draft runners have no sweep: see SweepOrchestrator."""
+    """The observers that flags and settings ask for. Draft runners have no sweep: see SweepOrchestrator."""
     config, groups, sink = manager.config, manager.groups, manager.sink
     role, sweep, health = manager.identity.role, None, None
     observers: list[StepObserver] = []

@@ -1,7 +1,7 @@
-"""The entry point that SGLang calls in every process: check the release, add the flags, hand over the hooks.
+"""The entry point that SGLang calls in every process: checks the release, adds the flags, registers the hooks.
 
-What needs SGLang is imported inside `register()`: an import that fails here would be swallowed by
-SGLang before anything of ours has run.
+Imports that need SGLang are inside `register()`. SGLang would swallow the error of an import that fails here, before
+any of our code has run.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ __all__ = ["register"]
 def register() -> None:
     """SGLang's entry point `sglang.srt.plugins: kv_canary`. Idempotent.
 
-    SGLang swallows exceptions from here. They are recorded for `verify_hooks_applied()`; and where
-    the flags do not exist, so that `--kv-canary` would end in "unrecognized arguments", this ends
-    the process with the real reason instead.
+    SGLang swallows exceptions from here. They are recorded for `verify_hooks_applied()`. If the flags could not be
+    added, `--kv-canary` would end in "unrecognized arguments". Then this ends the process with the real reason.
     """
     registration = context.registration
     if registration.started:
@@ -61,7 +60,7 @@ def _register_hooks() -> None:
 
 
 def _install_canary(**arguments: Any) -> Any:
-    """The package's own modules are imported once a server asks for the canary."""
+    """Imports the package's own modules only when a server asks for the canary."""
     from .api import install_canary
 
     return install_canary(**arguments)

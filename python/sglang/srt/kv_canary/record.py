@@ -1,7 +1,7 @@
 """The one place that defines the canary record and the violation row.
 
-Triton kernels, the torch reference and the reporters all read the layout from here. A record is four
-little-endian 64-bit words, 32 bytes, one per (slot, half, HEAD or TAIL).
+Triton kernels, the torch reference and the reporters all take the layout from here. A record is four little-endian
+64-bit words (32 bytes). There is one record per slot, half, and side (HEAD or TAIL).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import IntEnum, IntFlag
 RECORD_WORDS = 4
 RECORD_BYTES = 8 * RECORD_WORDS
 
-# Token id, of strided slots `chain_fold` (low 32 bits, signed), and position (high 32 bits)
+# Token id (for strided slots `chain_fold`; low 32 bits, signed) and position (high 32 bits)
 WORD_IDENTITY = 0
 WORD_CHAIN = 1  # chain hash up to and including this token
 WORD_CONTENT = 2  # content fingerprint; a freed record keeps its last writer word here
@@ -25,7 +25,7 @@ WRITER_ROW_BITS = 20
 WRITER_ROW_MASK = (1 << WRITER_ROW_BITS) - 1
 WRITER_MODE_MASK = 0xF
 FORWARD_MASK = 0xFFFFFFFF
-# XOR of the 16 nibbles of every writer word; not 0, so that no word of 16 equal nibbles is one
+# XOR of the 16 nibbles of every writer word. Not 0, so no word of 16 equal nibbles is valid.
 WRITER_NIBBLES = 0x9
 
 _MASK64 = (1 << 64) - 1
@@ -42,16 +42,16 @@ class State(IntEnum):
     UNFILLED = 4
 
 
-# XORed into the writer word of a freed record, turns it into that of an allocated one
+# XORed into the writer word of a freed record, it gives the word of an allocated one
 FREED_TO_ALLOCATED = (State.FREED ^ State.ALLOCATED) * (
     (1 << WRITER_STATE_SHIFT) | (1 << WRITER_CHECK_SHIFT)
 )
-# What a backend takes the state of a damaged writer word for
+# The state that backends assume for a damaged writer word
 DAMAGED = 0xF
 
 
 class Mode(IntEnum):
-    """What kind of launch wrote a record (4 bits of the writer word); values without a gap."""
+    """The kind of launch that wrote a record (4 bits of the writer word). Values have no gap."""
 
     NONE = 0
     EXTEND = 1
@@ -95,22 +95,22 @@ REASON_HELP: dict[Reason, str] = {
     Reason.NEVER_WRITTEN: "the slot was never written",
     Reason.USE_AFTER_FREE: "the slot was freed before this read",
     Reason.UNWRITTEN_SINCE_ALLOC: "the slot was handed out again and not written since",
-    Reason.BAD_STATE: "the record's writer word is damaged, or its state is not one that this pool's records have",
-    Reason.POSITION: "the slot holds another position than the request expects",
-    Reason.TOKEN: "the slot holds another token than the request expects",
-    Reason.CHAIN: "the slot continues another prefix than the request's",
+    Reason.BAD_STATE: "the record's writer word is damaged, or its state is impossible in this pool",
+    Reason.POSITION: "the slot does not hold the position that the request expects",
+    Reason.TOKEN: "the slot does not hold the token that the request expects",
+    Reason.CHAIN: "the slot does not continue the request's prefix",
     Reason.CONTENT: "the K/V bytes are not those that were written",
-    Reason.SLOT_OUT_OF_RANGE: "the slot index lies outside of the pool",
+    Reason.SLOT_OUT_OF_RANGE: "the slot index lies outside the pool",
     Reason.UNMAPPED_SLOT: "the request's row maps this position to the padding slot 0",
-    Reason.SWA_EVICTED_IN_WINDOW: "inside the window the full-to-SWA mapping says evicted",
-    Reason.WRITE_TOKEN: "the forward was fed another token than the request has there, by its own list or as sampled",
-    Reason.WRITE_POSITION: "the forward was fed another position than the request's length implies",
-    Reason.DOUBLE_FREE: "the slot was freed although it was free already",
-    Reason.ROW_OUT_OF_RANGE: "the request row lies outside of req_to_token, or is the padding row 0",
-    Reason.LENGTH_OUT_OF_RANGE: "the request's length lies outside of req_to_token",
-    Reason.WRITE_LOCATION: "attention stores the new token in another SWA slot than the mapping says",
-    Reason.ROW_CHAIN: "the request's row leads to another prefix than the request has",
-    Reason.ROW_LENGTH: "the forward is given another length than the request's last forward left",
+    Reason.SWA_EVICTED_IN_WINDOW: "the full-to-SWA mapping marks a slot inside the window as evicted",
+    Reason.WRITE_TOKEN: "the forward was fed a token other than the one listed or sampled for the request",
+    Reason.WRITE_POSITION: "the forward was fed a position that does not match the request's length",
+    Reason.DOUBLE_FREE: "the slot was freed while it was already free",
+    Reason.ROW_OUT_OF_RANGE: "the request row lies outside req_to_token, or is the padding row 0",
+    Reason.LENGTH_OUT_OF_RANGE: "the request's length lies outside req_to_token",
+    Reason.WRITE_LOCATION: "attention stores the new token in a SWA slot other than the mapped one",
+    Reason.ROW_CHAIN: "the request's row leads to a prefix other than the request's",
+    Reason.ROW_LENGTH: "the forward was given a length that does not match the request's last forward",
     Reason.STALE_WEIGHTS: "the slot holds KV of other weights: the model was updated without a flush",
 }
 
@@ -136,13 +136,13 @@ class Column(IntEnum):
     READER_FORWARD = 15
     WRITER = 16  # the stored writer word (of the free, when the record is freed)
     LAST_WRITER = 17  # writer word before the free; 0 when the record is not freed
-    # Of a new token: the SWA slot that attention stores it in, where known ahead
+    # For a new token: the SWA slot in which attention stores it, if known in advance
     ATTENTION_SLOT = 18
 
 
 VIOLATION_COLUMNS = len(Column)
 
-# Row memory: two 64-bit words per request row and group, as the row's last forward left it.
+# Row memory: two 64-bit words per request row and group, as left by the row's last forward.
 ROW_WORDS = 2
 ROW_WORD_LENGTH = 0  # tokens + 1 (low 32 bits), 0: nothing known; forward counter (high 32 bits)
 ROW_WORD_CHAIN = 1  # chain of the last of these tokens
@@ -164,7 +164,7 @@ MIX_MULTIPLIER_2 = 0x94D049BB133111EB
 CONTENT_SOURCE_SALT = 1 << 40
 CONTENT_BASE = 0x243F6A8885A308D3  # first 64 bits of pi's fraction: an all-zero slot has a non-zero fingerprint
 SECTOR_BYTES = 32  # what content mode `partial` reads of each layer
-# What that takes from the content budget: scattered reads are dear (docs/performance.md)
+# Its share of the content budget: scattered reads are expensive (docs/performance.md)
 SECTOR_COST_BYTES = 512
 
 
@@ -201,8 +201,8 @@ def chain_step(previous: int, token: int, position: int) -> int:
 def chain_fold(chain: int, previous: int, stride: int) -> int:
     """Token field (32 bits, signed) of a slot that stands for `stride` tokens.
 
-    `chain` is that of the slot's last token and `previous` that of its predecessor's, `stride` tokens before:
-    chain - previous * A^stride, what the tokens in between have added, mixed and cut to 32 bits.
+    `chain` is that of the slot's last token. `previous` is that of the last token of its predecessor, `stride` tokens
+    earlier. chain - previous * A^stride is what the slot's own tokens have added; it is mixed and cut to 32 bits.
     """
     power = pow(CHAIN_MULTIPLIER, stride, 1 << 64)
     mixed = mix64(to_unsigned64(to_unsigned64(chain) - to_unsigned64(previous) * power))
@@ -212,8 +212,8 @@ def chain_fold(chain: int, previous: int, stride: int) -> int:
 def pack_writer(forward: int, row: int, mode: int, state: int) -> int:
     """Word 3 as a signed int64.
 
-    The check nibble (bits 56 to 59) makes the XOR of all 16 nibbles WRITER_NIBBLES: a flip of one bit always shows,
-    other damage in 15 of 16 cases.
+    The check nibble (bits 56 to 59) makes the XOR of all 16 nibbles WRITER_NIBBLES. This reveals every flip of one
+    bit, and other damage in 15 of 16 cases.
     """
     word = (
         (forward & FORWARD_MASK)
@@ -225,7 +225,7 @@ def pack_writer(forward: int, row: int, mode: int, state: int) -> int:
 
 
 def is_writer_intact(word: int) -> bool:
-    """Whether the canary writes such a word 3: the nibbles fit, mode and state are known. False for 0."""
+    """Whether the canary writes such a word: the nibbles fit, mode and state are known. False for 0."""
     _, _, mode, state = unpack_writer(word)
     known = mode < len(Mode) and State.NEVER_WRITTEN < state < len(State)
     return known and _xor_of_nibbles(to_unsigned64(word)) == WRITER_NIBBLES
@@ -238,7 +238,7 @@ def _xor_of_nibbles(word: int) -> int:
 
 
 def unpack_writer(word: int) -> tuple[int, int, int, int]:
-    """(forward counter, request row, mode, state) of word 3, whether it is intact or not."""
+    """(forward counter, request row, mode, state) of word 3, intact or not."""
     word = to_unsigned64(word)
     return (
         word & FORWARD_MASK,

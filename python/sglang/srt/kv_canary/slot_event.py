@@ -1,10 +1,10 @@
-"""What an allocator can do to slots, in the order in which it did it."""
+"""The operations of an allocator on slots, in the allocator's order."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-MOST_CALLS = 1024  # of the allocator that one event may stand for
+MOST_CALLS = 1024  # maximum calls of the allocator merged in one event
 
 
 class SlotEventKind(IntEnum):

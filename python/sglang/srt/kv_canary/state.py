@@ -15,10 +15,10 @@ from .record import ROW_WORDS, UNKNOWN, VIOLATION_COLUMNS
 
 
 class Header(IntEnum):
-    """First words of the summary, int64 each."""
+    """First words of the summary, each int64."""
 
     FORWARD_DONE = 0  # forward counter of the last forward whose TAIL ran
-    FORWARD_RUNNING = 1  # forward counter that the last HEAD gave out
+    FORWARD_RUNNING = 1  # forward counter that the last HEAD assigned
     ARMED = 2  # 0 during warm-up and graph capture: nothing is checked or written
     VIOLATIONS = 3  # rows ever appended to the ring
     # Last forward before the last weight update; 0: reads of older slots are not reported
@@ -30,12 +30,12 @@ class Header(IntEnum):
 HEADER_WORDS = 8
 
 
-class Counter(IntEnum):
+class TagCounter(IntEnum):
     """Counters per launch tag, int64 each, never reset."""
 
     LAUNCHES = 0
     CHECKED = 1  # slots checked
-    ELIGIBLE = 2  # slots that would have been checked with no budget
+    ELIGIBLE = 2  # slots that an unlimited budget would check
     WRITTEN = 3
     CONTENT_CHECKED = 4
     CONTENT_WRITTEN = 5
@@ -43,13 +43,13 @@ class Counter(IntEnum):
     OUT_OF_WINDOW = 7  # prefix tokens that lie before the window
 
 
-NUM_COUNTERS = len(Counter)
+NUM_COUNTERS = len(TagCounter)
 SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
 
 
 @dataclass(frozen=True, slots=True)
 class ViolationLog:
-    """The ring: `rows` int64[capacity, columns]; row r of sequence number s lies at s % capacity."""
+    """The ring: `rows` int64[capacity, columns]. The row with sequence number s lies at s % capacity."""
 
     rows: torch.Tensor
     total: torch.Tensor  # int64[1], a view into the summary
@@ -72,14 +72,14 @@ class ViolationLog:
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """What each request row was when its last forward ended, so that the next one can tell whether it still is.
+    """The state of each request row after its last forward, so that the next forward can detect a change.
 
-    Records of a prefix agree with each other even where the whole prefix is another request's; this tells them apart.
+    Records of a prefix agree with each other even if the whole prefix is another request's. This memory detects that.
     """
 
-    # int64[pool kinds, request rows, ROW_WORDS]: each group keeps its own, because launches follow each other
+    # int64[pool kinds, request rows, ROW_WORDS]: each group keeps its own, because their launches run in sequence
     words: torch.Tensor
-    # int64[request rows]: the token sampled for the row (low 32 bits), after which of its forwards (high 32 bits)
+    # int64[request rows]: the token sampled for the row (low 32 bits), and after which of its forwards (high 32 bits)
     sampled: torch.Tensor
 
     @classmethod
@@ -91,13 +91,13 @@ class RowMemory:
         )
 
     def forget(self) -> None:
-        """Nothing is known of any row: forwards ran unseen, or noted tokens that were not computed."""
+        """Nothing is known about any row: forwards ran unseen, or noted tokens were never computed."""
         self.words.zero_()
 
     def of(self, group: CanaryBufferGroup) -> torch.Tensor | None:
-        """int64[request rows, ROW_WORDS] of `group`; None where its forwards do not say how long a row is.
+        """int64[request rows, ROW_WORDS] of `group`. None if its forwards do not define a row's length.
 
-        Draft forwards write ahead of what is accepted; the target's next verify checks the same rows. A strided slot
+        Draft forwards write ahead of accepted tokens; the target's next verify checks the same rows. A strided slot
         is complete only with its last token.
         """
         if group.chain_source is not None or group.stride != 1:
@@ -147,6 +147,6 @@ class CanaryDeviceState:
         self.summary[Header.ARMED : Header.ARMED + 1].fill_(int(armed))
 
     def note_weight_update(self) -> None:
-        """From now on, in stream order, reads of what earlier forwards wrote are reported as STALE_WEIGHTS."""
+        """From now on, in stream order, reads of slots written by earlier forwards are reported as STALE_WEIGHTS."""
         done = self.summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1]
         self.summary[Header.WEIGHTS_SINCE : Header.WEIGHTS_SINCE + 1].copy_(done)

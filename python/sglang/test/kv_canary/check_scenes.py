@@ -9,7 +9,7 @@ from sglang_kv_canary.record import Reason
 
 from .backends import INTERPRETER, available_backends
 from .scene import assert_violation
-from .world import Violation, WorldSpec
+from .world import RingViolation, WorldSpec
 
 MHA = WorldSpec()
 SHAPES = {
@@ -43,7 +43,7 @@ def scenes(shapes: dict[str, WorldSpec]):
     return [pytest.param((shapes[n], b), id=f"{n}-{b.name}") for n, b in pairs]
 
 
-def beside_the_row(found: list[Violation], position: int) -> list[Violation]:
+def beside_the_row(found: list[RingViolation], position: int) -> list[RingViolation]:
     """What is found beside that the row, whose last token is at `position`, no longer leads to its own prefix."""
     row = [v for v in found if Reason.ROW_CHAIN in v.reasons]
     assert_violation(row, Reason.ROW_CHAIN, ["HEAD_K_FULL"], expected_position=position)

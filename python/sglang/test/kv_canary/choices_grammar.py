@@ -23,7 +23,7 @@ def choices_grammar() -> None:
     )
     from sglang.srt.server_args import GRAMMAR_BACKEND_CHOICES, add_grammar_backend_choices
 
-    class Backend(BaseGrammarBackend):
+    class ChoicesBackend(BaseGrammarBackend):
         def __init__(self, encode: Callable[[str], list[int]], end: int) -> None:
             super().__init__()
             self._encode, self._end = encode, end
@@ -35,7 +35,7 @@ def choices_grammar() -> None:
     if NAME not in GRAMMAR_BACKEND_CHOICES:
         add_grammar_backend_choices([NAME])
     register_grammar_backend(
-        NAME, lambda _, tokenizer, __, ___: Backend(tokenizer.encode, tokenizer.eos_token_id)
+        NAME, lambda _, tokenizer, __, ___: ChoicesBackend(tokenizer.encode, tokenizer.eos_token_id)
     )
 
 

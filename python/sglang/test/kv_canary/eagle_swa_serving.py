@@ -50,8 +50,8 @@ class FrozenKvE2EBase(EagleSwaE2EBase):
     def converse(self, name: str, rounds: int = 2) -> None:
         """Clean traffic past the window, in waves, with the server idle between them.
 
-        This release breaks down when a request is prefilled right behind the verify in which all running ones have
-        finished: `FrozenKVMTPVerifyInput` has no `merge_batch`.
+        This release fails if a request is prefilled right after the verify in which all running ones finished:
+        `FrozenKVMTPVerifyInput` has no `merge_batch`.
         """
         rng = random.Random(name)
         for wave in range(rounds):

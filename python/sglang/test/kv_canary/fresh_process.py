@@ -18,11 +18,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-__all__ = ["FreshProcesses", "Outcome"]
+__all__ = ["FreshProcesses", "SnippetOutcome"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SnippetOutcome:
     """How one snippet ended."""
 
     returncode: int
@@ -59,7 +59,7 @@ class FreshProcesses:
     def __exit__(self, *_: object) -> None:
         self._host.communicate(timeout=60)  # closing stdin ends the host
 
-    def run(self, code: str, *argv: str, env: Mapping[str, str] | None = None) -> Outcome:
+    def run(self, code: str, *argv: str, env: Mapping[str, str] | None = None) -> SnippetOutcome:
         """Run `code` with `sys.argv[1:] = argv` and `env` added to the environment."""
         with tempfile.TemporaryDirectory() as folder:
             snippet = _Snippet(dedent(code), folder, list(argv), dict(env or {}))
@@ -69,7 +69,7 @@ class FreshProcesses:
             if not status:
                 raise RuntimeError(f"the host process ended with code {self._host.wait()}")
             out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-        return Outcome(int(status), out, err)
+        return SnippetOutcome(int(status), out, err)
 
 
 def _serve() -> None:

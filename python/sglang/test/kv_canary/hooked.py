@@ -16,7 +16,7 @@ __all__ = ["cache_request", "cache_under", "hook_in", "make_request"]
 
 
 def hook_in(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks are in place, and `rig` is told, until the test ends. Its allocators are not watched."""
+    """The hooks are in place and report to `rig` until the test ends. Its allocators are not watched."""
     load_plugins()
     monkeypatch.setattr(context, "managers", [rig.manager])
     monkeypatch.setattr(context, "recorder", rig.recorder)

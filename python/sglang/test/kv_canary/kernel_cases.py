@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens

@@ -35,7 +35,7 @@ MAX_DRAFTS = 4
 
 
 @dataclass(eq=False)
-class Request:
+class RigRequest:
     """The fields of SGLang's Req that token lists are made from."""
 
     req_pool_idx: int

@@ -157,13 +157,15 @@ class Prometheus:
             if value := found():
                 return value
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"not within {TIMEOUT_S:g} s: {what}\n{self._log.read_text()}")
+                raise TimeoutError(
+                    f"timed out after {TIMEOUT_S:g} s: {what}\n{self._log.read_text()}"
+                )
             time.sleep(0.2)
 
 
 @contextmanager
 def header_of_3(target: str) -> Iterator[str]:
-    """An address that serves `target`'s metrics as they are served to Prometheus 3, whoever asks."""
+    """An address that serves `target`'s metrics as they are served to Prometheus 3, to every client."""
 
     class Replay(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

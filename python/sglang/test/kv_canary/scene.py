@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.plan.expected_inputs import RowStart
 from sglang_kv_canary.record import Mode, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
 
 from .oracle import Forward, Request, SweepEntry
-from .world import GroupWorld, Violation, World
+from .world import GroupWorld, RingViolation, World
 
 
-class Scene(World):
+class CheckScene(World):
     """A world with an allocator that hands out slots 10, 11, 12, ... and requests that know their length."""
 
     def __init__(self, spec, backend) -> None:
@@ -34,7 +35,7 @@ class Scene(World):
                 self.swa.lut[slot] = slot - 5
         return slots
 
-    def prefill(self, row: int, tokens: Sequence[int], **changes) -> list[Violation]:
+    def prefill(self, row: int, tokens: Sequence[int], **changes) -> list[RingViolation]:
         """Extend a request by `tokens` in new slots; the violations of that forward. See `forward` for `changes`."""
         slots = self.allocate(len(tokens))
         prefix = self.lengths[row]
@@ -42,7 +43,7 @@ class Scene(World):
         self.lengths[row] += len(tokens)
         return self.forward(row, prefix, tokens, slots, **changes)
 
-    def decode(self, row: int, token: int = 7, **changes) -> list[Violation]:
+    def decode(self, row: int, token: int = 7, **changes) -> list[RingViolation]:
         """One more token: reads the whole prefix."""
         return self.prefill(row, [token], mode=Mode.DECODE, **changes)
 
@@ -59,7 +60,7 @@ class Scene(World):
         content: bool = True,
         swa_out_slots: Sequence[int] | None = None,
         start: int | None = None,
-    ) -> list[Violation]:
+    ) -> list[RingViolation]:
         """A forward of one request. `known`: the tokens from position 0 that the host has for it.
 
         `swa_out_slots`: where attention stores the tokens in the SWA pool, if that is known ahead. `start`: what the
@@ -82,7 +83,7 @@ class Scene(World):
         parents: Sequence[int],
         accepted: Sequence[int],
         sampled: Sequence[int] | None = None,
-    ) -> list[Violation]:
+    ) -> list[RingViolation]:
         """The target verifies a draft tree; the tokens numbered `accepted` become the request's.
 
         `sampled`: what the sampler says of them, the first one left out, and of the next token; by default the truth.
@@ -110,7 +111,7 @@ class Scene(World):
         self.next_tokens({row: tuple(truth if sampled is None else sampled)})
         return found
 
-    def run(self, forward: Forward, *, content: bool = True, **plan) -> list[Violation]:
+    def run(self, forward: Forward, *, content: bool = True, **plan) -> list[RingViolation]:
         """HEAD, layers, TAIL and content of one forward; its violations."""
         self.upload()
         launched = self.plan(forward, **plan)
@@ -141,15 +142,15 @@ class Scene(World):
         slots: Sequence[int],
         g: GroupWorld | None = None,
         call_ids: Sequence[int] | None = None,
-    ) -> list[Violation]:
+    ) -> list[RingViolation]:
         self.event(SlotEventKind.FREE, slots, g or self.full, call_ids)
         return self.take_violations()
 
-    def reallocate(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[Violation]:
+    def reallocate(self, slots: Sequence[int], g: GroupWorld | None = None) -> list[RingViolation]:
         self.event(SlotEventKind.ALLOC, slots, g or self.full)
         return self.take_violations()
 
-    def check_list(self, entries: Sequence[SweepEntry]) -> list[Violation]:
+    def check_list(self, entries: Sequence[SweepEntry]) -> list[RingViolation]:
         """One sweep pass over entries of the FULL group."""
         self.sweep(entries, self.full)
         return self.take_violations()
@@ -166,12 +167,12 @@ class Scene(World):
         return [f"{side}_{half}_{kind}" for side in sides for half in self.spec.halves]
 
 
-def assert_clean(found: list[Violation]) -> None:
+def assert_clean(found: list[RingViolation]) -> None:
     assert not found, "expected no violation, got\n" + "\n".join(map(str, found))
 
 
 def assert_violation(
-    found: list[Violation], reasons: Reason, tags: Sequence[str], **values: int | None
+    found: list[RingViolation], reasons: Reason, tags: Sequence[str], **values: int | None
 ) -> None:
     """Each of `tags` reports exactly once, with exactly these reasons and these values; nobody else reports."""
     listed = "\n".join(map(str, found))
@@ -182,9 +183,9 @@ def assert_violation(
         assert shown == values, f"expected {values}, got\n{listed}"
 
 
-def writer(scene: Scene, slot: int) -> tuple[int, int, int, int]:
+def writer(scene: CheckScene, slot: int) -> tuple[int, int, int, int]:
     """(forward, row, mode, state) of a slot's HEAD_K record."""
-    return record.unpack_writer(scene.records(scene.full, "K", "HEAD")[slot][3])
+    return record.unpack_writer(scene.records(scene.full, "K", Side.HEAD)[slot][3])
 
 
 def chain_of(*tokens: int) -> int:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag, Side
+from sglang_kv_canary.endpoint import NUM_TAGS, CanaryLaunchTag
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.monitors.violation_pairs import violation_pairs
@@ -25,7 +25,7 @@ from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, Verif
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.reports.violation import tag_name
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Counter, Header
+from sglang_kv_canary.state import NUM_COUNTERS, CanaryDeviceState, Header, TagCounter
 
 from .backends import REFERENCE, Backend
 from .oracle import ContentLayout, Forward, GroupModel, Oracle, Request, SweepEntry
@@ -214,7 +214,7 @@ def _build_strided_group(spec: WorldSpec, base: CanaryBufferGroup, device: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class Violation:
+class RingViolation:
     """A decoded row of the ring; unknown values are None."""
 
     tag: str
@@ -222,7 +222,7 @@ class Violation:
     values: dict[str, int | None] = field(default_factory=dict)
 
     @classmethod
-    def from_row(cls, row: Sequence[int]) -> Violation:
+    def from_row(cls, row: Sequence[int]) -> RingViolation:
         skip = (Column.SEQUENCE, Column.TAG, Column.REASONS)
         values = {
             c.name.lower(): None if row[c] == record.UNKNOWN else row[c]
@@ -424,24 +424,24 @@ class World:
         found = {(tag, r.name) for r in Reason if r & reasons}
         assert found <= self._possible, f"violation_pairs() lacks {found - self._possible}"
 
-    def take_violations(self) -> list[Violation]:
-        return [Violation.from_row(row) for row in self.take_rows()]
+    def take_violations(self) -> list[RingViolation]:
+        return [RingViolation.from_row(row) for row in self.take_rows()]
 
     def headers(self) -> dict[Header, int]:
         summary = self.state.summary.tolist()
         return {header: summary[header] for header in Header}
 
-    def counters(self) -> dict[tuple[int, Counter], int]:
+    def counters(self) -> dict[tuple[int, TagCounter], int]:
         """Non-zero counters by (launch tag id, counter)."""
         table = self.state.counters.tolist()
         return {
-            (tag, Counter(c)): table[tag][c]
+            (tag, TagCounter(c)): table[tag][c]
             for tag in range(NUM_TAGS)
             for c in range(NUM_COUNTERS)
             if table[tag][c]
         }
 
-    def counter(self, tag: str, counter: Counter) -> int:
+    def counter(self, tag: str, counter: TagCounter) -> int:
         """One counter by the launch tag's name."""
         ids = {CanaryLaunchTag.from_id(t).name: t for t in range(NUM_TAGS) if t % 4 < len(Side)}
         return int(self.state.counters[ids[tag], counter])

@@ -6,12 +6,13 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK
 from sglang_kv_canary.record import Mode, Reason
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import MHA
 from sglang_kv_canary_rigs.oracle import Forward, Request
-from sglang_kv_canary_rigs.scene import Scene, assert_clean, assert_violation
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -25,7 +26,7 @@ def test_nothing_is_checked_or_written_before_it_is_armed(mha):
     mha.table[1][:3], mha.lengths[1] = [64, 0, 60], 3
     assert_clean(mha.decode(1, known=[1, 2, 3, 4], positions=[9]))
     assert_clean(mha.forward(-1, 50, [5], [99]))
-    assert mha.records(mha.full, "K", "HEAD") == {}
+    assert mha.records(mha.full, "K", Side.HEAD) == {}
     mha.arm()
     assert len(mha.decode(1)) > 0
 
@@ -56,7 +57,7 @@ def test_a_budget_delays_a_finding_by_2_k_forwards_at_most(backend):
         request_rows=2,
         verify_budget_slots=VERIFY_BLOCK,
     )
-    scene = Scene(spec, backend)
+    scene = CheckScene(spec, backend)
     scene.prefill(1, [3] * count)
     for position in (0, VERIFY_BLOCK, 2 * VERIFY_BLOCK, count - 1):
         slot = scene.slot(1, position)
@@ -65,13 +66,13 @@ def test_a_budget_delays_a_finding_by_2_k_forwards_at_most(backend):
     blocks = [{0}, {VERIFY_BLOCK}, {2 * VERIFY_BLOCK, count - 1}]
     assert all(positions in blocks for positions in found)
     assert all(block in found for block in blocks)
-    assert scene.counter("TAIL_K_FULL", Counter.CHECKED) == 6 * VERIFY_BLOCK
-    assert scene.counter("TAIL_K_FULL", Counter.ELIGIBLE) == 6 * count
+    assert scene.counter("TAIL_K_FULL", TagCounter.CHECKED) == 6 * VERIFY_BLOCK
+    assert scene.counter("TAIL_K_FULL", TagCounter.ELIGIBLE) == 6 * count
 
 
 def test_a_content_budget_rereads_every_slot_within_2_k_forwards(backend):
     """12 slots of 64 bytes, K and V together, and a budget of 4 slots: each has its turn in one of six forwards."""
-    scene = Scene(WorldSpec(content_budget_bytes=4 * 64), backend)
+    scene = CheckScene(WorldSpec(content_budget_bytes=4 * 64), backend)
     scene.prefill(1, [3] * 12)
     for position in range(12):
         scene.flip_byte("K", 1, scene.slot(1, position))
@@ -82,7 +83,7 @@ def test_a_content_budget_rereads_every_slot_within_2_k_forwards(backend):
 
 def test_a_record_moves_with_its_bytes(backend):
     """As move_kv_cache does it. With `all` the fingerprint does not depend on the slot."""
-    scene = Scene(MHA, backend)
+    scene = CheckScene(MHA, backend)
     scene.prefill(1, [5, 6, 8])
     source, target = scene.slot(1, 2), 50
     for memories in scene.full.memories.values():

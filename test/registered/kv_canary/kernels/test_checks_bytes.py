@@ -6,12 +6,13 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.record import Mode, Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, fires
 from sglang_kv_canary_rigs.oracle import SweepEntry
-from sglang_kv_canary_rigs.scene import Scene, assert_clean, assert_violation
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -42,7 +43,7 @@ def test_a_flipped_byte_of_a_layer(mha, source):
         writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
     )
     values = found[0].values
-    assert values["stored_content"] == mha.records(mha.full, "V", "TAIL")[slot][2]
+    assert values["stored_content"] == mha.records(mha.full, "V", Side.TAIL)[slot][2]
     assert values["expected_content"] not in (None, values["stored_content"])
 
 
@@ -63,7 +64,7 @@ def test_bytes_of_a_slot_that_nobody_reads_do_not_matter(scene):
 
 @fires(Reason.CONTENT)
 def test_partial_sees_a_layer_that_is_overwritten(backend):
-    scene = Scene(WorldSpec(content_mode=ContentMode.PARTIAL, k_shapes="584 bytes"), backend)
+    scene = CheckScene(WorldSpec(content_mode=ContentMode.PARTIAL, k_shapes="584 bytes"), backend)
     scene.prefill(1, [5, 6, 8])
     assert_clean(scene.decode(1))
     scene.full.memories["K"][0].write(scene.slot(1, 1), bytes(584))
@@ -119,7 +120,7 @@ def test_a_sweep_skips_slot_0_and_unreachable_predecessors(mha):
     slot = mha.slot(1, 2)
     entries = [SweepEntry(0, 5, 3), SweepEntry(slot, 2, record.PREV_UNREACHABLE)]
     assert_clean(mha.check_list([*entries, SweepEntry(slot, 2, 0), SweepEntry(slot, 2, 64)]))
-    assert mha.counter("SWEEP_K_FULL", Counter.CHECKED) == 3
+    assert mha.counter("SWEEP_K_FULL", TagCounter.CHECKED) == 3
 
 
 if __name__ == "__main__":

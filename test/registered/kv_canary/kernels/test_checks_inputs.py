@@ -6,6 +6,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.plan.expected_inputs import RowStart
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary_rigs.check_scenes import TREE, WRITES, fires
@@ -61,7 +62,7 @@ def test_a_request_row_outside_of_the_table(scene, row):
         expected_position=2,
         slot=None,
     )
-    assert scene.records(scene.full, "K", "HEAD") == {}
+    assert scene.records(scene.full, "K", Side.HEAD) == {}
 
 
 def test_the_last_request_row_is_inside(scene):
@@ -78,7 +79,7 @@ def test_a_request_longer_than_its_row(mha, prefix):
         reader_row=1,
         expected_position=prefix,
     )
-    assert mha.records(mha.full, "K", "HEAD") == {}
+    assert mha.records(mha.full, "K", Side.HEAD) == {}
 
 
 def test_a_request_that_fills_its_row_is_inside(mha):

@@ -9,7 +9,7 @@ from sglang_kv_canary import record
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.check_scenes import READS, fires
-from sglang_kv_canary_rigs.scene import Scene, assert_clean, assert_violation, writer
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation, writer
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -125,16 +125,16 @@ def test_free_alloc_free_is_no_double_free(scene):
 
 def test_a_page_is_freed_whole_and_once(backend):
     """A paged allocator frees pages: the tokens of one page in one call are no double free."""
-    scene = Scene(WorldSpec(page_size=4), backend)
+    scene = CheckScene(WorldSpec(page_size=4), backend)
     scene.forward(1, 0, [1, 2, 3, 4, 5], [8, 9, 10, 11, 12])
     assert_clean(scene.free([8, 9, 10, 11]))
     assert [writer(scene, slot)[3] for slot in range(8, 13)] == [State.FREED] * 4 + [State.LIVE]
     assert_violation(scene.free([9]), Reason.DOUBLE_FREE, ["HEAD_K_FULL"], slot=9)
 
 
-def paged(backend) -> Scene:
+def paged(backend) -> CheckScene:
     """Two pages of 4 with records: slots 8 to 15."""
-    scene = Scene(WorldSpec(page_size=4), backend)
+    scene = CheckScene(WorldSpec(page_size=4), backend)
     scene.forward(1, 0, [1, 2, 3, 4, 5, 6, 7, 8], list(range(8, 16)))
     return scene
 
@@ -167,7 +167,7 @@ def test_calls_of_two_steps_are_not_compared_with_each_other(backend):
 @pytest.mark.parametrize("side", READS)
 @pytest.mark.parametrize("bit", [0, 40, 53, 57, 61, 63])
 def test_damage_to_a_record_that_is_freed_is_no_double_free(backend, side, page_size, bit):
-    scene = Scene(WorldSpec(page_size=page_size), backend)
+    scene = CheckScene(WorldSpec(page_size=page_size), backend)
     scene.forward(1, 0, [1, 2, 3, 4], [8, 9, 10, 11])
     scene.flip_record(scene.full, "K", side, 9, record.WORD_WRITER, bit)
     assert_clean(scene.free([8, 9, 10, 11]))
@@ -175,7 +175,7 @@ def test_damage_to_a_record_that_is_freed_is_no_double_free(backend, side, page_
 
 
 def test_a_page_that_the_pool_cuts_off_is_freed_up_to_its_end(backend):
-    scene = Scene(WorldSpec(num_slots=42, page_size=4), backend)
+    scene = CheckScene(WorldSpec(num_slots=42, page_size=4), backend)
     scene.forward(1, 0, [1, 2], [40, 41])
     assert_clean(scene.free([40, 41]))
     assert [writer(scene, slot)[3] for slot in (40, 41)] == [State.FREED] * 2

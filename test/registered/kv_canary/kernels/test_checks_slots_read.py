@@ -6,8 +6,9 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.record import Mode, Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, WRITES, beside_the_row, fires
 from sglang_kv_canary_rigs.oracle import Forward, Request
 from sglang_kv_canary_rigs.scene import assert_clean, assert_violation, chain_of
@@ -197,13 +198,13 @@ def test_padding_requests_and_tokens_are_silent(scene):
     requests = (Request(1, 3, 1, 0), Request(0, 4, 1, 1), Request(0, 0, 1, 2))
     forward = Forward(requests, (7, 0, 0), (3, 9, 0), (slot, 0, 0), Mode.DECODE, uniform=True)
     assert_clean(scene.run(forward, delta=-1))
-    assert set(scene.records(scene.full, "K", "HEAD")) == {*scene.table[1][:3], slot}
+    assert set(scene.records(scene.full, "K", Side.HEAD)) == {*scene.table[1][:3], slot}
 
 
 def test_a_padding_token_of_a_real_request_is_silent(scene):
     """What is written to slot 0 is nobody's, whatever its token and position."""
     assert_clean(scene.forward(1, 0, [5, 6, 0], [20, 21, 0], positions=[0, 1, 99], known=[5, 6, 8]))
-    assert scene.counter("HEAD_K_FULL", Counter.WRITTEN) == 2
+    assert scene.counter("HEAD_K_FULL", TagCounter.WRITTEN) == 2
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, TREE, beside_the_row, fires
 from sglang_kv_canary_rigs.oracle import Forward, Request
-from sglang_kv_canary_rigs.scene import Scene, assert_clean, assert_violation, chain_of
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation, chain_of
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -43,7 +43,7 @@ def test_a_draft_token_behind_another_parent(scene):
 
 
 def test_a_slot_that_the_draft_model_left_unfilled_is_silent(backend):
-    scene = Scene(WorldSpec(has_draft=True), backend)
+    scene = CheckScene(WorldSpec(has_draft=True), backend)
     draft = scene.groups[1]
     scene.prefill(1, [5, 6, 8])
     slot = scene.slot(1, 1)
@@ -60,7 +60,7 @@ def test_a_slot_that_the_draft_model_left_unfilled_is_silent(backend):
 @pytest.mark.parametrize("swept", [False, True], ids=["forward", "sweep"])
 def test_an_unfilled_slot_of_a_target_pool(backend, swept):
     """Only draft models leave slots unfilled: elsewhere the state would hide whatever else is wrong with the record."""
-    scene = Scene(WorldSpec(has_draft=True), backend)
+    scene = CheckScene(WorldSpec(has_draft=True), backend)
     scene.prefill(1, [5, 6, 8])
     slot = scene.slot(1, 1)
     scene.event(SlotEventKind.UNFILL, [slot], scene.full)
@@ -74,7 +74,7 @@ def test_an_unfilled_slot_of_a_target_pool(backend, swept):
 
 def test_chains_of_a_draft_pool_step_from_the_targets(backend):
     """The two pools share slots; damage to a target chain shows in both, damage to a draft chain in one slot."""
-    scene = Scene(WorldSpec(has_draft=True, has_v=False, k_shapes="none"), backend)
+    scene = CheckScene(WorldSpec(has_draft=True, has_v=False, k_shapes="none"), backend)
     scene.prefill(1, [5, 6, 8, 9])
     assert_clean(scene.decode(1))
     target, draft = scene.groups
@@ -101,8 +101,8 @@ def test_what_an_earlier_forward_of_the_step_verified_is_not_verified_again(mha)
         (Request(1, 3, 1, 0),), (7,), (3,), tuple(slots), already_verified=True, uniform=True
     )
     assert_clean(mha.run(forward))
-    assert mha.counter("TAIL_K_FULL", Counter.CHECKED) == 0
-    assert mha.counter("TAIL_K_FULL", Counter.WRITTEN) == 4
+    assert mha.counter("TAIL_K_FULL", TagCounter.CHECKED) == 0
+    assert mha.counter("TAIL_K_FULL", TagCounter.WRITTEN) == 4
 
 
 if __name__ == "__main__":

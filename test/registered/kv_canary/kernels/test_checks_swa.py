@@ -7,9 +7,9 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.record import Mode, Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, WRITES, fires
-from sglang_kv_canary_rigs.scene import Scene, assert_clean, assert_violation
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
 
-def evict(scene: Scene, row: int, position: int) -> None:
+def evict(scene: CheckScene, row: int, position: int) -> None:
     """What SGLang does with a token that the window has passed."""
     slot = scene.slot(row, position)
     assert_clean(scene.free([scene.swa.lut[slot]], scene.swa))
@@ -29,9 +29,9 @@ def test_tokens_before_the_window_may_be_evicted(swa):
     evict(swa, 1, 0)
     evict(swa, 1, 1)
     assert_clean(swa.decode(1))  # window 4: positions 2 .. 5
-    assert swa.counter("TAIL_K_SWA", Counter.CHECKED) == 4
-    assert swa.counter("TAIL_K_SWA", Counter.OUT_OF_WINDOW) == 2
-    assert swa.counter("TAIL_K_FULL", Counter.CHECKED) == 6
+    assert swa.counter("TAIL_K_SWA", TagCounter.CHECKED) == 4
+    assert swa.counter("TAIL_K_SWA", TagCounter.OUT_OF_WINDOW) == 2
+    assert swa.counter("TAIL_K_FULL", TagCounter.CHECKED) == 6
 
 
 @fires(Reason.SWA_EVICTED_IN_WINDOW)

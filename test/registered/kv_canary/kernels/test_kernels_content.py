@@ -7,9 +7,8 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import Side
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
@@ -17,7 +16,7 @@ from sglang_kv_canary.kernels.triton import content as content_launches
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.record import Column, Reason
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
     Pool,
@@ -95,8 +94,8 @@ def test_layouts(layout: str, mode: ContentMode):
     twin, pool = run(shape, mode, prompt=prompt)
     assert forward(twin, pool.decode([5, 1, 2]), mode) == 0
     counters = twin.kernel_state.counters[2 - 1]
-    assert int(counters[Counter.CONTENT_WRITTEN]) == 29
-    assert int(counters[Counter.CONTENT_CHECKED]) == 26
+    assert int(counters[TagCounter.CONTENT_WRITTEN]) == 29
+    assert int(counters[TagCounter.CONTENT_CHECKED]) == 26
     for position, (source, size) in enumerate(enumerate(shape.row_bytes)):
         flip(twin, "V", source, int(pool.req_to_token[1, position % prompt]), size - 1)
     rows = forward(twin, pool.decode([5, 1, 2]), mode)
@@ -145,7 +144,7 @@ def test_rotation_reads_every_slot_in_turn(mode: ContentMode):
             flip(twin, "K", 2, int(pool.req_to_token[1, position]), byte)
     found = [forward(twin, pool.decode([2, 1, 5]), mode) for _ in range(7)]
     assert found[0] < found[-1] <= 4
-    checked = (twin.kernel_state.counters - before)[1, Counter.CONTENT_CHECKED]
+    checked = (twin.kernel_state.counters - before)[1, TagCounter.CONTENT_CHECKED]
     assert 50 <= int(checked) <= 7 * (12 + 3)
 
 
@@ -199,7 +198,7 @@ def test_list(mode: ContentMode):
     slots = torch.cat([row, extra])
     twin.check_list_content(SweepVerifyPlan(slots, slots, slots), mode)
     assert twin.assert_equal() == 1
-    assert int(twin.kernel_state.counters[2, Counter.CONTENT_CHECKED]) == 40
+    assert int(twin.kernel_state.counters[2, TagCounter.CONTENT_CHECKED]) == 40
 
 
 @MODES

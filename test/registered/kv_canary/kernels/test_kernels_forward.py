@@ -11,12 +11,12 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
 from sglang_kv_canary.plan.plan_input import ForwardPlan
 from sglang_kv_canary.record import Column, Reason, State
-from sglang_kv_canary.state import Counter, Header
+from sglang_kv_canary.state import Header, TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     Pool,
     Twin,
@@ -88,7 +88,7 @@ class Rig:
             total |= Reason(row[Column.REASONS - 1])
         return total
 
-    def counter(self, tag_id: int, counter: Counter) -> int:
+    def counter(self, tag_id: int, counter: TagCounter) -> int:
         return int(self.twin.kernel_state.counters[tag_id, counter])
 
 
@@ -105,7 +105,7 @@ def test_clean_history(shape: str, dtype: torch.dtype):
     rig.forward(pool.extend({3: 40, 9: 2, 7: 1, 1: WRITE_TILE}))
     rig.forward(pool.pad(pool.decode([7, 3, 9]), 5))
     assert rig.forward(pool.target_verify([9, 3, 1], drafts=4)) == 0
-    assert rig.counter(0 if rig.twin.group.window is None else 8, Counter.LAUNCHES) == 5
+    assert rig.counter(0 if rig.twin.group.window is None else 8, TagCounter.LAUNCHES) == 5
 
 
 @pytest.mark.parametrize("launches", [APART, ALL_APART])
@@ -313,7 +313,7 @@ def test_budget_visits_every_block_in_turn():
     checked = []
     for _ in range(8):
         rig.forward(rig.pool.decode([3, 1, 4, 2]))
-        checked.append(rig.counter(0, Counter.CHECKED))
+        checked.append(rig.counter(0, TagCounter.CHECKED))
     steps = torch.tensor(checked).diff()
     assert int(steps.max()) <= 3 * VERIFY_BLOCK
     rig.twin.poke("k_head", rig.slot(1, 1500), record.WORD_CHAIN, 1)

@@ -7,12 +7,12 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import free_marks, record
-from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.kernels.triton import slots as slot_launches
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     Pool,
     Twin,
@@ -64,7 +64,7 @@ def test_sweep_list(halves: str):
     plan = sweep_plan(twin, pool, 1, 900)
     twin.check_list(plan)
     assert twin.assert_equal() == 0
-    assert int(twin.kernel_state.counters[2, Counter.CHECKED]) == 900
+    assert int(twin.kernel_state.counters[2, TagCounter.CHECKED]) == 900
     names = [name for name in ("k_head", "k_tail", "v_head", "v_tail") if name[0].upper() in halves]
     # the next slot, whose predecessor this is, lies in the kernel's next block
     flip(twin, names[-1], plan.slots[255], record.WORD_CHAIN)

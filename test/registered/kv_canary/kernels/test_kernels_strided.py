@@ -8,20 +8,20 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.expected_inputs import RowStart
 from sglang_kv_canary.plan.plan_input import UnsupportedForwardError
 from sglang_kv_canary.record import PREV_ANCHOR, Mode, Reason, State
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.backends import REFERENCE, Backend, available_backends
 from sglang_kv_canary_rigs.kernel_cases import Pool, Twin, kernel_device, make_group, make_state
 from sglang_kv_canary_rigs.oracle import Forward, Request, SweepEntry
 from sglang_kv_canary_rigs.scene import assert_clean, assert_violation
-from sglang_kv_canary_rigs.world import Violation, World, WorldSpec
+from sglang_kv_canary_rigs.world import RingViolation, World, WorldSpec
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=90, suite="stage-b-test-1-gpu-small")
@@ -55,7 +55,7 @@ class Strided(World):
         self.arm()
         self.upload()
 
-    def extend(self, row: int, tokens, **changes) -> list[Violation]:
+    def extend(self, row: int, tokens, **changes) -> list[RingViolation]:
         """A forward that brings `tokens` of a row; `changes`: prefix, positions, out_slots, mode, uniform."""
         start = changes.pop("prefix", self.lengths[row])
         count = len(tokens)
@@ -77,7 +77,7 @@ class Strided(World):
         self.lengths[row] = start + count
         return self.take_violations()
 
-    def read(self, row: int) -> list[Violation]:
+    def read(self, row: int) -> list[RingViolation]:
         """A forward of a row that writes to the padding slot."""
         length = self.lengths[row]
         found = self.extend(row, [9], out_slots=(0,))
@@ -88,7 +88,7 @@ class Strided(World):
         return self.records(self.strided, "K", side)
 
     def base_chain(self, full_slot: int) -> int:
-        return self.records(self.swa, "K", "HEAD")[self.swa.lut[full_slot]][record.WORD_CHAIN]
+        return self.records(self.swa, "K", Side.HEAD)[self.swa.lut[full_slot]][record.WORD_CHAIN]
 
 
 def served(backend: Backend, **spec) -> Strided:
@@ -113,8 +113,8 @@ def test_only_the_last_token_writes_a_slot(backend):
     assert_clean(world.extend(1, [107], mode=Mode.DECODE, uniform=True))
     assert sorted(world.slots()) == sorted(world.slots("TAIL")) == [8, 9]
     assert record.unpack_writer(world.slots()[9][record.WORD_WRITER]) == (3, 1, Mode.DECODE, 1)
-    assert world.counter(HEAD, Counter.WRITTEN) == world.counter(TAIL, Counter.WRITTEN) == 2
-    assert world.counter(HEAD, Counter.CHECKED) == 2  # one slot in each of the last two forwards
+    assert world.counter(HEAD, TagCounter.WRITTEN) == world.counter(TAIL, TagCounter.WRITTEN) == 2
+    assert world.counter(HEAD, TagCounter.CHECKED) == 2  # one slot in each of the last two forwards
 
 
 def test_the_record_has_the_base_groups_chain_and_its_fold(backend):
@@ -150,7 +150,7 @@ def test_a_chunk_that_does_not_complete_a_slot_writes_none(backend):
     assert_clean(world.extend(1, [1, 2]))
     assert_clean(world.extend(1, [3]))
     assert world.slots() == {}
-    assert world.counter(HEAD, Counter.ELIGIBLE) == 0
+    assert world.counter(HEAD, TagCounter.ELIGIBLE) == 0
 
 
 def test_a_slot_is_written_again_by_a_later_forward(backend):
@@ -450,7 +450,7 @@ def test_a_strided_group_needs_a_base_of_stride_one_before_it():
         with pytest.raises(ValueError, match=why):
             CanaryBufferGroup(**{**fields, **broken})
     state = make_state(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="C4 takes over chains of FULL, which must come before"):
+    with pytest.raises(ValueError, match="C4 uses the chains of FULL, which must come before"):
         Launcher(REFERENCE.functions, (group, base), state, None)
     Launcher(REFERENCE.functions, (base, group), state, None)
 

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import (
-    HALVES,
-    NUM_TAGS,
-    CanaryLaunchTag,
-    Side,
-    build_endpoints_from_group,
-)
+from sglang_kv_canary.endpoint import HALVES, NUM_TAGS, CanaryLaunchTag, build_endpoints_from_group
 from sglang_kv_canary.kernels.layout import content_unit
 from sglang_kv_canary.kernels.reference import content_fingerprint, hashing
 from sglang_kv_canary.record import Column, Mode, Reason, State
@@ -281,7 +275,7 @@ def test_tags_round_trip_and_are_distinct():
 
 @pytest.mark.parametrize("tag_id", [3, 7, -1, NUM_TAGS])
 def test_an_id_that_no_tag_has_is_refused(tag_id):
-    with pytest.raises(ValueError, match="is no launch tag id"):
+    with pytest.raises(ValueError, match="is not a launch tag id"):
         CanaryLaunchTag.from_id(tag_id)
 
 

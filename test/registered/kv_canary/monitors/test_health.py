@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError
 from sglang_kv_canary.kernels import reference
-from sglang_kv_canary.monitors.health import LEAST_SILENT_STEPS, HealthCheck
+from sglang_kv_canary.monitors.health import MIN_SILENT_STEPS, HealthCheck
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
 from sglang_kv_canary.runner.step_observer import StepObserver, Summary
@@ -80,7 +81,7 @@ def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: st
 
 def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
     rig = WatchedRig(sweep=False, event_file=events, copy_every_s=1e9)
-    rig.steps(2 * LEAST_SILENT_STEPS)
+    rig.steps(2 * MIN_SILENT_STEPS)
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
 
 
@@ -243,7 +244,7 @@ def test_an_idle_server_is_not_unhealthy(monkeypatch: Any) -> None:
 def test_the_first_request_after_a_long_idle_time_finds_a_healthy_server(sweep: bool) -> None:
     rig = WatchedRig(mode=CanaryMode.RAISE, sweep=sweep, sweep_interval=0 if not sweep else 1)
     rig.steps(PERIOD)
-    rig.idle(2 * LEAST_SILENT_STEPS)
+    rig.idle(2 * MIN_SILENT_STEPS)
     rig.steps(PERIOD)
     assert rig.health.failures == 0
 
@@ -268,7 +269,7 @@ def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
 def test_a_device_that_hands_over_no_counters_is_unhealthy(events: str, monkeypatch: Any) -> None:
     rig = WatchedRig(event_file=events, health_check_interval=1)
     monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
-    rig.steps(LEAST_SILENT_STEPS - 10)
+    rig.steps(MIN_SILENT_STEPS - 10)
     assert rig.health.healthy
     rig.steps(20)
     assert "no counters have arrived" in _health_events(events)[-1]["problems"][0]

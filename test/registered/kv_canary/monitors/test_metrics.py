@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
-from sglang_kv_canary.endpoint import Side
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors import metrics as metrics_module
 from sglang_kv_canary.monitors.health import HealthCheck

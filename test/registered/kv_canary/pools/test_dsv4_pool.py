@@ -15,13 +15,13 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
-from sglang_kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.perturb.content import bytes_of
 from sglang_kv_canary.pool_patcher.adapters.dsv4 import STRIDES
 from sglang_kv_canary.reports.violation import render
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
@@ -53,7 +53,7 @@ def served(device: str, **settings: Any) -> Dsv4Rig:
 
 
 def written(rig: Dsv4Rig, kind: PoolKind, side: Side = Side.HEAD) -> int:
-    return int(rig.manager.state.counters[CanaryLaunchTag(kind, "K", side).id, Counter.WRITTEN])
+    return int(rig.manager.state.counters[CanaryLaunchTag(kind, "K", side).id, TagCounter.WRITTEN])
 
 
 def found(rig: Dsv4Rig) -> dict[tuple[str, str], set[int]]:
@@ -96,7 +96,7 @@ def test_the_window_slides_and_swa_pages_go_to_others_while_compressed_slots_sta
         rig.decode([1, 2, 3, 4])
     assert rig.settle() == []
     tag = CanaryLaunchTag(C128, "K", Side.HEAD).id
-    assert int(rig.manager.state.counters[tag, Counter.CHECKED]) > 0
+    assert int(rig.manager.state.counters[tag, TagCounter.CHECKED]) > 0
 
 
 def test_freed_pages_serve_another_request(device) -> None:
@@ -304,7 +304,7 @@ def test_freeing_full_slots_frees_each_compressed_slot_once(device) -> None:
     assert rig.settle() == []
     for kind in COMPRESSED:
         group = rig.group(kind)
-        for side in ("HEAD", "TAIL"):
+        for side in (Side.HEAD, Side.TAIL):
             words = group.records("K", side)[(slots // group.stride).unique(), record.WORD_WRITER]
             states = (words >> record.WRITER_STATE_SHIFT) & 15
             assert set(states.tolist()) <= {record.State.FREED, record.State.NEVER_WRITTEN}
@@ -365,7 +365,7 @@ def test_a_pass_covers_compressed_slots_also_where_swa_slots_are_gone(device, bu
     one_pass(rig, sweep)
     one_pass(rig, sweep)
     tags = {kind: CanaryLaunchTag(kind, "K", Side.SWEEP).id for kind in KINDS}
-    grown = {kind: int((counters - before)[tag, Counter.CHECKED]) for kind, tag in tags.items()}
+    grown = {kind: int((counters - before)[tag, TagCounter.CHECKED]) for kind, tag in tags.items()}
     # The first of them may have begun before; another one may be under way.
     assert all(grown[kind] >= 2 * PAGE // stride for kind, stride in STRIDES.items())
     assert grown[SWA] >= PAGE

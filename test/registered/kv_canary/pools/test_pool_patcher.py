@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
 from sglang_kv_canary.cli.pools import main as pools_command
 from sglang_kv_canary.pool_patcher import (
     AttachOptions,
@@ -81,7 +81,9 @@ def test_groups_of_each_pool(name: str) -> None:
     groups = _attach(make())
     assert [(g.kind, g.num_slots, "".join(g.halves)) for g in groups] == expected
     for group in groups:
-        assert all(not group.records(h, s).any() for h in group.halves for s in ("HEAD", "TAIL"))
+        assert all(
+            not group.records(h, s).any() for h in group.halves for s in (Side.HEAD, Side.TAIL)
+        )
         assert group.stride == {C4: 4, C4_INDEXER: 4, C128: 128}.get(group.kind, 1)
         assert (group.swa_index_lut is not None) == (group.kind is SWA)
 
@@ -173,7 +175,9 @@ def _record_entry(records: torch.Tensor, page_size: int) -> tuple[int, int, int]
 
 
 def _around(group: CanaryBufferGroup, half: str, layers: list, page_size: int) -> list:
-    head, tail = (_record_entry(group.records(half, side), page_size) for side in ("HEAD", "TAIL"))
+    head, tail = (
+        _record_entry(group.records(half, side), page_size) for side in (Side.HEAD, Side.TAIL)
+    )
     return [head, *layers, tail]
 
 
@@ -380,7 +384,7 @@ def _no_op() -> RealPool:
         (_hisparse_nsa, "HiSparseNSATokenToKVPool .* is refused: HiSparse swaps rows"),
         (
             lambda: pools.make_dsv4_pool(size_swa=0),
-            "C4 slots and no SWA slots on this rank, so nothing tells which 4 tokens",
+            "C4 slots and no SWA slots on this rank, so nothing shows which 4 tokens",
         ),
         (lambda: pools.make_dsv4_pool(enable_hisparse=True), "HiSparseC4DevicePool .* is refused"),
         (_no_op, "prefill-only-disable-kv-cache"),

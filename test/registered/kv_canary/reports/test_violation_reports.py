@@ -14,7 +14,7 @@ import torch
 
 import sglang_kv_canary
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
@@ -274,7 +274,7 @@ def test_at_the_end_what_is_not_settled_is_counted(log: Log) -> None:
     rig.decode([1])
     rig.manager.finish(1.0)
     assert log.slots == []
-    assert "before their forwards' results are in: 1" in log.text
+    assert "before the results of their forwards: 1" in log.text
 
 
 def test_a_clean_server_ends_without_a_word(log: Log) -> None:
@@ -416,7 +416,7 @@ def test_content_is_called_by_what_it_is_and_old_names_stay_for_a_version(tmp_pa
     rig.decode([1])
     rig.settle()
     (event,) = _events(path, "violation")
-    written = int(rig.manager.groups[0].records("K", "TAIL")[slot, 2])
+    written = int(rig.manager.groups[0].records("K", Side.TAIL)[slot, 2])
     (violation,) = rig.reported
     assert violation.content_written == written != violation.content_now
     assert event["schema"] == 2

@@ -10,18 +10,18 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
-from sglang_kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.runner.slot_ledger import MAX_WAITING_ALLOCS
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Counter, Header
+from sglang_kv_canary.state import Header, TagCounter
 from sglang_kv_canary_rigs.backends import Backend, available_backends
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.scene import Scene, assert_clean
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -132,7 +132,7 @@ def test_a_row_whose_number_is_given_out_and_that_is_not_written_yet_is_no_findi
 @pytest.mark.parametrize("backend", available_backends(), ids=lambda b: b.name)
 def test_kernels_pass_the_wrap(backend: Backend) -> None:
     """What TAIL and content take for this forward's own records is told by 32 bits of its number."""
-    scene = Scene(WorldSpec(swa_slots=48, window=4), backend)
+    scene = CheckScene(WorldSpec(swa_slots=48, window=4), backend)
     scene.state.summary[Header.FORWARD_DONE] = WRAP - 2
     for token in range(5):
         assert_clean(scene.prefill(1, [5, 6, 7]) if token == 0 else scene.decode(1))
@@ -219,7 +219,7 @@ def test_lost_checks_beside_abandoned_forwards_are_found(caplog: Any) -> None:
     for _ in range(6):
         rig.result(rig.decode([1]))
     tails = [CanaryLaunchTag(PoolKind.FULL, half, Side.TAIL).id for half in ("K", "V")]
-    rig.manager.state.counters[tails, Counter.LAUNCHES] -= 3  # as if they had not run
+    rig.manager.state.counters[tails, TagCounter.LAUNCHES] -= 3  # as if they had not run
     for _ in range(2):
         rig.result(rig.decode([1]))
     assert not health.healthy

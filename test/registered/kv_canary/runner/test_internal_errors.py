@@ -37,7 +37,7 @@ from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.hook_spec import HookType
 from sglang_kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
-from sglang_kv_canary_rigs.manager_rig import ManagerRig, Request
+from sglang_kv_canary_rigs.manager_rig import ManagerRig, RigRequest
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
@@ -551,7 +551,7 @@ def test_token_lists_that_do_not_reach_the_device_raise_no_false_alarm(
     rig.result(rig.extend(1, range(20)))
     rig.allocator.free(rig.rows.req_to_token[1, :20].long())
     rig.lengths[1] = 0
-    new_owner = Request(req_pool_idx=1, fill_ids=range(40, 45))
+    new_owner = RigRequest(req_pool_idx=1, fill_ids=range(40, 45))
     rig.expected = lambda batch: expected_tokens_of(rig.manager, batch, [new_owner])
     with monkeypatch.context() as patch:
         patch.setattr(ExpectedTokens, "from_lists", _broken)

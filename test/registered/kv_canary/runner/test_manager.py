@@ -15,9 +15,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
-from sglang_kv_canary.endpoint import CanaryLaunchTag, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
@@ -25,7 +25,7 @@ from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
 from sglang_kv_canary.single_forward_manager import Phase
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.kernel_cases import make_state
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_nsa_pool, make_swa_pool
@@ -77,7 +77,7 @@ def _reread(rig: ManagerRig, forwards: int) -> dict[PoolKind, float]:
     found = {}
     for group in rig.manager.groups:
         tag = CanaryLaunchTag(group.kind, "K", Side.TAIL).id
-        slots = int((counters - before)[tag, Counter.CONTENT_CHECKED])
+        slots = int((counters - before)[tag, TagCounter.CONTENT_CHECKED])
         size = content_bytes_per_slot(group, rig.manager.config.content_mode)
         found[group.kind] = slots * size / forwards
     return found
@@ -293,7 +293,7 @@ def test_single_forwards_follow_each_other_and_do_not_nest() -> None:
     active = rig.manager.with_active_single_forward_manager
     with active(0):
         with (
-            pytest.raises(CanaryPhaseError, match="0 begins inside of single forward 0"),
+            pytest.raises(CanaryPhaseError, match="0 begins inside single forward 0"),
             active(0),
         ):
             pass
@@ -342,8 +342,8 @@ def test_an_endpoint_launches_its_group_and_side(side: Side) -> None:
         if tag[1] is not side:
             assert int(now.abs().sum()) == 0
             continue
-        assert int(now[Counter.CHECKED]) == int(grown[tag][Counter.CHECKED]) + 1
-        assert (now[Counter.CONTENT_CHECKED] > 0) == (grown[tag][Counter.CONTENT_CHECKED] > 0)
+        assert int(now[TagCounter.CHECKED]) == int(grown[tag][TagCounter.CHECKED]) + 1
+        assert (now[TagCounter.CONTENT_CHECKED] > 0) == (grown[tag][TagCounter.CONTENT_CHECKED] > 0)
 
 
 def test_the_mode_is_what_the_scheduler_asked_for() -> None:

@@ -14,8 +14,9 @@ from sglang.srt.model_executor.cuda_graph_runner import DecodeInputBuffers
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode, TokenCheck
-from sglang_kv_canary.endpoint import Part, Side
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.reference.spans import requests_of

@@ -29,7 +29,7 @@ from sglang_kv_canary.wiring import warm_up
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary_rigs.launch_variants import LaunchVariants, missing
-from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig, Request
+from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig, RigRequest
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 from sglang_kv_canary_rigs.spec_rig import ROWS, SpecRig, accept, scratch, v1_step
 
@@ -86,7 +86,7 @@ def target_rig(pool: str, **settings: Any) -> ManagerRig:
     if pool == "swa":
         window, real = 8, make_swa_pool(size=256, size_swa=256, head_num=2, head_dim=8)
     rig = ManagerRig(real=real, sliding_window_size=window, **settings)
-    requests = {row: Request(row, range(30)) for row in range(1, MAX_REQUESTS + 1)}
+    requests = {row: RigRequest(row, range(30)) for row in range(1, MAX_REQUESTS + 1)}
 
     def expected(batch: ForwardBatch) -> Any:
         served = [requests[int(row)] for row in batch.req_pool_indices]

@@ -18,7 +18,7 @@ from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.observers import build_observers
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep import report as sweep_report
 from sglang_kv_canary.sweep.orchestrator import IDLE_CONTENT_FACTOR, SweepOrchestrator, legs_of
 from sglang_kv_canary_rigs.tree_rig import TreeRig
@@ -49,7 +49,7 @@ class SweptRig(TreeRig):
             assert ticks > 0, f"{target - self.sweep.sweep_passes} passes were not completed"
 
     def checked(self, tag: str) -> int:
-        return int(self.manager.state.counters[_tag(tag).id, Counter.CHECKED])
+        return int(self.manager.state.counters[_tag(tag).id, TagCounter.CHECKED])
 
 
 def _tag(name: str) -> CanaryLaunchTag:

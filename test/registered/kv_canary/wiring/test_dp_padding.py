@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.record import WORD_WRITER
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.testing.fill_ins import without_pinned_memory
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -72,7 +72,7 @@ def test_padded_decodes_are_clean_and_fully_checked(padding: SimpleNamespace) ->
     assert {batch.forward_mode for batch in seen} == {padding.mode}
     if padding.others and not padding.prefill:
         assert {batch.batch_size for batch in seen} == {max(2, *padding.others)}
-    checked = rig.manager.state.counters[:, Counter.CHECKED]
+    checked = rig.manager.state.counters[:, TagCounter.CHECKED]
     # Two rows with prefixes of 9, 10, 11 and 12 slots, at HEAD and TAIL of K and V.
     assert sorted(checked[checked > 0].tolist()) == [2 * (9 + 10 + 11 + 12)] * 4
     for group in rig.manager.groups:

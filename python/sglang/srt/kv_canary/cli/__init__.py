@@ -8,7 +8,7 @@ __all__ = ["sglang_problem"]
 
 
 def sglang_problem() -> str:
-    """Why no command can run here, or "". Raises ModuleNotFoundError where SGLang is not complete."""
+    """Why no command can run here, or "". Raises ModuleNotFoundError if SGLang is incomplete."""
     from ..errors import CanaryStartupError
     from ..wiring.version_check import check_sglang
 
@@ -21,11 +21,10 @@ def sglang_problem() -> str:
 
 
 def _use_cpu_engine_without_gpu() -> None:
-    """SGLang asks for the first variable when its modules are imported."""
+    """SGLang reads the first variable when its modules are imported."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # more threads fight with the engine's processes
+        # More threads would compete with the engine's processes.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,4 +1,4 @@
-"""`kv-canary faults`: the commands of the fault injection, with their arguments and what must be reported."""
+"""`kv-canary faults`: the fault-injection commands, their arguments and the findings they must cause."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..perturb.faults import FAULTS
 
 _WIDTH = 120
 HOW_TO = (
-    "Fault injection is for tests: it damages the KV cache of a running server on purpose. Start the server with "
-    "SGLANG_KV_CANARY_PERTURB_DIR=FOLDER, and with SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 for the faults that "
-    "are marked so: SGLang's own leak check ends the server otherwise.",
-    f"Write {EXAMPLE} to FOLDER under any other name and rename it to ADDRESS-NAME.json. ADDRESS is the model runner: "
-    "target0 is the target model on tensor parallel rank 0, draft0 its draft model, target0.pp1 stage 1 of a "
-    "pipeline. NAME is yours. The runner removes the file when it takes the command; a file with an address that no "
-    "runner has stays. A fault waits until a request or prefix fits its arguments. The answer, or the error, appears "
-    "as ADDRESS-NAME.done.json.",
+    "Fault injection is for tests: it deliberately damages the KV cache of a running server. Start the server with "
+    "SGLANG_KV_CANARY_PERTURB_DIR=FOLDER. Faults that are marked so also need "
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0: without it, SGLang's own leak check ends the server.",
+    f"Write {EXAMPLE} to FOLDER under any other name and rename it to ADDRESS-NAME.json. ADDRESS is the model runner. "
+    "For example, target0 is the target model on tensor parallel rank 0, draft0 its draft model, target0.pp1 stage 1 "
+    "of a pipeline. NAME is yours. The runner removes the file when it takes the command. A file with an address that "
+    "no runner has stays. A fault waits until a request or prefix fits its arguments. The answer, or the error, "
+    "appears as ADDRESS-NAME.done.json.",
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TICK_S = 1.0
-PLAIN_EVERY_S = 10.0  # between two progress lines where the output is no terminal
+PLAIN_EVERY_S = 10.0  # between two progress lines when the output is not a terminal
 
 
 def say(text: str = "", indent: int = 0) -> None:
@@ -18,7 +18,7 @@ def say(text: str = "", indent: int = 0) -> None:
 
 
 class StatusLine:
-    """A line that is rewritten in a terminal, and printed now and then elsewhere."""
+    """A line that is rewritten in a terminal, and printed occasionally elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -32,7 +32,7 @@ class StatusLine:
             say(text)
 
     def done(self, text: str) -> None:
-        """The last state, which stays."""
+        """Print the last state, which stays."""
         print(f"\r\x1b[K{text}" if self._terminal else text, flush=True)
 
 

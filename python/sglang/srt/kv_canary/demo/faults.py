@@ -1,4 +1,4 @@
-"""The faults of the demo: what happens to whom, and what the canary has to say about it."""
+"""The faults of the demo: what each damages, how it would look in production, and what the canary must report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Done = dict[str, Any]  # the answer to an injection: what was damaged
 class DemoFault:
     """`act` serves requests around one injection and returns its answer.
 
-    Caught is: a violation with `reason` that the injection explains, with `writer` as the slot's last
-    writer where given.
+    A fault is caught if a violation with `reason` is explained by the injection. If `writer` is set, it must also be
+    the slot's last writer.
     """
 
     title: str
@@ -48,7 +48,7 @@ async def _flipped_in_cached_slot(serving: Serving) -> Done:
     await serving.generate("ada", [*prompt, 10], 4)
     fault = serving.send("flip_bytes", cached=prompt, position=30, half="V", source=1)
     done = await fault.executed()
-    await _together(serving, "bob")  # another prompt: not concerned
+    await _together(serving, "bob")  # another prompt: not affected
     await serving.generate("cleo", [*prompt, 11], 4)
     return done
 

@@ -19,7 +19,7 @@ from .faults import DEMO_FAULTS, DemoFault
 
 CLEAN_REQUESTS = 300
 FLAGS = {"kv_canary": "log", "kv_canary_real_data": "all"}
-# The demo prints violations itself: keep the scheduler process from logging them, too.
+# The demo prints violations itself: keep the scheduler process from logging them as well.
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -31,7 +31,7 @@ LOGGING = {
 
 @dataclass(slots=True)
 class Tally:
-    """What the last line says."""
+    """The totals in the last line."""
 
     caught: int = 0
     injected: int = 0
@@ -43,7 +43,7 @@ class Tally:
 
 
 class Demo:
-    """One engine, one clean run, some faults. `events` are read from where the last look ended."""
+    """One engine, one clean run, some faults. Each call reads the events since the previous one."""
 
     def __init__(self, engine: Serving) -> None:
         self._engine = engine
@@ -52,14 +52,14 @@ class Demo:
 
     def new_violations(self) -> list[dict[str, Any]]:
         """Violations since the last call; the engine is idle."""
-        for _ in range(2):  # the first idle step hands over what the last forward found
+        for _ in range(2):  # the first idle step reports what the last forward found
             self._engine.send("counters").answer()
         events = self._engine.events("violation")
         new, self._seen = events[self._seen :], len(events)
         return new
 
     def checked_slots(self) -> int:
-        """Slots checked before a request read them: those of the K half's HEAD, each counted once."""
+        """Slots checked before a request read them: those of HEAD of the K half, so that each counts once."""
         counters = self._engine.send("counters").answer()["counters"]
         return sum(c["checked"] for tag, c in counters.items() if tag.startswith("HEAD_K"))
 
@@ -84,7 +84,7 @@ class Demo:
         say(f"in production: {fault.seen_as}", indent=5)
         done = self._engine.run(fault.act(self._engine))
         found = self.new_violations()
-        self._engine.run(self._engine.flush())  # no damage is left behind
+        self._engine.run(self._engine.flush())  # leaves no damage
         explained = [event for event in found if is_explained(event, done)]
         story = next((event for event in explained if fault.is_story(event)), None)
         self.tally.injected += 1
@@ -94,7 +94,7 @@ class Demo:
         if story is None:
             say(f"NOT CAUGHT: no {fault.reason} among {len(found)} violations", indent=5)
         else:
-            say(f"caught:        {_count(explained)}, the first that tells the story:\n", indent=5)
+            say(f"caught:        {_count(explained)}, the first that shows the fault:\n", indent=5)
             say(render(Violation.from_event(story)), indent=7)
         for event in found:
             if event not in explained:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when every fault was caught and nothing else was reported."""
     parser = argparse.ArgumentParser(
         prog="kv-canary demo",
-        description="Serve with a real SGLang engine (a tiny Llama with random weights) under the canary, then "
+        description="Serve a tiny Llama with random weights on a real SGLang engine under the canary. Then "
         "damage its KV cache and see the damage reported.",
     )
     parser.add_argument(
@@ -150,7 +150,7 @@ def _show(engine: Serving, requests: int) -> int:
 
 
 def _count(events: Sequence[dict[str, Any]]) -> str:
-    """How often, and where, a fault was seen."""
+    """Number of findings of a fault, and their launch tags."""
     tags = dict.fromkeys(event["tag"] for event in events)
     return f"{len(events)} finding{'s' * (len(events) > 1)} at {', '.join(tags)}"
 

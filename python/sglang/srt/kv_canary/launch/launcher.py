@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup
+from ..buffer_group import CanaryBufferGroup, Side
 from ..config import ContentMode
-from ..endpoint import CanaryEndpoint, Part, Side, build_endpoints_from_group
+from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
 from ..kernels.layout import content_slots_per_forward
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput, SweepVerifyPlan
@@ -52,7 +52,7 @@ class Launcher:
             base = group.chain_base
             if base is not None and not any(base.k_head is records for records in before):
                 raise ValueError(
-                    f"{group.kind.value} takes over chains of {base.kind.value}, which must come before it, got "
+                    f"{group.kind.value} uses the chains of {base.kind.value}, which must come before it, got "
                     f"{[g.kind.value for g in self.groups]}"
                 )
             before.append(group.k_head)
@@ -62,7 +62,7 @@ class Launcher:
             each = content_slots_per_forward(self.groups, self.content_mode, budget)
             slots = {id(group): n for group, n in zip(self.groups, each, strict=True)}
             for group in self.groups:
-                self.backend.prepare(group)  # waits for the device, which no forward may
+                self.backend.prepare(group)  # waits for the device, which a forward must not do
         object.__setattr__(self, "_content_slots", slots)
 
     @property
@@ -72,7 +72,7 @@ class Launcher:
     def launch(
         self, plan: ForwardPlan, group: CanaryBufferGroup, side: Side, part: Part = Part.ALL
     ) -> None:
-        """Of `part`, what `plan` has work for; content follows what TAIL writes."""
+        """Run `part`, as far as `plan` has work for it. Content is checked after TAIL has written."""
         part &= plan.parts(side)
         if not part:
             return
@@ -90,15 +90,15 @@ class Launcher:
     def note_next_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
     ) -> None:
-        """What was sampled for request rows, see `kernels.next_tokens`."""
+        """Note the tokens sampled for request rows, see `kernels.next_tokens`."""
         self.backend.note_next_tokens(rows, tokens, counts, self.groups, self.state)
 
     def copy_records(
         self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor
     ) -> None:
-        """Records follow their bytes, which were copied between slots (group's slot space, int64[n]).
+        """Copy records after their bytes were copied between slots (int64[n], in the group's slot space).
 
-        Raises ValueError for a strided group: its bytes cannot be moved token by token, and SGLang never does.
+        Raises ValueError for a strided group: its bytes cannot be moved token by token, and SGLang never does so.
         """
         if group.stride != 1:
             raise ValueError(
@@ -108,9 +108,9 @@ class Launcher:
         self.backend.copy_records(group, source_slots, target_slots)
         if self.content_mode is not ContentMode.PARTIAL:
             return
-        # Which bytes `partial` reads depends on the slot, so that the copied fingerprint is of other bytes.
+        # `partial` selects bytes by slot, so the copied fingerprint covers other bytes.
         for half in group.halves:
-            tail, slots = group.records(half, "TAIL"), target_slots.long()
+            tail, slots = group.records(half, Side.TAIL), target_slots.long()
             fingerprints = self.backend.content_fingerprint(
                 group.content(half), slots, self.content_mode
             )

@@ -1,4 +1,4 @@
-"""Compiles, at start-up, what allocator events, moved slots and sweeps launch; forwards are `wiring.warm_up`'s."""
+"""Compiles at start-up what allocator events, moved slots and sweeps launch. `wiring.warm_up` does the forwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANY_SLOTS = 4096  # more than one program frees at once
 
 
 def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
-    """Every allocator event, of slot 0 only, which none of them touches; `free()` is given int32 and int64."""
+    """Every allocator event, on slot 0, which none of them changes. `free()` receives int32 and int64."""
     for group in launcher.groups:
         device = group.k_head.device
         for kind in (SlotEventKind.ALLOC, SlotEventKind.FREE):
@@ -22,7 +22,7 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
                 for count in (1, MANY_SLOTS):
                     slots = torch.zeros(count, dtype=dtype, device=device)
                     launcher.backend.apply_slot_event(kind, slots, group, launcher.state, page_size)
-                    if kind is SlotEventKind.FREE and page_size > 1:  # several calls of a step
+                    if kind is SlotEventKind.FREE and page_size > 1:  # merged calls of a step
                         launcher.backend.apply_slot_event(
                             kind, slots, group, launcher.state, page_size, slots.int()
                         )
@@ -33,7 +33,7 @@ def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
 
 
 def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:
-    """What was sampled, of row 0, which no request has; samplers give int32 or int64."""
+    """Sampled tokens of row 0, which no request has. Samplers return int32 or int64."""
     device = launcher.state.summary.device
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for dtype in (torch.int32, torch.int64):
@@ -43,21 +43,21 @@ def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:
 
 
 def warm_up_unfills(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
-    """UNFILL of slot 0, given as `dtypes`, one for each group."""
+    """UNFILL of slot 0, with one of `dtypes` for each group."""
     for group, dtype in zip(launcher.groups, dtypes, strict=True):
         slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
         launcher.backend.apply_slot_event(SlotEventKind.UNFILL, slots, group, launcher.state)
 
 
 def warm_up_moves(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
-    """Slot 0 moves onto itself, given as `dtypes`, one for each group."""
+    """Moves slot 0 onto itself, with one of `dtypes` for each group."""
     for group, dtype in zip(launcher.groups, dtypes, strict=True):
         slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
         launcher.copy_records(group, slots, slots)
 
 
 def warm_up_sweep(launcher: Launcher) -> None:
-    """The sweep's launches, on a list of padding slots; nothing may be armed."""
+    """The sweep's launches, on a list of padding slots. Nothing may be armed yet."""
     for group in launcher.groups:
         zeros = torch.zeros(1, dtype=torch.int64, device=group.k_head.device)
         for anchors in (None, zeros):

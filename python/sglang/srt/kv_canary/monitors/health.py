@@ -1,6 +1,6 @@
-"""The health check: a checker that has quietly stopped checking is worse than none.
+"""The health check: a checker that has silently stopped is worse than none.
 
-Every period it asks the device's own counters, which only the kernels move, what has run since the last check.
+In every period it reads the device's own counters, which only kernels change: what has run since the last check?
 """
 
 from __future__ import annotations
@@ -8,31 +8,34 @@ from __future__ import annotations
 import logging
 import time
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, CanaryMode, ContentMode
-from ..endpoint import CanaryLaunchTag, Side
+from ..endpoint import CanaryLaunchTag
 from ..errors import CanaryHealthError
 from ..reports.event_sink import EventSink
 from ..reports.violation_reporter import leave_last_words
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 
 logger = logging.getLogger(__name__)
 
-SILENT_PERIODS = 2  # of steps with forwards, without any counters from the device
-LEAST_SILENT_STEPS = 64
-MOST_UNDER_WAY = 1  # forwards whose HEAD may have run and TAIL not, when the counters are copied
+SILENT_PERIODS = 2  # without counters from the device; only steps with forwards count
+MIN_SILENT_STEPS = 64
+MAX_UNDER_WAY = 1  # forwards whose HEAD has run and TAIL has not, at the time of the copy
 
 
 class HealthCheck(StepObserver):
-    """Checks once in `health_check_interval` steps, an idle tick of the scheduler counting as a step.
+    """Checks once in `health_check_interval` steps. An idle tick of the scheduler counts as a step.
 
-    Expected to have run since the last check: HEAD and TAIL of every group and half, when forwards were launched;
-    content fingerprints of what they wrote; every SWEEP launch that was issued (none without `sweep`, so none on
-    draft runners). The device must have counted as many forwards as the host launched. Nothing is expected of an
-    idle server. Unhealthy: RAISE raises CanaryHealthError; LOG logs an error, emits an event and clears `healthy`.
+    These must have run since the last check:
+    - HEAD and TAIL of every group and half, if forwards were launched;
+    - the content fingerprints of what they wrote;
+    - every SWEEP launch that was issued (none without `sweep`, so none on draft runners).
+
+    The device must have counted as many forwards as the host launched. An idle server owes nothing. If a check fails,
+    RAISE raises CanaryHealthError. LOG logs an error, emits an event and clears `healthy`.
     """
 
     def __init__(
@@ -50,14 +53,14 @@ class HealthCheck(StepObserver):
         self._role = role
         self._sweep = sweep
         self._last: Summary | None = None
-        # Forwards that the device has counted and the host not launched, as last reported.
+        # Forwards that the device counted beyond the host's launches, as last reported.
         self._ahead = 0
-        self._slack = 0  # how much of that a late copy at the start may have been
+        self._slack = 0  # the part of it that may come from a late copy at the start
         self._doubted = False  # the last check saw another number, which a late copy can explain
         self._ticks = 0
         self._checked_tick = 0
-        self._unheard_steps = 0  # with forwards, since counters last arrived; idle ticks copy none
-        self._heard = time.monotonic()  # when they did
+        self._unheard_steps = 0  # steps with forwards since the last counters; idle ticks copy none
+        self._heard = time.monotonic()  # time of the last counters
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
         self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
@@ -67,7 +70,7 @@ class HealthCheck(StepObserver):
     def after_forwards(self, manager: Observed) -> None:
         self._ticks += 1
         self._unheard_steps += 1
-        limit = max(LEAST_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
+        limit = max(MIN_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
         overdue = time.monotonic() - self._heard > 2 * self._config.copy_every_s
         if manager.armed and self._unheard_steps > limit and overdue:
             silent, self._unheard_steps = self._unheard_steps, 0
@@ -114,7 +117,7 @@ class HealthCheck(StepObserver):
         self._conclude(problems, tuple(silent), between)
 
     def _miscounted(self, summary: Summary) -> list[str]:
-        """Whether the device has counted other forwards than the host; what a late copy explains is doubted once."""
+        """Whether the counts of device and host differ. A difference that a late copy explains may occur once."""
         surplus = _ahead(summary) - self._ahead
         if -self._slack <= surplus < 0:
             self._ahead, self._slack, surplus = _ahead(summary), 0, 0
@@ -127,42 +130,44 @@ class HealthCheck(StepObserver):
         return [f"the device counted {abs(surplus)} forwards {kind} than were launched"]
 
     def _silent_tags(self, between: CountsBetween) -> list[str]:
-        launches = between.by_tag(self._tags, Counter.LAUNCHES)
+        launches = between.by_tag(self._tags, TagCounter.LAUNCHES)
         return [name for name, count in launches.items() if count <= 0]
 
     def _lost_checks(self, between: CountsBetween) -> list[str]:
-        """Groups whose TAIL has run less often than their HEAD, which no other counter tells."""
+        """Groups whose TAIL has run less often than their HEAD; no other counter shows that."""
         problems = []
         for group in self._groups:
             head, tail = (
-                between.grown(CanaryLaunchTag(group.kind, group.halves[0], side), Counter.LAUNCHES)
+                between.grown(
+                    CanaryLaunchTag(group.kind, group.halves[0], side), TagCounter.LAUNCHES
+                )
                 for side in PER_FORWARD
             )
-            if 0 < tail < head - MOST_UNDER_WAY - between.abandoned:
+            if 0 < tail < head - MAX_UNDER_WAY - between.abandoned:
                 problems.append(f"TAIL of {group.kind.value} ran {tail} times, HEAD {head} times")
         return problems
 
     def _without_fingerprints(self, between: CountsBetween) -> list[str]:
-        """Tags whose slots were written without the content fingerprint that was asked for."""
+        """Tags whose slots were written without the requested content fingerprint."""
         if self._config.content_mode is ContentMode.NONE:
             return []
         bad = []
         for group in self._groups:
             for half in group.halves:
                 tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
-                wrote = between.grown(tag, Counter.WRITTEN) > 0 and group.content(half)
-                if wrote and between.grown(tag, Counter.CONTENT_WRITTEN) <= 0:
+                wrote = between.grown(tag, TagCounter.WRITTEN) > 0 and group.content(half)
+                if wrote and between.grown(tag, TagCounter.CONTENT_WRITTEN) <= 0:
                     bad.append(tag.name)
-        return [f"no content fingerprints of what was written at {', '.join(bad)}"] if bad else []
+        return [f"no content fingerprints of the slots written at {', '.join(bad)}"] if bad else []
 
     def _silent_sweeps(self, between: CountsBetween, expected: dict[PoolKind, int]) -> list[str]:
-        """SWEEP tags that have run less often than `expected`, the least number issued between the two copies.
+        """SWEEP tags that have run less often than `expected`, the minimum number issued between the two copies.
 
-        One copy is under way at a time: what was issued when a copy arrived runs after it, and before the next.
+        Only one copy is under way at a time. A launch issued when a copy arrives runs after it, before the next copy.
         """
         tags = tags_of(self._groups, (Side.SWEEP,))
         return [
-            t.name for t in tags if between.grown(t, Counter.LAUNCHES) < expected.get(t.kind, 0)
+            t.name for t in tags if between.grown(t, TagCounter.LAUNCHES) < expected.get(t.kind, 0)
         ]
 
     def _conclude(

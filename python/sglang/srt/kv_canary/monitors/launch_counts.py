@@ -1,13 +1,13 @@
-"""Readings of the device's counters per launch tag, and what grew between two of them."""
+"""Readings of the device's counters per launch tag, and their growth between two readings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import CanaryLaunchTag, Side, build_endpoints_from_group
+from ..buffer_group import CanaryBufferGroup, Side
+from ..endpoint import CanaryLaunchTag, build_endpoints_from_group
 from ..runner.step_observer import Summary
-from ..state import Counter
+from ..state import TagCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,19 @@ class CountsBetween:
     def abandoned(self) -> int:
         return self.later.abandoned - self.earlier.abandoned
 
-    def grown(self, tag: CanaryLaunchTag, counter: Counter) -> int:
-        """How much `counter` of `tag` grew."""
+    def grown(self, tag: CanaryLaunchTag, counter: TagCounter) -> int:
+        """Growth of `counter` of `tag`."""
         before, after = self.earlier.counters, self.later.counters
         return int(after[tag.id, counter]) - int(before[tag.id, counter])
 
-    def by_tag(self, tags: tuple[CanaryLaunchTag, ...], counter: Counter) -> dict[str, int]:
+    def by_tag(self, tags: tuple[CanaryLaunchTag, ...], counter: TagCounter) -> dict[str, int]:
         """Growth of `counter` for each of `tags`, by the tag's name."""
         return {tag.name: self.grown(tag, counter) for tag in tags}
 
     def share(
-        self, tags: tuple[CanaryLaunchTag, ...], counter: Counter, of: Counter
+        self, tags: tuple[CanaryLaunchTag, ...], counter: TagCounter, of: TagCounter
     ) -> float | None:
-        """Growth of `counter` over that of `of`, summed over `tags`; None where `of` did not grow."""
+        """Growth of `counter` divided by that of `of`, summed over `tags`. None if `of` did not grow."""
         whole = sum(self.by_tag(tags, of).values())
         return sum(self.by_tag(tags, counter).values()) / whole if whole else None
 

@@ -1,6 +1,6 @@
-"""Prometheus metrics, through SGLang's own `--enable-metrics`, in its naming and with its labels.
+"""Prometheus metrics, through SGLang's own `--enable-metrics`, with its naming and labels.
 
-Every rank exports: each checks its own K/V, so a fault on one of them must not be hidden behind rank 0.
+Every rank exports: each checks its own K/V, so rank 0 must not hide a fault of another rank.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import Side
+from ..buffer_group import CanaryBufferGroup, Side
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .health import HealthCheck
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
@@ -24,11 +23,11 @@ PUBLISH_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A time series family. Counters end in `_total`, as Prometheus wants it."""
+    """A time series family. Counter names end in `_total`, as Prometheus requires."""
 
     name: str  # without PREFIX
     help: str
-    labels: tuple[str, ...] = ()  # besides SGLang's own and `runner`
+    labels: tuple[str, ...] = ()  # in addition to SGLang's own and `runner`
 
     @property
     def full_name(self) -> str:
@@ -94,12 +93,12 @@ def metric_labels(server_args: Any, model_runner: Any) -> dict[str, Any]:
 
 
 class MetricFamilies:
-    """The prometheus_client objects; one set per process, which all its managers share."""
+    """The prometheus_client objects. All managers of a process share one set."""
 
     _instance: MetricFamilies | None = None
 
     def __init__(self, labelnames: tuple[str, ...], registry: Any | None = None) -> None:
-        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; imported before that, it would not share its values.
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR first; with an earlier import, processes would not share values.
         import prometheus_client
 
         where = {} if registry is None else {"registry": registry}
@@ -107,7 +106,7 @@ class MetricFamilies:
         for metric in METRICS:
             names = (*labelnames, *metric.labels)
             if metric.is_counter:
-                family = prometheus_client.Counter(metric.full_name, metric.help, names, **where)
+                family = prometheus_client.TagCounter(metric.full_name, metric.help, names, **where)
             else:
                 family = prometheus_client.Gauge(
                     metric.full_name, metric.help, names, multiprocess_mode="mostrecent", **where
@@ -126,7 +125,7 @@ class MetricFamilies:
 
 
 class MetricsExporter(StepObserver):
-    """Publishes once in PUBLISH_EVERY_S, from the summary that all reporters share."""
+    """Publishes once in PUBLISH_EVERY_S, from the summary that all observers share."""
 
     def __init__(
         self,
@@ -195,9 +194,9 @@ class MetricsExporter(StepObserver):
     def _publish_device(self, summary: Summary) -> None:
         self._count("forwards_total", summary.forward_done)
         for name, tags, counter in (
-            ("slots_checked_total", self._all_tags, Counter.CHECKED),
-            ("content_checked_total", self._all_tags, Counter.CONTENT_CHECKED),
-            ("slots_written_total", self._per_forward, Counter.WRITTEN),
+            ("slots_checked_total", self._all_tags, TagCounter.CHECKED),
+            ("content_checked_total", self._all_tags, TagCounter.CONTENT_CHECKED),
+            ("slots_written_total", self._per_forward, TagCounter.WRITTEN),
         ):
             for tag in tags:
                 self._count(name, int(summary.counters[tag.id, counter]), launch_tag=tag.name)
@@ -205,7 +204,7 @@ class MetricsExporter(StepObserver):
             return
         between = CountsBetween(self._published, summary)
         for tag in self._per_forward:
-            share = between.share((tag,), Counter.CHECKED, of=Counter.ELIGIBLE)
+            share = between.share((tag,), TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
             if share is not None:
                 self._set("coverage_ratio", share, launch_tag=tag.name)
 
@@ -216,7 +215,7 @@ class MetricsExporter(StepObserver):
         """Bring a counter up to `value`, its total so far. Returns whether it grew."""
         key = name, tuple(labels.values())
         growth = value - self._values.get(key, 0)
-        # inc(0) too: a series that exists from the start has a rate, and an alert can tell 0 from absent.
+        # inc(0) as well: a series that exists from the start has a rate, and an alert can tell 0 from absent.
         self._families.child(name, {**self._labels, **labels}).inc(max(0, growth))
         self._values[key] = value
         return growth > 0

@@ -1,15 +1,14 @@
-"""Statistics: what the canary did in the last N steps, and what it cost the host."""
+"""Statistics: what the canary did in the last N steps, and how much host time it cost."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import Side
+from ..buffer_group import CanaryBufferGroup, Side
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 
@@ -49,17 +48,17 @@ class StatisticsReporter(StepObserver):
         self._last, self._host_ns = summary, manager.clock.spent_ns
 
     def _event(self, manager: Observed, between: CountsBetween) -> dict[str, Any]:
-        """What happened between two summaries; violations, sweep passes and the like count from the start."""
-        coverage = between.share(self._per_forward, Counter.CHECKED, of=Counter.ELIGIBLE)
+        """The activity between two summaries. Violations, sweep passes and similar totals count from the start."""
+        coverage = between.share(self._per_forward, TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
         host_us = (manager.clock.spent_ns - self._host_ns) / 1000
         return {
             "event": "statistics",
             "from_step": between.earlier.step,
             "to_step": between.later.step,
             "forwards": between.forwards_launched,
-            "checked": between.by_tag(self._all_tags, Counter.CHECKED),
-            "content_checked": between.by_tag(self._all_tags, Counter.CONTENT_CHECKED),
-            "written": between.by_tag(self._per_forward, Counter.WRITTEN),
+            "checked": between.by_tag(self._all_tags, TagCounter.CHECKED),
+            "content_checked": between.by_tag(self._all_tags, TagCounter.CONTENT_CHECKED),
+            "written": between.by_tag(self._per_forward, TagCounter.WRITTEN),
             "coverage": None if coverage is None else round(coverage, 6),
             "sweep_passes": self._sweep.sweep_passes if self._sweep else 0,
             "violations": manager.violations.reported,

@@ -1,7 +1,7 @@
-"""SWA divergence: proof that a test really exercised the sliding window, counted on the device.
+"""SWA divergence: proof, counted on the device, that a test really exercised the sliding window.
 
-A clean SWA run says little when no token ever left the window and no slot was ever re-used. One line every N
-steps tells what has happened so far.
+A clean SWA run proves little if no token ever left the window and no slot was ever re-used. One line every N
+steps shows the totals so far.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import logging
 from dataclasses import asdict, dataclass, fields
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..endpoint import CanaryLaunchTag
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter
+from ..state import TagCounter
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class SwaDivergenceLog:
     swa_out_of_window_tokens: int  # prefix tokens that lie before the window
 
     def format(self) -> str:
-        """The line, without a newline; the value has no spaces, because SGLang's log tools read up to the first one."""
+        """The line, without a newline. The value has no spaces: SGLang's log tools read up to the first one."""
         return PREFIX + json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def parse(cls, line: str) -> SwaDivergenceLog | None:
-        """The log of a line that contains one; None for any other line, and for one that is cut off."""
+        """The log in `line`. None for any other line, and for a truncated one."""
         _, found, text = line.partition(PREFIX)
         if not found:
             return None
@@ -57,13 +57,13 @@ class SwaDivergenceLog:
 
     @classmethod
     def find_all(cls, text: str) -> list[SwaDivergenceLog]:
-        """Those of all complete lines in `text`, a log, oldest first."""
+        """The logs of all complete lines in `text`, a server log, oldest first."""
         found = (cls.parse(line) for line in text.splitlines())
         return [log for log in found if log is not None]
 
     @classmethod
     def find_last(cls, text: str) -> SwaDivergenceLog | None:
-        """That of the newest complete line in `text`, a log; None where there is none."""
+        """The newest complete log in `text`, a server log; None if there is none."""
         found = (cls.parse(line) for line in reversed(text.splitlines()))
         return next((log for log in found if log is not None), None)
 
@@ -71,8 +71,8 @@ class SwaDivergenceLog:
 class SwaDivergenceReporter(StepObserver):
     """Logs a line every `interval` steps in which a summary arrives; needs a FULL and an SWA group.
 
-    The plan of a forward is made inside of graphs, where only the device can count. So what was planned is observed
-    when the device's counters arrive.
+    A forward's plan is made inside graphs, where only the device can count. So the counts are observed when the
+    device's counters arrive.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SwaDivergenceReporter(StepObserver):
             self.step()
 
     def observe_after_invoke_plan(self, summary: Summary) -> None:
-        """Take over what the forwards up to `summary` planned and verified."""
+        """Take the counts of the forwards up to `summary`."""
         self._latest = summary
         if self._reported is None:
             self._reported = summary
@@ -106,15 +106,15 @@ class SwaDivergenceReporter(StepObserver):
         latest = self._reported = self._latest
         line = SwaDivergenceLog(
             forward_ct=latest.forward_done,
-            verify_full=_total(latest, _FULL, Counter.CHECKED),
-            verify_swa=_total(latest, _SWA, Counter.CHECKED),
-            swa_full_idx_divergence=_total(latest, _SWA, Counter.IDX_DIVERGENCE),
-            swa_out_of_window_tokens=_total(latest, _SWA, Counter.OUT_OF_WINDOW),
+            verify_full=_total(latest, _FULL, TagCounter.CHECKED),
+            verify_swa=_total(latest, _SWA, TagCounter.CHECKED),
+            swa_full_idx_divergence=_total(latest, _SWA, TagCounter.IDX_DIVERGENCE),
+            swa_out_of_window_tokens=_total(latest, _SWA, TagCounter.OUT_OF_WINDOW),
         )
         logger.info("%s", line.format())
         self._sink.emit({"event": "swa_divergence", **asdict(line)})
         return line
 
 
-def _total(summary: Summary, tag: CanaryLaunchTag, counter: Counter) -> int:
+def _total(summary: Summary, tag: CanaryLaunchTag, counter: TagCounter) -> int:
     return int(summary.counters[tag.id, counter])

@@ -1,9 +1,9 @@
-"""Which reasons can occur at which launch tag: the time series of violations that exist from the start, at 0."""
+"""Which reasons can occur at which launch tag: these time series of violations exist from the start, at 0."""
 
 from __future__ import annotations
 
-from ..buffer_group import CanaryBufferGroup
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import CanaryBufferGroup, Side
+from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from ..reports.violation import tag_name
 from .launch_counts import tags_of
@@ -25,7 +25,7 @@ def violation_pairs(
 ) -> tuple[tuple[str, str], ...]:
     """(launch tag, reason) of every violation that `groups` can have on `sides`.
 
-    A reason that is not excluded here is taken as possible: a series too many stays at 0.
+    A reason that is not excluded counts as possible: an impossible series just stays at 0.
     """
     by_kind = {group.kind: group for group in groups}
     return tuple(

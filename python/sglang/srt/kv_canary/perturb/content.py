@@ -1,4 +1,4 @@
-"""Faults in the K/V bytes: flipped in memory, or written by somebody who does not own the slot."""
+"""Faults in the K/V bytes: flipped in memory, or written by code that does not own the slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .scene import Outcome, Scene, states_of
 
 
 def flip_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Also of a slot of the prefix cache, which a sweep then finds."""
+    """Flip bytes of one slot. It may be a slot of the prefix cache, which a sweep then finds."""
     target = scene.pick(args)
     if target is None:
         return None
@@ -56,7 +56,7 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def scramble_free_slots(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """No fault: overwrite the bytes of every slot that no request and no prefix holds, as lost memory would be."""
+    """No fault: overwrite the bytes of every slot that no request and no prefix holds, as if memory was lost."""
     group = scene.group(args["kind"])
     free = (State.NEVER_WRITTEN, State.FREED)
     slots = [slot for slot, state in states_of(group).items() if state in free]
@@ -77,14 +77,14 @@ def bytes_of(source: ContentSource, slot: int) -> torch.Tensor:
 
 
 def slot_in(group: Any, full_slot: int) -> int:
-    """`full_slot` in the group's own slot space."""
+    """`full_slot`, translated to the group's own slot space."""
     if group.swa_index_lut is not None:
         return int(group.swa_index_lut[full_slot])
     return full_slot // group.stride
 
 
 def _storing_layers(scene: Scene) -> list[Any]:
-    """Attention layers that store into the pool; MLA models have others for the same layer, which do not."""
+    """Attention layers that store into the pool. MLA models have a second object per layer, which does not store."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     modules = scene.model_runner.model.modules()

@@ -1,8 +1,8 @@
 """The control folder: commands as files from a tester, answers as files from the scheduler process.
 
-A command is `ADDRESS-NAME.json`, where ADDRESS is the model runner that it is for (`target0`: the target model on
-tensor parallel rank 0; `target0.pp1`: on stage 1 of a pipeline). It is answered by `ADDRESS-NAME.done.json`. Both
-appear by rename, so a reader never sees half a file. What is no command is answered with the error.
+A command is `ADDRESS-NAME.json`. ADDRESS is the model runner that it is for. `target0` is the target model on
+tensor parallel rank 0, `target0.pp1` the same on stage 1 of a pipeline. The answer is `ADDRESS-NAME.done.json`. Both
+appear by rename, so a reader never sees half a file. A file that is not a command is answered with the error.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 EXAMPLE = '{"fault": NAME, "args": {...}}'
 _ANSWER_SUFFIX = ".done.json"
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def address_of(role: str, rank: int, pp_rank: int = 0) -> str:
-    """The model runner that a command is for; `role` is "target" or "draft"."""
+    """The address of a model runner; `role` is "target" or "draft"."""
     return f"{role}{rank}.pp{pp_rank}" if pp_rank else f"{role}{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One thing to do: `name` is the tester's, `fault` one of `faults.FAULTS`."""
+    """One command: `name` is chosen by the tester, `fault` is one of `faults.FAULTS`."""
 
     name: str
     fault: str
@@ -39,46 +39,46 @@ class Command:
 
 
 class _Malformed(ValueError):
-    """A file that is no command."""
+    """A file that is not a command."""
 
 
 class ControlFolder:
-    """Both ends of the protocol, for one address."""
+    """Both ends of the protocol for one address."""
 
     def __init__(self, folder: str | Path, address: str) -> None:
         self._folder = Path(folder)
         self._prefix = f"{address}-"
-        self._stuck: set[str] = set()  # files that were answered and could not be removed
+        self._stuck: set[str] = set()  # files that have an answer but could not be removed
         self._readable = True
 
     # Tester
 
     def send(self, command: Command) -> None:
-        """Ask for `command`; its name must be new in this folder."""
+        """Send `command`. Its name must be new in this folder."""
         message = {"fault": command.fault, "args": command.args}
         self._write(f"{self._prefix}{command.name}.json", message)
 
     def answer(self, name: str) -> dict[str, Any] | None:
-        """What became of command `name`, or None while it is waiting."""
+        """The answer to command `name`, or None while it waits."""
         path = self._folder / f"{self._prefix}{name}{_ANSWER_SUFFIX}"
         return json.loads(path.read_text()) if path.exists() else None
 
     def withdraw(self, name: str) -> None:
-        """Forget a command that has not been executed yet."""
+        """Remove a command that has not been executed yet."""
         self._write(
             f"{self._prefix}{name}.withdraw.json", {"fault": "withdraw", "args": {"name": name}}
         )
 
-    # Scheduler process: nothing that is in the folder, or happens to it, may end the server.
+    # Scheduler process: no file in the folder, and nothing that happens to it, may end the server.
 
     def take(self) -> list[Command]:
-        """Commands that arrived since the last call, by name. Files that are none are answered with the error."""
+        """Commands that arrived since the last call, by name. Other files are answered with the error."""
         try:
             with os.scandir(self._folder) as entries:
                 names = sorted(entry.name for entry in entries if self._is_command(entry.name))
         except OSError as error:
             if self._readable:
-                logger.error("kv-canary: no fault can be injected: %s", error)
+                logger.error("kv-canary: cannot inject faults: %s", error)
             self._readable = False
             return []
         self._readable = True
@@ -89,7 +89,7 @@ class ControlFolder:
         try:
             self._write(f"{self._prefix}{name}{_ANSWER_SUFFIX}", answer)
         except OSError as error:
-            logger.error("kv-canary: an injected fault is not answered: %s", error)
+            logger.error("kv-canary: cannot answer an injected fault: %s", error)
 
     def _is_command(self, file_name: str) -> bool:
         return (
@@ -104,7 +104,7 @@ class ControlFolder:
         command, problem = None, ""
         try:
             command = _parse(name, path)
-        except FileNotFoundError:  # taken by another replica, or removed by hand
+        except FileNotFoundError:  # taken by another replica, or removed manually
             return None
         except (OSError, _Malformed) as error:
             problem = str(error)
@@ -113,7 +113,7 @@ class ControlFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            # It would be executed again at each step.
+            # Otherwise it would be executed again at each step.
             self._stuck.add(file_name)
             problem = problem or f"the file cannot be removed: {error}"
         if problem:
@@ -128,7 +128,7 @@ class ControlFolder:
 
 
 def _parse(name: str, path: Path) -> Command:
-    """Raises `_Malformed`, or OSError for what cannot be read."""
+    """Raises `_Malformed`, or OSError for a file that cannot be read."""
     message = _load(path)
     if not isinstance(message, dict):
         raise _Malformed(f"expected a JSON object {EXAMPLE}, got a {type(message).__name__}")
@@ -148,10 +148,10 @@ def _parse(name: str, path: Path) -> Command:
 
 def _load(path: Path) -> Any:
     info = path.stat()
-    if not stat.S_ISREG(info.st_mode):  # the open of a pipe would wait for ever
+    if not stat.S_ISREG(info.st_mode):  # opening a pipe could block forever
         raise _Malformed("expected a regular file")
-    if info.st_size > _MOST_BYTES:
-        raise _Malformed(f"expected at most {_MOST_BYTES} bytes, got {info.st_size}")
+    if info.st_size > _MAX_BYTES:
+        raise _Malformed(f"expected at most {_MAX_BYTES} bytes, got {info.st_size}")
     try:
         return json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

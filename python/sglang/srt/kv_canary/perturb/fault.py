@@ -1,4 +1,4 @@
-"""A fault as data: its command's arguments, their defaults and checks, and what the canary must report."""
+"""A fault as data: its arguments, their defaults and checks, and the findings that the canary must report."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ __all__ = [
     "tokens",
 ]
 
-MIN_INT32, MAX_INT32 = -(1 << 31), (1 << 31) - 1  # what an entry of req_to_token holds
+MIN_INT32, MAX_INT32 = -(1 << 31), (1 << 31) - 1  # the range of an entry of req_to_token
 REQUIRED = object()  # as a default: the command must give the argument
-Act = Callable[["Scene", dict[str, Any]], "Outcome | None"]  # None: not now, ask again next step
+# None: not now, try again in the next step
+Act = Callable[["Scene", dict[str, Any]], "Outcome | None"]
 
 
 class ArgumentError(ValueError):
-    """A command has arguments that its fault does not take."""
+    """A command has arguments that its fault does not accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`default` is filled in where it is not None; else `otherwise` says what the fault does without the argument."""
+    """A `default` other than None is filled in. Otherwise `otherwise` says what happens without the argument."""
 
     name: str
     expected: str
@@ -56,7 +57,7 @@ class Argument:
 def number(
     name: str, help_: str, default: Any = None, otherwise: str = "", minimum: int = 0
 ) -> Argument:
-    """A whole number of 32 bits, at least `minimum`."""
+    """A 32-bit whole number, at least `minimum`."""
     expected = f"a whole number from {minimum} to {MAX_INT32}"
 
     def accepts(value: Any) -> bool:
@@ -96,14 +97,14 @@ def tokens(name: str, help_: str, otherwise: str = "") -> Argument:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One command of the control folder. `reasons`: one of them must be reported, none for what is no fault."""
+    """One command of the control folder. One of `reasons` must be reported; no reasons means that it is no fault."""
 
     name: str
-    act: Act | None  # None: the observer does it, without a scene
+    act: Act | None  # None: the observer executes it, without a scene
     summary: str
     arguments: tuple[Argument, ...] = ()
     reasons: tuple[Reason, ...] = ()
-    where: str = ""  # at which launch tags, and when
+    where: str = ""  # launch tags that report it, and when
     breaks_accounting: bool = False  # SGLang's own leak check ends the server once it is idle
     eager_only: bool = False  # has no effect on a forward that a CUDA graph replays
     by_name: Mapping[str, Argument] = field(init=False, repr=False)
@@ -113,7 +114,7 @@ class Fault:
         object.__setattr__(self, "by_name", by_name)
 
     def complete(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """`args` with the defaults filled in; raises `ArgumentError` for what this fault does not take."""
+        """`args` with the defaults filled in. Raises `ArgumentError` for arguments that this fault does not accept."""
         for name, value in args.items():
             self._check(name, value)
         filled = {a.name: a.default for a in self.arguments if a.default is not None} | dict(args)
@@ -136,6 +137,6 @@ class Fault:
             )
 
 
-def _shortened(value: Any, most: int = 60) -> str:
+def _shortened(value: Any, limit: int = 60) -> str:
     shown = repr(value)
-    return shown if len(shown) <= most else f"{shown[:most]}..."
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."

@@ -1,4 +1,4 @@
-"""The table of commands: what each does, with which arguments, and what must be reported.
+"""The table of commands: what each does, its arguments, and the findings that must be reported.
 
 Commands are checked against it, and `kv-canary faults` prints it.
 """
@@ -14,17 +14,17 @@ __all__ = ["FAULTS", "WITHDRAW"]
 
 WITHDRAW = "withdraw"
 
-# Which request: arguments of every fault that happens to a request of the running batch.
+# Which request: arguments of every fault that acts on a request of the running batch.
 _MODES = ("EXTEND", "DECODE", "MIXED", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2")
 READER = (
     text("rid", "request id", otherwise="any request"),
     choice("mode", _MODES, "SGLang's mode of the forward", otherwise="any forward"),
-    number("min_prefix", "the request reads at least as many slots", 8),
+    number("min_prefix", "minimum number of slots that the request reads", 8),
 )
 # Which slot: of a request, or of a cached prefix.
 _POSITION = "position of the slot; the fault waits for a request or prefix that has it"
 POSITION = number("position", _POSITION, otherwise="the middle")
-NEAR_END = number("position", _POSITION, otherwise="the third from the end")
+NEAR_END = number("position", _POSITION, otherwise="third from the end")
 CACHED = tokens(
     "cached",
     "token ids: take a slot of this cached prefix, with the server idle or not",
@@ -35,7 +35,7 @@ SLOT = (*READER, POSITION, CACHED)
 KIND = choice("kind", tuple(kind.value for kind in PoolKind), "pool kind", "FULL")
 HALF = choice("half", ("K", "V"), "half of the pool", "K")
 OF_ALLOCATOR = choice(
-    "kind", ("FULL", "SWA"), "free in one pool of a SWA model only", otherwise="all pools"
+    "kind", ("FULL", "SWA"), "free in only one pool of a SWA model", otherwise="all pools"
 )
 KEEP = switch("keep", "do not undo the change after the forward")
 ENTRY = (*READER, POSITION, KEEP)
@@ -54,12 +54,12 @@ FAULTS: dict[str, Fault] = _table(
             *SLOT,
             KIND,
             HALF,
-            number("source", "index of the layer among those that the half covers", 0),
+            number("source", "index of the layer, among the layers that the half covers", 0),
             number("count", "bytes to flip", 1, minimum=1),
         ),
         (Reason.CONTENT,),
         "TAIL of that half, at the next forward that reads the slot, or SWEEP. With "
-        "--kv-canary-real-data partial only if the byte is one that is sampled",
+        "--kv-canary-real-data partial, only if the byte is in the sampled sector",
     ),
     Fault(
         "write_outside_plan",
@@ -72,7 +72,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "scramble_free_slots",
         content.scramble_free_slots,
-        "Overwrite the bytes of all slots that nobody holds. This is no fault: nothing may be reported.",
+        "Overwrite the bytes of all slots that nothing holds. Not a fault: nothing may be reported.",
         (KIND,),
     ),
     Fault(
@@ -94,7 +94,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "swap_entries",
         rows.swap_entries,
-        "Exchange two page table entries of a request.",
+        "Swap two page table entries of a request.",
         (*ENTRY, number("second", "position of the other entry", otherwise="position + 2")),
         (Reason.POSITION,),
         "HEAD and TAIL",
@@ -126,7 +126,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "slot_out_of_range",
         rows.slot_out_of_range,
-        "Point one page table entry of a request past the pool, for the HEAD check only: the model would crash.",
+        "Point one page table entry of a request past the pool. For the HEAD check only: the model would crash.",
         (
             *READER,
             POSITION,
@@ -145,7 +145,7 @@ FAULTS: dict[str, Fault] = _table(
             OF_ALLOCATOR,
             switch(
                 "hand_out_next",
-                "the next allocation gets the slot; waits until another request is first in the batch",
+                "the next allocation gets the slot; waits until another request comes first in the batch",
             ),
         ),
         (Reason.USE_AFTER_FREE, Reason.CHAIN),
@@ -155,7 +155,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "allocate_live_slot",
         lifetime.allocate_live_slot,
-        "Free the slot (the page) that a request or a cached prefix reads, and allocate it without a write.",
+        "Free the slot (the page) that a request or a cached prefix reads, and allocate it again without a write.",
         (*SLOT, OF_ALLOCATOR),
         (Reason.UNWRITTEN_SINCE_ALLOC,),
         "HEAD and TAIL",
@@ -163,7 +163,7 @@ FAULTS: dict[str, Fault] = _table(
     Fault(
         "double_free",
         lifetime.double_free,
-        "Free a slot that is free already; needs one that was freed, as by a flush. The free list itself is repaired.",
+        "Free a slot that is already free. Needs a slot that was freed, e.g. by a flush. The free list is repaired.",
         (OF_ALLOCATOR,),
         (Reason.DOUBLE_FREE,),
         "FREE_FULL (with kind SWA: FREE_SWA), at the next forward",
@@ -177,7 +177,7 @@ FAULTS: dict[str, Fault] = _table(
             KIND,
             HALF,
             choice("what", (*records.DAMAGE, "zero"), "what to damage", REQUIRED),
-            choice("side", ("HEAD", "TAIL"), "whose record", "HEAD"),
+            choice("side", ("HEAD", "TAIL"), "side of the record", "HEAD"),
         ),
         (
             Reason.POSITION,
@@ -187,7 +187,7 @@ FAULTS: dict[str, Fault] = _table(
             Reason.BAD_STATE,
             Reason.NEVER_WRITTEN,
         ),
-        "the damaged side and half, with the reason of what was damaged",
+        "the damaged side and half, with the reason that fits the damaged word",
     ),
     Fault(
         "wrong_token",
@@ -245,7 +245,7 @@ FAULTS: dict[str, Fault] = _table(
         "Map a slot to 0, which means evicted.",
         (*READER, NEAR_END),
         (Reason.SWA_EVICTED_IN_WINDOW,),
-        "HEAD and TAIL of SWA, for a position inside of the window",
+        "HEAD and TAIL of SWA, for a position inside the window",
     ),
     Fault(
         "stale_location",
@@ -263,23 +263,23 @@ FAULTS: dict[str, Fault] = _table(
         (
             number(
                 "slots",
-                "shorten the window by this; < 0 takes that back",
+                "shorten the window by this many slots; < 0 reverts it",
                 REQUIRED,
                 minimum=MIN_INT32,
             ),
         ),
         (Reason.SWA_EVICTED_IN_WINDOW,),
-        "HEAD and TAIL of SWA, with 2 or more slots: SGLang keeps one more than the window",
+        "HEAD and TAIL of SWA, if slots is at least 2: SGLang keeps one more than the window",
     ),
     Fault(
         "counters",
         observe.read_counters,
-        "Answer with the device's counters of every launch tag. This is no fault.",
+        "Return the device's counters of every launch tag. Not a fault.",
     ),
     Fault(
         WITHDRAW,
         None,
-        "Forget a command that still waits. This is no fault.",
+        "Withdraw a command that still waits. Not a fault.",
         (
             Argument(
                 "name",

@@ -1,4 +1,4 @@
-"""Faults in what a forward is fed: wrong tokens, positions, rows and lengths."""
+"""Faults in a forward's inputs: wrong tokens, positions, rows and lengths."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Faults in the life of a slot: freed while it is read, handed out twice, freed twice.
+"""Faults in the life of a slot: freed while in use, handed out twice, freed twice.
 
-With `kind`, in one pool of a SWA model only: a SWA slot that is freed while the mapping still names it.
+With `kind`, the fault acts on only one pool of a SWA model: a SWA slot is freed while the mapping still names it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from .scene import Outcome, Scene
 
 
 def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Free the slot (the page) that a request reads. `hand_out_next`: the next allocation gets it.
+    """Free the slot (the page) that a request reads. With `hand_out_next`, the next allocation gets it.
 
-    That waits until another request is before this one in the batch: else its own next token would get it.
+    `hand_out_next` waits until another request comes first in the batch: otherwise this request's own next token
+    would get the slot.
     """
     target, hand_out = scene.pick(args), args["hand_out_next"]
     if target is None or (hand_out and target.reader is not None and target.reader.index == 0):
@@ -33,7 +34,7 @@ def free_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def allocate_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Free the slot (the page) that a request reads and hand it to somebody who does not write it."""
+    """Free the slot (the page) that a request reads, and allocate it again without a write."""
     target = scene.pick(args)
     if target is None:
         return None
@@ -41,11 +42,13 @@ def allocate_live_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     slots = _free(scene, allocator, slot)
     _move_to_front(allocator)
     allocator.alloc(allocator.page_size)
-    return Outcome(slots, target.request_ids, f"freed and allocated again, not written: {target}")
+    return Outcome(
+        slots, target.request_ids, f"freed and allocated again without a write: {target}"
+    )
 
 
 def double_free(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Free a slot that is free already; the free list itself is put right again."""
+    """Free a slot that is already free. The free list is then repaired."""
     allocator, _ = _owner(scene, 0, args, needs_free_list=True)
     slot = _freed_slot(scene, allocator, args)
     if slot is None:
@@ -53,13 +56,13 @@ def double_free(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     before = allocator.free_pages
     slots = _free(scene, allocator, slot)
     allocator.free_pages = before
-    return Outcome(slots, (), f"freed slot {slot}, which was free already")
+    return Outcome(slots, (), f"freed slot {slot}, which was already free")
 
 
 def _owner(
     scene: Scene, full_slot: int, args: dict[str, Any], needs_free_list: bool
 ) -> tuple[Any, int]:
-    """The allocator that `kind` names, default the whole one, and `full_slot` as it numbers it."""
+    """The allocator that `kind` names, by default the whole one, and `full_slot` in its numbering."""
     kind = args.get("kind")
     if kind is None:
         if needs_free_list and scene.allocator.free_pages is None:
@@ -67,12 +70,12 @@ def _owner(
         return scene.allocator, full_slot
     part = getattr(scene.allocator, f"{kind.lower()}_attn_allocator", None)
     if part is None:
-        raise ValueError("this model has one pool: leave out 'kind'")
+        raise ValueError("this model has one pool: omit 'kind'")
     return part, slot_in(scene.group(kind), full_slot)
 
 
 def _free(scene: Scene, allocator: Any, slot: int) -> tuple[int, ...]:
-    """Free through SGLang's allocator; returns the slots that this gives back."""
+    """Free through SGLang's allocator. Returns the slots that this frees."""
     page = allocator.page_size
     first = slot // page * page
     slots = range(first, first + page)
@@ -81,7 +84,7 @@ def _free(scene: Scene, allocator: Any, slot: int) -> tuple[int, ...]:
 
 
 def _move_to_front(allocator: Any) -> None:
-    """What was freed last is handed out next: allocators take from the front."""
+    """Hand out next what was freed last: allocators take from the front."""
     pages = allocator.free_pages
     last = 0 if allocator.page_size > 1 else -1  # where free() has put it
     rest = pages[1:] if last == 0 else pages[:-1]

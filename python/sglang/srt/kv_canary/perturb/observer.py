@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class PerturbObserver(StepObserver):
     """Takes commands when the scheduler is idle and right before each forward.
 
-    It wraps `forward` of the model runner's instance, because faults need the batch; a command that names
-    something which does not exist yet waits.
+    It wraps `forward` of the model runner's instance, because faults need the batch. A command waits while something
+    that it names does not exist yet.
     """
 
     def __init__(self, perturb_dir: str, model_runner: Any) -> None:
@@ -62,7 +62,7 @@ class PerturbObserver(StepObserver):
     def _withdraw(self, command: Command) -> None:
         name = command.args["name"]
         known = self._waiting.pop(name, None) is not None
-        answer = {"detail": f"withdrew {name}"} if known else {"error": f"{name} does not wait"}
+        answer = {"detail": f"withdrew {name}"} if known else {"error": f"{name} is not waiting"}
         self._folder.reply(command.name, answer)
 
     def _wrap_forward(self) -> None:
@@ -90,7 +90,7 @@ class PerturbObserver(StepObserver):
         self._model_runner.forward = forward
 
     def _act(self, scene: Scene) -> list[Outcome]:
-        """Execute what can be executed now, and answer it."""
+        """Execute the commands that can run now, and answer them."""
         outcomes = []
         with _device_at_rest(scene.rows.device):
             executed = [(c, *_execute(c, scene)) for c in self._waiting.values()]
@@ -105,7 +105,7 @@ class PerturbObserver(StepObserver):
 
 
 def _checked(command: Command) -> Command:
-    """`command` with its defaults filled in; raises `ArgumentError` for what cannot be executed."""
+    """`command` with its defaults filled in. Raises `ArgumentError` if it cannot be executed."""
     fault = FAULTS.get(command.fault)
     if fault is None:
         raise ArgumentError(f"no fault {command.fault[:40]!r}; known: {', '.join(FAULTS)}")
@@ -120,7 +120,7 @@ def _checked(command: Command) -> Command:
 
 @contextmanager
 def _device_at_rest(device: torch.device) -> Iterator[None]:
-    """Faults touch what SGLang's schedule stream and forward stream both use."""
+    """Synchronise: faults touch data that both SGLang's schedule stream and its forward stream use."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     yield
@@ -129,7 +129,7 @@ def _device_at_rest(device: torch.device) -> Iterator[None]:
 
 
 def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, Any] | None]:
-    """(what a fault did, answer); the answer is None when the command has to wait."""
+    """(outcome of the fault, answer). The answer is None if the command has to wait."""
     try:
         outcome = FAULTS[command.fault].act(scene, command.args)
         return outcome, None if outcome is None else outcome.as_answer()
@@ -139,7 +139,7 @@ def _execute(command: Command, scene: Scene) -> tuple[Outcome | None, dict[str, 
 
 @contextmanager
 def _batch_damage(manager: CanaryManager, outcomes: list[Outcome]) -> Iterator[None]:
-    """For one forward: applies `before_head` damage, when everything that attention is given has been made."""
+    """Apply `before_head` damage to one forward, after everything that attention receives has been made."""
     damages = [o.before_head for o in outcomes if o.before_head is not None]
     if not damages:
         yield
@@ -159,9 +159,9 @@ def _batch_damage(manager: CanaryManager, outcomes: list[Outcome]) -> Iterator[N
 
 
 class _HeadDamage:
-    """For one forward: applies `around_head` damage before the HEAD check, undoes it before the layers run.
+    """For one forward: applies `around_head` damage before the HEAD check and undoes it before the layers run.
 
-    Eager forwards only: a graph's replay does not pass through `model.forward`.
+    Eager forwards only: a graph replay does not call `model.forward`.
     """
 
     def __init__(self, model: Any, outcomes: list[Outcome]) -> None:

@@ -8,7 +8,7 @@ from .. import record
 from .content import slot_in
 from .scene import Outcome, Scene
 
-# What is damaged -> (word, bits that are flipped).
+# Damage -> (word, bits that are flipped).
 DAMAGE: dict[str, tuple[int, int]] = {
     "token": (record.WORD_IDENTITY, 1),
     "position": (record.WORD_IDENTITY, 1 << 32),

@@ -1,4 +1,4 @@
-"""Faults in the page table: entries of `req_to_token` that are not the request's own slots."""
+"""Faults in the page table: entries of `req_to_token` that do not point at the request's own slots."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def other_requests_row(scene: Scene, args: dict[str, Any]) -> Outcome | None:
         return None
     victim, other = readers
     if victim.prefix > other.prefix:
-        return None  # the other one does not have as many
+        return None  # the other request has fewer
     entries = {position: scene.slot(other, position) for position in range(victim.prefix)}
     if entries[0] == scene.slot(victim, 0):
         return None  # a shared prefix
@@ -41,7 +41,7 @@ def other_requests_row(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def swap_entries(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Exchange two entries of a row."""
+    """Swap two entries of a row."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
@@ -51,7 +51,7 @@ def swap_entries(scene: Scene, args: dict[str, Any]) -> Outcome | None:
         first: scene.slot(readers[0], second),
         second: scene.slot(readers[0], first),
     }
-    return _repoint(scene, readers[0], entries, f"positions {first} and {second} exchanged", args)
+    return _repoint(scene, readers[0], entries, f"positions {first} and {second} swapped", args)
 
 
 def padding_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -65,28 +65,28 @@ def never_written_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def freed_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Point one entry at a slot that was written once and is free now."""
+    """Point one entry at a slot that was written once and is now free."""
     return _repoint_one(scene, args, lambda: _freed(scene), "now a free slot")
 
 
 def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Point one entry behind the pool, for the HEAD check only: the model itself would crash."""
+    """Point one entry past the pool. For the HEAD check only: the model itself would crash."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
     reader = readers[0]
     position = args.get("position", reader.prefix // 2)
     before = scene.slot(reader, position)
-    behind = args.get("slot", scene.group().num_slots + 7)
+    past_end = args.get("slot", scene.group().num_slots + 7)
 
     def set_entry(slot: int) -> None:
         scene.rows[reader.row, position] = slot
 
     return Outcome(
-        (before, behind),
+        (before, past_end),
         (reader.request_id,),
-        f'position {position} of request "{reader.request_id}": slot {behind} instead of {before}',
-        around_head=(lambda: set_entry(behind), lambda: set_entry(before)),
+        f'position {position} of request "{reader.request_id}": slot {past_end} instead of {before}',
+        around_head=(lambda: set_entry(past_end), lambda: set_entry(before)),
     )
 
 
@@ -103,7 +103,7 @@ def _repoint_one(
 def _repoint(
     scene: Scene, reader: Reader, entries: dict[int, int], detail: str, args: dict[str, Any]
 ) -> Outcome:
-    """Write `entries` (position -> slot); the forward runs with them, then they are put right again."""
+    """Write `entries` (position -> slot). The forward runs with them, then they are restored."""
     before = {position: scene.slot(reader, position) for position in entries}
     _write(scene.rows, reader.row, entries)
     keep = args["keep"]

@@ -1,4 +1,4 @@
-"""What a fault sees when it acts: the canary's manager, the pools, and who is about to read which slots."""
+"""What a fault sees when it acts: the canary's manager, the pools, and the requests that are about to read slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..record import WORD_WRITER, unpack_writer
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
 
-MIN_TOKENS_TO_GO = 4  # a request that ends at once may never read what was damaged for it
+MIN_TOKENS_TO_GO = 4  # a request that ends at once may never read the damaged slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +24,24 @@ class Reader:
     index: int  # in the batch
     row: int
     request_id: str
-    prefix: int  # slots that it reads: positions 0 .. prefix - 1
-    tokens_to_go: int  # output tokens that it may still produce
+    prefix: int  # slots that the request reads: positions 0 .. prefix - 1
+    tokens_to_go: int  # output tokens that the request may still produce
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a fault did, for the tester; and what is still to be done.
+    """What a fault did, for the tester, and what remains to be done.
 
-    `around_head`: damage that would crash the model, as (apply, undo) right around the HEAD check.
-    `before_head`: damage to the ForwardBatch that HEAD is about to check, eager forwards only.
-    `after_forward`: undoes the damage once the forward has run.
+    `around_head`: damage that would crash the model, as (apply, undo), called right before and after the HEAD check.
+    `before_head`: damage to the ForwardBatch that HEAD is about to check; eager forwards only.
+    `after_forward`: undoes the damage after the forward has run.
     """
 
-    slots: tuple[int, ...] = ()  # full slots that are not what their readers expect
+    slots: tuple[int, ...] = ()  # full slots that now differ from what their readers expect
     request_ids: tuple[str, ...] = ()  # requests that were damaged
     detail: str = ""
     rows: tuple[int, ...] = ()  # request rows that no request has
-    data: dict[str, Any] = field(default_factory=dict)  # JSON that is added to the answer
+    data: dict[str, Any] = field(default_factory=dict)  # JSON added to the answer
     around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
     before_head: Callable[[Any], None] | None = None
     after_forward: Callable[[], None] | None = None
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One slot, and through whom it was chosen."""
+    """One slot, and how it was chosen."""
 
     slot: int
     position: int
@@ -75,7 +75,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A step boundary. `forward_batch` is None, and there are no readers, when the scheduler is idle."""
+    """A step boundary. When the scheduler is idle, `forward_batch` is None and there are no readers."""
 
     manager: CanaryManager
     model_runner: Any
@@ -107,10 +107,10 @@ class Scene:
         return int(self.rows[reader.row, position])
 
     def pick_readers(self, count: int, args: dict[str, Any]) -> list[Reader]:
-        """`count` readers of this forward that suit `args`, or an empty list when there are fewer.
+        """`count` readers of this forward that fit `args`, or an empty list if there are fewer.
 
-        `args`: `rid` (the first reader's request), `mode` (name of the forward's mode), `min_prefix`; and positions,
-        which all of them must read.
+        `args`: `rid` (the first reader's request), `mode` (name of the forward's mode), `min_prefix`, and positions
+        that all of the readers must read.
         """
         fb, mode = self.forward_batch, args.get("mode")
         if fb is None or (mode and fb.forward_mode.name != mode):
@@ -125,10 +125,10 @@ class Scene:
         return fit[:count] if len(fit) >= count else []
 
     def pick(self, args: dict[str, Any]) -> Target | None:
-        """The slot that `args` names, or None while there is no such slot.
+        """The slot that `args` names, or None if there is no such slot yet.
 
-        With `cached` (token ids): a slot of the prefix cache. Else a slot of a reader, see `pick_readers`.
-        `position`: default the middle.
+        With `cached` (token ids): a slot of the prefix cache. Otherwise a slot of a reader, see `pick_readers`.
+        The default of `position` is the middle.
         """
         if "cached" in args:
             return self._pick_cached(args["cached"], args.get("position"))
@@ -145,7 +145,7 @@ class Scene:
 
 
 def states_of(group: CanaryBufferGroup) -> dict[int, int]:
-    """Slot -> state of its record, without slot 0."""
+    """State of each slot's record, without slot 0."""
     writers = group.k_head[1:, WORD_WRITER].tolist()
     return {slot: unpack_writer(word)[3] for slot, word in enumerate(writers, 1)}
 
@@ -160,10 +160,10 @@ def cached_slots(tree_cache: Any, tokens: list[int]) -> list[int]:
 
 
 def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
-    """The requests of `forward_batch`; `requests` are the scheduler's, in batch order."""
+    """The requests of `forward_batch`; `requests` are the scheduler's requests in batch order."""
     prefixes = forward_batch.extend_prefix_lens_cpu
     if prefixes is None:
-        # A decode's length counts its new token, a verify's leaves the drafts out.
+        # A decode's length includes its new token; a verify's length excludes the drafts.
         new = 0 if forward_batch.forward_mode.is_target_verify() else 1
         prefixes = (forward_batch.seq_lens - new).tolist()
     if len(requests) != len(prefixes):

@@ -1,4 +1,4 @@
-"""Faults in the full-to-SWA mapping, stale, shared, evicted inside the window; and in what was translated by it."""
+"""Faults in the full-to-SWA mapping: stale, shared, evicted in the window. Also in locations translated with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .scene import Outcome, Reader, Scene
 
 
 def stale_mapping(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Map a slot in the window to the SWA slot of the position before it, of the same request."""
+    """Map a slot in the window to the SWA slot of the previous position."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
@@ -27,7 +27,7 @@ def shared_swa_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def evicted_in_window(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Map a slot to 0, which means evicted; by default one in the window."""
+    """Map a slot to 0, which means evicted. The default is a slot in the window."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
@@ -35,7 +35,7 @@ def evicted_in_window(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def stale_location(scene: Scene, args: dict[str, Any]) -> Outcome | None:
-    """Let attention store a request's first new token in a free SWA slot: nobody reads it, nobody owns it."""
+    """Let attention store a request's first new token in a free SWA slot, which has no owner and no reader."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
@@ -55,7 +55,7 @@ def stale_location(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:
-    """SGLang believes from now on that the window is `slots` shorter; `slots` < 0 takes that back."""
+    """From now on SGLang assumes a window that is `slots` shorter. `slots` < 0 reverts this."""
     tree_cache, slots = scene.manager.radix_cache, args["slots"]
     window = tree_cache.sliding_window_size
     if slots >= window:
@@ -65,7 +65,7 @@ def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:
 
 
 def _remap(scene: Scene, reader: Reader, position: int, like: int | None) -> Outcome:
-    """For one forward, map `position` as full slot `like` is mapped; None: evicted."""
+    """For one forward, map `position` to the SWA slot of full slot `like`. None: evicted."""
     lut = scene.group("SWA").swa_index_lut
     slot = scene.slot(reader, position)
     before, now = int(lut[slot]), 0 if like is None else int(lut[like])

@@ -1,4 +1,4 @@
-"""What the host knows of a forward's tokens, on the device: its own token lists, and where each request starts."""
+"""The host's knowledge of a forward's tokens, on the device: its own token lists and each request's start."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import lru_cache
 
 import torch
 
-TAIL_TOKENS = 32  # prefix tokens compared per request where the token check is `tail`
+TAIL_TOKENS = 32  # prefix tokens compared per request when the token check is `tail`
 SPAN_WORDS = 5
 
 
 def words_of_lists(batch_size: int, new_tokens: int) -> int:
-    """int64 words of the lists of a batch with `new_tokens` tokens and TAIL_TOKENS before each request's."""
+    """int64 words for the lists of a batch: `new_tokens` tokens, and TAIL_TOKENS before those of each request."""
     return batch_size * (SPAN_WORDS + TAIL_TOKENS // 2) + (new_tokens + 1) // 2
 
 
 class RowStart(IntEnum):
-    """What the host says of a request's row instead of a length."""
+    """What the host says about a request's row instead of a length."""
 
     KEEP = -1  # the row is as its last forward left it
-    FORGET = -2  # the request is new in the row, and the chain of its prefix is not known
-    DECODES = -3  # KEEP, and the request's first new token is the one that was sampled for it
+    FORGET = -2  # the request is new in the row, and its prefix's chain is unknown
+    DECODES = -3  # KEEP, and the request's first new token is the one sampled for it
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTokens:
-    """What the host knows of one request of a batch.
+    """What the host knows about one request of a batch.
 
-    The token at position p is known iff first <= p < first + len(tokens). `start` >= 0: the request is new in its row,
-    with `start` cached tokens whose chain is `start_chain`; else a RowStart.
+    The token at position p is known iff first <= p < first + len(tokens). `start` >= 0: the request is new in its
+    row, with `start` cached tokens whose chain is `start_chain`. Otherwise `start` is a RowStart.
     """
 
     first: int = 0
@@ -42,7 +42,7 @@ class KnownTokens:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """What the host knows of each request of a batch.
+    """What the host knows about each request of a batch.
 
     `tokens` int32[n]; `spans` int64[batch size, SPAN_WORDS] of (offset into `tokens`, first position, count, start,
     start chain), see KnownTokens.
@@ -60,8 +60,9 @@ class ExpectedTokens:
     ) -> ExpectedTokens:
         """From one KnownTokens per request.
 
-        `memory`, int64[any] on `device`: lists that fit go there, in order of the current stream, and are valid until
-        the next ones do. An allocation of their own moves SGLang's activations, which slows prefill by 0.25 %.
+        `memory`, int64[any] on `device`: lists that fit are copied there, in order of the current stream. They stay
+        valid until the next lists are copied. A separate allocation would move SGLang's activations, which slows
+        prefill by 0.25 %.
         """
         device = torch.device(device)
         flat: list[int] = []
@@ -71,7 +72,7 @@ class ExpectedTokens:
             flat.extend(k.tokens)
         if not flat and all(k.start == RowStart.KEEP for k in known):
             return cls.nothing(len(spans), device)
-        # One copy for both: it waits for nothing, but takes its time on the host.
+        # One copy for both: it does not wait, but each copy costs host time.
         words = SPAN_WORDS * len(spans)
         size = words + max(1, (len(flat) + 1) // 2)
         host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -86,14 +87,14 @@ class ExpectedTokens:
 
     @classmethod
     def nothing(cls, batch_size: int, device: torch.device) -> ExpectedTokens:
-        """Nothing is known of any request, at no cost."""
+        """Nothing is known about any request. Costs nothing."""
         tokens, spans = _nothing(1 << max(0, batch_size - 1).bit_length(), device)
         return cls(tokens, spans[:batch_size])
 
 
 @lru_cache
 def _nothing(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token, and spans of length 0; nobody writes them."""
+    """One token, and spans of length 0. They are never written."""
     spans = torch.zeros(batch_size, SPAN_WORDS, dtype=torch.int64, device=device)
     spans[:, 3] = RowStart.KEEP
     return torch.zeros(1, dtype=torch.int32, device=device), spans

@@ -1,4 +1,4 @@
-"""The chain of a token list, computed on the host: what the records of a cached prefix must end with."""
+"""The chain of a token list, computed on the host: the value that a cached prefix's records must end with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIN_POWERS = 4096
 
 
 def chain_of_tokens(tokens: Sequence[int], anchor: int) -> int:
-    """Chain after `tokens` at positions 0, 1, ..., signed 64 bits; `anchor` where there are none.
+    """Chain after `tokens` at positions 0, 1, ..., signed 64 bits; `anchor` if there are none.
 
     chain = anchor A^n + sum over i of mix(token[i], i) A^(n-1-i), see `record`.
     """

@@ -1,4 +1,4 @@
-"""Which slots a forward verifies and writes, as spans of `req_to_token` that the kernels read by themselves."""
+"""Which slots a forward verifies and writes, as spans of `req_to_token` that the kernels read themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..endpoint import Part, Side
+from ..buffer_group import Side
+from ..endpoint import Part
 from ..record import Mode
 from .expected_inputs import ExpectedTokens
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class VerifyPlan:
     """Request i reads positions 0 .. base_lens[i] + prefix_delta - 1 of row rows[i].
 
-    `already_verified`: an earlier forward of the same step checked them, this one only writes. `padded`: a request
-    whose first new slot is 0 is padding, too: graphs keep stale rows there, with a length of 1 or more. Only
-    without `ext_lens`.
+    `already_verified`: an earlier forward of the same step checked these positions, so this one only writes.
+    `padded`: a request whose first new slot is 0 is also padding. Graphs keep stale rows there, with a length of at
+    least 1. Only without `ext_lens`.
     """
 
     rows: torch.Tensor  # int32/int64[batch size], rows of req_to_token; 0 = padding, skipped
@@ -35,12 +36,12 @@ class VerifyPlan:
 class WritePlan:
     """The forward's new tokens, request by request.
 
-    Request i owns tokens starts[i] .. starts[i] + ext_lens[i] - 1; with `ext_lens` None every request owns
-    `tokens_per_request` tokens, in order. Tokens follow each other, unless `parents` (with `ext_lens` None only)
-    says otherwise: parents[t] is the number, within its request, of the earlier token that token t follows, or -1
-    for the last token of the prefix.
+    Request i owns tokens starts[i] .. starts[i] + ext_lens[i] - 1. With `ext_lens` None, every request owns
+    `tokens_per_request` tokens, in order. Each token follows the one before it unless `parents` (only with
+    `ext_lens` None) says otherwise. parents[t] is the number, within its request, of the earlier token that token t
+    follows, or -1 for the last token of the prefix.
 
-    `scratch`: only this step reads what it writes. HEAD records it, so that a stray write has a name; TAIL does not.
+    `scratch`: only this step reads what it writes. HEAD records it so that a stray write can be named; TAIL does not.
     """
 
     input_ids: torch.Tensor  # int32/int64[tokens]
@@ -51,26 +52,26 @@ class WritePlan:
     tokens_per_request: int = 1
     mode: int = Mode.NONE
     parents: torch.Tensor | None = None  # int32[>= tokens]
-    # int32[tokens], where attention stores the tokens in the SWA pool; None: nobody knows ahead. Compared only.
+    # int32[tokens], where attention stores the tokens in the SWA pool; None: unknown in advance. Only compared.
     swa_out_cache_loc: torch.Tensor | None = None
     scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """Everything that the launches of one forward read besides records and device state."""
+    """Everything that a forward's launches read besides records and device state."""
 
     verify: VerifyPlan
     write: WritePlan
     req_to_token: torch.Tensor  # int32[request rows, context length]
     expected: ExpectedTokens | None = None
-    # Accepted drafts that a row may have grown by since its last forward, where nobody noted what was accepted
+    # Accepted drafts by which a row may have grown since its last forward, if the accepted tokens were not noted
     row_growth: int = 0
 
     def __post_init__(self) -> None:
         if self.verify.padded and self.write.ext_lens is not None:
             raise ValueError(
-                "a padded plan needs as many new tokens for each request (ext_lens None), got ext_lens "
+                "a padded plan needs the same number of new tokens for each request (ext_lens None), got ext_lens "
                 f"{tuple(self.write.ext_lens.shape)}: give padded requests row 0"
             )
 
@@ -83,7 +84,7 @@ class ForwardPlan:
         return self.write.out_cache_loc.shape[0]
 
     def parts(self, side: Side) -> Part:
-        """What the launches of HEAD or TAIL do. Further scratch of a step belongs to the forward that verified."""
+        """What the launches of HEAD or TAIL do. A step's further scratch belongs to the forward that verified."""
         if not self.write.scratch:
             return Part.ALL
         if self.verify.already_verified:
@@ -92,7 +93,7 @@ class ForwardPlan:
 
     @property
     def tail_beside_the_layers(self) -> Part:
-        """What of TAIL does not need the layers' results."""
+        """The part of TAIL that does not need the layers' results."""
         part = self.parts(Side.TAIL)
         return part & Part.VERIFY if Part.WRITE in part else part
 
@@ -102,28 +103,28 @@ class UnsupportedForwardError(ValueError):
 
 
 def refuse_trees(plan: ForwardPlan) -> None:
-    """Raises UnsupportedForwardError for draft trees, whose tokens do not lie at their position's place in a page."""
+    """Raises UnsupportedForwardError for draft trees: their tokens do not lie at their position's place in a page."""
     if plan.write.parents is not None:
         raise UnsupportedForwardError(
-            "kv-canary: draft trees (top-k above 1) do not complete slots that stand for several tokens; "
-            "expected tokens that follow each other"
+            "kv-canary: draft trees (top-k above 1) cannot complete slots that stand for several tokens; "
+            "expected a chain of tokens"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """Turns a ForwardBatch into a ForwardPlan, without copies: its tensors are read in place.
+    """Turns a ForwardBatch into a ForwardPlan without copies: its tensors are read in place.
 
     `parents`: int32 buffer at a fixed address, which captured graphs read. On a target it holds the draft trees
-    of the batch that is about to be verified (see `speculative_tree`); on a draft runner it is -1 throughout,
-    because the branches of a draft step are siblings. None: drafts are chains, not trees.
+    of the batch to verify next (see `speculative_tree`). On a draft runner it is -1 throughout, because the branches
+    of a draft step are siblings. None: drafts are chains, not trees.
     """
 
     req_to_token: torch.Tensor
     is_draft: bool = False
-    inner_step: int = 0  # which of a step's draft forwards this is for
+    inner_step: int = 0  # index of the draft forward in its step
     parents: torch.Tensor | None = None
-    row_growth: int = 0  # of target verifies, see ForwardPlan
+    row_growth: int = 0  # for target verifies, see ForwardPlan
 
     @classmethod
     def allocate(
@@ -135,8 +136,8 @@ class PlanInput:
     ) -> PlanInput:
         """`req_to_token`: int32[request rows, context length], contiguous rows.
 
-        `tree_width`: maximum new tokens of a request that do not follow each other; 1: no trees. `draft_tokens`:
-        tokens per request that a target verify checks.
+        `tree_width`: maximum new tokens of a request that do not form a chain; 1: no trees. `draft_tokens`: tokens
+        per request that a target verify checks.
         """
         if (
             req_to_token.ndim != 2
@@ -155,17 +156,17 @@ class PlanInput:
 
     @property
     def numbers_forwards(self) -> bool:
-        """Whether its forwards have numbers: a draft's inner forwards together are one, the first one's."""
+        """Whether its forwards have numbers. A draft's inner forwards share one number, that of the first."""
         return self.inner_step == 0
 
     def at_inner_step(self, step: int) -> PlanInput:
-        """The same for inner forward `step` of a draft; shares all buffers."""
+        """The same for inner forward `step` of a draft. Shares all buffers."""
         return replace(self, inner_step=step)
 
     def fill_from_forward_batch(
         self, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
     ) -> ForwardPlan | None:
-        """The plan of one forward, or None when it has no requests or no tokens (idle, empty).
+        """The plan of one forward, or None if it has no requests or no tokens (idle, empty).
 
         Raises UnsupportedForwardError for a forward mode that the canary does not know.
         """
@@ -200,16 +201,16 @@ class PlanInput:
         return self._uniform(fb, verify, 1, Mode.DECODE, None, expected)
 
     def _target_verify(self, fb, expected) -> ForwardPlan:
-        """seq_lens leave the draft tokens out; each request brings as many."""
+        """seq_lens exclude the draft tokens. Each request has the same number of those."""
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
         return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
 
     def _draft_decode(self, fb) -> ForwardPlan:
-        """One inner draft step: topk siblings per request, `inner_step` positions behind seq_lens.
+        """One inner draft step: topk siblings per request, `inner_step` positions after seq_lens.
 
-        The first step verifies the prefix. What the steps write is scratch that only they read, and that
-        draft-extend writes anew or the allocator takes back.
+        The first step verifies the prefix. The steps write scratch that only they read. Draft-extend writes it again,
+        or the allocator takes it back.
         """
         step = self.inner_step
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
@@ -218,18 +219,18 @@ class PlanInput:
         return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
 
     def _draft_extend_v2(self, fb) -> ForwardPlan:
-        """seq_lens count the new tokens, as many for each request, accepted or not."""
+        """seq_lens include the new tokens: the same number for each request, accepted or not."""
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
         return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
 
     def _draft_extend(self, fb) -> ForwardPlan:
-        """The accepted tokens only; seq_lens count them, extend_prefix_lens are the prompt's and of no use."""
+        """The accepted tokens only. seq_lens include them; extend_prefix_lens are the prompt's and of no use."""
         ext_lens = fb.extend_seq_lens
         starts = fb.extend_start_loc
         if starts is None:  # in CUDA graphs
             starts = torch.cumsum(ext_lens, 0, dtype=ext_lens.dtype) - ext_lens
-        # Padded requests as row 0; torch.where with a number would copy it to the device.
+        # Padded requests become row 0; torch.where with a number would copy it to the device.
         rows = fb.req_pool_indices * (fb.out_cache_loc[starts.long()] != 0)
         verify = VerifyPlan(rows, fb.seq_lens - ext_lens, 0)
         return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
@@ -264,7 +265,7 @@ class PlanInput:
 
 
 def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:
-    """The SWA slots that attention was given for this forward's new tokens, one for each; None: none were."""
+    """The SWA slots that attention received for this forward's new tokens, one each. None: it received none."""
     swa = fb.out_cache_loc_swa
     return swa if swa is not None and swa.shape == fb.out_cache_loc.shape else None
 

@@ -1,4 +1,4 @@
-"""What speculative decoding adds to the plans: inner draft steps, and draft trees as one parent per token."""
+"""What speculative decoding adds to the plans: inner draft steps, and draft trees with one parent per token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SpeculationShape:
-    """Sizes of one speculative step; those of no speculation by default."""
+    """Sizes of one speculative step. The defaults mean no speculation."""
 
-    # Draft tokens behind each other; the most of them, where it changes as the server runs
+    # Length of a draft chain in tokens; the maximum if it changes while the server runs
     num_steps: int = 1
     topk: int = 1  # branches per draft step
     draft_tokens: int = 1  # tokens per request that a target verify checks
@@ -23,21 +23,21 @@ class SpeculationShape:
             return cls()
         draft_tokens = server_args.speculative_num_draft_tokens or 1
         if server_args.speculative_algorithm == "NGRAM":
-            # Trees of any shape, whatever its breadth: what the trie does not fill is padded below the root.
+            # Trees of any shape and breadth: tokens that the trie does not fill are padded below the root.
             return cls(topk=draft_tokens, draft_tokens=draft_tokens)
         return cls(
-            _most_steps(server_args),
+            _max_steps(server_args),
             server_args.speculative_eagle_topk or 1,
             draft_tokens,
         )
 
     @property
     def inner_draft_forwards(self) -> int:
-        """Forwards of one draft: its first token comes from the draft-extend before."""
+        """Forwards of one draft. Its first token comes from the previous draft-extend."""
         return max(1, self.num_steps - 1)
 
     def tree_width(self, is_draft: bool) -> int:
-        """Most new tokens of a request that do not follow each other, in a runner's forwards; 1: none."""
+        """Maximum new tokens of a request that do not form a chain in one of the runner's forwards; 1: no tree."""
         if self.topk == 1:
             return 1
         return self.topk if is_draft else self.draft_tokens
@@ -46,13 +46,13 @@ class SpeculationShape:
 def draft_keeps_kv(server_args: Any) -> bool:
     """Whether a draft model, if there is one, stores K and V of its own.
 
-    That of FROZEN_KV_MTP attends to the target's, of the prefix that the target verify behind it reads and checks.
+    FROZEN_KV_MTP reads the target's KV of the prefix instead. The target verify after it reads and checks the same KV.
     """
     return server_args.speculative_algorithm not in ("NGRAM", "FROZEN_KV_MTP")
 
 
-def _most_steps(server_args: Any) -> int:
-    """Adaptive speculation moves between candidates, all of which have their graphs captured at start-up."""
+def _max_steps(server_args: Any) -> int:
+    """Adaptive speculation switches between candidates. The graphs of all candidates are captured at start-up."""
     steps = server_args.speculative_num_steps or 1
     if not server_args.speculative_adaptive:
         return steps
@@ -66,17 +66,17 @@ def _most_steps(server_args: Any) -> int:
 
 
 def parents_of_tree(next_token: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:
-    """Parent of each draft token, int64[batch size, tokens], within its request; -1 for roots.
+    """Parent of each draft token within its request, int64[batch size, tokens]; -1 for roots.
 
-    `next_token` and `next_sibling`: int[batch size, tokens], first child and next sibling, -1 for none, as SGLang
-    keeps its draft trees. Nothing is read back from the device.
+    `next_token` and `next_sibling`: int[batch size, tokens], first child and next sibling, -1 for none. This is how
+    SGLang keeps its draft trees. Nothing is read back from the device.
     """
     batch, width = next_token.shape
     places = torch.arange(width + 1, device=next_token.device).expand(batch, -1)
     numbers = places[:, :width]
 
     def inverse(pointers: torch.Tensor, default: torch.Tensor) -> torch.Tensor:
-        # Column `width` takes the writes of tokens that point nowhere.
+        # Column `width` receives the writes of tokens that point nowhere.
         target = torch.where(pointers < 0, width, pointers.long())
         return default.scatter(1, target, numbers)
 

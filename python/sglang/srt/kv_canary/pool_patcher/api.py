@@ -1,4 +1,4 @@
-"""The way into the pool patcher: attach canary buffers to a pool, and teach it new pool classes."""
+"""The pool patcher's entry points: attach canary buffers to a pool, and register new pool classes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def register_pool_attacher(
 ) -> None:
     """Use `attacher` for `pool_class` (a class, or its qualified name) and its subclasses.
 
-    `attacher(pool, options: AttachOptions) -> PoolAttachment` must not change the pool; the most derived
-    class that is registered wins, and a later registration replaces an earlier one. `covers` and `halves` (per
-    group) are shown in the coverage table. The memory budget reserves what the pool class that SGLang itself takes for
-    the model has there.
+    `attacher(pool, options: AttachOptions) -> PoolAttachment` must not change the pool. The most derived registered
+    class wins, and a later registration replaces an earlier one. The coverage table shows `covers` and `halves` (per
+    group). The memory budget uses `halves` of the pool class that SGLang selects for the model.
     """
     name = pool_class if isinstance(pool_class, str) else registry.qualified_name(pool_class)
     registry.add(name, PoolSupport(attacher, dict(halves or {}), covers))
@@ -42,13 +41,14 @@ def attach_canary_buffers(
     sliding_window_size: int | None = None,
     kv_token_id_vs_position_offset: int | None = None,
 ) -> tuple[CanaryBufferGroup, ...]:
-    """Allocate records beside `pool`, name them in its buffer lists, and return its groups (at least one).
+    """Allocate records beside `pool`, add them to its buffer lists, and return its groups (at least one).
 
-    `allocator` is the pool's token_to_kv_pool_allocator. `sliding_window_size` is
-    `ModelRunner.sliding_window_size`; SWA pools need it. `is_draft` gives EAGLE-style draft pools their token
-    offset 1, unless `kv_token_id_vs_position_offset` says otherwise (step i of a multi-layer draft has i + 1).
-    Raises UnsupportedPoolError when no attacher covers the pool, RuntimeError when it is attached already; the
-    pool is then unchanged.
+    `allocator` is the pool's token_to_kv_pool_allocator. `sliding_window_size` is `ModelRunner.sliding_window_size`,
+    which SWA pools need. With `is_draft` an EAGLE-style draft pool gets token offset 1, unless
+    `kv_token_id_vs_position_offset` says otherwise (step i of a multi-layer draft has i + 1).
+
+    Raises UnsupportedPoolError if no attacher covers the pool, RuntimeError if it is attached already. The pool is
+    then unchanged.
     """
     if getattr(pool, _ATTACHED, None):
         raise RuntimeError(
@@ -79,7 +79,7 @@ def attached_groups(pool: Any) -> tuple[CanaryBufferGroup, ...]:
 
 
 def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """The attachment of `pool` by the attacher of its class; changes nothing in the pool."""
+    """The attachment of `pool` by its class's attacher. Changes nothing in the pool."""
     name, support = _support_of(type(pool))
     if support.attacher is None:
         raise UnsupportedPoolError(
@@ -89,11 +89,11 @@ def build_attachment(pool: Any, options: AttachOptions) -> PoolAttachment:
 
 
 def record_bytes_per_slot(pool_class: type | str) -> dict[PoolKind, int]:
-    """Bytes of records per slot of each group that pools of this class get, at most.
+    """Maximum record bytes per slot for each group of a pool of this class.
 
-    For reserving memory before the pool exists: 128 for MHA, 64 for MLA, twice 64 for NSA; SWA pools 128 per full
-    and per SWA slot. A c4 slot stands for 4 tokens, a c128 slot for 128. `pool_class` may also be a qualified or
-    a bare class name. Raises UnsupportedPoolError for a class that is refused or unknown.
+    This reserves memory before the pool exists: 128 for MHA, 64 for MLA, twice 64 for NSA; 128 per full and per SWA
+    slot for SWA pools. A c4 slot stands for 4 tokens, a c128 slot for 128. `pool_class` may also be a qualified or
+    bare class name. Raises UnsupportedPoolError for a refused or unknown class.
     """
     name, support = _support_of(pool_class)
     if support.attacher is None:
@@ -118,7 +118,7 @@ def _unknown(pool_class: type | str) -> str:
         n.rpartition(".")[2] for n, s in registry.known().items() if s.attacher is not None
     )
     return (
-        f"no attacher knows the KV pool {name}; known are {', '.join(known)}. "
+        f"no attacher knows the KV pool {name}; known pools: {', '.join(known)}. "
         "Teach the canary this class with "
         f"{__package__}.register_pool_attacher(pool_class, attacher)"
     )

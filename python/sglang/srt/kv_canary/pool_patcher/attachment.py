@@ -1,4 +1,4 @@
-"""What an attacher is given and what it hands back; applying it to the pool is the api's business."""
+"""What an attacher receives and returns. `api` applies the result to the pool."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ STATE_BUF_INFOS = "get_state_buf_infos"
 
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
-    """How a pool is to be protected."""
+    """How to protect a pool."""
 
     content: bool  # whether the groups get content sources
     allocator: Any = None  # the pool's token_to_kv_pool_allocator
     token_offset: int = 0  # kv_token_id_vs_position_offset of the groups
     sliding_window_size: int | None = None  # ModelRunner.sliding_window_size
-    kind: PoolKind = PoolKind.FULL  # of a pool that has one slot space only
+    kind: PoolKind = PoolKind.FULL  # for a pool with a single slot space
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAttachment:
-    """An attacher's result: the groups of a pool, and which buffer lists name their records.
+    """An attacher's result: the groups of a pool, and the buffer lists that name their records.
 
-    Building it changes nothing in the pool. `splices` maps a method name of the pool to the record buffers
-    that go around parts of the lists it returns.
+    Building it changes nothing in the pool. `splices` maps a method name of the pool to the record buffers that
+    surround parts of its lists.
     """
 
     groups: tuple[CanaryBufferGroup, ...] = ()

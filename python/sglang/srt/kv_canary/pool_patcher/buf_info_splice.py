@@ -1,22 +1,21 @@
-"""Names the canary's record buffers in the buffer lists that SGLang's KV transfer reads.
+"""Adds the canary's record buffers to the buffer lists that SGLang's KV transfer reads.
 
-A transfer that moves a slot's bytes must move its records too. SGLang asks a pool for three lists of equal
-length (addresses, bytes, bytes per page) through `get_contiguous_buf_infos` and `get_state_buf_infos`. The
-records of a run of layers go around that run: HEAD before its first layer, TAIL after its last. An MHA pool
-thus gives K head, K layers, K tail, V head, V layers, V tail: K and V stay of equal length, so that half of
-the list's length still separates them.
+A transfer that moves a slot's bytes must move its records too. SGLang asks a pool for three lists of equal length
+(addresses, bytes, bytes per page) through `get_contiguous_buf_infos` and `get_state_buf_infos`. The records of a run
+of layers surround that run: HEAD before its first layer, TAIL after its last. So an MHA pool gives K head, K layers,
+K tail, V head, V layers, V tail. K and V stay equally long, so half of the list's length still separates them.
 
-Who reads the lists in SGLang 0.5.12.post1 (disaggregation/prefill.py, decode.py and utils.py hand them on):
-- mooncake and nixl between equal TP and PP sizes pair entry i with entry i and use its own bytes per page. They
-  take the layer count as half the length (MHA, SWA states) or the length (MLA): right with the splice, if
-  both ends have it.
-- A prefill with more PP stages than the decode side slices the list from `start_layer` on
-  (common/conn.py get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp), and DeepSeek-V4 compares the list's length with
-  the number of layers per compression ratio (_mla_slice_ptrs_for_pp): wrong with the splice.
-- Unequal TP sizes (send_kvcache_slice), the mori connector and the staging buffer take entry 0 as the size of
-  every layer; the decode side registers it as its own: wrong, entry 0 is the K head.
-- A draft pool's lists are appended to the target's: half of the length then separates nothing, splice or not.
-Prefill-decode disaggregation is therefore refused together with the canary until those are taught.
+Readers of the lists in SGLang 0.5.12.post1 (disaggregation/prefill.py, decode.py and utils.py pass them on):
+- Mooncake and nixl between equal TP and PP sizes pair entry i with entry i and use its own bytes per page. Their layer
+  count is half of the length (MHA, SWA states) or the length (MLA). This is right if both ends have the splice.
+- A prefill with more PP stages than the decode side slices the list from `start_layer` on: wrong with the splice.
+  See common/conn.py, get_mha_kv_ptrs_with_pp and get_mla_kv_ptrs_with_pp.
+- DeepSeek-V4 compares the list's length with the number of layers per compression ratio: wrong with the splice.
+  See _mla_slice_ptrs_for_pp in the same file.
+- The code for unequal TP sizes (send_kvcache_slice), the mori connector and the staging buffer take entry 0 as the
+  size of every layer. The decode side registers it as its own size. This is wrong: entry 0 is the K head.
+- A draft pool's lists are appended to the target's. Half of the length then separates nothing, with or without splice.
+So the canary refuses prefill-decode disaggregation until these readers know the splice.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ class BufInfoSplice:
     stop: int
     head: torch.Tensor
     tail: torch.Tensor
-    page_size: int  # slots per entry of the list's third column
+    page_size: int  # slots that the list's third column counts per entry
 
 
 def patch_buf_info_method(pool: Any, method_name: str, splices: tuple[BufInfoSplice, ...]) -> None:
-    """Make `pool.method_name()` name the record buffers of `splices` as well.
+    """Make `pool.method_name()` also return the record buffers of `splices`.
 
-    `splices` are in list order and do not overlap; entries that they do not cover stay where they are.
-    Raises ValueError for overlapping splices, TypeError when the pool has no such
-    method, RuntimeError when the method is patched already. The patched method raises RuntimeError
-    when the pool's lists no longer have the length that the splices were made for.
+    `splices` are in list order and do not overlap. Entries that they do not cover stay where they are. Raises
+    ValueError for overlapping splices, TypeError if the pool has no such method, RuntimeError if the method is
+    already patched. The patched method raises RuntimeError if the pool's lists no longer have the length for which
+    the splices were made.
     """
     method = getattr(pool, method_name, None)
     if not callable(method):
         raise TypeError(f"{type(pool).__name__} has no method {method_name}() to splice into")
     if hasattr(method, _PATCHED):
         raise RuntimeError(
-            f"{type(pool).__name__}.{method_name} already names canary records; attach a pool only once"
+            f"{type(pool).__name__}.{method_name} already returns canary records; attach a pool only once"
         )
     bounds = [bound for splice in splices for bound in (splice.start, splice.stop)]
     if bounds != sorted(bounds):

@@ -1,4 +1,4 @@
-"""Allocates record buffers beside a pool, and says how many bytes they take."""
+"""Allocates record buffers beside a pool, and computes their size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from ..record import RECORD_BYTES, RECORD_WORDS
 def alloc_canary_buf(num_slots: int, device: torch.device | str) -> torch.Tensor:
     """Records `int64[num_slots, 4]` of zeros ("never written"), 32-byte aligned.
 
-    They live outside of SGLang's memory saver on purpose: its pause drops the bytes of what it holds, and
-    records full of stray bits would be reported as damage after the resume. Raises ValueError for a
-    negative `num_slots`.
+    They intentionally live outside SGLang's memory saver. Its pause drops the bytes that it holds, and records full of
+    stray bits would be reported as damage after the resume. Raises ValueError for a negative `num_slots`.
     """
     if num_slots < 0:
         raise ValueError(f"expected num_slots >= 0, got {num_slots}")

@@ -1,4 +1,4 @@
-"""Describes where the bytes of a slot lie in a pool's buffers, whatever their layout."""
+"""Describes where the bytes of a slot lie in a pool's buffers, for any layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..buffer_group import ContentSource
 from .errors import UnsupportedPoolError
 
-MAX_RUNS_PER_ROW = 256  # contiguous runs that one slot's row may be scattered over
+MAX_RUNS_PER_ROW = 256  # contiguous runs maximum for the row of one slot
 
 
 def row_sources(
@@ -19,8 +19,8 @@ def row_sources(
 ) -> tuple[ContentSource, ...]:
     """Content sources of layers, each `[num_slots, ...]` or `[num_pages, page_size, ...]`, in order.
 
-    Rows need not be contiguous: a row that is scattered (say, head by head) gives one source per contiguous
-    run. Raises UnsupportedPoolError for a buffer of another shape, or a row in more than 256 runs.
+    Rows need not be contiguous. A scattered row gives one source per contiguous run (e.g. per head).
+    Raises UnsupportedPoolError for a buffer of another shape, or a row in more than 256 runs.
     """
     return tuple(
         source for buffer in buffers for source in _sources_of(buffer, num_slots, page_size)
@@ -33,7 +33,7 @@ def page_sources(
     """(slots, content sources) of layers that are uint8 `[num_pages, page bytes]`.
 
     A page holds `page_size` times `parts[0]` bytes, then `page_size` times `parts[1]` bytes, and so on, then
-    padding; a slot owns one piece of each part. Raises UnsupportedPoolError where that does not fit.
+    padding. A slot owns one piece of each part. Raises UnsupportedPoolError for pages without this layout.
     """
     sources = []
     for buffer in buffers:
@@ -79,7 +79,7 @@ def _sources_of(buffer: torch.Tensor, num_slots: int, page_size: int) -> Iterato
 
 
 def _contiguous_run(buffer: torch.Tensor, lead: int) -> tuple[int, list[tuple[int, ...]]]:
-    """(bytes of the longest contiguous run in a row, index of each run in the row's leading dimensions)."""
+    """(bytes of a row's longest contiguous run, index of each run in the row's leading dimensions)."""
     run, split = 1, buffer.ndim
     while split > lead and (buffer.stride(split - 1) == run or buffer.shape[split - 1] == 1):
         split -= 1

@@ -10,5 +10,5 @@ __all__ = ["UnsupportedPoolError"]
 class UnsupportedPoolError(CanaryStartupError):
     """No attacher knows this KV pool, or it has a layout that the attacher cannot cover in full.
 
-    Says what the problem is, without the final full stop; what the user can do about the server is the caller's to add.
+    The message states the problem, without the final full stop. The caller adds what the user can do.
     """

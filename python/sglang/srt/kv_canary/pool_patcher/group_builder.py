@@ -1,10 +1,10 @@
-"""Allocates the records of one slot space and puts its group together."""
+"""Allocates the records of one slot space and builds its group."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind
+from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
 from .attachment import AttachOptions
 from .buf_info_splice import BufInfoSplice
 from .buffer_allocation import alloc_canary_buf
@@ -39,13 +39,13 @@ def build_group(
 def splice_halves(
     group: CanaryBufferGroup, layers: int, page_size: int, start: int = 0
 ) -> tuple[BufInfoSplice, ...]:
-    """Splices for a list that names `layers` buffers per half of `group`, K first, from index `start` on."""
+    """Splices for a list with `layers` buffers per half of `group`, K first, from index `start` on."""
     return tuple(
         BufInfoSplice(
             start + layers * i,
             start + layers * (i + 1),
-            group.records(half, "HEAD"),
-            group.records(half, "TAIL"),
+            group.records(half, Side.HEAD),
+            group.records(half, Side.TAIL),
             page_size,
         )
         for i, half in enumerate(group.halves)

@@ -1,7 +1,7 @@
-"""Names every KVCache subclass of the installed SGLang, and what the canary does for it.
+"""Lists every KVCache subclass of the installed SGLang, and what the canary does for it.
 
-Classes are found in the source text of `sglang.srt`, so that pools whose module cannot be imported here (another
-platform, another accelerator) are named too.
+The source text of `sglang.srt` is searched for classes. So pools are listed even if their module cannot be imported
+here (another platform, another accelerator).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class InstalledPool:
     """One KVCache subclass and the registry entry that attaching to it would use."""
 
     name: str  # qualified
-    support: PoolSupport | None  # None: no entry on its line of base classes, so refused
-    via: str = ""  # qualified name of the base class whose entry it is, when not its own
+    support: PoolSupport | None  # None: no entry for it or its base classes, so refused
+    via: str = ""  # qualified name of the base class that has the entry, if it is not its own
 
     @property
     def status(self) -> Coverage:
@@ -45,7 +45,7 @@ class InstalledPool:
 
     @property
     def note(self) -> str:
-        """What is covered and what is not, or why it is refused."""
+        """What is covered and what is not, or why the pool is refused."""
         if self.support is None:
             return "no attacher knows this class; see register_pool_attacher"
         if not self.support.attacher:
@@ -55,7 +55,7 @@ class InstalledPool:
 
 
 def installed_pools() -> tuple[InstalledPool, ...]:
-    """All KVCache subclasses of the installed SGLang, and of other code that registered an attacher; covered first."""
+    """All KVCache subclasses of SGLang, and of other code that registered an attacher. Covered classes come first."""
     lines = _lines_of_bases()
     found = [_resolve(name, lines) for name in sorted(lines)]
     others = sorted(set(registry.known()) - set(lines))

@@ -1,4 +1,4 @@
-"""The buffers of a pool's layers: all of them, or the pool is refused by name."""
+"""The buffers of a pool's layers. A pool that lacks one is refused by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .errors import UnsupportedPoolError
 
 
 def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
-    """`pool.<attribute>`, a tensor for each of the pool's `layer_num` layers.
+    """`pool.<attribute>`: one tensor for each of the pool's `layer_num` layers.
 
-    Raises UnsupportedPoolError where one is missing: its layer would go unchecked.
+    Raises UnsupportedPoolError if one is missing: that layer would go unchecked.
     """
     buffers = getattr(pool, attribute, None)
     name, layers = f"{type(pool).__name__}.{attribute}", pool.layer_num
@@ -30,5 +30,5 @@ def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
 
 
 def scale_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
-    """The same of quantisation scales; none where the pool's class has no such attribute."""
+    """The same for quantisation scales. Empty if the pool's class has no such attribute."""
     return layer_buffers(pool, attribute) if hasattr(pool, attribute) else []

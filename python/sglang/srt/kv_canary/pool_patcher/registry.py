@@ -1,7 +1,7 @@
-"""The one table of KV pool classes: who attaches to them, what that covers, and why some are refused.
+"""The one table of KV pool classes: their attachers, what these cover, and why some classes are refused.
 
-Classes are named by their qualified name, so that naming one imports nothing. Resolving a pool, the
-coverage table and the memory budget all read this table.
+Classes are identified by qualified name, so the table imports nothing. Pool lookup, the coverage table and the memory
+budget all read this table.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Coverage(str, Enum):
     """What the canary does for a pool class, or for a path of SGLang."""
 
     COVERED = "covered"
-    PARTLY = "partly"  # what is not covered is named beside it
+    PARTLY = "partly"  # the table also says what is not covered
     REFUSED = "refused"  # the server does not start with it and the canary together
 
     @property
     def rank(self) -> int:
-        """Covered first, as the tables are sorted."""
+        """Sort key of the tables: covered first."""
         return list(Coverage).index(self)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSupport:
-    """What the canary does for one pool class (and its subclasses, unless they are named themselves)."""
+    """What the canary does for one pool class, and for subclasses without an entry of their own."""
 
     attacher: PoolAttacher | str | None = (
         None  # "module:function" is imported on first use; None: refused
@@ -40,7 +40,7 @@ class PoolSupport:
     halves: dict[PoolKind, int] = field(default_factory=dict)  # halves per group, at most
     covers: str = ""
     not_covered: str = ""  # parts of the pool without records, with the reason
-    refused: str = ""  # why, and what a user can do
+    refused: str = ""  # the reason, and what a user can do
 
     def load(self) -> PoolAttacher:
         if not isinstance(self.attacher, str):
@@ -50,7 +50,7 @@ class PoolSupport:
 
 
 _FULL, _SWA = PoolKind.FULL, PoolKind.SWA
-_NO_FP4 = "SGLang 0.5.12.post1 itself cannot serve it (KVFP4QuantizeUtil is missing there)"
+_NO_FP4 = "SGLang 0.5.12.post1 itself cannot serve this pool (KVFP4QuantizeUtil is missing there)"
 _NOT_NPU = "its layout on Ascend NPUs is not covered, and the canary has no NPU kernels"
 
 _REGISTRY: dict[str, PoolSupport] = {
@@ -93,7 +93,7 @@ _REGISTRY: dict[str, PoolSupport] = {
         "dsv4:attach_dsv4",
         {_SWA: 1, PoolKind.C4: 1, PoolKind.C4_INDEXER: 1, PoolKind.C128: 1},
         "sliding-window rows, c4 and c128 rows, c4 indexer keys with scales",
-        "compression state rings: rows are overwritten in place by the tokens that follow, no slot per token",
+        "compression state rings: later tokens overwrite rows in place, no slot per token",
     ),
     f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4SingleKVPool": PoolSupport(
         "dsv4:attach_dsv4_rows", covers="all rows (a part of DeepSeekV4TokenToKVPool)"
@@ -115,7 +115,7 @@ _REGISTRY: dict[str, PoolSupport] = {
         refused=_NOT_NPU
     ),
     "sglang.srt.hardware_backend.mlx.model_runner_stub._DummyKVCache": PoolSupport(
-        refused="MLX keeps its KV elsewhere; this pool has no buffers"
+        refused="MLX keeps KV elsewhere; this pool has no buffers"
     ),
 }
 
@@ -129,7 +129,7 @@ def add(name: str, support: PoolSupport) -> None:
 
 
 def find(pool_class: type) -> tuple[str, PoolSupport] | None:
-    """(qualified name, support) of the first class in the MRO that the table names."""
+    """(qualified name, support) of the first class in the MRO with an entry."""
     for cls in pool_class.__mro__:
         support = _REGISTRY.get(qualified_name(cls))
         if support is not None:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class FutureTensors:
-    """Host copies of device tensors; valid once `ready()`."""
+    """Host copies of device tensors. They are valid once `ready()`."""
 
     host: tuple[torch.Tensor, ...]
     done: Any | None  # torch.cuda.Event; None: the copy is complete
@@ -21,7 +21,7 @@ class FutureTensors:
     def copy(
         cls, tensors: tuple[torch.Tensor, ...], stream: Any | None, out: tuple[torch.Tensor, ...]
     ) -> FutureTensors:
-        """Start copying to `out` (pinned on CUDA) on `stream`; a CPU device copies at once."""
+        """Start copying to `out` (pinned on CUDA) on `stream`. A CPU device copies immediately."""
         if stream is None:
             for target, source in zip(out, tensors, strict=True):
                 target.copy_(source)
@@ -44,18 +44,18 @@ class FutureTensors:
 
 
 class DelayedDeviceHostHandler:
-    """Copies tensors and hands the result to a host callback one step later.
+    """Copies tensors, and hands the result to a host callback one step later.
 
-    At most one copy is under way, and `least_seconds` lie between the starts of two; further steps start none, so that
-    a slow device is never queued upon, and a fast one does not wait for the host's part of each copy. The handler's
-    state is clean again even when the copy or the callback raises.
+    At most one copy is under way, and starts are at least `min_seconds` apart. Other steps start none. So a slow
+    device never gets a queue of copies, and a fast one does not wait for the host's part of each copy. The handler's
+    state stays clean even if the copy or the callback raises.
     """
 
     def __init__(
         self,
         sources: tuple[torch.Tensor, ...],
         callback: Callable[[tuple[torch.Tensor, ...], Any], None],
-        least_seconds: float = 0.0,
+        min_seconds: float = 0.0,
     ) -> None:
         device = sources[0].device
         cuda = device.type == "cuda"
@@ -64,23 +64,23 @@ class DelayedDeviceHostHandler:
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
         self._pending: tuple[FutureTensors, Any] | None = None
-        self._least_seconds = least_seconds
+        self._min_seconds = min_seconds
         self._not_before = 0.0
 
     @property
     def is_pending(self) -> bool:
-        """Whether a copy is under way, or has not been handed over."""
+        """Whether a copy is under way, or waits to be handed over."""
         return self._pending is not None
 
     def start(self, context: Any, at_once: bool = False) -> bool:
-        """Start a copy unless one is under way or, without `at_once`, the last one is too fresh.
+        """Start a copy, unless one is under way or the last start is too recent. `at_once` ignores the latter.
 
-        `context` reaches the callback with it. Returns whether one was started.
+        `context` is passed to the callback. Returns whether a copy was started.
         """
         now = time.monotonic()
         if self._pending is not None or (now < self._not_before and not at_once):
             return False
-        self._not_before = now + self._least_seconds
+        self._not_before = now + self._min_seconds
         self._pending = FutureTensors.copy(self._sources, self._stream, self._out), context
         return True
 

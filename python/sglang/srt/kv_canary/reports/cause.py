@@ -1,18 +1,18 @@
-"""Causes: findings of one fault, seen by several readers, in several halves and on several sides, are one."""
+"""Causes: the findings of one fault, seen by several readers, in several halves and on several sides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..buffer_group import PoolKind
-from ..endpoint import CanaryLaunchTag, Side
+from ..buffer_group import PoolKind, Side
+from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from .violation import Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
 READERS_SHOWN = 4  # in a report
-MAX_EVENTS = 64  # violation events per cause; what follows is counted
+MAX_EVENTS = 64  # violation events per cause; later ones are only counted
 
 Stamp = tuple[int, int, str]  # forward, request row, forward mode
 Reader = tuple[int, str | None]  # request row, request id
@@ -20,16 +20,16 @@ Reader = tuple[int, str | None]  # request row, request id
 
 @dataclass(frozen=True, slots=True)
 class CauseKey:
-    """What two findings of one cause have in common."""
+    """What two findings must share to have the same cause."""
 
     kind: PoolKind
     slot: int | None
     reasons: tuple[str, ...]
     writer: Stamp | None
     freed: Stamp | None
-    # Full slot and reader where the finding is of no slot: then the fault lies in what that request was given.
+    # Full slot and reader, if the finding is not about a slot: then the fault lies in the request's inputs.
     given: tuple[int | None, Reader] | None
-    # Version of the weights that wrote stale slots: all of them have one cause, the update without a flush.
+    # Version of the weights that wrote stale slots. All of them have one cause: the update without a flush.
     weights: int | None = None
 
     @classmethod
@@ -51,7 +51,7 @@ class CauseKey:
 
 @dataclass(slots=True)
 class Cause:
-    """One cause, and what was found of it so far."""
+    """One cause and its findings so far."""
 
     number: int  # from 1, in the order of discovery
     first: Violation
@@ -61,15 +61,15 @@ class Cause:
     findings: int = 0  # repeats included
     last_forward: int = 0
     events: int = 0  # violation events written
-    reported: int = 0  # findings, as of the last event about this cause
+    reported: int = 0  # findings at the time of the last event about this cause
 
     @property
     def has_doubled(self) -> bool:
-        """Whether there are twice as many findings as the last event knew of."""
+        """Whether findings have doubled since the last event."""
         return self.findings >= 2 * self.reported
 
     def fold(self, violation: Violation) -> None:
-        """Take in a finding that is not a repeat."""
+        """Add a finding that is not a repeat."""
         self.findings += 1
         self.last_forward = violation.reader.forward
         self.tags[violation.tag] = None
@@ -82,11 +82,11 @@ class Cause:
             self.readers.setdefault(reader, violation.reader)
 
     def report(self) -> str:
-        """The line for machines, and the report for people."""
+        """The line for machines, then the report for people."""
         return f"{self.line()}\n{self.text()}"
 
     def line(self) -> str:
-        """One line that log tools can read; -1 is an unknown number."""
+        """One line for log tools. -1 stands for an unknown number."""
         v = self.first
         position = v.stored_position if v.expected_position is None else v.expected_position
         return (
@@ -105,7 +105,7 @@ class Cause:
         return render(self.first, seen_at, shown)
 
     def summary(self) -> dict[str, Any]:
-        """The event that says how a cause has grown."""
+        """The event that shows how a cause has grown."""
         return {
             "event": "cause",
             "cause": self.number,
@@ -130,7 +130,7 @@ def _reader(actor: Actor) -> Reader:
 
 
 def _has_reader(violation: Violation) -> bool:
-    """Whether a request's forward has found it, and not the sweep or the allocator."""
+    """Whether a request's forward found it, rather than the sweep or the allocator."""
     return violation.tag.startswith((Side.HEAD.value, Side.TAIL.value))
 
 
@@ -139,7 +139,7 @@ def _number(value: int | None) -> int:
 
 
 def _folded(tags: tuple[str, ...]) -> str:
-    """`tags` of one pool kind, in words where they are all combinations of some sides and halves."""
+    """`tags` of one pool kind. In words if they are all combinations of some sides and halves."""
     parts = [tag.split("_", 2) for tag in tags]
     if any(len(part) < 3 for part in parts):  # the allocator's tag has no half
         return ", ".join(tags)

@@ -1,4 +1,4 @@
-"""Structured events: one JSON object a line in the event file; the log gets text from the reporters."""
+"""Structured events: one JSON object per line in the event file. The log gets text from the reporters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..errors import CanaryConfigError
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2  # of all events; docs/events.md says what changed
+SCHEMA = 2  # of all events; docs/events.md lists the changes
 LOG_LOST_EVERY_S = 60.0
-LOOK_EVERY_S = 1.0  # whether the file is still where its path says
+LOOK_EVERY_S = 1.0  # how often to check that the path still leads to the open file
 
 
 class EventSink:
-    """Appends events to `path` and flushes each one, so that nothing is lost when the process is killed.
+    """Appends events to `path`, and flushes each one so that nothing is lost if the process is killed.
 
-    An empty path drops events. Several processes may append to one file: a line is one write. An event that cannot be
-    written (the disk is full) is lost, and logged as that: it is no reason to stop serving. Raises CanaryConfigError
-    for a path that cannot be a regular file.
+    An empty path drops events. Several processes may append to one file, because a line is one write. An event that
+    cannot be written (e.g. the disk is full) is lost, and the loss is logged: it is no reason to stop serving. Raises
+    CanaryConfigError for a path that cannot be a regular file.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class EventSink:
         return self._file is not None and self._file.lost == 0
 
     def for_runner(self, role: str) -> EventSink:
-        """A sink into the same file whose events say which model runner they are of."""
+        """A sink into the same file whose events name their model runner."""
         sink = copy(self)
         sink._stamp = {**self._stamp, "runner": role}
         return sink
 
     def emit(self, event: dict) -> None:
-        """`event`: JSON-ready, with its kind under "event"."""
+        """Write `event`, a JSON-ready dict with its kind under "event"."""
         if self._file is not None:
             self._file.append(json.dumps({"time": time.time(), **self._stamp, **event}) + "\n")
 
 
 class _EventFile:
-    """The open file, shared by all sinks of a process. Follows a rotation that moves the file away."""
+    """The open file, shared by all sinks of a process. Detects a rotation that moves the file away."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class _EventFile:
 
     def append(self, line: str) -> None:
         self._reopen_if_moved()
-        error = "the file took only a part of it"
+        error = "only a part of the event was written"
         data = ("\n" + line if self._is_torn else line).encode()
         try:
             written = os.write(self._fd, data)
@@ -82,7 +82,7 @@ class _EventFile:
         self.lost += 1
         self._log(
             f"cannot write to its event file: {error}; {self.lost} events lost so far. "
-            "The log continues; it shows only some of many violations. Make room for the file, or set "
+            "The log continues, but shows only some of many violations. Make room for the file, or set "
             "SGLANG_KV_CANARY_EVENT_FILE to another one"
         )
 
@@ -96,7 +96,9 @@ class _EventFile:
                 return
             fd = _open(self._path)
         except (OSError, CanaryConfigError) as error:
-            self._log(f"keeps writing to its event file, which was moved: {error}")
+            self._log(
+                f"cannot reopen its event file, which was moved: {error}. It keeps writing to the old one"
+            )
             return
         os.close(self._fd)
         self._fd, self._is_torn = fd, False
@@ -127,7 +129,7 @@ def _open(path: str) -> int:
 
 
 def _is_at(path: str, fd: int) -> bool:
-    """Whether `fd` is the file at `path`. Raises OSError where that cannot be told."""
+    """Whether `fd` is the file at `path`. Raises OSError if this cannot be determined."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Remembers which requests each forward carried, so that a violation can name them, and which of them were dead.
+"""Remembers the requests of each forward, so that a violation can name them, and which of them were dead.
 
-A forward is in flight from its launch until its result is processed by the scheduler. A request whose row is
-given back in that time is dead in that forward: what the forward saw of it is moot.
+A forward is in flight from its launch until the scheduler processes its result. If a request's row is given back in
+that time, the request is dead in that forward. What the forward saw of it is moot: findings are dropped as stale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..record import FORWARD_MASK
 from .weight_history import WeightHistory
 
-MAX_FORWARDS = 8192  # forwards that reports can still name
+MAX_FORWARDS = 8192  # forwards that reports can still look up
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ForwardRecord:
 
 @dataclass(slots=True)
 class _Steps:
-    """The scheduler's steps, which all model runners of the process share."""
+    """The scheduler's steps, shared by all model runners of the process."""
 
     count: int = 0
     current: StepRecord | None = None
@@ -46,7 +46,7 @@ class _Steps:
 class FlightRecorder:
     """The last MAX_FORWARDS forwards of one model runner. Used from the scheduler's thread only.
 
-    Each model runner counts its forwards by itself; `for_runner` gives it a recorder of its own.
+    Each model runner numbers its own forwards, so `for_runner` gives each a recorder.
     """
 
     def __init__(self, max_forwards: int = MAX_FORWARDS, steps: _Steps | None = None) -> None:
@@ -57,13 +57,13 @@ class FlightRecorder:
         self.weights = WeightHistory()
 
     def for_runner(self, weight_version: str | None = None) -> FlightRecorder:
-        """A recorder without forwards that sees the same steps. `weight_version`: the name of the first weights."""
+        """A recorder without forwards that sees the same steps. `weight_version` names the first weights."""
         recorder = FlightRecorder(self._max_forwards, self._steps)
         recorder.weights = WeightHistory(weight_version)
         return recorder
 
     def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
-        """A scheduler step is about to launch its forwards; `requests`: (row, request id) pairs."""
+        """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs."""
         steps = self._steps
         steps.count += 1
         steps.current = StepRecord(steps.count, dict(requests))
@@ -75,24 +75,24 @@ class FlightRecorder:
         self._steps.current = None
 
     def note_forward(self, forward: int, mode: str) -> None:
-        """`forward` is launched now. A number that an abandoned forward had is given out again."""
+        """`forward` is launched now. The number of an abandoned forward is reused."""
         self._forwards[forward] = ForwardRecord(forward, mode, self._steps.current)
         if len(self._forwards) > self._max_forwards:
             self._forwards.popitem(last=False)
         self._newest = forward
 
     def whole_number(self, low: int) -> int:
-        """The newest forward whose number has these low 32 bits, which are all that a record keeps of it."""
+        """The newest forward whose number has these low 32 bits. A record keeps no more of the number."""
         return max(low, self._newest - ((self._newest - low) & FORWARD_MASK))
 
     def result_arrived(self, step: StepRecord) -> None:
-        """The scheduler begins to process the step's result: nothing becomes moot in it any more."""
+        """The scheduler begins to process the step's result. From now on nothing in it becomes moot."""
         step.in_flight = False
         if step in self._steps.in_flight:
             self._steps.in_flight.remove(step)
 
     def row_released(self, row: int) -> None:
-        """The host gave a request row back: what forwards in flight see of it is moot."""
+        """The host gave a request row back. What forwards in flight see of it is moot."""
         for step in self._steps.in_flight:
             if row in step.requests:
                 step.moot_rows.add(row)
@@ -104,7 +104,7 @@ class FlightRecorder:
                 step.rewritten_rows.add(row)
 
     def forget_in_flight(self) -> None:
-        """Something that happened to rows went unnoticed: all that forwards in flight see is moot."""
+        """Some row events went unnoticed. Everything that forwards in flight see is moot."""
         for step in self._steps.in_flight:
             step.moot_rows.update(step.requests)
 

@@ -1,4 +1,4 @@
-"""Errors of the canary's own host code: in mode `log` they never reach SGLang, and are never silent."""
+"""Errors of the canary's own host code. In mode `log` they never reach SGLang, but are always reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_MESSAGE = 400  # characters of an error's message
 
 
 class InternalErrors:
-    """Counts and reports the internal errors of one manager, and decides whether serving goes on after one.
+    """Counts and reports the internal errors of one manager. Decides whether serving goes on after an error.
 
-    It does in mode `log` once the server serves. During start-up and in mode `raise` every error is raised: a server
+    In mode `log` it does, once the server serves. During start-up and in mode `raise`, every error is raised: a server
     that cannot be protected must not start, and a test must fail.
     """
 
@@ -46,7 +46,7 @@ class InternalErrors:
         return time.monotonic() - self._last < UNHEALTHY_S
 
     def contain(self, error: Exception, function: Callable[..., Any]) -> bool:
-        """Reports `error`, raised by `function`, and returns True when serving goes on; False: raise it."""
+        """Report `error`, raised by `function`. True: serving goes on. False: the caller must raise it."""
         if not (self._contains and self.serving):
             return False
         where = getattr(function, "__qualname__", type(function).__qualname__)
@@ -56,7 +56,7 @@ class InternalErrors:
         self.last = f"{where}: {describe_error(error)}"
         if self._last >= self._next_log.get(where, 0.0):
             self._next_log[where] = self._last + LOG_AGAIN_S
-            # The sink may be what failed, and the log entry must be written all the same.
+            # The sink itself may have failed; the log entry must be written anyway.
             with suppress(Exception):
                 self._emit(where, error)
             self._log(where, error)
@@ -84,12 +84,12 @@ class InternalErrors:
 
 
 def describe_error(error: Exception) -> str:
-    """Class and message on one line; control characters are escaped, because a message may quote a request."""
+    """Class and message on one line. Control characters are escaped, because a message may quote a request."""
     message = safe_text(error, MAX_MESSAGE)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def frames_of(error: Exception) -> list[str]:
-    """The traceback, innermost frame last, without source lines and values."""
+    """The traceback, innermost frame last, without source lines or values."""
     frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
     return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]

@@ -1,4 +1,4 @@
-"""Tells repeats from news on raw ring rows: a damaged slot that stays is found again on every forward."""
+"""Separates repeats from new findings in raw ring rows: every forward finds a damaged slot that stays again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 class KnownFindings:
-    """finding -> its cause, for the last MAX_KNOWN findings. One that was forgotten is news again."""
+    """finding -> its cause, for the last MAX_KNOWN findings. A forgotten finding counts as new again."""
 
     def __init__(self) -> None:
         self._causes: dict[bytes, Cause] = {}
@@ -42,7 +42,7 @@ class KnownFindings:
 def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> list[bytes]:
     """A key for each of `rows` (int64[n, len(Column)]), equal for repeats of one finding by one request.
 
-    A slot that was written or freed since is another finding.
+    A slot that was written or freed since then is another finding.
     """
     keys = np.empty((len(rows), len(_COLUMNS) + 1), dtype=np.int64)
     keys[:, 0] = _requests(rows, recorder)

@@ -1,4 +1,4 @@
-"""Text of strangers, made fit for logs: a request id is whatever a client sent."""
+"""Makes untrusted text fit for logs: a request id is whatever a client sent."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ _CUT = "..."
 
 
 def safe_text(text: object, limit: int = MAX_SHOWN) -> str:
-    """`text` on one line, as at most `limit` printable characters, ready to stand between double quotes.
+    """`text` on one line, as at most `limit` printable characters, safe between double quotes.
 
-    Quotes, backslashes and everything that is not printable (control and escape sequences, line separators,
-    bidirectional controls, lone surrogates) appear as escapes; what is cut off appears as "...".
+    Quotes, backslashes and all non-printable characters are escaped. Non-printable are control and escape sequences,
+    line separators, bidirectional controls and lone surrogates. Truncated text ends in "...".
     """
     shown: list[str] = []
     room = limit
@@ -26,7 +26,7 @@ def safe_text(text: object, limit: int = MAX_SHOWN) -> str:
 def _escaped(character: str) -> str:
     if character in '"\\':
         return "\\" + character
-    # Not printable: every control and format character, which includes ESC, newlines and bidirectional controls.
+    # Non-printable: every control and format character, including ESC, newlines and bidirectional controls.
     return (
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
     )

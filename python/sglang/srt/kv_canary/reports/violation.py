@@ -1,4 +1,4 @@
-"""One finding (a row of the violation ring) as the host knows it, and how a person reads it."""
+"""One finding (a row of the violation ring), resolved on the host, and its text for people."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from functools import cache
 import numpy as np
 
 from .. import record
-from ..endpoint import CanaryLaunchTag, Side, free_tag_name
+from ..buffer_group import Side
+from ..endpoint import CanaryLaunchTag, free_tag_name
 from ..record import REASON_HELP, Column, Mode, Reason, State
 from .flight_recorder import FlightRecorder
 from .safe_text import safe_text
 from .weight_history import WeightVersion, describe_read
 
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
-RUNBOOK = "docs/alarms.md"  # in the repository; the wheel has no documents
+RUNBOOK = "docs/alarms.md"  # path in the repository; the wheel has no documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One row of the violation ring, resolved. Values that the check does not know are None."""
+    """One row of the violation ring, resolved. Values unknown to the check are None."""
 
     sequence: int  # of the device
-    tag: str  # launch tag; FREE_FULL and the like where the allocator found it
+    tag: str  # launch tag; FREE_FULL and similar if the allocator found it
     reasons: tuple[str, ...]
     slot: int | None
     full_slot: int | None
@@ -64,21 +65,21 @@ class Violation:
     expected_chain: int | None
     stored_chain: int | None
     content_written: int | None  # fingerprint of the bytes as they were written
-    content_now: int | None  # and as they are
+    content_now: int | None  # fingerprint of the bytes as they are
     reader: Actor
     writer: Actor | None
     freed: Actor | None
-    state: str | None  # of the record; None where the check did not read one
-    # Where attention stores a new token, in the slot space of `slot`
+    state: str | None  # of the record; None if the check did not read one
+    # Slot in which attention stores a new token, in the slot space of `slot`
     attention_slot: int | None = None
-    cause: int | None = None  # number of the cause that the reporter has folded it into
-    # Weights of writer and reader, where they are what is wrong
+    cause: int | None = None  # number of the cause to which it belongs
+    # Weights of writer and reader, if they are the problem
     writer_weights: WeightVersion | None = None
     reader_weights: WeightVersion | None = None
 
     @property
     def token_field(self) -> str:
-        """What the tokens of this row are: ids, or 32 bits of the chain where a slot stands for several tokens."""
+        """Meaning of this row's tokens: ids, or 32 bits of the chain if a slot stands for several tokens."""
         return "fold" if CanaryLaunchTag.kind_of(self.tag).is_compressed else "token"
 
     def as_event(self) -> dict:
@@ -98,7 +99,7 @@ class Violation:
 
     @classmethod
     def from_event(cls, event: dict) -> Violation:
-        """The inverse of `as_event`, also for events of schema 1; what the event sink adds is ignored."""
+        """The inverse of `as_event`, also for events of schema 1. Ignores what the event sink adds."""
         event = {**{new: event[old] for old, new in _OLD_NAMES.items() if old in event}, **event}
         values = {name: event[name] for name in cls.__slots__ if name in event}
         for name, value in values.items():
@@ -112,7 +113,7 @@ class Violation:
 
 
 _HASHES = frozenset({"expected_chain", "stored_chain", "content_written", "content_now"})
-# Names of schema 1, which schema 2 has beside the new ones
+# Names of schema 1, which schema 2 keeps beside the new ones
 _OLD_NAMES = {"expected_content": "content_now", "stored_content": "content_written"}
 
 
@@ -125,7 +126,7 @@ def _hex(value: int) -> str:
 
 
 def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
-    """Who wrote `word`; None where it is damaged and would name somebody else."""
+    """The writer in `word`. None if the word is damaged and would name another actor."""
     if not record.is_writer_intact(word):
         return None
     low, row, mode, _ = record.unpack_writer(word)
@@ -148,7 +149,7 @@ def reason_names(reasons: int) -> tuple[str, ...]:
 
 @cache
 def tag_name(tag_id: int, reasons: int) -> str:
-    """Where a row was found. Double frees have the id of a forward's tag, and no forward found them."""
+    """Where a row was found. Double frees carry the id of a forward's tag, but no forward found them."""
     tag = CanaryLaunchTag.from_id(tag_id)
     return free_tag_name(tag.kind) if reasons & Reason.DOUBLE_FREE else tag.name
 
@@ -201,9 +202,9 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
 
 
 def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str] = ()) -> str:
-    """The violation as a person wants to read it, several lines.
+    """The violation as text for people, several lines.
 
-    `seen_at` and `other_readers`: what else was found of its cause.
+    `seen_at` and `other_readers`: the other findings of its cause.
     """
     v = violation
     where = f"slot {v.slot}" if v.slot is not None else "no readable slot"
@@ -234,7 +235,7 @@ def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str]
 
 
 def runbook_section(reason: str) -> str:
-    """Where the runbook says what `reason` means and what to do."""
+    """The runbook section that explains `reason` and what to do."""
     return f"{RUNBOOK}#{reason.lower()}"
 
 
@@ -263,9 +264,7 @@ def _differences(v: Violation) -> list[str]:
         if expected is not None and stored is not None and expected != stored:
             lines.append(f"  {name:<10} expected {show(expected)}, found {show(stored)}")
     if v.token_field == "fold" and v.stored_token is not None:
-        lines.append(
-            "  fold       of the chain over the tokens that the slot stands for: no token id"
-        )
+        lines.append("  fold       32 bits of the chain over the slot's tokens: no token id")
     if v.content_written is not None and v.content_now is not None:
         lines.append(
             f"  content    written {_hex(v.content_written)}, now {_hex(v.content_now)}"

@@ -1,4 +1,4 @@
-"""From the ring to reports: fetches new rows, drops what is moot, counts, and hands the rest on."""
+"""From the ring to reports: fetches new rows, drops moot ones, counts, and passes the rest on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .violation_reporter import ViolationReporter
 logger = logging.getLogger(__name__)
 
 # The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
-# sees 0. A chunk of the row itself may have its slots unmapped, or mapped again for others, between the translation
-# that its attention uses and HEAD.
+# sees 0. For a chunk of the row itself, slots may be unmapped, or mapped again for other requests, between the
+# translation that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
 _NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
 
 
 class ViolationManager:
-    """Owns the host's view of the ring. The ring is copied only when its total has grown."""
+    """Owns the host's view of the ring. Copies the ring only when its total has grown."""
 
     def __init__(
         self, ring: ViolationLog, recorder: FlightRecorder, reporter: ViolationReporter
@@ -35,20 +35,21 @@ class ViolationManager:
         self._ring = ring
         self._recorder = recorder
         self._reporter = reporter
-        # In this order, because kernels may append meanwhile: rows below the first total are there, and rows that lie
-        # a ring's length below the second may be others by now.
+        # In this order, because kernels may append during the copy. Rows below the first total are complete. Rows that
+        # lie a ring's length below the second total may have been overwritten.
         self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
         self._seen_total = 0  # from the summaries
-        self._fetched = 0  # rows taken over from the ring
+        self._fetched = 0  # rows taken from the ring
         self._unsettled = _NO_ROWS
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
         self.by_tag: Counter[str] = Counter()
-        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()  # a violation may have several
+        # A violation may have several reasons.
+        self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
 
     def observe_total(self, total: int) -> None:
-        """A summary arrived: `total` rows were ever appended."""
+        """A summary arrived: `total` rows have been appended since the start."""
         self._seen_total = max(self._seen_total, total)
 
     @property
@@ -58,11 +59,11 @@ class ViolationManager:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether rows are on their way to the host."""
+        """Whether rows are being copied to the host."""
         return self._fetched < self._seen_total or self._copy.is_pending
 
     def step(self, wait: bool = False) -> None:
-        """Fetch what is new and report what is settled. Raises CanaryViolationError in RAISE mode."""
+        """Fetch new rows and report settled ones. Raises CanaryViolationError in RAISE mode."""
         self._copy.deliver(wait=wait)
         if self._fetched < self._seen_total:
             self._copy.start(None)
@@ -74,10 +75,10 @@ class ViolationManager:
         self._reporter.name_waiting(idle)
 
     def finish(self) -> None:
-        """The process ends: name every cause that waits, and say what was not settled."""
+        """The process ends. Name every waiting cause, and count the findings that were not settled."""
         if len(self._unsettled):
             logger.warning(
-                "kv-canary: findings not reported, because the process ends before their forwards' results are in: %d",
+                "kv-canary: findings not reported because the process ends before the results of their forwards: %d",
                 len(self._unsettled),
             )
         self._reporter.name_all()
@@ -126,11 +127,11 @@ class ViolationManager:
 
 
 def _has_no_seed(row: np.ndarray) -> bool:
-    """Whether the record, or its predecessor, was written at a moment when nothing could be read to chain it to.
+    """Whether the record or its predecessor was written when no predecessor could be read.
 
-    SGLang unmaps an SWA slot before it re-points the row. A draft forward that is queued then finds no predecessor and
-    starts from 0; target forwards start from the row memory. The words of such a record give it away: its chain is
-    one step from 0. Compressed slots fold chains of SWA slots.
+    SGLang unmaps an SWA slot before it re-points the row. A queued draft forward then finds no predecessor and starts
+    from 0; target forwards start from the row memory. Such a record's words show it: its chain is one step from 0.
+    Compressed slots fold chains of SWA slots.
     """
     # The first record of a chain steps from an anchor, which is 0 for most requests.
     if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.PREV_SLOT]) < 0:

@@ -1,4 +1,4 @@
-"""What becomes of a finding: its cause is named in the log and in events, or ends the server."""
+"""What happens to a finding: its cause is named in the log and in events, or ends the server."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .violation import Violation, decode_row
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 20  # causes that are named per interval; the others wait their turn
-MAX_WAITING = 4096  # causes and findings that wait; further findings are dropped, and counted
-# New findings that are looked into per step: each takes about 0.1 ms of the scheduler's thread.
+MAX_NAMED = 20  # causes named per interval; the others wait their turn
+MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
+# New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
 READ_PER_IDLE_TICK = 512
-MAX_CAUSES = 4096  # causes to which findings are folded; one that was forgotten gets a new number
-IDLE_INTERVAL_S = 1.0  # an idle server names what waits, however long the interval is
+MAX_CAUSES = 4096  # causes kept for folding; a forgotten cause gets a new number
+IDLE_INTERVAL_S = 1.0  # an idle server names waiting causes, however long the interval is
 LAST_WORDS_ENV = "_KV_CANARY_LAST_WORDS_FILE"  # set by the main process for its children
 
 
 @dataclass(slots=True)
 class _Unread:
-    """A new finding whose cause is not known yet."""
+    """A new finding whose cause is not yet known."""
 
     row: np.ndarray
     recorder: FlightRecorder
@@ -47,8 +47,8 @@ class _Unread:
 class ViolationReporter:
     """Folds findings into causes and names each cause once. Repeats are counted.
 
-    Each interval begins with the first cause that is named after the last one has ended. Events are written as soon as
-    a finding has been read; the log may have to wait.
+    An interval begins with the first cause that is named after the previous interval. Events are written as soon as a
+    finding has been read. The log may have to wait.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class ViolationReporter:
         self._causes: dict[CauseKey, Cause] = {}
         self._unread: dict[bytes, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
-        self._grown: dict[int, Cause] = {}  # due for an event that sums them up
+        self._grown: dict[int, Cause] = {}  # due for a summary event
         self._interval_began = float("-inf")
         self._room = 0  # causes that may still be named in this interval
         self._said_wait = False
-        self._dropped = 0  # findings, since that was last said
+        self._dropped = 0  # findings, since the last log line about them
         self.distinct = 0  # findings
         self.repeats = 0
         self.causes = 0
@@ -78,13 +78,13 @@ class ViolationReporter:
     # What is found
 
     def log_or_raise_violation(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
-        """Take in what is new among `rows` of the ring, for `name_waiting`; RAISE mode raises CanaryViolationError."""
+        """Take new findings from `rows` of the ring, for `name_waiting`. RAISE mode raises CanaryViolationError."""
         self._take(rows, recorder)
         if self._mode is CanaryMode.RAISE and (causes := self._read(len(self._unread))):
             self._raise(causes)
 
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
-        """Counts repeats, and keeps new findings for `_read`."""
+        """Count repeats, and keep new findings for `_read`."""
         keys = finding_keys(rows, recorder)
         forwards = rows[:, Column.READER_FORWARD].tolist()
         for index, key in enumerate(keys):
@@ -103,10 +103,10 @@ class ViolationReporter:
             else:
                 self._unread[key] = _Unread(rows[index], recorder)
 
-    def _read(self, most: int) -> list[Cause]:
-        """Folds the oldest new findings into causes, and returns those."""
+    def _read(self, limit: int) -> list[Cause]:
+        """Fold the oldest new findings into causes, and return those causes."""
         touched: dict[int, Cause] = {}
-        for key in list(itertools.islice(self._unread, most)):
+        for key in list(itertools.islice(self._unread, limit)):
             unread = self._unread.pop(key)
             cause = self._fold(decode_row(unread.row, unread.recorder))
             cause.findings += unread.repeats
@@ -165,7 +165,7 @@ class ViolationReporter:
         while self._waiting and self._room:
             self._room -= 1
             logger.error("%s", self._waiting[0].report())
-            self._waiting.popleft()  # only now: one that is interrupted is named twice rather than never
+            self._waiting.popleft()  # only now: after an interruption it is named twice rather than never
         if self._waiting and not self._said_wait:
             self._said_wait = True
             logger.error(
@@ -176,7 +176,7 @@ class ViolationReporter:
             )
 
     def name_all(self) -> None:
-        """The process ends: everything that waits is named, what is many in one line each."""
+        """The process ends. Name every waiting cause; those beyond MAX_NAMED get one line each."""
         self._read(len(self._unread))
         for cause in itertools.islice(self._waiting, MAX_NAMED):
             logger.error("%s", cause.report())
@@ -190,9 +190,9 @@ class ViolationReporter:
         self._sum_up(len(self._grown))
         self._say_dropped()
 
-    def _sum_up(self, most: int) -> None:
-        """Write events about causes that have doubled since the last one about them."""
-        for number in list(itertools.islice(self._grown, most)):
+    def _sum_up(self, limit: int) -> None:
+        """Write events about causes whose findings have doubled since their last event."""
+        for number in list(itertools.islice(self._grown, limit)):
             cause = self._grown.pop(number)
             cause.reported = cause.findings
             self._sink.emit(cause.summary())
@@ -201,7 +201,7 @@ class ViolationReporter:
         if not self._dropped:
             return
         logger.error(
-            "kv-canary: %d findings were dropped while %d causes waited to be named: they are neither in this log nor "
+            "kv-canary: %d findings were dropped while %d causes waited to be named. They are neither in this log nor "
             "in an event file",
             self._dropped,
             MAX_WAITING,
@@ -213,9 +213,9 @@ class ViolationReporter:
 
 
 def leave_last_words(text: str) -> None:
-    """Where the main process looks before it kills the process tree."""
+    """Leave `text` where the main process looks before it kills the process tree."""
     path = os.environ.get(LAST_WORDS_ENV)
     if path:
-        # Without them the main process has less to say; the error that follows is the same.
+        # Without this text the main process says less; the error that follows is the same.
         with suppress(OSError), Path(path).open("a") as file:
             file.write(text + "\n")

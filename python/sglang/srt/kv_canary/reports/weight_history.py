@@ -1,4 +1,4 @@
-"""Which weights each forward of a model runner ran with."""
+"""The weights with which each forward of a model runner ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .safe_text import safe_text
 
-MAX_VERSIONS = 4096  # remembered; of older ones nothing is known
+MAX_VERSIONS = 4096  # remembered; older ones are unknown
 MAX_NAME = 1024  # characters of a name in an event
 
 
@@ -15,8 +15,8 @@ MAX_NAME = 1024  # characters of a name in an event
 class WeightVersion:
     """The weights between two updates."""
 
-    number: int  # 0 are those of the start
-    name: str | None = None  # SGLang's weight_version, where it was given one
+    number: int  # 0: the weights of the start
+    name: str | None = None  # SGLang's weight_version, if one was given
 
     def text(self) -> str:
         name = "" if self.name is None else f' "{safe_text(self.name)}"'
@@ -36,7 +36,7 @@ class WeightHistory:
         self._versions = [WeightVersion(0, name)]
 
     def note_update(self, forward: int, name: str | None) -> None:
-        """The weights change after `forward`. Updates without a forward in between are parts of one."""
+        """The weights change after `forward`. Updates without a forward in between count as one."""
         newest = self._versions[-1]
         if forward <= self._since[-1]:
             self._versions[-1] = WeightVersion(newest.number, newest.name if name is None else name)
@@ -47,7 +47,7 @@ class WeightHistory:
             del self._since[0], self._versions[0]
 
     def at(self, forward: int) -> WeightVersion | None:
-        """The version that `forward`, numbered from 1, ran with; None where that is not known any more."""
+        """The version with which `forward` (numbered from 1) ran; None if no longer known."""
         index = bisect_left(self._since, forward) - 1
         return None if index < 0 else self._versions[index]
 

@@ -1,4 +1,4 @@
-"""Runs several independent things although one of them raises."""
+"""Runs several independent functions even if one of them raises."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class FirstError:
-    """Hands errors to `errors`; of those that must be raised it keeps the first and logs the others."""
+    """Hands errors to `errors`. Keeps the first error that must be raised, and logs the others."""
 
     def __init__(self, errors: InternalErrors) -> None:
         self._errors = errors
         self._error: Exception | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function` returns; None when it raises."""
+        """The result of `function`; None if it raises."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -28,10 +28,12 @@ class FirstError:
             if self._error is None:
                 self._error = error
             elif error is not self._error:
-                logger.error("kv-canary: besides the error raised: %s", error, exc_info=error)
+                logger.error(
+                    "kv-canary: another error, besides the one raised: %s", error, exc_info=error
+                )
             return None
 
     def raise_first(self) -> None:
-        """Raises the first error that must be raised, if there was one."""
+        """Raise the first error that must be raised, if any."""
         if self._error is not None:
             raise self._error

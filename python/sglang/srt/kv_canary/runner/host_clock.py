@@ -1,4 +1,4 @@
-"""Host time that the canary spends in the scheduler's thread, so that its cost is a figure and not a guess."""
+"""Measures the host time that the canary spends in the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HostClock:
-    """`with clock:` around the canary's own code; nested sections count once. `spent_ns` never goes back."""
+    """`with clock:` around the canary's own code. Nested sections count once. `spent_ns` never decreases."""
 
     def __init__(self) -> None:
         self.spent_ns = 0

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup
+from ..buffer_group import CanaryBufferGroup, Side
 from ..capacities import CanaryLaunchCapacities
 from ..config import CanaryConfig, CanaryMode, StaleWeights
-from ..endpoint import Part, Side
+from ..endpoint import Part
 from ..errors import CanaryPhaseError
 from ..kernels.backend import select_backend
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
@@ -54,11 +54,11 @@ class RunnerIdentity:
 
 
 class CanaryManager:
-    """One per model runner. Not thread-safe: used from the scheduler's thread.
+    """One per model runner. Not thread-safe: use it from the scheduler's thread.
 
-    Outside of graphs: `with_ops_outside_graph` around whatever runs or replays forwards. Inside:
-    `bracket_model_forward` around `model.forward`. Its own errors are handed to `errors`; those of the code that it
-    brackets pass through untouched.
+    Outside graphs: `with_ops_outside_graph` around the code that runs or replays forwards. Inside graphs:
+    `bracket_model_forward` around `model.forward`. Internal errors go to `errors`. Errors of the bracketed code pass
+    through unchanged.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CanaryManager:
         self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
-        self.abandoned_ct = 0  # times that the model raised between HEAD and TAIL, or beside them
+        self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
         self.clock = HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
@@ -101,7 +101,7 @@ class CanaryManager:
         self._tracking = Tracking() if tracking is None else tracking
         self._losses_seen = 0
         self._blind = False  # records are out of date
-        self._has_new_weights = False  # of which the device has not been told
+        self._has_new_weights = False  # the device does not know them yet
         self._capturing = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
@@ -112,17 +112,17 @@ class CanaryManager:
         )
         self._active_single_forward: int | None = None
         self._depth = 0  # nested model.forward calls: only the outermost counts
-        # A server that raises does so before it answers many more tokens.
+        # RAISE copies at every step, so that the server ends before it answers many more tokens.
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
-        self.owes_copy = False  # something was launched after the last copy
+        self.owes_copy = False  # work was launched after the last copy
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
 
     # Life cycle
 
     def warm_up(self, plans: Iterable[ForwardPlan]) -> None:
-        """Run `plans` while nothing is armed, so that their kernels are compiled; they check and write nothing."""
+        """Run `plans` while nothing is armed, to compile their kernels. They check and write nothing."""
         with self.disarmed():
             for plan in plans:
                 if Part.NUMBER in plan.parts(Side.HEAD):
@@ -131,7 +131,7 @@ class CanaryManager:
                     launch_endpoints_per_forward(self.launcher, plan, side)
 
     def mark_init_finished(self) -> None:
-        """Warm-up and capture are over: from now on every forward is checked. Captured graphs obey too."""
+        """Warm-up and capture are over. From now on every forward is checked, including replays of captured graphs."""
         self._set_armed(True)
         self.serving = self.errors.serving = True
 
@@ -142,7 +142,7 @@ class CanaryManager:
 
     @contextmanager
     def disarmed(self) -> Iterator[None]:
-        """For captures after start-up: they run the model with made-up inputs."""
+        """For captures after start-up, which run the model with made-up inputs."""
         was_armed, was_capturing = self.armed, self._capturing
         self._set_armed(False)
         self._capturing = True
@@ -153,7 +153,7 @@ class CanaryManager:
             self._set_armed(was_armed and not self._blind)
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
-        """A step of the start-up: what observers raise is raised."""
+        """A step of the start-up: errors of observers are raised."""
         self.radix_cache = tree_cache
         for observer in self.observers:
             observer.attach_radix_cache(tree_cache)
@@ -168,11 +168,11 @@ class CanaryManager:
         expected: ExpectedTokens | None = None,
         step_goes_on: bool = False,
     ) -> Iterator[None]:
-        """Around the code that runs or replays the given single forwards, outside of any graph.
+        """Around the code that runs or replays the given single forwards, outside any graph.
 
-        `maybe_inaccurate_forward_batch` is what the scheduler asks for, and names the forwards' mode; SGLang may
-        pad or rewrite it before `model.forward` gets it. `step_goes_on`: more forwards of this runner follow in the
-        step, and what is done once after a step waits for them, or for an idle server.
+        `maybe_inaccurate_forward_batch` is what the scheduler requests, and names the forwards' mode. SGLang may pad or
+        rewrite it before `model.forward`. `step_goes_on`: this runner has more forwards in the step. Work that is done
+        once after a step then waits for them, or for an idle server.
         """
         asked = maybe_inaccurate_forward_batch
         mode = None if asked is None else asked.forward_mode.name
@@ -198,12 +198,12 @@ class CanaryManager:
     def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
         """model.forward calls in here belong to single forward `index` (an inner draft step).
 
-        Raises CanaryPhaseError when another one is active already, or there is no such single forward.
+        Raises CanaryPhaseError if another single forward is active, or if `index` does not exist.
         """
         self._single(index)
         if self._active_single_forward is not None:
             raise CanaryPhaseError(
-                f"kv-canary: single forward {index} begins inside of single forward {self._active_single_forward}; "
+                f"kv-canary: single forward {index} begins inside single forward {self._active_single_forward}; "
                 "expected one after the other"
             )
         self._active_single_forward = index
@@ -234,9 +234,9 @@ class CanaryManager:
     def note_next_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
     ) -> None:
-        """What was sampled for request `rows` after their last forward, to be compared with their next inputs.
+        """Note what was sampled for request `rows` after their last forward, to compare with their next inputs.
 
-        `tokens` int[batch size] or, with `counts` int[batch size], int[batch size, n]: see `kernels.next_tokens`.
+        `tokens`: int[batch size], or int[batch size, n] with `counts` int[batch size]; see `kernels.next_tokens`.
         """
         if not self.armed:
             return
@@ -246,18 +246,18 @@ class CanaryManager:
         attempts.raise_first()
 
     def note_weight_update(self, name: str | None = None) -> None:
-        """The model has other weights from the next forward on. `name`: SGLang's weight_version, where it was given."""
+        """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
         if self.config.stale_weights is StaleWeights.REPORT:
             self.recorder.weights.note_update(self.forward_ct, name)
             self._has_new_weights = True
 
     def _tell_device_of_weights(self) -> None:
-        """On the stream of the forwards: those that are queued still belong to the old weights."""
+        """On the stream of the forwards: queued forwards still belong to the old weights."""
         self.state.note_weight_update()
         self._has_new_weights = False
 
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
-        """A graph is replayed that holds these single forwards' launches."""
+        """A graph that holds these single forwards' launches is replayed."""
         if self._checking:
             for index in single_forward_indices:
                 self._attempt(self._single(index).note_replay, mode)
@@ -284,16 +284,16 @@ class CanaryManager:
         self.recorder.note_forward(self.forward_ct, name)
 
     def _abandon(self, launched_before: int) -> None:
-        """An exception passes through. HEAD may have given out a number that TAIL did not confirm."""
+        """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
             for single in self._single_forwards:
                 single.abandon()
-            # The device gives the number out again. It may wait here: an exception is no hot path.
+            # The device assigns the number again. Waiting is fine here: an exception is not a hot path.
             self.forward_ct = max(launched_before, self._forwards_done())
             self.state.row_memory.forget()
         except Exception as error:
-            # The exception that passes through says more, and must not be replaced.
+            # The exception that passes through says more, so it must not be replaced.
             if self.errors.contain(error, self._abandon):
                 self.lose_track()
 
@@ -316,12 +316,12 @@ class CanaryManager:
         with self.clock:
             awaited = attempts.run(self._tell_observers, "after_forwards", self)
             attempts.run(self.drain)
-            # The ring holds little, and its first rows say most.
+            # The ring is small, and its first rows are the most useful.
             attempts.run(self._start_copy, bool(awaited) or self._finding)
         attempts.raise_first()
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
-        """Calls `method` of every observer; whether one returned True. One that raises does not stop the others."""
+        """Call `method` of every observer. Returns whether any returned True. An error does not stop the others."""
         attempts = FirstError(self.errors)
         results = [attempts.run(getattr(observer, method), *args) for observer in self.observers]
         attempts.raise_first()
@@ -330,7 +330,7 @@ class CanaryManager:
     # Internal errors
 
     def _attempt(self, function: Callable[..., object], *args: Any) -> bool:
-        """Run what keeps records up to date; False after an error with which serving goes on, but not checking."""
+        """Run code that keeps records up to date. False: after an error, serving goes on but checking stops."""
         try:
             with self.clock:
                 function(*args)
@@ -343,17 +343,17 @@ class CanaryManager:
 
     @property
     def _checking(self) -> bool:
-        """Whether forwards are bracketed: always, except while records are out of date. Captures always are."""
+        """Whether forwards are bracketed. Always, unless records are out of date. Captures always are."""
         return not self._blind or self._capturing
 
     def lose_track(self) -> None:
-        """Records are out of date: no runner of the process checks until every slot has come back."""
+        """Records are out of date. No runner of the process checks until every slot has been given back."""
         self._tracking.lose(until_restart=self._capturing)
         self.recorder.forget_in_flight()
         self._stop_checking()
 
     def _stop_checking(self) -> None:
-        """The device is told before the next forwards: here a graph may be under capture."""
+        """The device learns of it before the next forwards: a graph may be under capture now."""
         self._losses_seen = self._tracking.losses
         was_blind, self._blind, self.armed = self._blind, True, False
         self.ledger.forget()
@@ -369,7 +369,8 @@ class CanaryManager:
             return
         self.ledger.apply()
         self.state.row_memory.forget()
-        self.forward_ct = self._forwards_done()  # waits, once: replays went on uncounted
+        # Waits once: replays continued without being counted.
+        self.forward_ct = self._forwards_done()
         self._set_armed(True)
         self._blind = False
         self._say_checking(True)
@@ -391,13 +392,13 @@ class CanaryManager:
     # Device to host
 
     def _start_copy(self, at_once: bool = False) -> None:
-        """Copy the counters, unless a copy is under way or, without `at_once`, was a moment ago."""
+        """Copy the counters, unless a copy is under way. Without `at_once`, also not right after the last copy."""
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
-        self.owes_copy = False  # also when the copy fails: the next launch owes one again
+        self.owes_copy = False  # also if the copy fails: the next launch owes one again
         self.owes_copy = not self._copy.start(point, at_once)
 
     def drain(self, wait: bool = False) -> None:
-        """Act on copies that have arrived; `wait` blocks until all are in (idle and shutdown only)."""
+        """Act on copies that have arrived. `wait` blocks until all have (idle and shutdown only)."""
         with self.clock:
             self._drain(wait)
 
@@ -410,10 +411,10 @@ class CanaryManager:
         attempts.raise_first()
 
     def on_idle(self) -> None:
-        """Nothing runs: what the last step found must not wait for the next request.
+        """Nothing runs. Findings of the last step must not wait for the next request.
 
-        Copies only where something was launched since the last copy: an idle server costs the device nothing.
-        The clock does not run: no step is lengthened.
+        Copies only if work was launched since the last copy, so an idle server costs the device nothing. The clock
+        does not run, because no step gets longer.
         """
         attempts = FirstError(self.errors)
         if self.ledger.due:
@@ -426,13 +427,13 @@ class CanaryManager:
         attempts.raise_first()
 
     def finish(self, timeout_s: float) -> None:
-        """The process ends: fetch what the device has found, for `timeout_s` at most, and name all of it.
+        """The process ends. Fetch what the device has found, within `timeout_s`, and name all of it.
 
-        May be called again.
+        May be called repeatedly.
         """
         deadline = time.monotonic() + timeout_s
         attempts = FirstError(self.errors)
-        # A copy that is under way may have missed the last findings: another one follows.
+        # A copy under way may have missed the last findings, so another one follows.
         attempts.run(self._await_copies, deadline)
         attempts.run(self._start_copy, at_once=True)
         attempts.run(self._await_copies, deadline)
@@ -440,7 +441,7 @@ class CanaryManager:
         attempts.raise_first()
 
     def _await_copies(self, deadline: float) -> None:
-        """Hand over all copies that arrive until `deadline`; a device that hangs must not keep the process."""
+        """Hand over all copies that arrive until `deadline`. A device that hangs must not keep the process alive."""
         while True:
             self._drain()
             if not (self._copy.is_pending or self.violations.is_fetching):
@@ -459,7 +460,7 @@ class CanaryManager:
     # What it is
 
     def describe(self) -> dict[str, Any]:
-        """What is protected, JSON-ready: for the start-up line, /server_info and metrics."""
+        """What is protected, JSON-ready, for the start-up line, /server_info and metrics."""
         pool_bytes = sum(
             s.row_bytes * g.num_slots for g in self.groups for s in g.k_content + g.v_content
         )

@@ -1,4 +1,4 @@
-"""What the allocators did since the last forward, to be applied on the forward stream before the next one."""
+"""Events of the allocators since the last forward. They are applied on the forward stream before the next one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..slot_event import MOST_CALLS, SlotEventKind
 from ..state import CanaryDeviceState
 
-# ALLOC events alone change nothing that a correct reader sees, so they wait for a FREE, up to this many.
+# ALLOC events alone change nothing for a correct reader, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64
 
 
@@ -19,9 +19,9 @@ MAX_WAITING_ALLOCS = 64
 class SlotEvent:
     kind: SlotEventKind
     pool_kind: PoolKind  # of the allocator, FULL or SWA
-    slots: torch.Tensor | None  # that the allocator hands out; None for CLEAR
+    slots: torch.Tensor | None  # in the allocator's slot space; None for CLEAR
     page_size: int
-    call_ids: torch.Tensor | None = None  # of several FREEs of pages: which one listed each slot
+    call_ids: torch.Tensor | None = None  # for several FREEs of pages: which one listed each slot
 
 
 class SlotLedger:
@@ -39,10 +39,10 @@ class SlotLedger:
             kind: tuple(group for group in groups if group.allocator_kind is kind) for kind in kinds
         }
         self._state = state
-        self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, from the first use on
+        self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[SlotEvent] = []
         self._must_apply = False
-        self._unknown: set[PoolKind] = set()  # of these, events were lost since the last CLEAR
+        self._unknown: set[PoolKind] = set()  # kinds that have lost events since their last CLEAR
 
     def record(
         self,
@@ -51,9 +51,9 @@ class SlotLedger:
         slots: torch.Tensor | None,
         page_size: int,
     ) -> None:
-        """An event of the allocator of `pool_kind`, FULL or SWA; all groups whose slots it hands out are told.
+        """Record an event of the allocator of `pool_kind` (FULL or SWA), for all groups whose slots it hands out.
 
-        `slots` must not change afterwards: pass a copy of what SGLang may overwrite.
+        `slots` must not change afterwards: pass a copy of anything that SGLang may overwrite.
         """
         if pool_kind not in self._groups:
             return
@@ -65,30 +65,30 @@ class SlotLedger:
         self._must_apply |= kind is not SlotEventKind.ALLOC
 
     def forget(self) -> None:
-        """An event was lost, so that what follows would be taken for double frees: each pool waits for its CLEAR."""
+        """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
         self._events, self._must_apply = [], False
         self._unknown = set(self._groups)
 
     @property
     def complete(self) -> bool:
-        """Whether every event since the last CLEAR of its pool, or since the start, is known."""
+        """Whether every event since the last CLEAR of its pool (or since the start) is known."""
         return not self._unknown
 
     @property
     def due(self) -> bool:
-        """Whether `apply` has something to do."""
+        """Whether `apply` has work to do."""
         waiting = self._must_apply or len(self._events) >= MAX_WAITING_ALLOCS
         return waiting and self.complete
 
     def apply(self) -> int:
-        """Apply what is due on the current stream. Returns how many launches it took."""
+        """Apply due events on the current stream. Returns the number of launches."""
         if not self.due:
             return 0
         events, self._events, self._must_apply = self._events, [], False
         launches = 0
         for event in events:
             if event.slots is not None and event.slots.is_cuda:
-                # Also of what is merged: its memory goes back to the stream that allocated it as soon as it is merged.
+                # Also for merged events: after a merge the memory returns to the stream that allocated it.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
         for event in self._coalesce(events):
             for group in self._groups[event.pool_kind]:
@@ -99,7 +99,7 @@ class SlotLedger:
         return launches
 
     def _coalesce(self, events: list[SlotEvent]) -> list[SlotEvent]:
-        """Runs of equal events per pool kind become one; the order within a pool kind is kept."""
+        """Merge runs of equal events per pool kind. The order within a pool kind is kept."""
         merged: list[SlotEvent] = []
         for pool_kind in dict.fromkeys(e.pool_kind for e in events):
             run: list[SlotEvent] = []
@@ -121,7 +121,7 @@ class SlotLedger:
         return replace(first, slots=slots, call_ids=call_ids)
 
     def _ids_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
-        """int32[sum of `lengths`]: the number of each length, as often. Nothing is copied to the device for it."""
+        """int32[sum of `lengths`]: index i, repeated lengths[i] times. Copies nothing to the device."""
         if self._call_ids is None:
             self._call_ids = torch.arange(MOST_CALLS, dtype=torch.int32, device=device)
         return torch.cat([self._call_ids[i : i + 1].expand(n) for i, n in enumerate(lengths)])

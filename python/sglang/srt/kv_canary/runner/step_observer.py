@@ -1,4 +1,4 @@
-"""What reporters and the sweep implement to take part in a step; all of them share one copy of the counters."""
+"""The interface of reporters and sweep for taking part in a step. They all share one copy of the counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .host_clock import HostClock
 
 
 class Observed(Protocol):
-    """What an observer may read of the CanaryManager that calls it."""
+    """What an observer may read from the CanaryManager that calls it."""
 
     config: CanaryConfig
     groups: tuple[CanaryBufferGroup, ...]
@@ -36,7 +36,7 @@ class Observed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyPoint:
-    """What the host had launched when the copy of the summary that follows it was started."""
+    """The host's launches at the start of a summary's copy."""
 
     step: int
     forward_ct: int
@@ -45,19 +45,19 @@ class CopyPoint:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The device's counters as of some step, on the host."""
+    """The device's counters at some step, on the host."""
 
     step: int
-    forward_launched: int  # forwards that the host had launched when the copy was started
-    forward_done: int  # the device's own count, of the same moment in stream order
-    abandoned: int  # times that launched forwards raised
-    launched_since: int  # forwards launched while the copy was under way; on a busy GPU it may have caught them too
+    forward_launched: int  # forwards that the host had launched when the copy started
+    forward_done: int  # the device's own count at the same moment in stream order
+    abandoned: int  # how often launched forwards raised
+    launched_since: int  # forwards launched during the copy; on a busy GPU it may include them
     violations: int
     counters: torch.Tensor  # int64[NUM_TAGS, NUM_COUNTERS], host
 
     @classmethod
     def from_host(cls, summary: torch.Tensor, point: CopyPoint, forward_ct: int) -> Summary:
-        """`forward_ct`: forwards launched by now."""
+        """`forward_ct`: forwards launched so far."""
         return cls(
             step=point.step,
             forward_launched=point.forward_ct,
@@ -70,26 +70,27 @@ class Summary:
 
 
 class StepObserver:
-    """Base class: every method does nothing. Called from the scheduler's thread, outside of graphs.
+    """Base class: every method does nothing. Called from the scheduler's thread, outside graphs.
 
-    What one observer raises does not stop the others. See InternalErrors for what becomes of it.
+    An error of one observer does not stop the others. See InternalErrors for what happens to it.
     """
 
     def before_forwards(self, manager: Observed) -> None:
         """Before the step's forwards are launched, on the forward stream."""
 
     def after_forwards(self, manager: Observed) -> bool | None:
-        """After they were launched; device work put here runs after them.
+        """After they were launched. Device work queued here runs after them.
 
-        Returns whether it waits for the counters: then they are copied at once, not at most every `copy_every_s`.
+        Returns whether the observer waits for the counters. If so, they are copied immediately, without regard to
+        `copy_every_s`.
         """
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         """A copy of the counters arrived."""
 
     def on_idle(self, manager: Observed) -> bool:
-        """The scheduler has nothing to run. Returns whether device work was launched, to be copied back."""
+        """The scheduler has nothing to run. Returns whether device work was launched that must be copied back."""
         return False
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
-        """The prefix cache exists now."""
+        """The prefix cache now exists."""

@@ -1,4 +1,4 @@
-"""Whether records can be believed: shared by the managers of a process."""
+"""Whether records can be trusted, shared by the managers of a process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tracking:
-    """Whether records still tell what slots hold. The managers of a process share it: chains lead from one to another.
+    """Whether records still describe their slots. The managers of a process share this: chains link their records.
 
-    An error while slots are recorded leaves records that are out of date, and what they say of a slot would be a false
-    alarm. So nothing is checked until every slot has come back to its allocator.
+    An error while slots are recorded leaves records out of date. Checking them would raise false alarms. So nothing is
+    checked until every slot has returned to its allocator.
     """
 
     losses: int = 0

@@ -1,4 +1,4 @@
-"""A second branch of the CUDA graph under capture: what runs there costs the model's layers next to no time."""
+"""A second branch of the CUDA graph under capture. Work on it costs almost no time beside the model's layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class GraphBranch:
-    """`fork` before the layers, `join` behind them, both under stream capture.
+    """`fork` before the layers, `join` after them, both under stream capture.
 
-    Memory that the branch reads must live until the join: capture hands freed memory on without looking at streams.
-    The stream is one of torch's pool and may be a model's own side stream, too: then their work follows each other.
+    Memory that the branch reads must live until the join: capture reuses freed memory without regard to streams. The
+    stream comes from torch's pool and may also be a side stream of the model. Then the work of both is serialised.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class GraphBranch:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Launches in here follow those so far, and run beside those to come."""
+        """Launches in here run after earlier launches, and beside later ones."""
         current = torch.cuda.current_stream()
         if self._stream is None:
             self._stream = torch.cuda.Stream(current.device)
@@ -31,13 +31,13 @@ class GraphBranch:
             yield
 
     def abandon(self) -> None:
-        """The capture has failed; joined, it ends with its own error and not with that of an open branch."""
+        """The capture has failed. Join, so that it ends with its own error and not with that of an open branch."""
         with suppress(RuntimeError):
             self.join()
         self.open = False
 
     def join(self) -> None:
-        """Launches from here on follow the branch's, too. Does nothing where there is none."""
+        """Later launches also run after the branch. Does nothing if there is no branch."""
         if self.open:
             torch.cuda.current_stream().wait_stream(self._stream)
         self.open = False

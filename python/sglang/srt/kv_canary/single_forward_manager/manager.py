@@ -1,4 +1,4 @@
-"""Brackets one forward: pre and post ops, outside and inside of the CUDA graph."""
+"""Brackets one forward: operations before and after it, outside and inside the CUDA graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..endpoint import Part, Side
+from ..buffer_group import Side
+from ..endpoint import Part
 from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class SingleForwardManager:
     """Phases and launches of one forward (of one inner step, for draft models).
 
-    `on_launch(mode)` is called once for each numbered forward whose launches really run now, not when captured;
-    `is_armed()` says whether forwards check anything yet.
+    `on_launch(mode)` is called once for each numbered forward whose launches really run, not for captures.
+    `is_armed()` says whether forwards are checked yet.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SingleForwardManager:
         self._expected: ExpectedTokens | None = None
         self._mode: str | None = None
         self._branch = GraphBranch()
-        self._beside = Part(0)  # what of TAIL has run beside this forward's layers
+        self._beside = Part(0)  # the part of TAIL that ran beside this forward's layers
 
     @property
     def phase(self) -> Phase:
@@ -49,7 +50,7 @@ class SingleForwardManager:
     def pre_ops_outside_graph(
         self, expected: ExpectedTokens | None = None, mode: str | None = None
     ) -> None:
-        """Before the forward; `expected`: the host's own tokens for it, `mode`: what the scheduler runs; when known."""
+        """Before the forward. `expected`: the host's own tokens for it; `mode`: the scheduler's mode; if known."""
         self._phases.enter(Phase.PRE_OUTSIDE)
         self._expected, self._mode = expected, mode
 
@@ -64,7 +65,7 @@ class SingleForwardManager:
             # A piecewise graph runs a mixed batch as an EXTEND.
             self._on_launch(self._mode or forward_batch.forward_mode.name)
         launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
-        # Disarmed forwards are what runs before a capture: the kernels that it will hold are compiled there.
+        # Disarmed forwards run before a capture, and compile the kernels that it will hold.
         beside = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
         self._beside = self._plan.tail_beside_the_layers if beside else Part(0)
         if self._beside:
@@ -81,13 +82,13 @@ class SingleForwardManager:
         launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, Part.ALL & ~self._beside)
 
     def note_replay(self, mode: str) -> None:
-        """A graph that holds this forward's launches is being replayed."""
+        """A graph with this forward's launches is replayed."""
         if self._plan_input.numbers_forwards:
             self._on_launch(mode)
         self._phases.replayed()
 
     def post_ops_outside_graph(self) -> None:
-        """After the forward. Raises CanaryPhaseError when it was not bracketed."""
+        """After the forward. Raises CanaryPhaseError if it was not bracketed."""
         self._expected = self._mode = None
         self._phases.leave()
 
@@ -99,5 +100,5 @@ class SingleForwardManager:
 
 
 def _can_verify_beside(plan: ForwardPlan) -> bool:
-    """Not for ragged batches (spec v1's draft-extend), nor where there is nothing to verify."""
+    """False for ragged batches (spec v1's draft-extend), and if there is nothing to verify."""
     return plan.write.ext_lens is None and not plan.verify.already_verified

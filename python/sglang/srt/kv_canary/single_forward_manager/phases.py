@@ -1,4 +1,4 @@
-"""Phases of one forward, checked: a missed or doubled phase names both callers."""
+"""Phases of one forward, checked. The error about a missed or doubled phase names both callers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Phase(Enum):
 
 _ALLOWED: dict[Phase, tuple[Phase, ...]] = {
     Phase.PRE_OUTSIDE: (Phase.IDLE,),
-    # From IDLE: warm-up, capture and tests run the model with nothing around it. From POST_INSIDE: a step that
-    # runs the model again (several forwards in one outside bracket).
+    # From IDLE: warm-up, capture and tests run the model without outside phases. From POST_INSIDE: a step runs the
+    # model again (several forwards in one outside bracket).
     Phase.PRE_INSIDE: (Phase.IDLE, Phase.PRE_OUTSIDE, Phase.POST_INSIDE),
     Phase.POST_INSIDE: (Phase.PRE_INSIDE,),
 }
@@ -38,7 +38,7 @@ class PhaseTracker:
         self._outside = False
 
     def enter(self, phase: Phase) -> None:
-        """Raises CanaryPhaseError, and goes back to IDLE, when `phase` may not follow the current one."""
+        """Raises CanaryPhaseError, and returns to IDLE, if `phase` may not follow the current one."""
         caller = _caller()
         if self.phase not in _ALLOWED[phase]:
             message = (
@@ -54,12 +54,12 @@ class PhaseTracker:
             self.reset()
 
     def replayed(self) -> None:
-        """A graph that holds the inside phases was replayed."""
+        """A graph with the inside phases was replayed."""
         if self.phase in (Phase.PRE_OUTSIDE, Phase.POST_INSIDE):
             self.phase = Phase.POST_INSIDE
 
     def leave(self) -> None:
-        """The forward is over. Raises CanaryPhaseError when its inside phases did not both happen."""
+        """The forward is over. Raises CanaryPhaseError unless both inside phases ran."""
         phase, entered_by = self.phase, self._entered_by
         self.reset()
         if phase is not Phase.POST_INSIDE:

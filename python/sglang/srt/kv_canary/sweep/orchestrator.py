@@ -1,27 +1,28 @@
-"""The sweep: every slot that the prefix cache holds is checked again and again, also when no request reads it.
+"""The sweep: repeatedly checks every slot that the prefix cache holds, even if no request reads it.
 
-A pass walks the tree in chunks, at most one chunk a step, each within a budget of slots and of host time. It covers
-every pool kind, all halves and sides: slots of the tree, slots reached through the full-to-SWA mapping, and slots that
-stand for several tokens of the tree (DeepSeek-V4's c4 and c128), whose pages such a tree holds whole.
+A pass walks the tree in chunks, at most one chunk a step. Each chunk has a budget of slots and of host time. A pass
+covers every pool kind, all halves and sides. It checks slots of the tree and slots reached through the full-to-SWA
+mapping. It also checks slots that stand for several tokens (DeepSeek-V4's c4 and c128). The tree holds their pages
+whole.
 
-Why no listed slot can be legitimately unwritten, freed or somebody else's
---------------------------------------------------------------------------
-Read in SGLang 0.5.12.post1, and run on the real engine with overlap scheduling (see test_sweep.py):
+Why no listed slot can legitimately be unwritten, freed or owned by another request
+-----------------------------------------------------------------------------------
+Derived from SGLang 0.5.12.post1, and run on the real engine with overlap scheduling (see test_sweep.py):
 
 - Slots enter the tree while the result of forward N is processed, or just before a batch is launched (a chunk of a
-  chunked prefill). They were written by forwards that the host had launched by then: a finished request's last token
-  (committed length = prompt + output under overlap) is written by forward N + 1, which is launched before the result
-  of N is processed; without overlap it is not committed at all. No insert lies between a forward's launch and the
-  sweep behind it. So "in the tree, not yet written" is true of the device's clock, never of stream order, and a chunk
-  is launched on the forward stream, after the last launched forward.
-- A slot that leaves the tree is freed on the host after the chunk was listed, so its free, its next owner's write, and
-  everything that follows are launched after the chunk. What was freed before is not in the tree any more.
-- A duplicate that the tree did not take is not listed; a dead request's forward writes only slots it was given, before
-  those are freed (ledger) in stream order.
+  chunked prefill). Forwards that the host had launched by then write them. Take a finished request's last token
+  (committed length = prompt + output under overlap). Forward N + 1 writes it, launched before the result of N is
+  processed. Without overlap the token is not committed at all.
+- No insert lies between a forward's launch and the sweep after it. So "in the tree, not yet written" is true of the
+  device's clock, never of stream order. A chunk is launched on the forward stream, after the last launched forward.
+- A slot that leaves the tree is freed on the host after the chunk was listed. So its free, its next owner's write and
+  all later events are launched after the chunk. Slots freed earlier are no longer in the tree.
+- A duplicate that the tree rejected is not listed. A dead request's forward writes only slots that it was given, and
+  the ledger frees those later in stream order.
 - The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
-  forward stream. A chunk is therefore listed and translated on the schedule stream, and only checked on the other.
+  forward stream. So a chunk is listed and translated on the schedule stream, and only checked on the other.
 
-Hence no rule that spares a slot: what the sweep reports is damage.
+So no rule spares any slot: what the sweep reports is damage.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from typing import Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, ContentMode
-from ..endpoint import CanaryLaunchTag, Side
+from ..endpoint import CanaryLaunchTag
 from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import launch_endpoints_sweep
 from ..plan.anchor import anchor_of
 from ..plan.plan_input import SweepVerifyPlan
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
-from ..state import Counter as DeviceCounter
+from ..state import TagCounter
 from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
 from .report import PassDone, SweepReporter
 from .sweep_plan_builder import (
@@ -56,22 +57,22 @@ from .sweep_plan_builder import (
 
 logger = logging.getLogger(__name__)
 
-IDLE_CONTENT_FACTOR = 16  # times the content budget of a step, where no step is lengthened
-PATIENCE_TICKS = 16  # how long a pass waits for the last of its findings to be decoded
+IDLE_CONTENT_FACTOR = 16  # times the content budget of a step: when idle, no step gets longer
+PATIENCE_TICKS = 16  # how long a pass waits until its last findings are decoded
 CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
 
 
 @dataclass(frozen=True, slots=True)
 class SweepLeg:
-    """One walk of a pass, and the groups that it serves."""
+    """One walk of a pass, and the groups that it covers."""
 
     groups: tuple[CanaryBufferGroup, ...]
-    swa_resident_only: bool  # leaves out nodes whose SWA slots are freed
-    content_bytes_per_slot: int  # of all groups, per slot of the tree; 0: content is not checked
+    swa_resident_only: bool  # skips nodes whose SWA slots are freed
+    content_bytes_per_slot: int  # for all groups, per slot of the tree; 0: content is not checked
 
 
 def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
-    """The walks that cover `groups`: one for all that the full slots tell, one through the mapping."""
+    """The walks that cover `groups`: one for groups addressed by full slots, one for the others, by the mapping."""
     legs = []
     for through_mapping in (False, True):
         served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
@@ -90,12 +91,13 @@ class SweepPass:
     number: int
     started: float  # time.monotonic()
     findings_before: int
-    legs: list[SweepLeg]  # not finished yet; the first one is under way
+    legs: list[SweepLeg]  # unfinished; the first one is under way
     walker: RadixCacheWalker | None = None
-    slots: Counter[str] = field(default_factory=Counter)  # checked per pool kind
+    slots: Counter[str] = field(default_factory=Counter)  # slots checked per pool kind
     chunks: int = 0
     seconds: float = 0.0
-    launches: Counter[PoolKind] = field(default_factory=Counter)  # of the orchestrator, at the end
+    # The orchestrator's launches at the end
+    launches: Counter[PoolKind] = field(default_factory=Counter)
     closed_tick: int = 0
     confirmed_tick: int | None = None  # when the device's counters showed all of them
 
@@ -103,10 +105,10 @@ class SweepPass:
 class SweepOrchestrator(StepObserver):
     """Starts a pass every `interval` ticks and drives it, one chunk a tick.
 
-    A tick is a step, or, when the server idles, an idle tick of the scheduler (every 10 ms): so passes go on with
-    no request at all. A pass that takes longer than the interval is followed by the next one at once.
+    A tick is a step. When the server is idle, it is an idle tick of the scheduler (every 10 ms), so passes go on
+    without any request. If a pass takes longer than the interval, the next one follows at once.
 
-    Target runners only: slots of a draft pool that the prefix cache holds may never have been written.
+    Target runners only: a draft pool's slots in the prefix cache may never have been written.
     """
 
     def __init__(
@@ -129,8 +131,8 @@ class SweepOrchestrator(StepObserver):
         self._reporter = SweepReporter(sink, config.sweep_report_every_s)
         self.sweep_passes = 0  # completed, and confirmed by the device's counters
         self.sweep_seconds = 0.0  # of completed passes
-        self.launches: Counter[PoolKind] = Counter()  # per group, ever
-        self._counted: Counter[PoolKind] = Counter()  # the same as the device counts it
+        self.launches: Counter[PoolKind] = Counter()  # per group, since the start
+        self._counted: Counter[PoolKind] = Counter()  # the same, as counted by the device
 
     # What drives it
 
@@ -153,14 +155,14 @@ class SweepOrchestrator(StepObserver):
         return self.maybe_run_sweep(manager, idle=True)
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
-        """Takes over how many launches the device has counted."""
+        """Take the number of launches that the device has counted."""
         for kind in self.launches:
             tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
-            self._counted[kind] = int(summary.counters[tag, DeviceCounter.LAUNCHES])
+            self._counted[kind] = int(summary.counters[tag, TagCounter.LAUNCHES])
         self._confirm()
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
-        """One tick: continues the pass under way, or starts one that is due. Returns whether anything was launched."""
+        """One tick: continue the pass under way, or start one that is due. Returns whether anything was launched."""
         if not manager.armed:
             return False
         self._tick += 1
@@ -175,7 +177,7 @@ class SweepOrchestrator(StepObserver):
         try:
             return self._advance(manager, idle)
         except Exception:
-            # Its place in the tree is unknown; the next one begins when it is due.
+            # Its position in the tree is unknown; the next pass begins when it is due.
             self._pass = None
             raise
 
@@ -187,7 +189,7 @@ class SweepOrchestrator(StepObserver):
     # One pass
 
     def _must_wait(self) -> bool:
-        """Whether findings of the last pass may still come in, which the next one must not count as its own."""
+        """Whether findings of the last pass may still arrive. The next pass must not count them as its own."""
         if not self._closing:
             return False
         last = self._closing[-1]
@@ -199,7 +201,7 @@ class SweepOrchestrator(StepObserver):
         self._pass = SweepPass(self._begun, time.monotonic(), _findings(manager), list(self._legs))
 
     def _advance(self, manager: Observed, idle: bool) -> bool:
-        """The next chunk: listed now, and launched after everything that is launched already."""
+        """The next chunk: listed now, and launched after all earlier launches."""
         current = self._pass
         if not current.legs:
             self._close(current)
@@ -234,7 +236,7 @@ class SweepOrchestrator(StepObserver):
         return bool(plans)
 
     def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:
-        """Slots of one chunk. Re-reading K and V costs device time, which a step must not see."""
+        """Slots of one chunk. Re-reading K and V costs device time, which must not lengthen a step."""
         allowed = self._config.sweep_budget_slots
         if leg.content_bytes_per_slot:
             budget = self._config.content_budget_bytes * (IDLE_CONTENT_FACTOR if idle else 1)
@@ -249,7 +251,7 @@ class SweepOrchestrator(StepObserver):
         self._confirm()
 
     def _confirm(self) -> None:
-        """Confirms passes of which the device has counted every launch issued up to their end."""
+        """Confirm passes once the device has counted every launch issued up to their end."""
         for done in self._closing:
             if done.confirmed_tick is None and done.launches <= self._counted:
                 done.confirmed_tick = self._tick
@@ -280,7 +282,7 @@ class SweepOrchestrator(StepObserver):
 
 
 def _findings(manager: Observed) -> int:
-    """Violations that sweeps have found so far."""
+    """Violations found by sweeps so far."""
     return sum(
         count
         for tag, count in manager.violations.by_tag.items()
@@ -312,7 +314,7 @@ def _plan_of(chunk: RadixCacheWalkResult, group: CanaryBufferGroup) -> SweepVeri
 
 @contextmanager
 def _listing_on(stream: Any | None, device: torch.device) -> Iterator[None]:
-    """List and translate on `stream`, and let what follows on the current stream wait for it."""
+    """List and translate on `stream`, and make later work on the current stream wait for it."""
     if stream is None:
         yield
         return

@@ -1,8 +1,8 @@
 """Lists the slots that the prefix cache holds, with positions and predecessors, for the sweep.
 
-The tree belongs to the scheduler thread and changes between two steps, so a pass is a depth-first walk that remembers
-keys, not nodes: each chunk looks its nodes up again in the tree as it is now, and reads their slots there and then.
-The slots stay on the device: a chunk is one `torch.cat` of the nodes' own tensors, never a copy to the host.
+The tree belongs to the scheduler thread and changes between two steps. So a pass is a depth-first walk that remembers
+keys, not nodes. Each chunk looks up its nodes in the current tree, and reads their slots immediately. The slots stay on
+the device: a chunk is one `torch.cat` of the nodes' own tensors, never a copy to the host.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
     "walk_radix_cache_for_canary",
 ]
 
-# Host time of gathering a chunk, until the walk has measured it: fixed, and per node.
+# Initial host time for gathering a chunk, until the walk has measured it: fixed, and per node.
 _GATHER_NS = 100_000
 _GATHER_NS_PER_NODE = 2_000
-# Children listed in one go, at most about 0.2 ms; only a prefix cache with huge fan-out has more.
+# Children listed at once, at most about 0.2 ms. Only a prefix cache with a huge fan-out has more.
 _KEYS_PER_SLICE = 8_192
 
 
@@ -60,8 +60,8 @@ class WalkSegment(NamedTuple):
 class RadixCacheWalkResult:
     """One chunk of a walk: n slots of the FULL slot space, on the tree's device.
 
-    `prev_slot_indices` holds the predecessor slot, PREV_ANCHOR at position 0, or PREV_UNREACHABLE where the
-    predecessor has no slot in the space that is swept (it is an SWA tombstone).
+    `prev_slot_indices` holds the predecessor slot, or PREV_ANCHOR at position 0. It holds PREV_UNREACHABLE if the
+    predecessor has no slot in the swept slot space (it is an SWA tombstone).
     """
 
     slot_indices: torch.Tensor  # int64[n]
@@ -75,7 +75,7 @@ class RadixCacheWalkResult:
         return self.slot_indices.shape[0]
 
     def segment_of(self, index: int) -> WalkSegment:
-        """The segment that holds entry `index`. Raises IndexError outside of 0 .. n-1."""
+        """The segment that holds entry `index`. Raises IndexError outside 0 .. n-1."""
         if not 0 <= index < self.num_slots:
             raise IndexError(f"entry {index} of a chunk of {self.num_slots} slots")
         return self.segments[bisect_right(self.segments, index, key=attrgetter("start")) - 1]
@@ -84,7 +84,7 @@ class RadixCacheWalkResult:
 def walk_radix_cache_for_canary(
     radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
 ) -> RadixCacheWalkResult:
-    """Every slot that `radix_cache` holds on the device, at once; the arguments are RadixCacheWalker's."""
+    """All slots that `radix_cache` holds on the device. The arguments are those of RadixCacheWalker."""
     walker = RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only)
     chunk = walker.next_chunk()
     return walker.empty_result() if chunk is None else chunk
@@ -93,15 +93,15 @@ def walk_radix_cache_for_canary(
 class RadixCacheWalker:
     """One pass over a prefix cache, in chunks, while the tree changes between them.
 
-    A chunk has only slots that the tree holds at the time of the call. What the tree holds from the pass's
-    begin to its end comes up at least once, except below nodes that are merged meanwhile
+    A chunk lists only slots that the tree holds at the time of the call. Slots that stay in the tree during the whole
+    pass are listed at least once, except below nodes that are merged in that time
     (SGLANG_OPT_SWA_RADIX_CACHE_COMPACT). A flush ends the pass. Chunk caches hold nothing.
 
-    `unlocked_only` leaves out nodes that a request has locked, `swa_resident_only` those whose SWA slots are
-    freed; in a tree without SWA every node counts as resident.
+    `unlocked_only` skips nodes that a request has locked. `swa_resident_only` skips nodes whose SWA slots are freed;
+    in a tree without SWA every node counts as resident.
 
-    CUDA: call it on the stream on which the scheduler allocates and frees (the schedule stream) if the result
-    is to be translated with the full-to-SWA mapping, because the mapping changes on that stream.
+    CUDA: if the full-to-SWA mapping will translate the result, call this on the schedule stream. The scheduler
+    allocates and frees on that stream, and the mapping changes there.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RadixCacheWalker:
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
         self.device = torch.device(self._cache.device)
-        # PREV_ANCHOR, PREV_UNREACHABLE; torch.tensor would copy from the host, and wait for it.
+        # PREV_ANCHOR, PREV_UNREACHABLE. torch.tensor would copy from the host and wait for the copy.
         self._special = torch.arange(PREV_ANCHOR, PREV_UNREACHABLE - 1, -1, device=self.device)
         self._sources = _SourceKeeper(self.device)
         self._gather_ns = _GATHER_NS_PER_NODE
@@ -124,11 +124,11 @@ class RadixCacheWalker:
     def next_chunk(
         self, max_slots: int | None = None, max_us: float | None = None
     ) -> RadixCacheWalkResult | None:
-        """The next slots, or None when the pass is done.
+        """The next slots, or None after the end of the pass.
 
-        Stops at `max_slots` slots, which may cut a node, and after about `max_us` microseconds of host time
-        (at least one node). A chunk may be empty before the pass is done. Raises ValueError unless both are
-        positive or None, which means no limit.
+        Stops at `max_slots` slots, which may cut a node, and after about `max_us` microseconds of host time (at least
+        one node). A chunk may be empty before the end of the pass. None means no limit. Raises ValueError for limits
+        that are not positive.
         """
         if (max_slots is not None and max_slots < 1) or (max_us is not None and max_us <= 0):
             raise ValueError(
@@ -157,7 +157,7 @@ class RadixCacheWalker:
         return RadixCacheWalkResult(none, none, none, none.bool(), ())
 
     def _forget_what_moved(self) -> None:
-        """Drops frames that cannot be continued: all after a flush, and those of merged nodes."""
+        """Drop frames that cannot be continued: all frames after a flush, and those of merged nodes."""
         if not self._frames:
             return
         if self._cache.root_node is not self._root:
@@ -168,7 +168,7 @@ class RadixCacheWalker:
             del self._frames[next(moved, len(self._frames)) :]
 
     def _fill(self, chunk: _Chunk) -> None:
-        """Depth first, parents before children. The tree does not change within this call."""
+        """Depth first, parents before children. The tree does not change during this call."""
         while self._frames:
             frame = self._frames[-1]
             if frame.keys is None:
@@ -179,7 +179,7 @@ class RadixCacheWalker:
                 # `get`: SGLang's children are defaultdicts, and [] would grow the tree.
                 node = frame.node.children.get(frame.keys[-1])
                 value = None if node is None else self._view.value(node)
-                if value is None:  # evicted since, or only on the host, and then so is all below
+                if value is None:  # evicted since, or only on the host, as are all nodes below
                     self._leave(frame)
                 elif not self._visit(chunk, frame, node, value):
                     return
@@ -187,7 +187,7 @@ class RadixCacheWalker:
                 return
 
     def _visit(self, chunk: _Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> bool:
-        """Takes a node's slots, then descends; False when the chunk has no room for all of them."""
+        """Take a node's slots, then descend. False if the chunk has no room for all of them."""
         end, tail = frame.end + value.numel(), None
         first = max(frame.end, frame.resume)
         if first < end and self._is_wanted(node):
@@ -207,7 +207,7 @@ class RadixCacheWalker:
         return True
 
     def _leave(self, frame: _Frame) -> None:
-        """Done with the frame's current key. An exhausted frame goes at once: chains may be deep."""
+        """Finish the frame's current key. An exhausted frame is dropped immediately: chains may be deep."""
         frame.keys.pop()
         frame.resume = frame.floor
         if not frame.keys:
@@ -237,7 +237,7 @@ class RadixCacheWalker:
         return chunk.add_outside(value[-1:])
 
     def _gather(self, chunk: _Chunk) -> RadixCacheWalkResult:
-        """The chunk's tensors. Neither waits for the device nor copies from it."""
+        """The chunk's tensors. Does not wait for the device or copy from it."""
         if not chunk.pieces:
             return self.empty_result()
         started, n = time.perf_counter_ns(), chunk.num_slots
@@ -263,7 +263,7 @@ class RadixCacheWalker:
         return result
 
     def _learn_gather_time(self, ns_per_node: int) -> None:
-        """Up fast, down slowly, so that the next chunks keep to their time limit; one hiccup counts little."""
+        """Increase fast, decrease slowly, so that chunks keep their time limit. One outlier has little weight."""
         ns_per_node = min(ns_per_node, 2 * self._gather_ns)
         self._gather_ns = max(ns_per_node, (7 * self._gather_ns + ns_per_node) // 8, 1)
 
@@ -271,8 +271,8 @@ class RadixCacheWalker:
 class _Chunk:
     """A chunk while it is collected.
 
-    A predecessor is a reference: i >= 0 is entry i of this chunk, -1 and -2 are PREV_ANCHOR and
-    PREV_UNREACHABLE, and -3 - k is the one slot in `outside[k]`.
+    A predecessor is a reference: i >= 0 is entry i of this chunk, -1 and -2 are PREV_ANCHOR and PREV_UNREACHABLE,
+    and -3 - k is the one slot in `outside[k]`.
     """
 
     def __init__(self, serial: int, max_slots: int | None, max_us: float | None) -> None:
@@ -301,18 +301,18 @@ class _Chunk:
         self.num_node_ends += ends_node
 
     def add_outside(self, slot: torch.Tensor) -> int:
-        """Reference to `slot`, int64[1], which is no entry of this chunk."""
+        """Reference to `slot`, int64[1], which is not an entry of this chunk."""
         self.outside.append(slot)
         return -2 - len(self.outside)
 
     def is_over(self, gather_ns: int) -> bool:
-        """No slots or no time left; `gather_ns` is what gathering takes per node."""
+        """Whether slots or time are used up. `gather_ns` is the gathering time per node."""
         gather = gather_ns * len(self.segments)
         return self.room == 0 or time.perf_counter_ns() + gather >= self._deadline
 
 
 class _Frame:
-    """A node whose children are still to be visited. A key outlives splits and evictions of its child."""
+    """A node whose children are still to be visited. A key stays valid when its child is split or evicted."""
 
     __slots__ = (
         "_listed",
@@ -333,8 +333,8 @@ class _Frame:
         self.end = (
             end  # position after the node's last slot; a split of the node does not change it
         )
-        self.floor = floor  # below every key, positions before this one have been yielded
-        self.resume = floor  # below the current key, likewise: where the budget cut it
+        self.floor = floor  # for every key, positions before this one have been yielded
+        self.resume = floor  # the same for the current key: where the budget cut it
         self.tail = tail  # reference to the node's last slot, in the chunk `tail_chunk` only
         self.tail_chunk = tail_chunk
         # Keys of the children, the current one last; None while they are being listed.
@@ -343,7 +343,7 @@ class _Frame:
         self._listing: Any = None
 
     def list_keys(self) -> None:
-        """Lists a slice of many keys. If the children change meanwhile it starts again, with longer slices."""
+        """List a slice of many keys. If the children change during this, start again with longer slices."""
         children = self.node.children
         state = (len(children), next(reversed(children), None))
         if self._listing is None or state != self._state:
@@ -355,7 +355,7 @@ class _Frame:
 
 
 class _SourceKeeper:
-    """Keeps gathered tensors until the device has read them: the tree may free them on another stream."""
+    """Keeps gathered tensors until the device has read them. The tree may free them on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
@@ -373,7 +373,7 @@ class _SourceKeeper:
 
 @dataclass(frozen=True, slots=True)
 class _TreeView:
-    """Where one family of trees keeps what the walk reads of a node."""
+    """Where one family of trees keeps the node data that the walk reads."""
 
     value: Callable[[Any], torch.Tensor | None]  # device slots, None when evicted to the host
     lock: Callable[[Any], int]  # requests that use the node
@@ -412,7 +412,7 @@ def _unified_view(cache: Any) -> _TreeView:
     )
 
 
-# By qualified name, so that no tree is imported that the server does not use. Subclasses follow their base.
+# By qualified name, so that only the tree in use is imported. Subclasses follow their base class.
 _VIEWS: dict[str, Callable[[Any], _TreeView | None]] = {
     "sglang.srt.mem_cache.radix_cache.RadixCache": _radix_view,
     "sglang.srt.mem_cache.swa_radix_cache.SWARadixCache": _swa_view,
@@ -425,7 +425,7 @@ _REFUSED: dict[str, str] = {
         "its C++ nodes cannot be listed from Python; unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
     ),
     "sglang.srt.mem_cache.storage.lmcache.lmc_radix_cache.LMCRadixCache": (
-        "LMCache fills slots without a forward, so they have no records; leave out --enable-lmcache"
+        "LMCache fills slots without a forward, so they have no records; remove --enable-lmcache"
     ),
 }
 _WRAPPER = "sglang.srt.session.streaming_session.StreamingSession"
@@ -436,14 +436,14 @@ def _name(cls: type) -> str:
 
 
 def _unwrap(cache: Any) -> Any:
-    """A streaming session wraps a tree; the slots that it keeps besides are no prefixes of anything."""
+    """A streaming session wraps a tree. The slots that it keeps besides belong to no prefix."""
     while _name(type(cache)) == _WRAPPER:
         cache = cache.inner
     return cache
 
 
 def _view_of(cache: Any) -> _TreeView | None:
-    """How to read `cache`; None for a cache that holds no prefixes."""
+    """The view for `cache`. None for a cache that holds no prefixes."""
     for cls in type(cache).__mro__:
         if _name(cls) in _REFUSED:
             raise _unsupported(cache, _REFUSED[_name(cls)])
@@ -479,7 +479,7 @@ def _cut(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def copy_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64[len(values)] on `device`, through pinned memory, so that the copy does not wait."""
+    """int64[len(values)] on `device`, through pinned memory, so the copy does not wait."""
     if not values:
         return torch.empty(0, dtype=torch.int64, device=device)
     host = torch.frombuffer(array("q", values), dtype=torch.int64)

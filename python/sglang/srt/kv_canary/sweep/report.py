@@ -1,4 +1,4 @@
-"""What the sweep says: findings at once, clean passes now and then, as a sum."""
+"""Reports of the sweep: findings immediately, clean passes from time to time, as totals."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..reports.event_sink import EventSink
 
 logger = logging.getLogger(__name__)
 
-FINDINGS_EVERY_S = 10.0  # between two reports of passes that find what the last one found
-PROGRESS_AFTER_S = 10.0  # how long a pass runs before a line says so
+FINDINGS_EVERY_S = 10.0  # between two reports of passes with the same findings
+PROGRESS_AFTER_S = 10.0  # how long a pass runs before a progress line
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PassDone:
 
 @dataclass(slots=True)
 class _Sum:
-    """Passes since the last report, the one that is reported included."""
+    """Passes since the last report, including the reported one."""
 
     passes: int = 0
     slots: Counter[str] = field(default_factory=Counter)
@@ -45,7 +45,8 @@ class _Sum:
 class SweepReporter:
     """One event and one log line per report.
 
-    At once: the first pass, one that finds more than the last reported one, and the first clean one afterwards.
+    Reported immediately: the first pass, a pass with more findings than the last reported one, and then the first
+    clean pass.
     """
 
     def __init__(self, sink: EventSink, clean_every_s: float) -> None:
@@ -53,7 +54,7 @@ class SweepReporter:
         self._clean_every_s = clean_every_s
         self._since = _Sum()
         self._passes = 0
-        self._findings: int | None = None  # of the last reported pass
+        self._findings: int | None = None  # findings of the last reported pass
         self._reported = 0.0
         self._next_progress = 0.0
 
@@ -69,7 +70,7 @@ class SweepReporter:
         self._since, self._findings, self._reported = _Sum(), done.findings, now
 
     def under_way(self, number: int, started: float, slots: Mapping[str, int]) -> None:
-        """A pass that began at `started` (time.monotonic()) goes on."""
+        """A pass that began at `started` (time.monotonic()) is still running."""
         now = time.monotonic()
         if now >= max(self._next_progress, started + PROGRESS_AFTER_S):
             self._next_progress = now + self._clean_every_s

@@ -1,4 +1,4 @@
-"""Turns what a walk of the prefix cache found into the flat list that one sweep launch verifies."""
+"""Turns the result of a prefix cache walk into the flat list that one sweep launch verifies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def build_verify_plan_radix_sweep(
 ) -> SweepVerifyPlan:
     """The plan for `walk_result`'s slots, entry by entry in the same order.
 
-    `swa_index_lut` (int64/int32[full slots (+1)], 0 = evicted) translates slots and predecessors: an evicted slot
-    becomes slot 0, which is never checked, an evicted predecessor PREV_UNREACHABLE, and an index outside of the
-    table stays as it is, for the check to report. The table is read now, on the current stream.
+    `swa_index_lut` (int64/int32[full slots (+1)], 0 = evicted) translates slots and predecessors. An evicted slot
+    becomes slot 0, which is never checked. An evicted predecessor becomes PREV_UNREACHABLE. An index outside the table
+    stays unchanged, so that the check reports it. The table is read now, on the current stream.
 
-    `anchor_of` gives the signed 64-bit anchor of a namespace (extra_key). Without it the chain of a prefix with a
-    namespace is not checked at position 0, because its anchor is not known.
+    `anchor_of` gives the signed 64-bit anchor of a namespace (extra_key). Without it the anchor is unknown, so the
+    chain of a prefix with a namespace is not checked at position 0.
 
-    Does not wait for the device; does not modify `walk_result`.
+    Does not wait for the device. Does not modify `walk_result`.
     """
     slots, prev_slots = walk_result.slot_indices, walk_result.prev_slot_indices
     anchors = None
@@ -47,11 +47,11 @@ def build_strided_sweep_plan(
     stride: int,
     anchor_of: Callable[[str | None], int] | None = None,
 ) -> SweepVerifyPlan:
-    """The plan for the slots of a strided group that the walk's slots stand for; the same `anchor_of`.
+    """The plan for the strided slots that the walk's slots belong to. `anchor_of` is the same as above.
 
-    Every `stride`-th of the walk's slots is the first one of a strided slot, and its predecessor the last one of the
-    strided slot before. A tree whose pages are multiples of `stride` holds such a slot whole or not at all, wherever a
-    budget cuts the walk. Does not wait for the device; does not modify `walk_result`.
+    Every `stride`-th slot of the walk begins a strided slot. Its predecessor is the last token's slot of the previous
+    strided slot. A tree whose pages are multiples of `stride` holds a strided slot whole or not at all, wherever a
+    budget cuts the walk. Does not wait for the device. Does not modify `walk_result`.
     """
     plan = build_verify_plan_radix_sweep(walk_result, anchor_of=anchor_of)
     picked = _first_tokens(walk_result, stride)
@@ -68,7 +68,7 @@ def build_strided_sweep_plan(
 
 
 def _first_tokens(walk_result: RadixCacheWalkResult, stride: int) -> torch.Tensor:
-    """int64[m], the entries whose position is a multiple of `stride`; computed from what the host knows."""
+    """int64[m], the entries whose position is a multiple of `stride`. Computed from host data."""
     device = walk_result.slot_indices.device
     firsts, counts = [], []
     total = 0
@@ -94,7 +94,7 @@ def _to_swa(
 
 
 def _translate(slots: torch.Tensor, lut: torch.Tensor) -> torch.Tensor:
-    """`lut[slots]` where that exists, else `slots`; a new tensor."""
+    """`lut[slots]` for slots inside the table, others unchanged. Returns a new tensor."""
     is_inside = (slots >= 0) & (slots < lut.shape[0])
     mapped = lut[torch.where(is_inside, slots, 0)].to(slots.dtype)
     return torch.where(is_inside, mapped, slots)
@@ -103,7 +103,7 @@ def _translate(slots: torch.Tensor, lut: torch.Tensor) -> torch.Tensor:
 def _anchors(
     walk_result: RadixCacheWalkResult, anchor_of: Callable[[str | None], int]
 ) -> torch.Tensor | None:
-    """int64[n], the anchor at each entry with position 0; None when every anchor is 0."""
+    """int64[n], the anchor at each entry with position 0. None if every anchor is 0."""
     first = [s for s in walk_result.segments if s.position == 0]
     values = [anchor_of(s.extra_key) for s in first]
     if not any(values):
@@ -122,9 +122,9 @@ def _without_unknown_anchors(walk_result: RadixCacheWalkResult) -> torch.Tensor:
 
 
 def warm_up_sweep_plan(device: torch.device | str) -> None:
-    """Runs every device operation of a walk and a plan once, on two slots of its own.
+    """Run every device operation of a walk and a plan once, on two slots of its own.
 
-    Call it at start-up: what runs for the first time loads its kernel, which takes milliseconds of some step.
+    Call it at start-up: the first run of an operation loads its kernel, which would cost some step milliseconds.
     """
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey

@@ -1,4 +1,4 @@
-"""The end-to-end harness, for tests of your own: real engines with tiny models, traffic, and fault injection."""
+"""The end-to-end harness for your own tests: real engines with tiny models, traffic, and fault injection."""
 
 from .e2e import CanaryE2EBase
 from .mode_config import MODES, ModeConfig

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
-    """Whether a violation follows from an injected fault: its slots, its requests, its rows, or one slot behind.
+    """Whether an injected fault explains a violation: by its slots, its requests, its rows, or the next slot.
 
-    `done` is the answer to the injection. The slot after a damaged one continues a chain that it does not
-    know, which is right to report.
+    `done` is the answer to the injection. The slot after a damaged one continues an unknown chain, so reporting it is
+    correct.
     """
     slots = {event["slot"], event["full_slot"], event["prev_slot"]} - {None}
     reader = event["reader"]
@@ -31,8 +31,8 @@ def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
 class CanaryE2EBase:
     """Starts `transport` with the mode `mode_name` once per test class.
 
-    Subclasses set the class attributes. Each test sees the violations since the end of the one before, and fails when
-    there are any although it has injected nothing.
+    Subclasses set the class attributes. Each test sees the violations since the end of the previous test. It fails if
+    there are any and it has injected nothing.
     """
 
     mode_name: ClassVar[str] = "mha"
@@ -40,10 +40,10 @@ class CanaryE2EBase:
     flags: ClassVar[Mapping[str, Any]] = {"kv_canary": "log", "kv_canary_real_data": "all"}
     env: ClassVar[Mapping[str, str]] = {}
     plugins: ClassVar[Sequence[Callable[[], None]]] = ()
-    ends_server: ClassVar[bool] = False  # one of the tests does, the last one
+    ends_server: ClassVar[bool] = False  # the last test ends the server
 
     serving: ClassVar[Serving]
-    _seen: ClassVar[int]  # violations up to the end of the test before
+    _seen: ClassVar[int]  # violations up to the end of the previous test
 
     @classmethod
     def setup_class(cls) -> None:
@@ -60,7 +60,7 @@ class CanaryE2EBase:
         self._expects_violations = False
 
     def teardown_method(self) -> None:
-        """No damage is handed on to the next test, and no false alarm goes unseen."""
+        """No damage reaches the next test, and no false alarm goes unnoticed."""
         if not self.serving.alive:
             assert self.ends_server, f"the server has ended:\n{self.serving.stderr}"
             return
@@ -76,7 +76,7 @@ class CanaryE2EBase:
             type(self)._seen = len(self.serving.events("violation"))
 
     def expect_violations(self) -> None:
-        """For a test that provokes them without `inject`."""
+        """For a test that provokes violations without `inject`."""
         self._expects_violations = True
 
     # Drive
@@ -93,11 +93,11 @@ class CanaryE2EBase:
         return self.run(self.serving.generate(request_id, input_ids, max_new_tokens))
 
     def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
-        """Serve (request id, prompt, output tokens) in one batch, in this order; see `Serving`."""
+        """Serve (request id, prompt, output tokens) in one batch, in this order. See `Serving`."""
         return self.run(self.serving.generate_together(requests))
 
     def inject(self, fault: str, rank: int = 0, **args: Any) -> Injection:
-        """Ask for a fault of `perturb.faults`; it is executed as soon as it finds what it needs."""
+        """Request a fault of `perturb.faults`. It is executed as soon as it finds what it needs."""
         injection = self.serving.send(fault, rank, **args)
         self._injected.append(injection)
         return injection
@@ -105,9 +105,9 @@ class CanaryE2EBase:
     # Observe
 
     def settle(self) -> dict[str, Any]:
-        """Wait until everything that the server has found is reported; returns the counters of rank 0.
+        """Wait until everything that the server has found is reported. Returns the counters of rank 0.
 
-        The server must be idle. A first idle tick hands over what the last step found, so two are enough.
+        The server must be idle. Two idle ticks are enough: the first one delivers the findings of the last step.
         """
         args = self.serving.server_args
         ranks = [
@@ -120,7 +120,7 @@ class CanaryE2EBase:
         return answers[0]["counters"]
 
     def violations(self) -> list[dict[str, Any]]:
-        """Violations since the test began, once all are in."""
+        """Violations since the test began, after all have arrived."""
         self.settle()
         return self.serving.events("violation")[self._seen :]
 
@@ -129,7 +129,7 @@ class CanaryE2EBase:
         assert not found, f"{len(found)} violations in a clean run:\n{_rendered(found)}"
 
     def assert_healthy(self) -> None:
-        """Every health check so far found that all launches ran as often as they should have, on every runner."""
+        """Every health check so far, on every runner, found that all launches ran as often as expected."""
         health = self.serving.events("health")
         assert health, (
             "no health check: is SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL above the steps run?"
@@ -137,14 +137,14 @@ class CanaryE2EBase:
         assert [event["problems"] for event in health if not event["healthy"]] == []
 
     def reported_in_forwards(self, reason: str) -> set[str]:
-        """Tags at which a forward found it; a sweep may be there first."""
+        """Tags at which a forward found it. A sweep may find it first."""
         found = [event for event in self.violations() if reason in event["reasons"]]
         return {event["tag"] for event in found if not event["tag"].startswith("SWEEP")}
 
     def assert_violation(
         self, reason: str, tag: str | None = None, **expected: Any
     ) -> dict[str, Any]:
-        """At least one violation with this reason, tag and these event fields; returns the first.
+        """Assert at least one violation with this reason, tag and these event fields. Returns the first.
 
         `expected`: fields of the event; `reader` and `writer` are compared with the request id.
         """
@@ -157,7 +157,7 @@ class CanaryE2EBase:
         raise AssertionError(f"no violation {wanted} among {len(found)}:\n{_rendered(found)}")
 
     def assert_all_explained(self, done: Mapping[str, Any]) -> None:
-        """Nobody but those whom the fault concerns is accused; `done` is the injection's answer."""
+        """Assert that only requests and slots affected by the fault are reported. `done`: the injection's answer."""
         others = [event for event in self.violations() if not is_explained(event, done)]
         assert not others, f"{len(others)} violations not explained by {done}:\n{_rendered(others)}"
 
@@ -167,5 +167,5 @@ def _field(event: Mapping[str, Any], name: str) -> Any:
     return value["request_id"] if isinstance(value, dict) else value
 
 
-def _rendered(events: list[dict[str, Any]], most: int = 10) -> str:
-    return "\n".join(render(Violation.from_event(event)) for event in events[:most])
+def _rendered(events: list[dict[str, Any]], limit: int = 10) -> str:
+    return "\n".join(render(Violation.from_event(event)) for event in events[:limit])

@@ -1,9 +1,9 @@
-"""Seeded traffic in which no two requests that run together share a prefix, not even a first token.
+"""Seeded traffic in which concurrent requests never share a prefix, not even a first token.
 
-SWA models need it for clean runs: SGLang 0.5.12.post1's `SWARadixCache._insert_helper` puts a request's own slots
-in place of a node's that has lost its SWA slots, and frees the node's full slots although another running request
-has locked them and reads them. That is a fault of SGLang, which the canary rightly reports. It needs two running
-requests with a common prefix, so here the requests of a family follow each other; families run side by side.
+SWA models need it for clean runs. In SGLang 0.5.12.post1, `SWARadixCache._insert_helper` puts a request's own slots in
+place of a node's that has lost its SWA slots. It frees the node's full slots, although another running request has
+locked them and reads them. This is a fault of SGLang, which the canary rightly reports. It needs two running requests
+with a common prefix. So the requests of a family run one after another, and families run concurrently.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .traffic import Client, Conversation, TrafficReport, Turn, converse, random
 
 @dataclass(frozen=True, slots=True)
 class FamilyShape:
-    """What to send. A round is served by fresh families, and ends with an empty cache."""
+    """What to send. Each round is served by new families, and ends with an empty cache."""
 
     requests: int
     seed: int = 0
     rounds: int = 2
     families: int = consts.CONCURRENCY  # served at once
     abort_share: float = 0.05
-    long_share: float = 0.2  # answers long enough for the window to slide while they are decoded
+    long_share: float = 0.2  # share of answers that are long enough to slide the window
     name: str = "f"  # request ids start with it
     prefix_max: int = consts.PREFIX_MAX  # tokens of a family's prefix
-    own_max: int = consts.OWN_MAX  # tokens that a turn adds at most
+    own_max: int = consts.OWN_MAX  # maximum tokens that a turn adds
     long_answer: int = consts.LONG_ANSWER
 
 
@@ -55,7 +55,7 @@ async def _one_by_one(client: Client, family: list[Conversation], report: Traffi
 def _family(
     rng: random.Random, shape: FamilyShape, name: str, first: int, requests: int
 ) -> list[Conversation]:
-    """Conversations with `requests` turns in all, which start with parts of one prefix."""
+    """Conversations with `requests` turns in total, which start with parts of one prefix."""
     prefix = [first, *random_tokens(rng, shape.prefix_max)]
     found: list[Conversation] = []
     while requests > 0:

@@ -1,4 +1,4 @@
-"""Faults as a table: what is injected, the one reason it must be reported with, and at which endpoints."""
+"""A table of fault cases: what is injected, the one reason that must be reported, and the endpoints that report it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traffic import random_tokens
 __all__ = ["DECODE", "Case", "FaultCases", "content_cases", "record_cases", "tags"]
 
 DECODE = {"mode": "DECODE"}
-# What they damage would crash the model, so it is put right again as soon as HEAD has seen it.
+# Their damage would crash the model, so it is undone as soon as HEAD has seen it.
 UNDONE_AFTER_HEAD = ("slot_out_of_range", "wrong_row", "wrong_length")
 
 
@@ -31,7 +31,7 @@ class Case:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The table of faults says the same as the tests: arguments, and what must be seen."""
+        """Check that the table of faults agrees: arguments, and what must be seen."""
         fault = FAULTS[self.fault]
         fault.complete(self.args)
         documented = [reason.name for reason in fault.reasons]
@@ -51,10 +51,10 @@ def tags(sides: str, halves: str, *kinds: str) -> tuple[str, ...]:
 
 
 def record_cases(kind: str, halves: str) -> list[Case]:
-    """Each word of each record of a pool kind: only the endpoint whose record is damaged may speak."""
+    """Each word of each record of a pool kind. Only the endpoint of the damaged record may report it."""
     reasons = {
         "position": "POSITION",
-        "token": "CHAIN",  # a decode does not know the token, but the chain has it mixed in
+        "token": "CHAIN",  # a decode does not know the token, but the chain includes it
         "chain": "CHAIN",
         "state": "BAD_STATE",
         "zero": "NEVER_WRITTEN",
@@ -92,22 +92,22 @@ def content_cases(kind: str, halves: str, layers: int) -> list[Case]:
 
 
 class FaultCases(CanaryE2EBase):
-    """Runs cases on one server, each on traffic of its own."""
+    """Runs cases on one server, each with its own traffic."""
 
     def serve_two(self, name: str, length: int = 30, answer: int = 24) -> None:
-        """Two requests with nothing in common, together; each prefilled at once and decoded for a while."""
+        """Two concurrent requests with nothing in common. Each is prefilled at once and decodes for a while."""
         prompts = two_prompts(name, length)
         self.generate_together([(f"{name}-{i}", p, answer) for i, p in enumerate(prompts)])
 
     def serve_heir_and_victim(self, heir: list[int], victim: list[int]) -> None:
-        """Two prompts in one batch, `heir` before `victim`, so that the next free slot goes to the heir."""
+        """Two prompts in one batch, `heir` before `victim`, so that the heir gets the next free slot."""
         self.generate_together([("heir", heir, 24), ("victim", victim, 24)])
 
     def run_case(self, case: Case, name: str) -> dict[str, Any]:
-        """Inject, serve, and compare; returns the injection's answer."""
+        """Inject, serve, and compare. Returns the injection's answer."""
         if torch.cuda.is_available() and case.fault in UNDONE_AFTER_HEAD:
             pytest.skip(
-                "undone between HEAD and the model, where a decode CUDA graph lets nothing in"
+                "undone between HEAD and the model, inside a decode CUDA graph, where no code can run"
             )
         injection = self.inject(case.fault, **case.args)
         self.serve_two(name)
@@ -117,7 +117,7 @@ class FaultCases(CanaryE2EBase):
         return done
 
     def assert_reported_at(self, reason: str, expected_tags: Sequence[str]) -> None:
-        """`reason` at exactly these endpoints."""
+        """Assert `reason` at exactly these endpoints."""
         assert {e["tag"] for e in self.violations() if reason in e["reasons"]} == {*expected_tags}
 
 

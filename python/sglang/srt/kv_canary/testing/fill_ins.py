@@ -1,7 +1,7 @@
-"""What SGLang's torch_native attention lacks for some models, filled in for tests on machines without a GPU.
+"""Missing features of SGLang's torch_native attention, filled in for tests on machines without a GPU.
 
-A fill-in is a SGLang plugin of its own, so that it reaches every process that a server launches: `plugin_path`
-writes the entry points of a distribution that is nowhere installed, to be found through PYTHONPATH.
+A fill-in is a separate SGLang plugin, so it reaches every process of a server. `plugin_path` writes the entry points of
+a distribution that is not installed. Processes find it through PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DISTRIBUTION = "kv_canary_fill_ins"
 
 
 def plugin_path(folder: str | Path, fill_ins: Sequence[Callable[[], None]]) -> str:
-    """The PYTHONPATH with which SGLang loads `fill_ins`, functions of this module, as plugins."""
+    """The PYTHONPATH with which SGLang loads `fill_ins` (functions of this module) as plugins."""
     info = Path(folder) / f"{_DISTRIBUTION}-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_DISTRIBUTION}\nVersion: 0\n")
@@ -37,11 +37,11 @@ def plugin_path(folder: str | Path, fill_ins: Sequence[Callable[[], None]]) -> s
     return os.pathsep.join([str(folder), before] if before else [str(folder)])
 
 
-# SWA pools: torch_native takes the slots of `req_to_token`, which are full slots, for those of every layer.
+# SWA pools: torch_native uses the slots of `req_to_token`, which are full slots, for every layer.
 
 
 def swa_on_torch_native() -> None:
-    """Sliding-window layers read the SWA slots that the pool maps their full slots to."""
+    """Sliding-window layers read the SWA slots mapped to their full slots."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -81,11 +81,11 @@ def _is_swa_layer(pool: Any, layer: Any) -> bool:
     return layers is not None and layers[layer.layer_id][1]
 
 
-# MLA pools: SGLang dispatches MLA layers by the backend's name, and does not know this one.
+# MLA pools: SGLang selects MLA code by the backend's name, and does not know this backend.
 
 
 def mla_on_torch_native() -> None:
-    """DeepSeek's MLA layers run on torch_native as they do on other backends without kernels of their own."""
+    """Run DeepSeek's MLA layers on torch_native, as on other backends without kernels of their own."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -98,12 +98,12 @@ def _register_mla(*_: Any, **__: Any) -> None:
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
 
-# DP attention: SGLang pads batches to the other ranks' sizes, from pinned memory, and exchanges tokens by operators
+# DP attention: SGLang pads batches to the other ranks' sizes from pinned memory. It exchanges tokens with operators
 # that exist for CUDA only.
 
 
 def dp_attention_on_torch_native() -> None:
-    """Batches are padded as on the Triton backend, with one token in slot 0 of row 0; gloo exchanges the tokens."""
+    """Pad batches as on the Triton backend, with one token in slot 0 of row 0. Exchange the tokens with gloo."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -121,7 +121,7 @@ def dp_attention_on_torch_native() -> None:
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `original`, which asks torch.tensor for pinned memory, where there is none."""
+    """Run `original` without pinned memory, which it requests from torch.tensor."""
     tensor = torch.tensor
     torch.tensor = lambda *a, pin_memory=False, **k: tensor(*a, **k)
     try:
@@ -156,11 +156,11 @@ def _copy_tokens(
         dst[first : first + count] = src[:count]
 
 
-# Logprobs and LoRA: SGLang asks for pinned memory without looking for a GPU.
+# Logprobs and LoRA: SGLang requests pinned memory without checking for a GPU.
 
 
 def pageable_memory() -> None:
-    """What shall be pinned stays pageable."""
+    """Keep memory pageable where SGLang wants to pin it."""
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self

@@ -54,7 +54,7 @@ _CPU = {
     "device": "cpu",
     "dtype": "float32",
     "sampling_backend": "pytorch",
-    # Pools have the size that their mode names, also on a machine whose memory others take meanwhile.
+    # Pools have the sizes that their mode sets, even if other processes take memory at the same time.
     "mem_fraction_static": 0.99,
 }
 _CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
@@ -93,7 +93,7 @@ MODES: dict[str, ModeConfig] = {
         cuda_args=_CUDA,
         cpu_fill_ins=(mla_on_torch_native,),
     ),
-    # Each rank has all heads and requests of its own, and runs idle or padded forwards while the other one computes.
+    # Each rank has all heads and its own requests. It runs idle or padded forwards while the other rank computes.
     "mla_dp": ModeConfig(
         name="mla_dp",
         write_model=write_tiny_deepseek_v2,
@@ -132,17 +132,17 @@ MODES: dict[str, ModeConfig] = {
 
 
 def why_dsv4_cannot_be_served() -> str:
-    """What this machine lacks for the mode `dsv4`; "" where nothing is known to be missing."""
+    """What this machine lacks for the mode `dsv4`. "" if nothing is known to be missing."""
     if not torch.cuda.is_available():
         return "DeepSeek-V4 needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
     if torch.cuda.get_device_capability() < (9, 0):
         return f"DeepSeek-V4's kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
-    modules = ("flash_mla", "deep_gemm", "tilelang")  # that deepseek_v4_backend and mhc import
+    modules = ("flash_mla", "deep_gemm", "tilelang")  # imported by deepseek_v4_backend and mhc
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"DeepSeek-V4 needs the modules {', '.join(missing)}, not installed" if missing else ""
 
 
 def server_args_of(mode: ModeConfig) -> dict[str, Any]:
-    """The mode's arguments for the device that this machine has."""
+    """The mode's arguments for this machine's device."""
     device_args = mode.cuda_args if torch.cuda.is_available() else mode.cpu_args
     return {**mode.server_args, **device_args}

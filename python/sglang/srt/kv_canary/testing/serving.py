@@ -30,22 +30,23 @@ T = TypeVar("T")
 Asked = tuple[str, list[int], int]  # request id, prompt, output tokens
 STARTUP_TIMEOUT_S = consts.PROCESS_TIMEOUT_S
 REQUEST_TIMEOUT_S = 300.0
-ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds over what takes an idle one milliseconds
+ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds for what an idle one does in milliseconds
 POLL_S = 0.01
 # A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
 SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
-# Below what Linux hands out on its own (from 32768): another process could get such a port before the server binds it.
+# Below the ports that Linux assigns itself (from 32768): another process could get such a port before the server binds.
 SERVER_PORTS = range(11_000, 21_000)
 GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
-PORTS_BEHIND = 300  # DP attention takes some, up to 240 above the server's own
-MOST_SHARES = 30  # of SERVER_PORTS; workers beyond share them
+# Free ports needed after the server's own: DP attention uses some, up to 240 above it.
+PORTS_AFTER = 300
+MAX_SHARES = 30  # of SERVER_PORTS; further workers share them
 
 
 class Serving(ABC):
-    """What an engine and a server have in common: a folder with the model, the events and the controls.
+    """The common part of engine and server: a folder with the model, the events and the controls.
 
-    A context manager. `flags` are fields of `ServerArgs` that override the mode's; `env` is added to the
-    environment of the processes that serve; `plugins` are functions that these processes load as plugins of SGLang.
+    A context manager. `flags` are fields of `ServerArgs` that override the mode's. `env` is added to the environment of
+    the serving processes. `plugins` are functions that these processes load as plugins of SGLang.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class Serving(ABC):
         self.server_args = {
             "model_path": mode.write_model(self.folder / "model"),
             "port": free_port(),
-            "nccl_port": free_port(),  # else SGLang looks for one long before it binds it
+            "nccl_port": free_port(),  # otherwise SGLang picks one long before it binds it
             **server_args_of(mode),
             **(flags or {}),
         }
         self.env = {
             "SGLANG_KV_CANARY_EVENT_FILE": str(self.event_file),
             "SGLANG_KV_CANARY_PERTURB_DIR": str(self.controls),
-            # A slot that a fault hands out twice is one too many for SGLang's own accounting, too.
+            # A slot that a fault hands out twice also breaks SGLang's own accounting.
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
-            # The ranks' processes look at the machine's free memory one after the other, and other tests run beside.
+            # The ranks' processes read the machine's free memory one after another, while other tests run.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **({} if torch.cuda.is_available() else {"SGLANG_USE_CPU_ENGINE": "1"}),
             **mode.env,
@@ -83,8 +84,8 @@ class Serving(ABC):
         if fill_ins or plugins:
             self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", (*fill_ins, *plugins))
         if len(str(self.folder)) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES:
-            self.env["TMPDIR"] = str(self.folder)  # what the processes leave behind goes with it
-            self.env["TORCHINDUCTOR_CACHE_DIR"] = cache_dir()  # but not what they have compiled
+            self.env["TMPDIR"] = str(self.folder)  # removed together with the folder
+            self.env["TORCHINDUCTOR_CACHE_DIR"] = cache_dir()  # compiled code is kept
         self._commands = 0
 
     # Serving
@@ -103,7 +104,7 @@ class Serving(ABC):
     @property
     @abstractmethod
     def stderr(self) -> str:
-        """What it has written there, where that is not this process's own."""
+        """The server's stderr, if it is not this process's own."""
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -118,7 +119,7 @@ class Serving(ABC):
     async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
         """Serve `requests` in one message: the scheduler queues all of them at once, in this order.
 
-        Except under DP attention, where they follow each other closely. Each needs a request id of its own.
+        Under DP attention they follow each other closely instead. Each request needs its own id.
         """
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Serving(ABC):
     # Events
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """All events so far, of one kind where given."""
+        """All events so far, of `kind` if given."""
         if not self.event_file.exists():
             return []
         lines = self.event_file.read_text().splitlines()
@@ -142,7 +143,7 @@ class Serving(ABC):
     def send(
         self, fault: str, rank: int = 0, role: str = "target", pp_rank: int = 0, **args: Any
     ) -> Injection:
-        """Ask the scheduler process for `fault`; see `perturb.faults`. It may have to wait for a request."""
+        """Request `fault` from the scheduler process, see `perturb.faults`. It may have to wait for a request."""
         self._commands += 1
         command = Command(f"{self._commands:04d}-{fault}", fault, args)
         controls = ControlFolder(self.controls, address_of(role, rank, pp_rank))
@@ -156,7 +157,7 @@ class Serving(ABC):
         timeout_s: float = ANSWER_TIMEOUT_S,
         poll_s: float = POLL_S,
     ) -> T:
-        """What `found` returns once it is true. Raises TimeoutError, or RuntimeError at once when nothing serves."""
+        """The result of `found` once it is true. Raises TimeoutError, or RuntimeError at once if nothing serves."""
         deadline = time.monotonic() + timeout_s
         while True:
             alive = self.alive
@@ -165,27 +166,27 @@ class Serving(ABC):
             if not alive:
                 raise RuntimeError(f"the server ended before {what}:\n{self.stderr}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+                raise TimeoutError(f"timed out after {timeout_s:g} s: {what}")
             time.sleep(poll_s)
 
 
 class Injection:
-    """A command on its way."""
+    """A command that has been sent."""
 
     def __init__(self, serving: Serving, controls: ControlFolder, command: Command) -> None:
         self._serving, self._controls, self.command = serving, controls, command
 
     def withdraw(self) -> None:
-        """Does nothing when it has been executed."""
+        """Withdraw the command. Does nothing if it has been executed."""
         if self._controls.answer(self.command.name) is None:
             self._controls.withdraw(self.command.name)
 
     async def executed(self) -> dict[str, Any]:
-        """`answer` for code that must let requests go on meanwhile."""
+        """`answer`, for code that must let requests continue in that time."""
         return await asyncio.to_thread(self.answer)
 
     def answer(self) -> dict[str, Any]:
-        """What was done. Raises TimeoutError when it never could, RuntimeError when it failed or nothing serves."""
+        """What was done. Raises TimeoutError if it never could, RuntimeError if it failed or nothing serves."""
         name = self.command.name
         try:
             answer = self._serving.wait_for(
@@ -200,7 +201,7 @@ class Injection:
 
 
 class CanaryEngine(Serving):
-    """`sglang.Engine`, in this process; its shutdown ends all child processes of this one."""
+    """`sglang.Engine` in this process. Its shutdown ends all child processes of this process."""
 
     def __enter__(self) -> CanaryEngine:
         with _environment(self.env):
@@ -215,7 +216,7 @@ class CanaryEngine(Serving):
 
     @property
     def alive(self) -> bool:
-        return True  # the death of a scheduler ends this process, too
+        return True  # the death of a scheduler also ends this process
 
     @property
     def stderr(self) -> str:
@@ -286,7 +287,7 @@ class CanaryServer(Serving):
             return json.loads(answer.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a POST of JSON: parsed where it is JSON, else text. Raises HTTPError for an error status."""
+        """The answer to a POST of JSON, parsed if it is JSON. Raises HTTPError for an error status."""
         request = urllib.request.Request(
             self.url + path,
             json.dumps(body).encode(),
@@ -304,7 +305,7 @@ class CanaryServer(Serving):
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-            # Else a request may go out on a connection that the server, which keeps idle ones for 5 s, is closing.
+            # Otherwise a request may use an idle connection that the server, after 5 s, is just closing.
             once = aiohttp.TCPConnector(force_close=True)
             async with aiohttp.ClientSession(timeout=timeout, connector=once) as self._session:
                 return await work
@@ -351,7 +352,7 @@ class CanaryServer(Serving):
 
 
 def command_line(server_args: Mapping[str, Any]) -> list[str]:
-    """`ServerArgs` fields as flags; True is a bare flag, False none."""
+    """`ServerArgs` fields as flags. True gives a bare flag, False none."""
     flags: list[str] = []
     for name, value in server_args.items():
         flag = "--" + name.replace("_", "-")
@@ -391,14 +392,14 @@ _ports_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port for a server that is free on this machine, as is the one that SGLang adds for gRPC.
+    """A free port for a server. The port that SGLang adds for gRPC is also free.
 
-    It is bound seconds later: no port is given twice, and each worker of pytest-xdist has ports of its own.
+    The server binds it seconds later. So no port is given twice, and each worker of pytest-xdist has its own ports.
     """
-    shares = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), MOST_SHARES)
+    shares = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), MAX_SHARES)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % shares
     size = len(SERVER_PORTS) // shares
-    ours = SERVER_PORTS[number * size : (number + 1) * size - PORTS_BEHIND]
+    ours = SERVER_PORTS[number * size : (number + 1) * size - PORTS_AFTER]
     left = [port for port in ours if port not in _ports_given]
     random.shuffle(left)
     for port in left:
@@ -427,4 +428,4 @@ def _kill_tree(pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(processes, timeout=30)  # none of them writes to the folder any more
+    psutil.wait_procs(processes, timeout=30)  # then none of them still writes to the folder

@@ -190,8 +190,8 @@ TINY_DEEPSEEK_V2 = {
 }
 
 
-# The kernels of DeepSeek-V4 are made for its widths, so only layers, experts and the vocabulary are few. FP8 weights:
-# about 0.4 GB of experts and 0.2 GB of attention a layer.
+# DeepSeek-V4's kernels are made for its widths, so only layers, experts and vocabulary are reduced. FP8 weights: about
+# 0.4 GB of experts and 0.2 GB of attention per layer.
 SHORT_DEEPSEEK_V4: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -306,7 +306,7 @@ def write_tiny_llama_checkpoint(folder: str | Path, seed: int) -> str:
 
 
 def write_tiny_whisper(folder: str | Path) -> str:
-    """Write the config of an encoder-decoder model into `folder`; returns the path. Not made to be served."""
+    """Write the config of an encoder-decoder model into `folder`; returns the path. It is not meant to be served."""
     return _write(folder, TINY_WHISPER)
 
 
@@ -319,7 +319,7 @@ def write_tiny_gemma4(folder: str | Path) -> str:
 
 
 def write_tiny_llama_with_tokenizer(folder: str | Path) -> str:
-    """The tiny Llama with `tiny_tokenizer`: takes and gives text, too."""
+    """The tiny Llama with `tiny_tokenizer`: it also takes and returns text."""
     save_tokenizer(folder)
     return write_tiny_llama(folder)
 

@@ -17,12 +17,12 @@ class Client(Protocol):
     async def generate(
         self, request_id: str, input_ids: list[int], max_new_tokens: int
     ) -> list[int]:
-        """The output tokens; those so far when the request is aborted."""
+        """The output tokens. For an aborted request, those so far."""
 
     async def abort(self, request_id: str) -> None: ...
 
     async def flush(self) -> bool:
-        """Empty the prefix cache; waits until the server is idle. Returns whether it was done."""
+        """Empty the prefix cache, after waiting for the server to be idle. Returns whether it was emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Each turn's prompt is all that was said before plus the turn's own tokens."""
+    """Each turn's prompt is the whole conversation so far plus the turn's own tokens."""
 
     name: str
     turns: tuple[Turn, ...]
@@ -44,20 +44,20 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """What to send. The same shape is the same traffic, up to timing."""
+    """What to send. The same shape gives the same traffic, up to timing."""
 
     requests: int
     seed: int = 0
     flushes: int = 3  # spread over the run, each with everything else at rest
     abort_share: float = 0.05
-    duplicate_share: float = 0.1  # conversations that are sent twice at once
+    duplicate_share: float = 0.1  # share of conversations sent twice at the same time
     concurrency: int = consts.CONCURRENCY
     name: str = "r"  # request ids start with it
 
 
 @dataclass(slots=True)
 class TrafficReport:
-    """What was sent and came back."""
+    """What was sent, and what came back."""
 
     requests: int = 0
     aborts: int = 0
@@ -72,7 +72,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def conversations(shape: TrafficShape) -> list[Conversation]:
-    """Conversations with `shape.requests` turns in all."""
+    """Conversations with `shape.requests` turns in total."""
     rng = random.Random(shape.seed)
     prefixes = [
         random_tokens(rng, rng.randrange(8, consts.PREFIX_MAX))

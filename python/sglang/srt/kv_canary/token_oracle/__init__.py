@@ -1,4 +1,4 @@
-"""A sampler for tests: the next token is a hash of request id and position, so that every right input is known."""
+"""A sampler for tests: the next token is a hash of request id and position, so every right input is known."""
 
 from .manager import TokenOracleManager
 from .oracle import TokenOracle

@@ -1,4 +1,4 @@
-"""The oracle on the device: tokens of a batch, logits from which any sampler chooses them, drafts that are accepted."""
+"""The oracle on the device: tokens of a batch, logits that make any sampler choose them, and accepted drafts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _RIGHT_DRAFTS_OF_4 = 3
 
 @dataclass(frozen=True, slots=True)
 class TokenOracleManager:
-    """What `install_canary(token_oracle_manager=...)` takes. Nothing here waits for the device."""
+    """The type of `install_canary(token_oracle_manager=...)`. Nothing here waits for the device."""
 
     oracle: TokenOracle
 
     def tokens(self, request_ids: Sequence[str], positions: torch.Tensor) -> torch.Tensor:
-        """`TokenOracle.token` of each position, int64; `positions` int[batch size, ...], a request per row."""
+        """`TokenOracle.token` of each position, int64. `positions` int[batch size, ...], one request per row."""
         token = shift_right(self._hashes(request_ids, positions), HASH_SHIFT) % self.oracle.choices
         for skipped in self.oracle.excluded:
             token = token + (token >= skipped)
@@ -40,7 +40,7 @@ class TokenOracleManager:
     ) -> torch.Tensor:
         """`drafts` [batch size, n] at `positions`, three of four replaced by the oracle's tokens, which are accepted.
 
-        A draft model cannot guess a hash, and without this no draft would ever be accepted.
+        A draft model cannot guess a hash. Without this, no draft would ever be accepted.
         """
         lucky = (self._hashes(request_ids, positions) & 3) < _RIGHT_DRAFTS_OF_4
         tokens = self.tokens(request_ids, positions).to(drafts.dtype)

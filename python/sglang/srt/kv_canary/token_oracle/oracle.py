@@ -17,18 +17,18 @@ HASH_SHIFT = 33  # the hash is cut to 31 bits, non-negative on the device too
 
 @lru_cache(maxsize=4096)
 def seed_of(request_id: str) -> int:
-    """The first 8 bytes of SHA-256, uint64: the same in every process and for every run."""
+    """The first 8 bytes of SHA-256, uint64: the same in every process and run."""
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOracle:
-    """Names the token at each position of each request's answer. Prompts keep their own tokens."""
+    """Defines the token at each position of each request's answer. Prompts keep their own tokens."""
 
     vocab_size: int
     excluded: tuple[
         int, ...
-    ] = ()  # token ids that it never names, ascending; e.g. those that end an answer
+    ] = ()  # token ids that it never chooses, ascending; e.g. those that end an answer
 
     def __post_init__(self) -> None:
         inside = all(0 <= token < self.vocab_size for token in self.excluded)
@@ -41,7 +41,7 @@ class TokenOracle:
 
     @property
     def choices(self) -> int:
-        """Number of tokens that it can name."""
+        """Number of tokens that it can choose from."""
         return self.vocab_size - len(self.excluded)
 
     def token(self, request_id: str, position: int) -> int:

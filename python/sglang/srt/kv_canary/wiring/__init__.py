@@ -1,4 +1,4 @@
-"""Everything that knows SGLang's call sites: one module per area of SGLang, each with its `HOOKS`."""
+"""All code that depends on SGLang's call sites: one module per area of SGLang, each with its `HOOKS`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HOOK_MODULES", "collect_hooks"]
 
-# Later hooks on one target wrap earlier ones; startup_check stays last, so that it sees every error.
+# Later hooks on one target wrap earlier ones. startup_check stays last, so that it sees every error.
 HOOK_MODULES: tuple[str, ...] = (
     "allocator",
     "cuda_graph",
@@ -24,12 +24,12 @@ HOOK_MODULES: tuple[str, ...] = (
     "swa_location",
     "token_oracle",
     "weights",
-    "farewell",  # after last_words: what it lets others say comes before the last words
+    "farewell",  # after last_words: reports that it triggers come before the last words
     "startup_check",
 )
 
 
 def collect_hooks() -> tuple[HookSpec, ...]:
-    """The hooks of all modules, in order. Raises whatever importing one of them raises."""
+    """The hooks of all modules, in order. Raises any error of their imports."""
     modules = (import_module(f"{__name__}.{name}") for name in HOOK_MODULES)
     return tuple(hook for module in modules for hook in module.HOOKS)

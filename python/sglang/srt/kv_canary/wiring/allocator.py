@@ -1,7 +1,7 @@
-"""Hooks on the slot allocators: what was handed out, freed, cleared.
+"""Hooks on the slot allocators: slots handed out, freed, cleared.
 
-The SWA allocator's inner allocators are of the same two classes, with their own index space, so hooking
-these covers it. Inside a free group `free()` only queues and is called again at the group's end.
+The SWA allocator's inner allocators are of the same two classes, with their own index space. So these hooks cover it.
+Inside a free group, `free()` only queues slots, and is called again at the group's end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIMPLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 
 
 def watch_allocator(allocator: Any) -> None:
-    """Follow `allocator` from now on. Raises CanaryStartupError for a class that is not hooked."""
+    """Follow `allocator` from now on. Raises CanaryStartupError for a class without hooks."""
     name = type(allocator).__name__
     if name in _SIMPLE:
         context.watch_allocator(allocator, PoolKind.FULL)
@@ -36,7 +36,7 @@ def _refuse_unless_simple(allocator: Any) -> None:
     name = type(allocator).__name__
     if name not in _SIMPLE:
         raise startup_error(
-            f"the slot allocator {name} is not one whose frees the canary can follow "
+            f"the slot allocator {name} is of a class whose frees the canary cannot follow "
             f"(known: {', '.join(_SIMPLE)}, SWATokenToKVPoolAllocator).",
             "slots that are read after they were freed",
         )
@@ -48,7 +48,7 @@ def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
         return
     context.frees += 1
     if id(allocator) in context.allocator_kinds and allocator.is_not_in_free_group:
-        # A view of req_to_token, as a rule: the row is rewritten before the event is applied.
+        # Usually a view of req_to_token, whose row is rewritten before the event is applied.
         context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
 
 
@@ -74,7 +74,7 @@ def _hooks() -> tuple[HookSpec, ...]:
     for method in ("alloc_extend", "alloc_decode"):
         target = f"{module}.PagedTokenToKVPoolAllocator.{method}"
         hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, lost))
-    # Counted only: its inner allocators, which are watched, hear of a free group at its end.
+    # Only counted: its inner allocators, which are watched, see a free group at its end.
     target = "sglang.srt.mem_cache.swa_memory_pool.SWATokenToKVPoolAllocator.free"
     hooks.append(HookSpec(target, _before_free, HookType.BEFORE, lost))
     return tuple(hooks)

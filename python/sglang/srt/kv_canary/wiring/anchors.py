@@ -1,4 +1,4 @@
-"""Keeps each request row's chain anchor up to date; costs nothing while all requests share one namespace."""
+"""Keeps each request row's chain anchor up to date. Free of cost while all requests share one namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
-    """Set the anchors of the rows of `requests`, on the current stream, where they changed."""
+    """Set the anchors of the rows of `requests` if they changed, on the current stream."""
     known = context.anchor_of_row
     changed = {
         request.req_pool_idx: anchor

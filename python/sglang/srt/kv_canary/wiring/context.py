@@ -1,6 +1,6 @@
-"""What the hooks of one process share. All state of `wiring/` is here.
+"""State shared by the hooks of one process. All state of `wiring/` is here.
 
-It imports nothing of SGLang: SGLang may be a release in which such imports fail, and why must not be lost.
+It imports nothing from SGLang: in some releases such imports fail, and the reason must not be lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CanaryContext:
-    """One per process. Empty, and every hook a no-op, until the canary is installed."""
+    """One per process. Until the canary is installed it is empty, and every hook does nothing."""
 
     # Start-up
     registration: Registration = field(default_factory=Registration)
@@ -47,21 +47,23 @@ class CanaryContext:
     allocators: list[Any] = field(default_factory=list)  # kept alive: their ids are keys
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     tracking: Tracking = field(default_factory=Tracking)
-    frees: int = 0  # calls of an allocator's free() with slots, also those that a free group defers
+    # Calls of an allocator's free() with slots, including those that a free group defers
+    frees: int = 0
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     attend_farewell: Callable[[], None] | None = None  # between steps and while idle
     next_idle_tick: float = 0.0
-    launched: dict[int, StepRecord] = field(default_factory=dict)  # by ScheduleBatch.forward_iter
+    # Keyed by ScheduleBatch.forward_iter
+    launched: dict[int, StepRecord] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
-    weight_version: str | None = None  # name of the weights that the update under way brings
+    weight_version: str | None = None  # name of the weights in the current update
     row_owners: RowOwners = field(default_factory=RowOwners)
-    # Each row's anchor on the device, where it is not 0; the same for all managers. None: writing it has failed.
+    # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
-    swa_translation: SwaOutCacheLoc | None = None  # the running forward's; None outside of forwards
+    swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:
-        """As before the canary was installed. What was registered with SGLang stays registered."""
+        """Return to the state before installation. Registrations with SGLang stay."""
         fresh = CanaryContext(registration=self.registration, install=self.install)
         for part in fields(self):
             setattr(self, part.name, getattr(fresh, part.name))
@@ -93,7 +95,7 @@ class CanaryContext:
             self.allocators.append(allocator)
 
     def slot_event(self, allocator: Any, kind: SlotEventKind, slots: torch.Tensor | None) -> None:
-        """An allocator did something; every manager whose pools it serves hears of it."""
+        """Pass an allocator's event to every manager whose pools it serves."""
         pool_kind = self.allocator_kinds.get(id(allocator))
         if pool_kind is None:
             return

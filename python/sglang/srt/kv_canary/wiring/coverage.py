@@ -1,4 +1,4 @@
-"""Which paths of SGLang the canary covers, printed by `kv-canary pools`. What is refused comes from `refusals`."""
+"""Which paths of SGLang the canary covers, as printed by `kv-canary pools`. `refusals` lists what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .refusals import REFUSALS
 
 @dataclass(frozen=True, slots=True)
 class PathSupport:
-    """One way in which SGLang computes with, moves or frees KV."""
+    """One way in which SGLang computes, moves or frees KV."""
 
     name: str
     status: Coverage
@@ -32,7 +32,7 @@ _SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "pipeline parallelism",
         _COVERED,
-        "each stage its own layers; decode inputs as sent by the last one",
+        "each stage checks its own layers, and decode inputs against the last stage's samples",
     ),
     PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE, NGRAM"),
     PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV"),
@@ -51,17 +51,17 @@ _SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
         _PARTLY,
-        "v1, v2, adaptive; row and input tokens are compared by the target's verify only",
+        "v1, v2, adaptive; only the target's verify compares row and input tokens",
     ),
     PathSupport(
         "speculative: draft trees, top-k > 1",
         _PARTLY,
-        "v1, as SGLang runs them, and NGRAM; refused on pools whose slots stand for several tokens",
+        "v1 (as in SGLang) and NGRAM; refused on pools whose slots stand for several tokens",
     ),
     PathSupport(
         "sweep of cached prefixes",
         _PARTLY,
-        "the target's slots; those of a draft pool may never have been written",
+        "the target's slots only: a draft pool's slots may never have been written",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Hooks on the graph runners: a replay runs the captured launches; a capture after start-up must not check."""
+"""Hooks on the graph runners. A replay runs the captured launches. A capture after start-up must not check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's own token lists for the forward that is about to run."""
+"""The scheduler's own token lists for the next forward."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .guard import attempt_aside
 def expected_tokens_of(
     manager: CanaryManager, forward_batch: Any, requests: list[Any]
 ) -> ExpectedTokens | None:
-    """What the requests' own lists say of an extend forward; None for other forwards.
+    """The requests' own token lists for an extend forward. None for other forwards.
 
-    Mode `tail`: every new token, and the last TAIL_TOKENS of each cached prefix. Mode `all`: the whole prefix too. A
-    request that is new in its row starts with the chain of its own tokens, in every mode.
+    Mode `tail`: every new token, and the last TAIL_TOKENS of each cached prefix. Mode `all`: the whole prefix as well.
+    In every mode, a request that is new in its row starts with the chain of its own tokens.
     """
     prefix_lens = forward_batch.extend_prefix_lens_cpu
     if not manager.armed or prefix_lens is None:
         return None
     known = attempt_aside(_known_of_batch, manager, forward_batch, requests)
-    if known is None:  # a row whose owner is not known must not be compared with the one before
+    if known is None:  # the owners are unknown, so no row may be compared with its previous owner
         known = [KnownTokens(start=RowStart.FORGET)] * len(prefix_lens)
     device, memory = manager.identity.device, manager.state.token_lists
     expected = attempt_aside(ExpectedTokens.from_lists, known, device, memory)
-    if expected is None:  # the same for all rows, where the device cannot be told which
+    if expected is None:  # the same for all rows, because the device cannot learn which
         manager.state.row_memory.forget()
     return expected
 
@@ -39,11 +39,11 @@ def expected_tokens_of(
 def _known_of_batch(
     manager: CanaryManager, forward_batch: Any, requests: list[Any]
 ) -> list[KnownTokens] | None:
-    """None where the batch is not that of `requests`."""
+    """None if the batch does not match `requests`."""
     prefix_lens, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     if len(requests) != len(prefix_lens):
         return None
-    has_tokens = forward_batch.input_embeds is None  # else placeholders
+    has_tokens = forward_batch.input_embeds is None  # otherwise placeholders
     mode = manager.config.token_check if has_tokens else None
     oracle = manager.token_oracle
     return [
@@ -59,7 +59,7 @@ def _known_tokens(
     mode: TokenCheck | None,
     oracle: TokenOracleManager | None,
 ) -> KnownTokens:
-    """`mode` None: the request's list does not say what is computed."""
+    """`mode` None: the request's list does not contain the tokens that are computed."""
     start, chain = RowStart.KEEP, 0
     if context.row_owners.extend(request, prefix, length):
         start, chain = _row_start(request, prefix, mode is not None)
@@ -67,7 +67,7 @@ def _known_tokens(
         return KnownTokens(start=start, start_chain=chain)
     first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
     tokens = tokens_of_request(request, first, prefix + length, oracle)
-    # A decode in a mixed batch: under overlap the host does not have its token yet.
+    # A decode in a mixed batch. Under overlap the host does not have its token yet.
     if start == RowStart.KEEP and length == 1 and len(request.fill_ids) <= prefix:
         start = RowStart.DECODES
     return KnownTokens(first, tokens, start, chain)
@@ -76,7 +76,7 @@ def _known_tokens(
 def tokens_of_request(
     request: Any, first: int, end: int, oracle: TokenOracleManager | None
 ) -> Sequence[int]:
-    """The request's own list from `first` up to `end`, as far as it goes; with an oracle, answers are the oracle's."""
+    """The request's own list from `first` to `end`, if it is that long. With an oracle, answers are the oracle's."""
     tokens = request.fill_ids[first:end]
     if oracle is None:
         return tokens

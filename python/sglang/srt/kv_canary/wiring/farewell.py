@@ -1,9 +1,11 @@
-"""The end of a server: the scheduler processes name every finding that still waits, before they are killed.
+"""The end of a server: the scheduler processes name every waiting finding before they are killed.
 
 SGLang's main process ends its scheduler processes with SIGKILL, however the server is stopped (SIGTERM, Ctrl-C,
-`Engine.shutdown`). So it first leaves a note in a folder of its own, waits a moment until each scheduler process has
-said that it is done, and only then kills. A scheduler process that gets SIGTERM itself (systemd sends it to every
-process of a service), or that ends by an exception or Ctrl-C, names its findings, too.
+`Engine.shutdown`). So it first leaves a note in a folder of its own. It waits a moment until every scheduler process
+has answered, and only then kills.
+
+A scheduler process also names its findings if it ends by an exception or Ctrl-C, or if it gets SIGTERM itself. Systemd
+sends SIGTERM to every process of a service.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER_ENV = "_KV_CANARY_FAREWELL_FOLDER"
 _NOTE = "the-server-ends"
-WAIT_S = 3.0  # of the main process: a scheduler process answers between two steps
-FINISH_S = 1.0  # of a scheduler process, for copies from the device
+WAIT_S = 3.0  # for the main process: a scheduler process answers between two steps
+FINISH_S = 1.0  # for a scheduler process, to copy from the device
 LOOK_EVERY_S = 0.02
 
 
@@ -44,7 +46,7 @@ def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
-    """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
+    """Before SGLang's `kill_process_tree`. Its own process and None mean this process and its children."""
     if parent_pid not in (None, os.getpid()):
         return
     folder = context.farewell_folders.pop(os.getpid(), None)
@@ -56,7 +58,7 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
 
 
 def ask_for_farewell(folder: Path, wait_s: float) -> None:
-    """Ask the scheduler processes in `folder` to name what waits; until all have, or `wait_s` are over."""
+    """Ask the scheduler processes in `folder` to name waiting findings. Wait until all have, at most `wait_s`."""
     if not folder.is_dir():
         return
     (folder / _NOTE).touch()
@@ -78,7 +80,7 @@ def _is_running(path: Path) -> bool:
 
 
 class Farewell:
-    """Names what waits when this process is to end. `attend` is called between steps and while idle."""
+    """Names waiting findings when this process has to end. `attend` is called between steps and while idle."""
 
     def __init__(self, finish: Callable[[], None], folder: Path | None) -> None:
         self._finish = finish
@@ -91,7 +93,7 @@ class Farewell:
             self._mine.touch()
 
     def attend(self) -> None:
-        """Does nothing until the process is to end. Cheap: looks for the note once in LOOK_EVERY_S."""
+        """Does nothing until the process has to end. Cheap: looks for the note once in LOOK_EVERY_S."""
         if self._terminated:
             self._die_of_sigterm()
         now = time.monotonic()
@@ -103,7 +105,7 @@ class Farewell:
             self.say()
 
     def say(self) -> None:
-        """Name what waits, and let the main process go on."""
+        """Name waiting findings, and let the main process continue."""
         if not self._saying.acquire(blocking=False):
             return
         try:
@@ -114,7 +116,7 @@ class Farewell:
                 self._mine.unlink(missing_ok=True)
 
     def on_sigterm(self, *_: Any) -> None:
-        """Between two byte codes of anything: only notes it. A process that comes to no step ends all the same."""
+        """Runs between any two byte codes, so it only notes the signal. A process without further steps still ends."""
         if self._terminated:
             return
         self._terminated = True
@@ -124,7 +126,7 @@ class Farewell:
 
     def _die_of_sigterm(self) -> None:
         self.say()
-        # The handler of a signal can be reset in the main thread only; SIGKILL has none.
+        # Only the main thread can reset a signal handler; SIGKILL has none.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -143,11 +145,11 @@ def install_farewell() -> None:
 
 
 def _finish_managers() -> None:
-    """Never raises: there is nobody left to handle it."""
+    """Never raises: no caller is left to handle it."""
     for manager in context.managers:
         try:
             manager.finish(FINISH_S)
-        except Exception as error:  # a violation in mode raise: its text is the report
+        except Exception as error:  # includes a violation in mode raise, whose text is the report
             logger.error("%s", error)
 
 

@@ -1,6 +1,6 @@
-"""Around what hooks do for the canary: in mode `log`, none of it raises into SGLang while the server serves.
+"""Guards around the canary's work in hooks: in mode `log`, no error reaches SGLang while the server serves.
 
-SGLang's own calls stay outside of these guards, so that its exceptions pass through untouched.
+SGLang's own calls stay outside these guards, so its exceptions pass through unchanged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def contain(error: Exception, function: Callable[..., Any], loses_track: bool = True) -> None:
-    """Report `error`, raised by `function`; raises it again where serving does not go on after it.
+    """Report `error`, raised by `function`. Raises it again if serving must not continue.
 
-    `loses_track`: without what the function does, records, or what is known of requests, are out of date.
+    `loses_track`: without the work of `function`, records or the knowledge about requests are out of date.
     """
     managers = context.managers
     if not managers or not managers[0].errors.contain(error, function):
@@ -29,7 +29,7 @@ def contain(error: Exception, function: Callable[..., Any], loses_track: bool = 
 
 
 def attempt(function: Callable[..., T], *args: Any) -> T | None:
-    """What `function` returns; None after an error with which serving, but not checking, goes on."""
+    """The result of `function`. None after an error with which serving continues, but checking stops."""
     try:
         return function(*args)
     except Exception as error:
@@ -38,7 +38,7 @@ def attempt(function: Callable[..., T], *args: Any) -> T | None:
 
 
 def attempt_aside(function: Callable[..., T], *args: Any) -> T | None:
-    """What `function` returns; None after an error with which serving and checking go on."""
+    """The result of `function`. None after an error with which serving and checking continue."""
     try:
         return function(*args)
     except Exception as error:
@@ -47,12 +47,12 @@ def attempt_aside(function: Callable[..., T], *args: Any) -> T | None:
 
 
 def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A BEFORE or AFTER hook whose errors are contained: SGLang goes on as if there were no hook."""
+    """Contain the errors of a BEFORE or AFTER hook. After an error SGLang continues as if there were no hook."""
     return _guarded(hook, loses_track=True)
 
 
 def guarded_aside(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a hook whose failure leaves nothing out of date: checking goes on, too."""
+    """The same for a hook whose failure leaves nothing out of date. Checking also continues."""
     return _guarded(hook, loses_track=False)
 
 

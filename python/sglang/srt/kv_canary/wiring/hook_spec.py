@@ -1,4 +1,4 @@
-"""One hook into SGLang, as data: what is hooked, with what, and what is lost where it is missing."""
+"""One hook into SGLang, as data: its target, its function, and what is unprotected without it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["HookSpec", "HookType"]
 
 @dataclass(frozen=True, slots=True)
 class HookSpec:
-    """A hook for SGLang's `HookRegistry`; signatures of `fn` are those of `HookRegistry.register`."""
+    """A hook for SGLang's `HookRegistry`. `fn` has the signature that `HookRegistry.register` expects."""
 
     target: str  # dotted path, e.g. "sglang.srt.managers.scheduler.Scheduler.__init__"
     fn: Callable[..., Any]
     hook_type: HookType
-    protects: str = "an unknown part of the KV pool"  # what is unprotected if it does not apply
+    # What is unprotected without the hook
+    protects: str = "an unknown part of the KV pool"

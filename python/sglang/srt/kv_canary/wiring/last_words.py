@@ -1,4 +1,4 @@
-"""RAISE mode: the violation is the last thing on the main process's stderr before it kills its tree."""
+"""RAISE mode: the violation is the last text on the main process's stderr before it kills its process tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
-    """SGLang's `kill_process_tree`; its own process and None mean this one and its children."""
+    """Before SGLang's `kill_process_tree`. Its own process and None mean this process and its children."""
     if parent_pid not in (None, os.getpid()):
         return
     path = context.last_words.pop(os.getpid(), None)
@@ -33,7 +33,7 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
         return
     os.environ.pop(LAST_WORDS_ENV, None)
     text = ""
-    with suppress(OSError):  # what kills the process must not be stopped here
+    with suppress(OSError):  # nothing here may stop the kill
         text = path.read_text(errors="replace")
         path.unlink()
     if text:

@@ -1,4 +1,4 @@
-"""The canary's records come out of the KV budget when SGLang sizes its pools, not out of the headroom."""
+"""Takes the canary's records out of the KV budget when SGLang sizes its pools, not out of the headroom."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SMALL_POOL_MESSAGES = ("Memory pool size is too small", "max_running_request is 
 
 
 def record_bytes_of(config: Any, model_config: Any, is_draft: bool = False) -> int:
-    """Bytes of the records beside the pool that SGLang builds for one model, without those of the padding page.
+    """Bytes of the records beside the pool that SGLang builds for one model, without the padding page's records.
 
-    `config`: the MemoryPoolConfig, which target and draft share; `model_config`: the model's own ModelConfig.
+    `config`: the MemoryPoolConfig shared by target and draft. `model_config`: the model's own ModelConfig.
     """
     pool_class, slots = _pool_of(config, model_config, is_draft)
     per_slot = record_bytes_per_slot(pool_class)
@@ -31,9 +31,10 @@ def record_bytes_of(config: Any, model_config: Any, is_draft: bool = False) -> i
 
 
 def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[PoolKind, int]]:
-    """The pool class that `ModelRunner._init_pools` takes, or one of equal halves, and its slots per pool kind.
+    """The pool class that `ModelRunner._init_pools` selects, and its slots per pool kind.
 
-    FP4 pools have the halves of their base classes, hybrid linear pools those of the MHA or MLA pool inside.
+    A class with the same halves may stand for it. FP4 pools have the halves of their base classes. Hybrid linear
+    pools have those of their inner MHA or MLA pool.
     """
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_nsa, is_deepseek_v4
 
@@ -55,9 +56,9 @@ def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[
 
 
 def budget_without_records(available_bytes: int, record_bytes: int) -> int:
-    """What is left for K and V so that they and their records fill `available_bytes`.
+    """The bytes left for K and V if they and their records together fill `available_bytes`.
 
-    Pool sizes are proportional to the budget: with r record bytes for a budget b, b' = b * b / (b + r).
+    Pool sizes are proportional to the budget. With r record bytes for a budget b: b' = b * b / (b + r).
     """
     if available_bytes <= 0:
         return available_bytes
@@ -65,7 +66,7 @@ def budget_without_records(available_bytes: int, record_bytes: int) -> int:
 
 
 def _reserve_records(configurator: Any, model_runner: Any) -> None:
-    """AFTER create_memory_pool_configurator: profile with a budget that leaves room for the records."""
+    """AFTER create_memory_pool_configurator: size the pools with a budget that leaves room for the records."""
     server_args = model_runner.server_args
     if not is_asked_for(server_args):
         return
@@ -99,7 +100,7 @@ def _share_text(kept_bytes: int, available_bytes: int) -> str:
 
 
 def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND TpModelWorker.__init__: SGLang's message about a small pool also says what the canary took from it."""
+    """AROUND TpModelWorker.__init__: add the canary's share to SGLang's message about a small pool."""
     try:
         return original(*args, **kwargs)
     except AssertionError as error:
@@ -109,7 +110,7 @@ def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _draft_model_config(server_args: Any) -> Any | None:
-    """The draft model's ModelConfig, as its worker makes it later; None without a draft that keeps KV."""
+    """The draft model's ModelConfig, as its worker will make it. None without a draft that keeps KV."""
     if server_args.speculative_algorithm is None or not draft_keeps_kv(server_args):
         return None
     from sglang.srt.configs.model_config import ModelConfig

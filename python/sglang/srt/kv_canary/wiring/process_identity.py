@@ -1,4 +1,4 @@
-"""Which process of which deployment an event file is from: for files of many servers that lie in one place."""
+"""Names the process and deployment of an event file, for event files of many servers in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def process_identity(server_args: Any) -> dict[str, Any]:
 
 
 def _canary_version() -> str | None:
-    """None where the package runs from a source tree that is not installed."""
+    """None if the package runs from a source tree without installation."""
     try:
         return version("sglang-kv-canary")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What is refused together with the canary: the one list, asked at start-up and printed by `kv-canary pools`."""
+"""The one list of setups that are refused with the canary. Checked at start-up, printed by `kv-canary pools`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["REFUSALS", "Refusal"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A way to run SGLang that the canary cannot protect, seen in `ServerArgs` alone."""
+    """A way to run SGLang that the canary cannot protect, detectable from `ServerArgs` alone."""
 
     name: str
     predicate: Callable[[Any], bool]
@@ -68,27 +68,27 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "diffusion language model",
         lambda args: args.dllm_algorithm is not None,
-        "a block's slots are rewritten with other tokens until it is denoised.",
+        "a block's slots are rewritten with other tokens until the block is denoised.",
         "Remove --dllm-algorithm.",
     ),
     Refusal(
         "DFLASH speculative decoding",
         lambda args: args.speculative_algorithm == "DFLASH",
-        "its draft model's KV is stored outside of any forward, straight from the target's hidden states, so that "
-        "there is nothing to bracket.",
+        "its draft model's KV is stored outside any forward, directly from the target's hidden states, so no forward "
+        "can be bracketed.",
         "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or remove it.",
     ),
     Refusal(
         "a speculative algorithm registered by a plugin",
         lambda args: args.speculative_algorithm not in (*_SPECULATION, "DFLASH"),
-        "forwards of a worker that is not SGLang's own: which slots they read and write is not known.",
+        "forwards of a worker that is not SGLang's own: the slots that they read and write are unknown.",
         "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or remove it.",
     ),
     Refusal(
         "multi-layer EAGLE",
         lambda args: args.speculative_algorithm is not None and args.enable_multi_layer_eagle,
-        "layer i stores the token i + 1 behind a slot's own, which the cached prefix does not determine, and rewrites "
-        "the i slots before the accepted tokens once it is known, while other requests may share and read them.",
+        "layer i stores the token that is i + 1 after a slot's own, which the cached prefix does not determine. When "
+        "the token is known, it rewrites the i slots before the accepted tokens. Other requests may share these slots.",
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
     ),
     Refusal(
@@ -116,7 +116,7 @@ REFUSALS: tuple[Refusal, ...] = (
             or args.enable_prefill_context_parallel
             or args.enable_nsa_prefill_context_parallel
         ),
-        "each rank computes other tokens than the ones whose KV it stores.",
+        "each rank computes tokens other than those whose KV it stores.",
         "Remove the context-parallel flags.",
     ),
     Refusal(
@@ -134,7 +134,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "multi-item scoring",
         lambda args: args.enable_mis,
-        "its positions restart with each item and do not say where a token lies in the request.",
+        "its positions restart with each item and do not give a token's place in the request.",
         "Remove --enable-mis.",
     ),
     Refusal(
@@ -166,18 +166,18 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "gRPC mode",
         lambda args: args.grpc_mode,
-        "its schedulers are launched by another package, so that nothing proves they are checked.",
+        "its schedulers are launched by another package, so nothing proves that they are checked.",
         "Remove --grpc-mode.",
     ),
     Refusal(
         f"more than {MOST_REQUESTS:,} running requests",
         lambda args: (args.max_running_requests or 0) > MOST_REQUESTS,
-        "batches that are larger than the kernels take.",
+        "batches larger than the kernels accept.",
         f"Set --max-running-requests to {MOST_REQUESTS} or less.",
     ),
     Refusal(
         "this device",
-        # None: ServerArgs leaves it unresolved for model_path "dummy", which serves nothing.
+        # None: ServerArgs leaves the device unresolved for model_path "dummy", which serves nothing.
         lambda args: args.device not in ("cuda", "cpu", None),
         "the checks run on NVIDIA and AMD GPUs (both are cuda here) and on cpu only.",
         "Serve with --device cuda or cpu.",
@@ -186,7 +186,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def _pads_to_other_ranks(server_args: Any) -> bool:
-    """As SGLang's `require_mlp_sync`: batches get the sizes that all ranks agree on."""
+    """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes."""
     return (
         server_args.enable_dp_attention
         or server_args.moe_a2a_backend != "none"
@@ -195,5 +195,5 @@ def _pads_to_other_ranks(server_args: Any) -> bool:
 
 
 def _model_has(server_args: Any, attribute: str) -> bool:
-    """A property of the model, where `ServerArgs` has resolved one (not for model_path "dummy")."""
+    """A property of the model, if `ServerArgs` has resolved one (not for model_path "dummy")."""
     return bool(getattr(getattr(server_args, "model_config", None), attribute, False))

@@ -1,4 +1,4 @@
-"""What became of `plugin.register()` and of the start-up in this process."""
+"""The results of `plugin.register()` and of the start-up in this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Registration:
     """Written once by `plugin.register()`, read by `startup_check.verify_hooks_applied()`."""
 
     started: bool = False
-    hooks: tuple[HookSpec, ...] | None = None  # None until SGLang has been handed all of them
+    hooks: tuple[HookSpec, ...] | None = None  # None until all are registered with SGLang
     failure: str = ""  # why register() failed; "" if it did not
 
 
 @dataclass(slots=True)
 class SchedulerStart:
-    """What has happened to the canary in this scheduler process."""
+    """The canary's progress in this scheduler process."""
 
     guarded: bool = False  # launched by run_guarded_scheduler_process
     active: dict[str, Any] | None = None  # JSON-ready summary; None until the canary is installed

@@ -1,4 +1,4 @@
-"""Which request each row of `req_to_token` belongs to, so that a request's first forward in a row is known as that."""
+"""The request of each row of `req_to_token`, to recognise a request's first forward in a row."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class _Owner:
 
 
 class RowOwners:
-    """Rows and the requests that were last extended in them. Used from the scheduler's thread only."""
+    """Rows and the requests last extended in them. Use only from the scheduler's thread."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _Owner] = {}
 
     def extend(self, request: Any, prefix: int, length: int) -> bool:
-        """`request` is about to be extended from `prefix` tokens by `length`; whether it is new in its row.
+        """Note that `request` is extended from `prefix` tokens by `length`. Returns whether it is new in its row.
 
-        A row that is shorter than the request's last extend left it counts as new: its owner has given a part back.
+        A row that is shorter than after the request's last extend counts as new: its owner gave a part back.
         """
         owner = self._owners.get(request.req_pool_idx)
         is_new = owner is None or owner.request() is not request or prefix < owner.length
@@ -30,5 +30,5 @@ class RowOwners:
         return is_new
 
     def forget(self, row: int) -> None:
-        """The row was given back, or a part of it: the request that is extended in it next is new."""
+        """The row, or a part of it, was given back. The next request extended in it is new."""
         self._owners.pop(row, None)

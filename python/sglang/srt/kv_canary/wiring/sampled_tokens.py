@@ -1,8 +1,8 @@
-"""Hooks on sampling: what was sampled for each request is noted in stream order, to be compared with its next input.
+"""Hooks on sampling: note each request's sampled token in stream order. It is compared with the next input.
 
-It is taken where SGLang has it first, after its own synchronisation over tensor-parallel ranks, never from what it is
-stored in until the next forward (future map, `output_ids`, `input_ids`). With a token oracle, the oracle's token is
-noted instead, whatever the sampler has returned.
+The token is taken where SGLang first has it, after synchronisation over tensor-parallel ranks. It is never taken from
+where SGLang stores it until the next forward (future map, `output_ids`, `input_ids`). With a token oracle, the oracle's
+token is noted instead.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _after_sample(tokens: Any, model_runner: Any, _: Any, forward_batch: Any, *_
 
 @guarded_aside
 def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **__: Any) -> None:
-    """Pipeline stages that do not sample are sent what the last one has sampled, before they are fed it."""
+    """Pipeline stages that do not sample receive the last stage's tokens first. They are their next inputs."""
     manager, tokens = context.target, getattr(result, "next_token_ids", None)
     if manager is None or manager.identity.pp_rank is None or not torch.is_tensor(tokens):
         return
-    # A request that has given its row back meanwhile counts as padding.
+    # A request that has given its row back by now counts as padding.
     rows = torch.tensor([request.req_pool_idx or 0 for request in batch.reqs], dtype=torch.int64)
     if not scheduler.pp_group.is_last_rank and rows.shape == tokens.shape:
         manager.note_next_tokens(rows.to(tokens.device, non_blocking=True), tokens)
@@ -46,7 +46,7 @@ def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **_
 
 @guarded_aside
 def _after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """EAGLE v2. Row i of `accept_index` names the verified tokens whose predictions were accepted, -1 beyond."""
+    """EAGLE v2. Row i of `accept_index` lists the verified tokens whose predictions were accepted, then -1."""
     manager = context.target
     predict, accept_lens, accept_index = result
     if manager is None or batch.forward_mode.is_idle() or _acceptance_is_made_up():
@@ -59,7 +59,7 @@ def _after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: 
 def _around_verify_v1(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """EAGLE v1 and its relatives, which know on the host what was accepted."""
+    """EAGLE v1 and related workers, where the host knows what was accepted."""
     before = attempt_aside(_Verified.of, batch)
     returned = original(verify_input, batch, *args, **kwargs)
     if before is not None and not batch.forward_mode.is_idle() and not _acceptance_is_made_up():
@@ -73,7 +73,8 @@ def _around_verify_ngram(
 ) -> Any:
     before = attempt_aside(_Verified.of, batch)
     returned = original(verify_input, batch, *args, **kwargs)
-    counts = (verify_input.num_correct_drafts + 1).tolist()  # the verify has waited for them
+    # The verify has already waited for them.
+    counts = (verify_input.num_correct_drafts + 1).tolist()
     if before is not None:
         attempt_aside(_note_accepted, before, verify_input.accept_tokens, counts)
     return returned
@@ -81,7 +82,7 @@ def _around_verify_ngram(
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """What a verify is about, taken before it changes the batch."""
+    """The requests of a verify, noted before it changes the batch."""
 
     rows: torch.Tensor
     following: Continuation
@@ -92,7 +93,7 @@ class _Verified:
 
 
 def _note_accepted(before: _Verified, tokens: torch.Tensor, counts: list[int]) -> None:
-    """`tokens`: those of all requests, one after the other."""
+    """`tokens`: the tokens of all requests, concatenated."""
     manager, rows = context.target, before.rows
     if (
         manager is None
@@ -101,7 +102,7 @@ def _note_accepted(before: _Verified, tokens: torch.Tensor, counts: list[int]) -
         or not counts
     ):
         return
-    # One gather for all requests: a copy for each would cost as many launches a step.
+    # One gather for all requests: one copy per request would need as many launches in a step.
     lengths = torch.tensor(counts)
     firsts = torch.cumsum(lengths, 0) - lengths
     index = firsts[:, None] + torch.arange(max(counts)).clamp(max=lengths[:, None] - 1)

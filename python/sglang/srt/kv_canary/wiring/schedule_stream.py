@@ -1,4 +1,4 @@
-"""Tells the managers on which stream SGLang allocates and frees: the sweep lists slots and translates them there."""
+"""Gives the managers SGLang's stream for allocation and frees: the sweep lists and translates slots on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on the scheduler: who is in a step, when its result is in, who died meanwhile."""
+"""Hooks on the scheduler: which requests are in a step, when its result arrives, which requests died in that time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _around_run_batch(
     finally:
         attempt(_end_step)
     if step is not None:
-        # The result cannot carry the step: under pipeline parallelism another one comes back.
+        # The result cannot carry the step: under pipeline parallelism another result comes back.
         context.launched[batch.forward_iter] = step
     return result
 
@@ -69,7 +69,7 @@ def _result_arrived(batch: Any) -> None:
 
 
 def _step_of(batch: Any) -> StepRecord:
-    """Raises CanaryPhaseError for a batch that was not launched: its findings would wait for ever."""
+    """Raises CanaryPhaseError for a batch whose launch was not seen: its findings would wait forever."""
     step = context.launched.pop(batch.forward_iter, None)
     if step is None:
         raise CanaryPhaseError(
@@ -81,7 +81,7 @@ def _step_of(batch: Any) -> StepRecord:
 
 
 def _idle_tick_is_due() -> bool:
-    """Limits how often an idle scheduler, which spins, does canary work."""
+    """Limits how often the busy loop of an idle scheduler does canary work."""
     now = time.monotonic()
     if now < context.next_idle_tick:
         return False
@@ -111,7 +111,7 @@ def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
 
 @guarded
 def _before_session_release(sessions: Any, session_id: str) -> None:
-    """A streaming session puts its row on the pool's free list by itself."""
+    """A streaming session puts its row on the pool's free list itself."""
     slot = sessions.slots.get(session_id)
     if context.active and slot is not None and slot.is_holding_kv:
         context.row_released(slot.req_pool_idx)
@@ -119,13 +119,13 @@ def _before_session_release(sessions: Any, session_id: str) -> None:
 
 @guarded
 def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
-    """A session keeps its row and gives back what lies after `target`, which its next turn allocates again."""
+    """A session keeps its row but gives back the part after `target`. Its next turn allocates that part again."""
     if context.active and end > target:
         context.row_released(row)
 
 
 def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
-    """A prefix cache that re-points the row to its own slots frees the row's; one that finds no equal frees none."""
+    """A prefix cache with equal slots re-points the row to them and frees the row's own. Without, it frees none."""
     frees = context.frees
     returned = original(req, *a, **k)
     if context.active and context.frees != frees:
@@ -174,7 +174,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
 
 def active_line(description: dict[str, Any]) -> str:
-    """The one line per rank that says that the canary is on."""
+    """The one line per rank that reports the canary as active."""
     d = description
     pools = ", ".join(f"{kind}[{'+'.join(d['halves'][kind])}]" for kind in d["pools"])
     share = "" if d["share_of_pool"] is None else f" ({100 * d['share_of_pool']:.2f} % of the pool)"

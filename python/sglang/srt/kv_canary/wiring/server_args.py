@@ -1,7 +1,7 @@
-"""The canary's flags as real fields of SGLang's `ServerArgs`, and what is refused together with them.
+"""The canary's flags as real fields of SGLang's `ServerArgs`, and the checks of what is refused with them.
 
-The fields are added to the dataclass itself: only so do the command line, `Engine(kv_canary=...)`,
-`/server_info` and the copy that each scheduler process gets all know them.
+The fields are added to the dataclass itself. This is the only way to reach the command line, `Engine(kv_canary=...)`,
+`/server_info` and the copy in each scheduler process.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def install_server_args() -> None:
 
 
 def add_fields(cls: type, fields: dict[str, tuple[type, Any]]) -> None:
-    """Append `fields` (name -> type, default) to the dataclass `cls`, in place; on error, undo."""
+    """Append `fields` (name -> type, default) to the dataclass `cls` in place. Undone after an error."""
     before = dict(vars(cls))
     try:
-        # dataclass() deletes class attributes of fields with a default_factory; Field objects restore all.
+        # dataclass() deletes class attributes of fields with a default_factory; the Field objects restore all.
         for field in cls.__dataclass_fields__.values():
             setattr(cls, field.name, field)
         for name, (_, default) in fields.items():
@@ -99,20 +99,21 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
 
     @functools.wraps(post_init)
     def checked_post_init(self: Any) -> None:
-        _normalise(self)  # before SGLang reads the model's config: wrong values need no model
+        # Before SGLang reads the model's config: wrong values fail without a model.
+        _normalise(self)
         post_init(self)
         check_request(self)
 
     @functools.wraps(from_cli_args)
     def from_checked_cli_args(cls: type, args: argparse.Namespace) -> Any:
-        """Ends the process as a bad flag does; who builds ServerArgs in Python gets the exception."""
+        """Ends the process, as for any bad flag. Code that builds ServerArgs in Python gets the exception."""
         try:
             return from_cli_args(cls, args)
         except (CanaryConfigError, CanaryStartupError) as error:
             print(f"sglang: error: {error}", file=sys.stderr)
             sys.exit(2)
 
-    # Runs once more right before the launch: fields can be changed after construction.
+    # Runs again just before the launch: fields can change after construction.
     @functools.wraps(check)
     def check_all_server_args(self: Any) -> None:
         check(self)
@@ -134,15 +135,15 @@ def add_canary_args(parser: argparse.ArgumentParser) -> None:
         type=str,
         default=FIELDS["kv_canary"][1],
         choices=[mode.value for mode in CanaryMode],
-        help="Check on every forward that each KV slot holds what its reader expects: 'log' reports "
-        "violations and goes on serving, 'raise' reports and ends the server.",
+        help="Check on every forward that each KV slot holds what its reader expects. 'log' reports "
+        "violations and keeps serving. 'raise' reports and ends the server.",
     )
     group.add_argument(
         FLAG_REAL_DATA,
         type=str,
         default=FIELDS["kv_canary_real_data"][1],
         choices=[mode.value for mode in ContentMode],
-        help="Also fingerprint the K and V bytes of every layer: 'partial' samples each layer, "
+        help="Also fingerprint the K and V bytes of every layer. 'partial' samples each layer, "
         "'all' reads every byte.",
     )
     group.add_argument(
@@ -150,7 +151,7 @@ def add_canary_args(parser: argparse.ArgumentParser) -> None:
         type=_interval_argument,
         default=FIELDS["kv_canary_sweep_interval"][1],
         metavar="STEPS",
-        help="Check every slot that the prefix cache holds, each time after this many steps; 0 is off.",
+        help="Steps between checks of every slot that the prefix cache holds; 0 is off.",
     )
 
 
@@ -162,7 +163,7 @@ def _interval_argument(text: str) -> int:
 
 
 def _normalise(server_args: Any) -> None:
-    """Refuse wrong values and store plain ones, which JSON and other processes can read."""
+    """Refuse wrong values. Store plain values, which JSON and other processes can read."""
     config = CanaryConfig.from_server_args(server_args)
     server_args.kv_canary = config.mode.value
     server_args.kv_canary_real_data = config.content_mode.value
@@ -170,9 +171,10 @@ def _normalise(server_args: Any) -> None:
 
 
 def check_request(server_args: Any) -> None:
-    """Raises unless the canary is off, or on with good settings, protectable and hooked in.
+    """Check the canary's settings and setup. Does nothing if the canary is off.
 
-    Raises `CanaryConfigError` for wrong values, `CanaryStartupError` for what cannot be protected.
+    Raises `CanaryConfigError` for wrong values, `CanaryStartupError` for a server that cannot be protected or lacks
+    hooks.
     """
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:

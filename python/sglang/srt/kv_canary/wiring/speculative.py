@@ -1,20 +1,20 @@
-"""Hooks on speculative decoding: brackets around draft forwards, draft trees, slots that change hands in a step.
+"""Hooks on speculative decoding: brackets around draft forwards, draft trees, slots that change owner within a step.
 
-Draft models run below `ModelRunner.forward` in CUDA graphs, and `ModelRunner.forward` of the draft runs inside of the
-capture of those graphs. So what belongs outside of graphs hangs on the workers' methods that run or replay them.
+Draft models run below `ModelRunner.forward` in CUDA graphs. The draft's `ModelRunner.forward` runs only while those
+graphs are captured. So code that belongs outside graphs hooks the workers' methods that run or replay them.
 
-In one step of EAGLE, with L tokens in the cache of a request (seq_lens) and the bonus token known:
+One step of EAGLE, with L tokens in the cache of a request (seq_lens) and the bonus token known:
 
 - draft: inner step i writes the draft pool at position L + i, in scratch slots (`PlanInput._draft_decode`);
 - verify: the target writes all draft tokens, at positions L + depth in the draft tree (`parents_of_tree`);
-- the accepted ones stay. With pages and topk > 1, `move_kv_cache` brings them together: records move along;
-- draft-extend: the draft model writes the accepted tokens' slots in its own pool (v2: the rejected ones' as well).
+- the accepted tokens stay. With pages and topk > 1, `move_kv_cache` moves them together, and records move along;
+- draft-extend: the draft model writes the accepted tokens' slots in its own pool (v2: also the rejected ones').
 
-v1 runs draft-extend only for requests that go on. What a finished request accepted last enters the prefix cache
-without the draft model's K and V, so a verify marks its slots as unfilled; draft-extend fills those that live on.
+v1 runs draft-extend only for requests that continue. The tokens that a finished request accepted last enter the prefix
+cache without the draft model's K and V. So a verify marks its slots as unfilled. Draft-extend fills those that stay.
 
-The allocator's `restore_state`, with which v1 takes its scratch slots back, needs no hook: such a slot counts as
-allocated until it is handed out again, and reading it is reported either way.
+v1 takes its scratch slots back with the allocator's `restore_state`, which needs no hook. Such a slot counts as
+allocated until it is handed out again. Reading it is reported in both cases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .hook_spec import HookSpec, HookType
 
 
 def draft_runner_of(worker: Any) -> Any:
-    """v2 workers have `draft_runner`; a v1 worker is itself the worker of the draft model."""
+    """v2 workers have `draft_runner`. A v1 worker is itself the worker of the draft model."""
     return worker.draft_runner if hasattr(worker, "draft_runner") else worker.model_runner
 
 
@@ -83,11 +83,13 @@ def _around_draft_prefill(
 
 
 def _expected_tokens(manager: CanaryManager, batch: Any) -> ExpectedTokens | None:
-    """The prompts' own tokens, as far as the draft model is fed them.
+    """The prompts' own tokens, as far as the draft model receives them.
 
-    Not those of the cached prefix, and the last one of each chunk only with a token oracle: there SGLang feeds the
-    target's prediction, also where the prompt goes on. None for a batch with images or other media: its placeholder
-    tokens are clamped to the vocabulary in place while the target runs, and the host's lists are not.
+    They exclude the cached prefix. The last token of each chunk is included only with a token oracle: SGLang feeds the
+    target's prediction there, even if the prompt continues.
+
+    None for a batch with images or other media. While the target runs, placeholder tokens are clamped to the vocabulary
+    in place, but the host's lists are not.
     """
     if manager.config.token_check is not TokenCheck.ALL or not manager.armed:
         return None
@@ -121,7 +123,7 @@ def _has_media(batch: Any) -> bool:
 
 
 class _InnerForwards:
-    """The inner forwards of a draft that is running, told apart by their order."""
+    """The inner forwards of a running draft, identified by their order."""
 
     running: ClassVar[dict[int, _InnerForwards]] = {}  # id(draft ModelRunner)
 
@@ -156,7 +158,7 @@ def _around_draft_forward(
 
 @guarded
 def _before_forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """May be under capture of a draft graph."""
+    """Before a forward, which may be under capture of a draft graph."""
     manager = context.manager_of(model_runner)
     if manager is None:
         return
@@ -168,7 +170,7 @@ def _before_forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs:
 
 
 def _publish_tree(manager: CanaryManager, spec_info: Any) -> None:
-    """Where the plan, which may be in a captured graph, finds the tree that is about to be verified."""
+    """Put the tree to verify next where the plan reads it. The plan may be in a captured graph."""
     buffer = manager.plan_input.parents
     if buffer is not None and spec_info.retrieve_next_token is not None:
         parents = parents_of_tree(spec_info.retrieve_next_token, spec_info.retrieve_next_sibling)
@@ -190,12 +192,12 @@ def _before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **k
         manager.note_replay(forward_batch.forward_mode.name)
 
 
-# Slots that change hands inside a step
+# Slots that change owner within a step
 
 
 @guarded
 def _before_accept(_: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """v1, before the rejected slots are freed."""
+    """v1, before rejected slots are freed."""
     if batch.out_cache_loc is not None and not batch.forward_mode.is_idle():
         for manager in context.managers:
             if manager.identity.role == "draft":
@@ -208,7 +210,7 @@ def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
 
 
 def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
-    """Full slots as the allocator of the group's slots knows them."""
+    """Full slots, translated to the slot space of the group's allocator."""
     return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
 
 
@@ -216,7 +218,7 @@ def _slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tenso
 def _after_move(
     _: Any, pool: Any, tgt_loc: torch.Tensor, src_loc: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """Sub-pools have no groups of their own, so that a move is seen once, with full slots."""
+    """Sub-pools have no groups of their own, so each move is seen once, with full slots."""
     groups = attached_groups(pool)
     if not groups or not tgt_loc.numel():
         return

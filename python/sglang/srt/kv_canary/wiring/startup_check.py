@@ -1,11 +1,11 @@
-"""Never silently off: a server that was asked for the canary starts with it in every scheduler, or not at all.
+"""Never silently off: a server that was started with the canary has it in every scheduler, or does not start.
 
-SGLang logs and swallows what goes wrong in plugins, so nothing here trusts that a hook is in place:
-- `register()` leaves what happened in the process context, in every process;
-- `verify_hooks_applied()` finds each hook in the attribute that SGLang will call;
-- the main process launches each scheduler through `run_guarded_scheduler_process`, which is passed
-  as the process's target and so needs no hook there. It lets the scheduler report "ready" only once
-  the canary has been installed (`set_active_summary`), and sends a refusal to the main process;
+SGLang logs and swallows errors of plugins, so nothing here assumes that a hook is in place:
+- `register()` records its result in the process context, in every process;
+- `verify_hooks_applied()` looks for each hook in the attribute that SGLang will call;
+- the main process launches each scheduler through `run_guarded_scheduler_process`. That function is the process's
+  target, so it needs no hook there. It reports "ready" only after the canary was installed (`set_active_summary`), and
+  sends a refusal to the main process;
 - the main process counts these reports, and `/server_info` shows them.
 """
 
@@ -46,15 +46,15 @@ _EVERYTHING = "any KV slot of this server"
 
 
 def set_active_summary(summary: dict[str, Any]) -> None:
-    """The canary is installed in this scheduler process; `summary` (JSON) goes to `/server_info`.
+    """Note that the canary is installed in this scheduler process. `summary` (JSON) goes to `/server_info`.
 
-    Without this call the scheduler does not become ready. Raises TypeError for what JSON cannot hold.
+    Without this call the scheduler does not become ready. Raises TypeError for values that JSON cannot hold.
     """
     context.scheduler_start.active = json.loads(json.dumps(summary))
 
 
 def verify_hooks_applied() -> None:
-    """Raises `CanaryStartupError` naming every hook target that does not call our hook in this process."""
+    """Raises `CanaryStartupError` with every hook target that does not call our hook in this process."""
     if context.registration.hooks is None:
         raise startup_error(_why_not_registered(), _EVERYTHING)
     missing = [hook for hook in context.registration.hooks if not _is_applied(hook)]
@@ -83,9 +83,9 @@ def _is_applied(hook: HookSpec) -> bool:
 
 
 def _layers(attribute: Any) -> Iterator[tuple[Any, Any]]:
-    """The functions that a call of `attribute` runs through, outermost first, each with its hook, if any.
+    """The functions that a call of `attribute` runs, outermost first, each with its hook, if any.
 
-    `HookRegistry` keeps the hook nowhere but in the wrapper's closure.
+    `HookRegistry` keeps the hook only in the wrapper's closure.
     """
     layer = getattr(attribute, "__func__", attribute)
     while layer is not None:
@@ -107,14 +107,14 @@ def _closure(function: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One scheduler process's word to the main process: `refusal` is "" where the canary is active."""
+    """The report of one scheduler process to the main process. `refusal` is "" if the canary is active."""
 
     rank: str
     refusal: str = ""
     active: dict[str, Any] | None = None
 
     def write(self, folder: str) -> None:
-        """A file each: no lock to share, whichever process launched this one."""
+        """Write one file per process: no lock is shared, whichever process launched this one."""
         path = Path(folder, f"{os.getpid()}.json")
         path.with_suffix(".part").write_text(json.dumps(asdict(self)))
         path.with_suffix(".part").rename(path)
@@ -126,21 +126,21 @@ class _Report:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """What the main process tells each scheduler process about itself."""
+    """What the main process passes to each scheduler process."""
 
-    folder: str  # where it looks for reports
+    folder: str  # folder in which it looks for reports
     main_pid: int
 
 
 class _SchedulerRefusal(BaseException):
-    """Leaves SGLang's `except Exception`, which would kill the main process before it can say why."""
+    """Bypasses SGLang's `except Exception`, which would kill the main process before it can report the reason."""
 
 
 def run_guarded_scheduler_process(run: Callable[..., None], launch: _Launch, *args: Any) -> None:
-    """Target of each scheduler process: `run(*args)`, ready only with the canary active.
+    """Target of each scheduler process: `run(*args)`, ready only with an active canary.
 
-    `args` are those of SGLang's `run_scheduler_process`, the pipe to the launching process last.
-    Exits with code 1 after a refusal.
+    `args` are those of SGLang's `run_scheduler_process`, with the pipe to the launching process last. Exits with
+    code 1 after a refusal.
     """
     *arguments, pipe = args
     rank = _rank_name(arguments)
@@ -160,7 +160,7 @@ def _load_and_verify() -> None:
 
     try:
         load_plugins()
-    except SystemExit as error:  # register() ends a process that it cannot serve
+    except SystemExit as error:  # register() ends a process that cannot have the canary
         raise CanaryStartupError(str(error)) from error
     verify_hooks_applied()
 
@@ -171,14 +171,14 @@ def _rank_name(arguments: Sequence[Any]) -> str:
 
 
 class _GuardedPipe:
-    """The pipe on which a scheduler reports "ready"; refuses while the canary is not active."""
+    """The pipe on which a scheduler reports "ready". It refuses while the canary is not active."""
 
     def __init__(self, pipe: Any, folder: str, rank: str) -> None:
         self._pipe, self._folder, self._rank = pipe, folder, rank
 
     def send(self, info: Any) -> None:
         if context.scheduler_start.active is None:
-            problem = "the scheduler is ready and the canary was never installed in it."
+            problem = "the scheduler is ready, but the canary was never installed in it."
             raise _SchedulerRefusal(startup_error(problem, _EVERYTHING))
         _Report(self._rank, active=context.scheduler_start.active).write(self._folder)
         self._pipe.send(info)
@@ -188,21 +188,21 @@ class _GuardedPipe:
 
 
 def _end_the_launch(main_pid: int, pipe: Any) -> None:
-    """Let the main process notice the refusal, whether it or a data parallel controller waits on `pipe`."""
+    """Make the main process notice the refusal, whether it or a data parallel controller waits on `pipe`."""
     from sglang.srt.utils import kill_process_tree
 
     launcher = psutil.Process().parent()
     if launcher is None or launcher.pid == main_pid:
         pipe.send({"status": "refused by kv-canary"})
     elif launcher.ppid() == main_pid:
-        # A controller would wait for ever; the main process notices when it is gone. Its other
-        # schedulers go with it, for none of them notices before it has come far in its own start.
+        # A controller would wait forever; the main process notices its end. The controller's other schedulers end
+        # with it: none of them would notice until late in its own start.
         launcher.suspend()
         kill_process_tree(launcher.pid, skip_pid=os.getpid())
 
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.__init__: what the canary refuses while it is installed reaches the main process."""
+    """AROUND Scheduler.__init__: pass refusals during installation to the main process."""
     try:
         return original(*args, **kwargs)
     except (CanaryStartupError, CanaryConfigError) as error:
@@ -241,7 +241,7 @@ def _guard_scheduler_launch(
 
 
 def _wait_for_reports(wait: Callable[[], None], folder: str, expected: int) -> list[dict[str, Any]]:
-    """What each scheduler process says about its canary. Raises `CanaryStartupError` if one has none."""
+    """The canary reports of all scheduler processes. Raises `CanaryStartupError` if one is not active."""
     try:
         wait()
     except Exception as error:
@@ -257,7 +257,7 @@ def _wait_for_reports(wait: Callable[[], None], folder: str, expected: int) -> l
 
 
 def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER Engine._launch_subprocesses: also for engines that launch schedulers in their own way."""
+    """AFTER Engine._launch_subprocesses: also covers engines that launch schedulers in another way."""
     server_args = kwargs.get("server_args") or args[1]
     launch = result[3]
     if not is_asked_for(server_args) or any(ACTIVE_KEY in i for i in launch.scheduler_infos):
@@ -268,7 +268,7 @@ def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _schedulers_here(server_args: Any) -> int:
-    """Scheduler processes that this node launches, over all data parallel ranks."""
+    """Number of scheduler processes that this node launches, over all data parallel ranks."""
     from sglang.srt.entrypoints.engine import _calculate_rank_ranges
 
     pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(

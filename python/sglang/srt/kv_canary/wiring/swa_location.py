@@ -1,19 +1,24 @@
-"""Hooks on SWA pools: the running forward's new slots are translated once, and SGLang's own caches are out of use.
+"""Hooks on SWA pools: translates the running forward's new slots once, and disables SGLang's own caches for this.
 
-SGLang 0.5.12.post1 keeps translations in three places: `SWAKVPool.swa_loc`, set before a forward or a capture and
-read by every SWA layer; `ForwardBatch.out_cache_loc_swa`, from which it is set, and which `out_cache_loc` may leave
-behind (draft steps, padding); `DeepSeekV4TokenToKVPool.cached_loc`, made by the first layer. None of them knows
-which slots it was made from. With the canary on, no value gets into the first and the last, so that every layer's
+SGLang 0.5.12.post1 keeps translations in three places:
+- `SWAKVPool.swa_loc`, set before a forward or a capture, and read by every SWA layer;
+- `ForwardBatch.out_cache_loc_swa`, from which `swa_loc` is set. It can be older than `out_cache_loc` (draft steps,
+  padding);
+- `DeepSeekV4TokenToKVPool.cached_loc`, made by the first layer.
+
+None of them knows from which slots it was made. With the canary on, the first and the last stay empty. So every layer's
 write goes through `translate_loc_from_full_to_swa`, which answers from the running forward's translation.
 
-That one is made around `model.forward`, not in each backend's metadata: torch_native has no metadata, DeepSeek-V4's
-backend exchanges it in the middle of a forward, wrapping backends have several, and prefill graphs make it for another
-batch than the one whose slots the layers write. Inside the bracket a capture holds the translation, made
-from the buffers that the graph reads, so that each replay translates what it is given, however late that arrived.
-Where the model is run without the bracket (captured prefill pieces), each layer translates afresh.
+That translation is made around `model.forward`, not in each backend's metadata. Torch_native has no metadata, and
+wrapping backends have several. DeepSeek-V4's backend exchanges its metadata in the middle of a forward. Prefill graphs
+make it for a batch other than the one whose slots the layers write.
 
-It lies outside of the canary's bracket, so that HEAD finds in `out_cache_loc_swa` what the layers are going to use, and
-compares it with the mapping.
+Inside the bracket, a capture holds the translation, made from the buffers that the graph reads. So each replay
+translates its own input, however late that arrived. If the model runs without the bracket (captured prefill pieces),
+each layer translates on its own.
+
+It lies outside the canary's bracket. So HEAD finds in `out_cache_loc_swa` the slots that the layers are about to use,
+and compares them with the mapping.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ __all__ = ["HOOKS", "translated_once", "use_running_translation"]
 
 @contextmanager
 def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
-    """Around one `model.forward`, which may be under capture: its new slots are translated here."""
+    """Around one `model.forward`, which may be under capture. Translates its new slots."""
     kept_before, batch_before = context.swa_translation, forward_batch.out_cache_loc_swa
-    # Without it each layer translates afresh.
+    # Without this, each layer translates on its own.
     kept = attempt(
         SwaOutCacheLoc.translate, pool.full_to_swa_index_mapping, forward_batch.out_cache_loc
     )
@@ -53,7 +58,7 @@ def translated_once(pool: Any, forward_batch: Any) -> Iterator[None]:
 
 
 def use_running_translation(pool: Any) -> None:
-    """From now on `pool` keeps no translation of its own."""
+    """Make `pool` keep no translation of its own from now on."""
     if hasattr(pool, "swa_loc"):  # SWAKVPool
         pool.swa_loc = None
     if hasattr(pool, "cached_loc"):  # DeepSeekV4TokenToKVPool, SGLANG_OPT_CACHE_SWA_TRANSLATION

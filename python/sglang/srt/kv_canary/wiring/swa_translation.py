@@ -1,10 +1,11 @@
-"""Where a forward's new tokens lie in the SWA pool: translated once per forward, and never kept beyond it.
+"""Locations of a forward's new tokens in the SWA pool: translated once per forward, and never kept longer.
 
-SGLang keeps such translations in places that somebody must remember to bring up to date (bug class: a stale one
-writes K/V into a slot that has meanwhile gone to another request). Here the value belongs to one forward. What
-is asked for is compared with what was translated, by address, so that a value that does not apply is never given.
-The kernels do not use it: they translate by themselves, so that they see where a token should have been written, and
-compare. What is kept and what the mapping says differ only where one of them is stale.
+SGLang keeps such translations in places that some code must remember to update. Bug class: a stale translation writes
+K/V into a slot that now belongs to another request. Here the value belongs to one forward. Each request for a location
+compares the tensor's address with the translated one. A value that does not apply is never returned.
+
+The kernels do not use it. They translate themselves, so they see where a token should have been written, and compare.
+The kept value and the mapping differ only if one of them is stale.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class SwaOutCacheLoc:
     def translate(
         cls, mapping: torch.Tensor, out_cache_loc: torch.Tensor | None
     ) -> SwaOutCacheLoc | None:
-        """One launch, also under stream capture, where each replay translates anew. None without new slots."""
+        """One launch, also under stream capture; each replay then translates again. None without new slots."""
         if out_cache_loc is None or not out_cache_loc.numel():
             return None
         return cls(mapping, out_cache_loc, translate_full_to_swa(mapping, out_cache_loc))
 
     def part_for(self, mapping: torch.Tensor, out_cache_loc: torch.Tensor) -> torch.Tensor | None:
-        """`swa` for a view of `self.out_cache_loc` (a narrowed batch, half a batch); None for any other tensor."""
+        """`swa` for a view of `self.out_cache_loc` (a narrowed or halved batch). None for any other tensor."""
         whole = self.out_cache_loc
         if (
             mapping is not self.mapping
@@ -58,17 +59,17 @@ def get_swa_out_cache_loc(
     out_cache_loc: torch.Tensor,
     translate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """SWA slots int32[tokens] of `out_cache_loc`: of the running forward's translation where it applies.
+    """SWA slots int32[tokens] of `out_cache_loc`, from the running forward's translation if it applies.
 
-    `kept` is None where no forward runs, or one without new slots. Then, and for tensors that `kept` was not
-    made from (padded, replaced, arrived later, other slots altogether), `translate(out_cache_loc)` is asked.
+    `kept` is None if no forward runs, or one without new slots. Then `translate(out_cache_loc)` is called. It is also
+    called for tensors from which `kept` was not made: padded, replaced, arrived later, or other slots.
     """
     part = None if kept is None else kept.part_for(mapping, out_cache_loc)
     return translate(out_cache_loc) if part is None else part
 
 
 def translate_full_to_swa(mapping: torch.Tensor, full_slots: torch.Tensor) -> torch.Tensor:
-    """int32, shaped like `full_slots`; equal to `mapping[full_slots].to(torch.int32)` in one launch."""
+    """int32, shaped like `full_slots`. Equal to `mapping[full_slots].to(torch.int32)`, in one launch."""
     if mapping.dtype != torch.int64:
         return mapping[full_slots].to(torch.int32)
     return mapping.view(torch.int32)[::2][full_slots]  # the low words, little-endian

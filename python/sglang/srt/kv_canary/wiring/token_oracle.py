@@ -1,8 +1,8 @@
-"""Hooks of the token oracle: logits are changed right before SGLang samples, and drafts after they are made.
+"""Hooks of the token oracle: change logits just before SGLang samples, and drafts after they are made.
 
-SGLang's own sampler, verify, future map and scheduler run unchanged, and produce answers that are known beforehand.
-The expected next inputs come from the oracle and never from what the sampler returned (`Continuation`). Without an
-oracle no hook does anything.
+SGLang's own sampler, verify, future map and scheduler run unchanged, and produce answers that are known in advance.
+The expected next inputs come from the oracle, never from the sampler's result (`Continuation`). Without an oracle no
+hook does anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .hook_spec import HookSpec, HookType
 
 
 def refuse_foreign_oracle(given: Any) -> None:
-    """Raises `CanaryConfigError` for an oracle that is not this package's."""
+    """Raises `CanaryConfigError` for an oracle that is not from this package."""
     if given is not None and not isinstance(given, TokenOracleManager):
         theirs, ours = type(given), TokenOracleManager
         raise CanaryConfigError(
@@ -42,7 +42,7 @@ def token_oracle_of(
     model_runner: Any,
     given: TokenOracleManager | None,
 ) -> TokenOracleManager | None:
-    """The oracle of `model_runner`: `given`, else the target's, else that of the environment variable."""
+    """The oracle of `model_runner`: `given`, otherwise the target's, otherwise that of the environment variable."""
     target = context.target
     inherited = None if target is None else target.token_oracle
     if given is not None and target is not None and given != inherited:
@@ -56,14 +56,14 @@ def token_oracle_of(
 
 
 def _oracle_for(model_config: Any) -> TokenOracleManager:
-    """It names no token that ends an answer, so that answers have the length that was asked for."""
+    """An oracle that chooses no token that ends an answer, so that answers have the requested length."""
     vocab_size, ends = model_config.vocab_size, model_config.hf_eos_token_id or ()
     excluded = tuple(sorted(token for token in ends if 0 <= token < vocab_size))
     return TokenOracleManager(TokenOracle(vocab_size, excluded))
 
 
 def _refuse_other_choices(server_args: Any) -> None:
-    """Whatever else decides on tokens would overrule the oracle, which would be a false alarm."""
+    """Any other choice of tokens would overrule the oracle and raise a false alarm."""
     problems = {
         "structured output; add --grammar-backend none": server_args.grammar_backend != "none",
         "custom logit processors; remove --enable-custom-logit-processor": server_args.enable_custom_logit_processor,
@@ -73,23 +73,23 @@ def _refuse_other_choices(server_args: Any) -> None:
     found = [problem for problem, present in problems.items() if present]
     if found:
         raise CanaryConfigError(
-            f"kv-canary: the token oracle does not go with {' and not with '.join(found)}"
+            f"kv-canary: the token oracle cannot be combined with {' or '.join(found)}"
         )
 
 
-# What must follow
+# The expected next tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The tokens that follow those that each request of a batch has."""
+    """The tokens that follow the present tokens of each request of a batch."""
 
-    oracle: TokenOracleManager | None  # None: what is sampled is right
+    oracle: TokenOracleManager | None  # None: sampled tokens are right
     request_ids: Sequence[str] = ()
-    lengths: torch.Tensor | None = None  # int[batch size], tokens that each request has
+    lengths: torch.Tensor | None = None  # int[batch size], present tokens of each request
 
     def right(self, sampled: torch.Tensor) -> torch.Tensor:
-        """The oracle's tokens in the shape of `sampled`, [batch size] or [batch size, n]; or `sampled` itself."""
+        """The oracle's tokens in the shape of `sampled`: [batch size] or [batch size, n]. Without one, `sampled`."""
         if self.oracle is None or self.lengths is None:
             return sampled
         positions = self.lengths
@@ -99,7 +99,7 @@ class Continuation:
 
 
 def continuation_of_forward(manager: CanaryManager, forward_batch: Any) -> Continuation:
-    """After a forward that is sampled once for each request."""
+    """After a forward with one sample per request."""
     if manager.token_oracle is None:
         return Continuation(None)
     request_ids = forward_batch.rids
@@ -142,7 +142,7 @@ def _before_verify(verify_input: Any, batch: Any, logits_output: Any, *_: Any, *
 
 @guarded_aside
 def _after_draft(verify_input: Any, _: Any, batch: Any, *__: Any, **___: Any) -> None:
-    """The root is no draft, and stays what the engine has made of it."""
+    """The root is not a draft, so it stays as the engine made it."""
     oracle = _oracle()
     if oracle is None or batch.forward_mode.is_idle():
         return
@@ -156,7 +156,7 @@ def _oracle() -> TokenOracleManager | None:
 
 
 def _draft_positions(verify_input: Any, batch: Any) -> torch.Tensor:
-    """int[batch size, tokens to verify]; SGLang's buffer may be longer."""
+    """int[batch size, tokens to verify]. SGLang's buffer may be longer."""
     count = len(batch.reqs) * verify_input.draft_token_num
     return verify_input.positions[:count].view(len(batch.reqs), -1)
 

@@ -1,4 +1,4 @@
-"""Is this the SGLang that the hooks were written for? Asked before anything of SGLang is patched."""
+"""Checks that this is the SGLang for which the hooks were written, before anything of SGLang is patched."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _foreign_flag() -> bool:
 def _refusal(found: str) -> CanaryStartupError:
     supported = ", ".join(SUPPORTED_SGLANG_VERSIONS)
     return CanaryStartupError(
-        f"kv-canary: {found}; sglang-kv-canary supports sglang {supported}. Nothing has been "
-        f"patched and no KV slot is protected by it. Install sglang=={SUPPORTED_SGLANG_VERSIONS[-1]}, "
+        f"kv-canary: {found}; sglang-kv-canary supports sglang {supported}. Nothing was patched, and the canary "
+        f"protects no KV slot. Install sglang=={SUPPORTED_SGLANG_VERSIONS[-1]}, "
         "or uninstall sglang-kv-canary."
     )

@@ -1,10 +1,10 @@
-"""Compiles what SGLang runs without a graph, once all graphs are captured; else requests would wait for the compiler.
+"""Compiles what SGLang runs without a graph, after all graphs are captured. Otherwise requests wait for the compiler.
 
-A kernel's variants are told apart by compile-time constants (the vector length of the batch among them), by which
-tensors are None, and by integer types. The buffers of decode graphs have other types than eager batches (`seq_lens`
-int32, not int64), so that their capture compiles nothing of this.
+A kernel has one variant for each combination of compile-time constants (such as the batch's vector length), `None`
+tensors and integer types. Decode graphs use other buffer types than eager batches (`seq_lens` int32, not int64). So
+their capture compiles none of these variants.
 
-Only behind all captures is it known what has no graph: some attention backends have none for draft-extend, and SGLang
+Only after all captures is it known what has no graph. Some attention backends have none for draft-extend. SGLang also
 hides the user's `disable_cuda_graph` from draft runners while it starts them.
 """
 
@@ -39,24 +39,24 @@ from .speculative import draft_runner_of
 
 logger = logging.getLogger(__name__)
 
-PREFILL_REQUESTS = 256  # in one batch; more are rare, unless decodes ride along
+PREFILL_REQUESTS = 256  # in one batch; more are rare, except in mixed batches with decodes
 
 
 @dataclass(frozen=True, slots=True)
 class EagerForwards:
-    """Forwards of one kind that run without a graph: their batches' sizes, and what tells their variants apart."""
+    """Forwards of one kind that run without a graph: their batch sizes, and the properties that select variants."""
 
     mode: ForwardMode
     first: int  # requests in the smallest batch
-    last: int  # in the largest; below `first`: there are none
+    last: int  # requests in the largest batch; below `first`: no such forwards
     tokens: int = 1  # per request
     ids: torch.dtype = torch.int64  # of input_ids
-    lens: torch.dtype = torch.int32  # of extend_seq_lens and extend_prefix_lens
-    known: bool = False  # the host's token lists come with them
-    inner_steps: int = 1  # of a draft whose launches differ
+    lens: torch.dtype = torch.int32  # dtype of extend_seq_lens and extend_prefix_lens
+    known: bool = False  # whether the host's token lists come with them
+    inner_steps: int = 1  # inner steps of a draft whose launches differ
 
     def plans(self, plan_input: PlanInput) -> Iterator[ForwardPlan]:
-        """One for each vector length and inner step, of padding only (row 0, slot 0)."""
+        """One plan for each vector length and inner step, with padding only (row 0, slot 0)."""
         device = plan_input.req_to_token.device
         for size in one_batch_per_vector(self.first, self.last):
             expected = None
@@ -80,8 +80,8 @@ class EagerForwards:
             seq_lens_sum=total,
             positions=of(0, total),
             out_cache_loc=of(0, total),
-            out_cache_loc_swa=of(0, total, torch.int32),  # SWA groups alone look at it
-            extend_prefix_lens=of(0, size, self.lens),  # uniform plans look at none of these
+            out_cache_loc_swa=of(0, total, torch.int32),  # only SWA groups read it
+            extend_prefix_lens=of(0, size, self.lens),  # uniform plans read none of these
             extend_seq_lens=of(self.tokens, size, self.lens),
             extend_start_loc=torch.arange(0, total, self.tokens, dtype=torch.int32, device=device),
         )
@@ -89,55 +89,55 @@ class EagerForwards:
 
 def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
     """What a target's ModelRunner runs without a graph."""
-    args, most = model_runner.server_args, _most_requests(manager)
-    forwards = [_prefills(args, most, known=True)]
+    args, largest = model_runner.server_args, _max_requests(manager)
+    forwards = [_prefills(args, largest, known=True)]
     if not model_runner.is_generation:
         return forwards
     first = _first_without(model_runner.graph_runner)
     if args.speculative_algorithm is None:
-        forwards.append(EagerForwards(ForwardMode.DECODE, first, most))
+        forwards.append(EagerForwards(ForwardMode.DECODE, first, largest))
     else:
         tokens = SpeculationShape.from_server_args(args).draft_tokens
-        forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, most, tokens))
+        forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, largest, tokens))
     if require_mlp_sync(args):
-        # Beside another rank's prefill, SGLang turns a decode into a prefill of one token each.
-        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, most, lens=torch.int64))
+        # While another rank prefills, SGLang turns a decode into a prefill of one token each.
+        forwards.append(EagerForwards(ForwardMode.EXTEND, 1, largest, lens=torch.int64))
     return forwards
 
 
 def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
-    """What the draft model's runner of an EAGLE worker, v1 or v2, runs without a graph."""
-    args, most = worker.server_args, _most_requests(manager)
-    forwards = [_prefills(args, most, manager.config.token_check is TokenCheck.ALL)]
+    """What the draft model's runner of an EAGLE worker (v1 or v2) runs without a graph."""
+    args, largest = worker.server_args, _max_requests(manager)
+    forwards = [_prefills(args, largest, manager.config.token_check is TokenCheck.ALL)]
     shape = SpeculationShape.from_server_args(args)
-    if shape.num_steps > 1:  # adaptive ones may begin with 1
+    if shape.num_steps > 1:  # adaptive speculation may begin with 1
         first = _first_without(worker.cuda_graph_runner)
         steps = min(2, shape.inner_draft_forwards)  # all but the first one are alike
         forwards.append(
-            EagerForwards(ForwardMode.DECODE, first, most, worker.topk, inner_steps=steps)
+            EagerForwards(ForwardMode.DECODE, first, largest, worker.topk, inner_steps=steps)
         )
     mode, tokens = ForwardMode.DRAFT_EXTEND, 1
     if _is_v2(worker):
         mode, tokens = ForwardMode.DRAFT_EXTEND_V2, worker.speculative_num_draft_tokens
     first = _first_without(worker.cuda_graph_runner_for_draft_extend)
-    forwards.append(EagerForwards(mode, first, most, tokens, ids=torch.int32))
+    forwards.append(EagerForwards(mode, first, largest, tokens, ids=torch.int32))
     return forwards
 
 
-def _prefills(args: Any, most: int, known: bool) -> EagerForwards:
-    last = most if args.enable_mixed_chunk else min(most, PREFILL_REQUESTS)
+def _prefills(args: Any, largest: int, known: bool) -> EagerForwards:
+    last = largest if args.enable_mixed_chunk else min(largest, PREFILL_REQUESTS)
     return EagerForwards(ForwardMode.EXTEND, 1, last, known=known)
 
 
-def _most_requests(manager: CanaryManager) -> int:
-    """In one batch."""
+def _max_requests(manager: CanaryManager) -> int:
+    """Maximum requests in one batch."""
     capacities = manager.state.capacities
     return min(capacities.max_batch_size, capacities.max_request_rows)
 
 
 def _first_without(graph_runner: Any | None) -> int:
-    """Requests in the smallest batch that no graph of `graph_runner` takes."""
-    # Beside another rank's prefill no decode graph is replayed, whatever the size.
+    """Requests in the smallest batch without a graph in `graph_runner`."""
+    # While another rank prefills, no decode graph of any size is replayed.
     if graph_runner is None or graph_runner.disable_padding or graph_runner.require_mlp_sync:
         return 1
     return graph_runner.max_bs + 1
@@ -148,7 +148,7 @@ def _is_v2(worker: Any) -> bool:
 
 
 def compile_launches(scheduler: Any) -> None:
-    """Compile for the scheduler's target and draft model. Nothing may be armed yet. On CPU nothing is compiled."""
+    """Compile for the scheduler's target and draft model. Nothing may be armed yet. Compiles nothing on CPU."""
     target = scheduler.tp_worker.model_runner
     manager = context.manager_of(target)
     if manager is None or torch.device(manager.identity.device).type == "cpu":
@@ -160,11 +160,11 @@ def compile_launches(scheduler: Any) -> None:
     # NGRAM's worker has the target's runner.
     if draft is not None and draft.identity.role == "draft":
         warm_up_draft(draft, worker)
-    logger.info("kv-canary: its kernels are compiled (%.1f s)", time.monotonic() - start)
+    logger.info("kv-canary: compiled its kernels (%.1f s)", time.monotonic() - start)
 
 
 def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
-    """Launch everything that the target launches while it serves, outside of graphs."""
+    """Launch everything that the target launches outside graphs while it serves."""
     page_size = model_runner.token_to_kv_pool_allocator.page_size
     _warm_up(manager, target_forwards(manager, model_runner), page_size)
     args = model_runner.server_args
@@ -177,7 +177,7 @@ def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
 
 
 def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
-    """Launch everything that the draft model's runner launches while it serves, outside of graphs."""
+    """Launch everything that the draft model's runner launches outside graphs while it serves."""
     page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
     _warm_up(manager, draft_forwards(manager, worker), page_size)
     if not _is_v2(worker):
@@ -197,6 +197,6 @@ def _moves_slots(args: Any, page_size: int) -> bool:
 
 
 def _slot_types(manager: CanaryManager, full: torch.dtype) -> list[torch.dtype]:
-    """Of each group's slots, where SGLang gives full slots of type `full`."""
+    """The slot dtype of each group if SGLang passes full slots of type `full`."""
     luts = [group.swa_index_lut for group in manager.groups]
     return [full if lut is None else lut.dtype for lut in luts]

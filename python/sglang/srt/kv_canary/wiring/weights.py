@@ -1,4 +1,4 @@
-"""Hooks on weight updates: from the next forward on, a model runner has other weights."""
+"""Hooks on weight updates: a model runner has other weights from the next forward on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hook_spec import HookSpec, HookType
 def _around_request(
     original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND the scheduler's update: the request may name the new weights, which model runners are not told."""
+    """AROUND the scheduler's update. The request may name the new weights; model runners do not receive the name."""
     context.weight_version = getattr(recv_req, "weight_version", None)
     try:
         return original(scheduler, recv_req, *args, **kwargs)

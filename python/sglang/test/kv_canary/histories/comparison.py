@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+from collections import Counter
 
 from sglang_kv_canary.record import FORWARD_MASK, Column, Reason
 from sglang_kv_canary.state import Header
 
 from ..oracle import Row
-from ..world import Violation
+from ..world import RingViolation
 from .host import Host
 from .operations import Operation
 
@@ -45,7 +45,7 @@ class Comparison(Host):
         _check_equal(
             "sequence numbers", list(range(sequence, sequence + len(found))), numbers, operation
         )
-        expected, actual = Tally(predicted), Tally((0, *row[1:]) for row in found)
+        expected, actual = Counter(predicted), Counter((0, *row[1:]) for row in found)
         if len(predicted) > self.spec.ring_capacity:  # which rows were kept is not for us to say
             expected &= actual
         if expected != actual:
@@ -84,6 +84,6 @@ def _check_equal(what: str, expected, actual, operation: Operation) -> None:
     raise AssertionError("\n".join([f"{what} differ after {operation}", *lines[:20]]))
 
 
-def _listed(rows: Tally[Row]) -> str:
-    lines = [f"    {n} x {Violation.from_row(row)}" for row, n in rows.items()]
+def _listed(rows: Counter[Row]) -> str:
+    lines = [f"    {n} x {RingViolation.from_row(row)}" for row, n in rows.items()]
     return "\n".join(lines[:20]) or "    none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class Host:
         self.world = World(spec, backend)
         self.oracle = self.world.oracle()
         self.rows = [HostRow() for _ in range(spec.request_rows)]
-        self.reasons_seen: Tally[Reason] = Tally()
+        self.reasons_seen: Counter[Reason] = Counter()
         self._reset_allocator()
 
     def _reset_allocator(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
-from sglang_kv_canary.endpoint import Side
 from sglang_kv_canary.kernels.layout import turn_of
 from sglang_kv_canary.record import Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 
 from .content import fingerprint
 from .forwards import Forward, Request
@@ -62,7 +62,7 @@ class ContentChecks(Predictions):
         if stored.state != State.LIVE or stored.content == 0:
             return
         now = fingerprint(group.content[half], slot, self.content_mode)
-        self.counters[tag, Counter.CONTENT_CHECKED] += 1
+        self.counters[tag, TagCounter.CONTENT_CHECKED] += 1
         self._report(
             Reason.CONTENT if now != stored.content else NO_REASON,
             tag=tag,
@@ -87,4 +87,4 @@ class ContentChecks(Predictions):
                 continue
             if slot is not None and tail[slot].forward == self.done & record.FORWARD_MASK:
                 tail[slot].content = fingerprint(group.content[half], slot, self.content_mode)
-                self.counters[tag, Counter.CONTENT_WRITTEN] += 1
+                self.counters[tag, TagCounter.CONTENT_WRITTEN] += 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.record import UNKNOWN, Column, Reason
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 
 from .forwards import Forward, Request
 from .model import GroupModel, RecordTable
@@ -33,7 +33,7 @@ class Predictions:
     def __post_init__(self) -> None:
         self.rows: list[Row] = []
         self.total_rows = 0
-        self.counters: Tally[tuple[int, Counter]] = Tally()
+        self.counters: Counter[tuple[int, TagCounter]] = Counter()
         self.weights_since = 0  # last forward before the last weight update
         self.sampled: dict[int, tuple[int, int]] = {}  # row -> (token, after which of its forwards)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sglang_kv_canary import record
-from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.record import UNKNOWN, Reason
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 
 from .content_checks import ContentChecks
 from .forwards import SweepEntry
@@ -23,9 +23,9 @@ class Sweeps(Verify, ContentChecks):
         entries = [entry for entry in entries if entry.slot != 0]
         for half in group.halves:
             tag = group.tag(half, Side.SWEEP)
-            self.counters[tag, Counter.LAUNCHES] += 1
-            self.counters[tag, Counter.CHECKED] += len(entries)
-            self.counters[tag, Counter.ELIGIBLE] += len(entries)
+            self.counters[tag, TagCounter.LAUNCHES] += 1
+            self.counters[tag, TagCounter.CHECKED] += len(entries)
+            self.counters[tag, TagCounter.ELIGIBLE] += len(entries)
             for entry in entries:
                 for side in ("HEAD", "TAIL"):
                     self._sweep_entry(entry, group, group.records[half, side], tag)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
-from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK, turn_of
 from sglang_kv_canary.record import UNKNOWN, Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 
 from .forwards import Forward, Request, known_token
 from .model import NO_REASON, GroupModel, Record, RecordTable
@@ -47,9 +47,9 @@ class Verify(Predictions):
         tag = group.tag(half, side)
         blocks: list[tuple[Request, range]] = []
         for request, positions in self._prefixes(forward, group):
-            self.counters[tag, Counter.ELIGIBLE] += len(positions)
+            self.counters[tag, TagCounter.ELIGIBLE] += len(positions)
             if not forward.already_verified:
-                self.counters[tag, Counter.OUT_OF_WINDOW] += positions.start
+                self.counters[tag, TagCounter.OUT_OF_WINDOW] += positions.start
             blocks += [
                 (request, positions[at : at + VERIFY_BLOCK])
                 for at in range(0, len(positions), VERIFY_BLOCK)
@@ -60,7 +60,7 @@ class Verify(Predictions):
             if index % every == turn_of(self.running, every):
                 for position in positions:
                     self._verify_position(request, position, group, half, side)
-        self.counters[tag, Counter.LAUNCHES] += 1
+        self.counters[tag, TagCounter.LAUNCHES] += 1
 
     def _verify_position(
         self, request: Request, position: int, group: GroupModel, half: str, side: Side
@@ -68,9 +68,9 @@ class Verify(Predictions):
         tag, records = group.tag(half, side), group.records[half, side.value]
         full_slot = self.table[request.row][position]
         slot, unreadable = group.locate(full_slot)
-        self.counters[tag, Counter.CHECKED] += 1
+        self.counters[tag, TagCounter.CHECKED] += 1
         if group.lut is not None and slot is not None and slot != full_slot:
-            self.counters[tag, Counter.IDX_DIVERGENCE] += 1
+            self.counters[tag, TagCounter.IDX_DIVERGENCE] += 1
         self._check_slot(
             records,
             group.chains(records),

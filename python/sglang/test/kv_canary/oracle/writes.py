@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sglang_kv_canary import record
-from sglang_kv_canary.endpoint import Side
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.record import UNKNOWN, Reason, State
-from sglang_kv_canary.state import Counter
+from sglang_kv_canary.state import TagCounter
 
 from .forwards import Forward, Request, known_token
 from .model import GroupModel, Record, RecordTable
@@ -48,7 +48,7 @@ class Writes(Rows):
                 identity = record.pack_identity(token, position)
                 records[slot] = Record(identity, chain)
                 records[slot].set_writer(self.running, request.row, forward.mode, State.LIVE)
-                self.counters[tag, Counter.WRITTEN] += 1
+                self.counters[tag, TagCounter.WRITTEN] += 1
 
     def _new_chains(
         self, forward: Forward, request: Request, group: GroupModel, records: RecordTable
@@ -97,7 +97,7 @@ class Writes(Rows):
                 new.append((slot, Record(identity, chain, 0, word)))
         for slot, written in new:
             records[slot] = written
-            self.counters[tag, Counter.WRITTEN] += 1
+            self.counters[tag, TagCounter.WRITTEN] += 1
 
     def _base_chain(self, group: GroupModel, full_slot: int) -> int:
         slot, _ = group.base.locate(full_slot)
@@ -164,4 +164,4 @@ class Writes(Rows):
             if head[slot].forward == self.running & record.FORWARD_MASK:
                 tail[slot] = head[slot]
                 tail[slot].content = 0
-                self.counters[tag, Counter.WRITTEN] += 1
+                self.counters[tag, TagCounter.WRITTEN] += 1

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, ContentSource
+from ...buffer_group import CanaryBufferGroup, ContentSource, Side
 from ...config import ContentMode
-from ...endpoint import CanaryLaunchTag, Side
+from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, slots_between_visits, turn_of
 from . import hashing
 from .ring import Report
@@ -100,7 +100,7 @@ def _write(launch: Launch, half: str, mode: ContentMode) -> None:
     )
     slots = slots[fresh]
     tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
-    launch.report(half).count(Counter.CONTENT_WRITTEN, slots.numel())
+    launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _compare(
     group: CanaryBufferGroup, half: str, reads: _Reads, report: Report, mode: ContentMode
 ) -> None:
     slots = reads.slots
-    words = group.records(half, "TAIL")[slots]
+    words = group.records(half, Side.TAIL)[slots]
     writer, stored = words[:, record.WORD_WRITER], words[:, record.WORD_CONTENT]
     has = (hashing.state_of(writer) == record.State.LIVE) & (stored != 0)
     now = content_fingerprint(group.content(half), slots, mode)
@@ -146,7 +146,7 @@ def _compare(
         reader_row=reads.rows,
         writer=writer,
     )
-    report.count(Counter.CONTENT_CHECKED, has.sum())
+    report.count(TagCounter.CONTENT_CHECKED, has.sum())
 
 
 def check_list_content(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import Part
 from ...plan.expected_inputs import ExpectedTokens
 from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from . import check, hashing, strided, tree
 from .rows import Remembered, check_rows, remember, store_rows
 from .spans import (
@@ -71,7 +71,7 @@ def _write(launch: Launch) -> None:
             written = _write_head(launch, half, remembered)
         else:
             written = _write_tail(launch, half)
-        launch.report(half).count(Counter.WRITTEN, written)
+        launch.report(half).count(TagCounter.WRITTEN, written)
 
 
 def _lanes(launch: Launch, request_index: torch.Tensor, positions: torch.Tensor) -> check.Lanes:

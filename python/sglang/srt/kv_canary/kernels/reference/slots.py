@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag
 from ...record import Mode, Reason, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState, Header
@@ -76,7 +76,7 @@ def _repeated(
 
 
 def _buffers(group: CanaryBufferGroup) -> list[torch.Tensor]:
-    return [group.records(half, side) for half in group.halves for side in ("HEAD", "TAIL")]
+    return [group.records(half, side) for half in group.halves for side in (Side.HEAD, Side.TAIL)]
 
 
 def _mark_allocated(group: CanaryBufferGroup, slots: torch.Tensor) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag, Part
 from ...plan.plan_input import ForwardPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import VERIFY_BLOCK, blocks_between_visits, turn_of
 from . import check, hashing
 from .ring import Report
@@ -77,7 +77,7 @@ class Launch:
 
     def records(self, half: str = "K") -> torch.Tensor:
         """int64[slots, words] that this side writes."""
-        return self.group.records(half, self.side.value)
+        return self.group.records(half, self.side)
 
     def in_slots(self) -> Launch:
         return replace(self, requests=self.requests.in_slots(self.group.stride))
@@ -117,16 +117,16 @@ def visited_positions(launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
 def count_checked(launch: Launch, half: str, lanes: check.Lanes) -> None:
     plan, group, requests = launch.plan, launch.group, launch.requests
     report = launch.report(half)
-    report.count(Counter.LAUNCHES, 1)
-    report.count(Counter.CHECKED, lanes.slots.numel())
+    report.count(TagCounter.LAUNCHES, 1)
+    report.count(TagCounter.CHECKED, lanes.slots.numel())
     eligible = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
-    report.count(Counter.ELIGIBLE, eligible.sum())
+    report.count(TagCounter.ELIGIBLE, eligible.sum())
     if group.swa_index_lut is not None:
         diverged = (lanes.reasons == 0) & (lanes.slots != lanes.full_slots)
-        report.count(Counter.IDX_DIVERGENCE, diverged.sum())
+        report.count(TagCounter.IDX_DIVERGENCE, diverged.sum())
     if not plan.verify.already_verified:
         outside = torch.where(requests.valid, requests.window_starts, 0)
-        report.count(Counter.OUT_OF_WINDOW, outside.sum())
+        report.count(TagCounter.OUT_OF_WINDOW, outside.sum())
 
 
 def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
@@ -164,7 +164,7 @@ def copy_head(launch: Launch, half: str, slots: torch.Tensor) -> int:
 
     The content word is filled by the content launch.
     """
-    head, tail = launch.group.records(half, "HEAD"), launch.group.records(half, "TAIL")
+    head, tail = launch.group.records(half, Side.HEAD), launch.group.records(half, Side.TAIL)
     words = head[slots]
     writer = words[:, record.WORD_WRITER]
     fresh = (writer & record.FORWARD_MASK) == (launch.forward & record.FORWARD_MASK)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Side
+from ...buffer_group import CanaryBufferGroup, Side
 from ...record import Reason
-from ...state import Counter
+from ...state import TagCounter
 from . import check, hashing
 from .spans import (
     Launch,
@@ -47,7 +46,7 @@ def write(launch: Launch) -> None:
         written = _write_head(launch)
     else:
         written = copy_head(launch, "K", completed_slots(launch.plan, launch.group))
-    launch.report().count(Counter.WRITTEN, written)
+    launch.report().count(TagCounter.WRITTEN, written)
 
 
 def _lanes(launch: Launch, rows: torch.Tensor, numbers: torch.Tensor) -> check.Lanes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import CanaryLaunchTag, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import SweepVerifyPlan
 from ...record import Reason
-from ...state import CanaryDeviceState, Counter, Header
+from ...state import CanaryDeviceState, Header, TagCounter
 from . import check
 from .ring import Report
 
@@ -38,7 +38,7 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
     for half in group.halves:
         report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)
         for side in (Side.HEAD, Side.TAIL):
-            check.check_lanes(lanes, group, group.records(half, side.value), report)
-        report.count(Counter.LAUNCHES, 1)
-        report.count(Counter.CHECKED, slots.numel())
-        report.count(Counter.ELIGIBLE, slots.numel())
+            check.check_lanes(lanes, group, group.records(half, side), report)
+        report.count(TagCounter.LAUNCHES, 1)
+        report.count(TagCounter.CHECKED, slots.numel())
+        report.count(TagCounter.ELIGIBLE, slots.numel())

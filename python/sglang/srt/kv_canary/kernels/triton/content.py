@@ -10,9 +10,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, ContentSource
+from ...buffer_group import CanaryBufferGroup, ContentSource, Side
 from ...config import ContentMode
-from ...endpoint import Side
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
@@ -160,8 +159,8 @@ def _half_arguments(
 ) -> dict[str, Any]:
     """Arguments, by name, that say what the one or two `halves` of a launch are."""
     return {
-        "records": group.records(halves[0], "TAIL"),
-        "second_records": group.records(halves[1], "TAIL") if len(halves) > 1 else None,
+        "records": group.records(halves[0], Side.TAIL),
+        "second_records": group.records(halves[1], Side.TAIL) if len(halves) > 1 else None,
         "table": launch.table,
         "first_size": launch.sizes[0],
         "second_size": launch.sizes[1],

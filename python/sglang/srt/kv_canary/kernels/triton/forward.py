@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, WritePlan
 from ...state import CanaryDeviceState
 from ..layout import WRITE_TILE

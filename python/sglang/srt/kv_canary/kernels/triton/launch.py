@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup, PoolKind
+from ...buffer_group import CanaryBufferGroup, PoolKind, Side
 from ...capacities import MOST_REQUESTS
-from ...endpoint import CanaryLaunchTag, Part, Side
+from ...endpoint import CanaryLaunchTag, Part
 from ...plan.plan_input import ForwardPlan
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Side
+from ...buffer_group import CanaryBufferGroup, Side
 from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState
@@ -95,7 +94,7 @@ def copy_records(
     if size > COPY_SLOTS:
         # Too many for one program to read before it writes.
         for half in group.halves:
-            for side in ("HEAD", "TAIL"):
+            for side in (Side.HEAD, Side.TAIL):
                 records = group.records(half, side)
                 records[target_slots.long()] = records[source_slots.long()]
         return

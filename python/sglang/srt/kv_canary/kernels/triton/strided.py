@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Part, Side
+from ...buffer_group import CanaryBufferGroup, Side
+from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...buffer_group import CanaryBufferGroup
-from ...endpoint import Side
+from ...buffer_group import CanaryBufferGroup, Side
 from ...plan.plan_input import SweepVerifyPlan
 from ...state import CanaryDeviceState
 from .device.sweep_kernel import list_kernel

@@ -1,16 +1,16 @@
 """DeepSeek-V4's pool: sliding-window rows for every layer, and compressed rows for some of them.
 
-There is no full pool: `req_to_token` holds full slots, of which c4 and c128 rows are full slot // 4 and // 128
-(written when position % stride is stride - 1), and SWA rows come through the mapping. A row is 584 bytes, in two
-places of its page: [page_size x (448 FP8 nope + 128 BF16 rope)], then [page_size x (7 scales + 1 pad)]; pages are
+There is no full pool: `req_to_token` holds full slots. The c4 and c128 rows of a token are full slot // 4 and // 128,
+written when position % stride is stride - 1. SWA rows are found through the mapping. A row is 584 bytes, in two places
+of its page. These are [page_size x (448 FP8 nope + 128 BF16 rope)], then [page_size x (7 scales + 1 pad)]. Pages are
 padded to a multiple of 576 bytes.
 
-Only the last token of a compressed slot writes it, in the forward in which the token is new. All its tokens lie in one
-page, because pages are multiples of 128 tokens. The backend reads compressed slots through `page_table`, which it makes
-from the row's entry at the first token of each page.
+The last token of a compressed slot writes it, in the forward in which that token is new. All tokens of the slot lie
+in one page, because pages are multiples of 128 tokens. The backend reads compressed slots through `page_table`. It
+makes that table from the row's entry at the first token of each page.
 
-Not covered: the compression state rings (`compress_state_pools`, `indexer_compress_state_pools`). A ring row is
-overwritten in place by the tokens that follow and has no slot of its own per token.
+Not covered: the compression state rings (`compress_state_pools`, `indexer_compress_state_pools`). Later tokens
+overwrite a ring row in place, and it has no slot per token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .indexer_layout import indexer_content
 from .sub_pool import as_swa, attach_sub_pool, sliding_window_of
 
 ATTENTION_WINDOW = (
-    128  # tokens that the backend reads, the new one included (SWA_WINDOW of its module)
+    128  # tokens that the backend reads, including the new one (SWA_WINDOW of its module)
 )
 STRIDES = {PoolKind.C4: 4, PoolKind.C4_INDEXER: 4, PoolKind.C128: 128}  # tokens per slot
 _COMPRESSED = (  # in the order of get_contiguous_buf_infos
@@ -39,15 +39,14 @@ _COMPRESSED = (  # in the order of get_contiguous_buf_infos
 
 
 def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """Groups SWA, C4, C4_INDEXER and C128, each K-only; sub-pools without layers or slots give none.
+    """Groups SWA, C4, C4_INDEXER and C128, each K-only. Sub-pools without layers or slots give no group.
 
-    `options.sliding_window_size` and the mapping are needed where there is a SWA group. A missing sub-pool and a
-    HiSparse c4 pool are refused, and with them the whole pool; so are compressed rows without SWA rows, whose chains
-    they take over.
+    A SWA group needs `options.sliding_window_size` and the mapping. The whole pool is refused if a sub-pool is missing,
+    or if the c4 pool is HiSparse. Compressed rows without SWA rows are refused as well: they use the SWA rows' chains.
     """
     groups, kv_splices, state_splices, listed = [], [], [], 0
     for group in attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA).groups:
-        # SGLang keeps sliding_window_size tokens; of those the backend reads 127 and the new one.
+        # SGLang keeps sliding_window_size tokens. The backend reads 127 of them and the new one.
         window = min(sliding_window_of(pool, options), ATTENTION_WINDOW - 1)
         groups.append(as_swa(pool, group, window))
         state_splices += _splices(pool.swa_kv_pool, group, 0)
@@ -90,13 +89,13 @@ def _as_strided(
     stride = STRIDES[group.kind]
     if base is None:
         raise UnsupportedPoolError(
-            f"{type(pool).__name__} has {group.kind.value} slots and no SWA slots on this rank, so nothing tells "
+            f"{type(pool).__name__} has {group.kind.value} slots and no SWA slots on this rank, so nothing shows "
             f"which {stride} tokens a {group.kind.value} slot stands for"
         )
     if pool.page_size % stride:
         raise UnsupportedPoolError(
-            f"{type(pool).__name__}: expected pages of a multiple of {stride} tokens, so that the tokens of a "
-            f"{group.kind.value} slot lie in one page, got {pool.page_size}"
+            f"{type(pool).__name__}: expected pages of a multiple of {stride} tokens, because the tokens of a "
+            f"{group.kind.value} slot must lie in one page, got {pool.page_size}"
         )
     return dataclasses.replace(group, stride=stride, chain_base=base)
 

@@ -1,7 +1,7 @@
 """Hybrid pools: full-attention layers in an MHA or MLA pool, the other layers as Mamba / linear states.
 
-The states are not covered: a request has one state that every token overwrites, so there is no record per token
-to compare it with.
+The states are not covered. A request has one state, which every token overwrites, so no record per token can be
+compared with it.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from .sub_pool import attach_sub_pool
 
 
 def attach_hybrid_linear(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """The group of `full_kv_pool`; no group on a pipeline stage without full-attention layers."""
+    """The group of `full_kv_pool`. A pipeline stage without full-attention layers has no group."""
     return attach_sub_pool(pool, "full_kv_pool", options, options.kind)

@@ -12,15 +12,15 @@ from ..layers import layer_buffers, scale_buffers
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """One group with K and V over `size + page_size` slots; the FP4 pool's scales are content as well.
+    """One group with K and V over `size + page_size` slots. Scales of an FP4 pool are content as well.
 
-    A pool without layers or slots gives no group; one that lacks a layer's buffer is refused.
+    A pool without layers or slots gives no group. A pool that lacks a layer's buffer is refused.
     """
     layers = pool.layer_num
     if not layers or pool.size <= 0:
         return PoolAttachment()
     num_slots = pool.size + pool.page_size
-    # Laid out even without content: this is where a pool with another index space is refused.
+    # Laid out even without content: this refuses a pool with another index space.
     content = [_content(pool, half, num_slots) for half in ("k", "v")]
     group = build_group(options.kind, num_slots, pool.device, options, *content)
     return PoolAttachment((group,), {KV_BUF_INFOS: splice_halves(group, layers, pool.page_size)})

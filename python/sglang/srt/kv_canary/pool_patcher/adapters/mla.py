@@ -11,9 +11,9 @@ from ..layers import layer_buffers, scale_buffers
 
 
 def attach_mla(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """One K-only group over `size + page_size` slots; the FP4 pool's scales are content as well.
+    """One K-only group over `size + page_size` slots. Scales of an FP4 pool are content as well.
 
-    A pool without layers or slots gives no group; one that lacks a layer's buffer is refused.
+    A pool without layers or slots gives no group. A pool that lacks a layer's buffer is refused.
     """
     layers = pool.layer_num
     if not layers or pool.size <= 0:

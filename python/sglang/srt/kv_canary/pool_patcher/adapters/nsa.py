@@ -1,4 +1,4 @@
-"""NSA pools (DeepSeek-V3.2): an MLA pool plus the indexer's keys, which have records of their own."""
+"""NSA pools (DeepSeek-V3.2): an MLA pool plus the indexer's keys, which have their own records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .mla import attach_mla
 
 
 def attach_nsa(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """FULL as for MLA, and an INDEXER group in the same slot space, spliced into the state buffers."""
+    """FULL as for MLA, and an INDEXER group in the same slot space, added to the state buffer lists."""
     latent = attach_mla(pool, options)
     if not latent.groups:
         return latent

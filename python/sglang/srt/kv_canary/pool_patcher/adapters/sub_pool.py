@@ -14,7 +14,7 @@ from ..errors import UnsupportedPoolError
 def attach_sub_pool(
     pool: Any, attribute: str, options: AttachOptions, kind: PoolKind
 ) -> PoolAttachment:
-    """The attachment of `pool.<attribute>` with at most one group, of `kind`. Refuses a pool without that sub-pool."""
+    """The attachment of `pool.<attribute>`, with at most one group, of `kind`. Refuses a pool without that sub-pool."""
     sub_pool = getattr(pool, attribute, None)
     if sub_pool is None:
         raise UnsupportedPoolError(
@@ -31,7 +31,7 @@ def attach_sub_pool(
 
 
 def as_swa(pool: Any, group: CanaryBufferGroup, window: int) -> CanaryBufferGroup:
-    """`group` reached through the full-to-SWA mapping of `pool` (int64, one entry per full slot)."""
+    """`group`, addressed through the full-to-SWA mapping of `pool` (int64, one entry per full slot)."""
     mapping = getattr(pool, "full_to_swa_index_mapping", None)
     if mapping is None:
         raise UnsupportedPoolError(
@@ -42,7 +42,7 @@ def as_swa(pool: Any, group: CanaryBufferGroup, window: int) -> CanaryBufferGrou
 
 
 def sliding_window_of(pool: Any, options: AttachOptions) -> int:
-    """`options.sliding_window_size`; refused when SGLang does not know it."""
+    """`options.sliding_window_size`. Refused if SGLang does not know it."""
     size = options.sliding_window_size
     if size is None or size < 0:
         raise UnsupportedPoolError(

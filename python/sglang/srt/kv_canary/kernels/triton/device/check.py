@@ -12,17 +12,17 @@ import triton.language as tl
 
 from ..jit import jit, sum_of
 from .record import (
-    BAD_ALLOCATED,
-    BAD_CHAIN,
-    BAD_FREED,
-    BAD_POSITION,
-    BAD_STALE_WEIGHTS,
-    BAD_TOKEN,
     CHAIN,
     CONTENT,
     LIVE,
     MULTIPLIER,
     PREV_ANCHOR,
+    REASON_CHAIN,
+    REASON_POSITION,
+    REASON_STALE_WEIGHTS,
+    REASON_TOKEN,
+    REASON_UNWRITTEN_SINCE_ALLOC,
+    REASON_USE_AFTER_FREE,
     UNFILLED,
     UNKNOWN,
     WORDS,
@@ -160,10 +160,10 @@ def report_lanes(
 
     state = state_of(writer)
     not_live = state_reasons(state, UNFILLS)
-    reasons = tl.where(position_of(identity) != positions, BAD_POSITION, 0)
+    reasons = tl.where(position_of(identity) != positions, REASON_POSITION, 0)
     wrong_token = (expected_tokens != UNKNOWN) & (token_of(identity) != expected_tokens)
-    reasons = reasons | tl.where(wrong_token, BAD_TOKEN, 0)
-    reasons = reasons | tl.where(wrong_chain, BAD_CHAIN, 0)
+    reasons = reasons | tl.where(wrong_token, REASON_TOKEN, 0)
+    reasons = reasons | tl.where(wrong_chain, REASON_CHAIN, 0)
     if weights_age is not None:
         stale = has_stale_weights(writer, report.forward, weights_age)
         own_prev = records + tl.where(has_prev, prev_slots, 0) * WORDS + WRITER
@@ -172,13 +172,15 @@ def report_lanes(
             before, report.forward, weights_age
         )
         begins = stale & (goes_on == 0) & (half == 0)
-        reasons = tl.where((reasons == 0) & begins, BAD_STALE_WEIGHTS, reasons)
+        reasons = tl.where((reasons == 0) & begins, REASON_STALE_WEIGHTS, reasons)
     reasons = tl.where(state == LIVE, reasons, not_live)
     reasons = tl.where(readable, reasons, lanes.reasons)
     reasons = tl.where(lanes.listed, reasons, 0)
     if STRIDE != 1:
         expected_tokens = tl.where(chained, fold, UNKNOWN)
-    freed = readable & ((not_live == BAD_FREED) | (not_live == BAD_ALLOCATED))
+    freed = readable & (
+        (not_live == REASON_USE_AFTER_FREE) | (not_live == REASON_UNWRITTEN_SINCE_ALLOC)
+    )
 
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:
         append_rows(

@@ -10,11 +10,11 @@ from ..jit import jit, sum_of
 from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
 from .launch import Inputs
 from .record import (
-    BAD_CONTENT,
     CHAIN,
     CONTENT,
     FORWARD_MASK,
     LIVE,
+    REASON_CONTENT,
     WORDS,
     WRITER,
     Space,
@@ -58,7 +58,7 @@ def _compare(report, half, read, full_slots, rows, now):
     """Compare the fingerprints of records with those of the bytes `now`; number compared."""
     words, writer, stored, usable = read.words, read.writer, read.stored, read.usable
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
-    reasons = tl.where(has & (now != stored), BAD_CONTENT, 0)
+    reasons = tl.where(has & (now != stored), REASON_CONTENT, 0)
     if sum_of(reasons, 0) > 0:
         identity = tl.load(words, mask=usable, other=0)
         append_rows(

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..jit import jit, max_of, sum_of
 from .record import MULTIPLIER, UNKNOWN, mix64, pack_identity, store_record, translate, writer_word
-from .rows import Remembered, check_rows, remember, store_rows
+from .rows import RememberedLanes, check_rows, remember, store_rows
 from .spans import known_token, request_at
 from .writes import Tokens, chain_of, identity_at, report_inputs, slot_before
 
@@ -41,7 +41,7 @@ def flat_tokens(launch, index, SINGLE: tl.constexpr):
     full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
     anchor = tl.load(launch.anchors + tl.where(lanes, row, 0))
     # Not None where there is no row memory: loops carry it, and Triton carries tensors only.
-    remembered = Remembered(row * 0 - 1, row * 0, row * 0, row * 0)
+    remembered = RememberedLanes(row * 0 - 1, row * 0, row * 0, row * 0)
     if rows.words is not None:
         remembered = remember(rows, launch.known, request, row, lanes, True)
     return Tokens(index, request, lanes, row, prefix, token, position, full, anchor, remembered)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from ..jit import jit, sum_of
-from .record import BAD_LENGTH, BAD_ROW
+from .record import REASON_LENGTH_OUT_OF_RANGE, REASON_ROW_OUT_OF_RANGE
 from .report import (
     ARMED,
     CHECKED,
@@ -99,7 +99,9 @@ def report_bad_requests(launch, row, prefix, valid, request, misplaced, halves: 
     batch = launch.batch
     bad_row = (row < 0) | (row >= batch.table.num_rows) | misplaced
     bad_length = (row != 0) & (valid == 0) & (bad_row == 0)
-    reasons = tl.where(bad_row, BAD_ROW, tl.where(bad_length, BAD_LENGTH, 0))
+    reasons = tl.where(
+        bad_row, REASON_ROW_OUT_OF_RANGE, tl.where(bad_length, REASON_LENGTH_OUT_OF_RANGE, 0)
+    )
     reasons = tl.where(request < batch.size, reasons, 0)
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:
         for half in range(halves):

@@ -38,26 +38,26 @@ UNKNOWN = tl.constexpr(record.UNKNOWN)
 PREV_ANCHOR = tl.constexpr(record.PREV_ANCHOR)
 PREV_UNREACHABLE = tl.constexpr(record.PREV_UNREACHABLE)
 
-BAD_NEVER_WRITTEN = tl.constexpr(int(Reason.NEVER_WRITTEN))
-BAD_FREED = tl.constexpr(int(Reason.USE_AFTER_FREE))
-BAD_ALLOCATED = tl.constexpr(int(Reason.UNWRITTEN_SINCE_ALLOC))
-BAD_STATE = tl.constexpr(int(Reason.BAD_STATE))
-BAD_POSITION = tl.constexpr(int(Reason.POSITION))
-BAD_TOKEN = tl.constexpr(int(Reason.TOKEN))
-BAD_CHAIN = tl.constexpr(int(Reason.CHAIN))
-BAD_CONTENT = tl.constexpr(int(Reason.CONTENT))
-BAD_SLOT = tl.constexpr(int(Reason.SLOT_OUT_OF_RANGE))
-BAD_UNMAPPED = tl.constexpr(int(Reason.UNMAPPED_SLOT))
-BAD_EVICTED = tl.constexpr(int(Reason.SWA_EVICTED_IN_WINDOW))
-BAD_WRITE_TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
-BAD_WRITE_POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
-BAD_DOUBLE_FREE = tl.constexpr(int(Reason.DOUBLE_FREE))
-BAD_ROW = tl.constexpr(int(Reason.ROW_OUT_OF_RANGE))
-BAD_LENGTH = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
-BAD_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
-BAD_ROW_CHAIN = tl.constexpr(int(Reason.ROW_CHAIN))
-BAD_ROW_LENGTH = tl.constexpr(int(Reason.ROW_LENGTH))
-BAD_STALE_WEIGHTS = tl.constexpr(int(Reason.STALE_WEIGHTS))
+REASON_NEVER_WRITTEN = tl.constexpr(int(Reason.NEVER_WRITTEN))
+REASON_USE_AFTER_FREE = tl.constexpr(int(Reason.USE_AFTER_FREE))
+REASON_UNWRITTEN_SINCE_ALLOC = tl.constexpr(int(Reason.UNWRITTEN_SINCE_ALLOC))
+REASON_BAD_STATE = tl.constexpr(int(Reason.BAD_STATE))
+REASON_POSITION = tl.constexpr(int(Reason.POSITION))
+REASON_TOKEN = tl.constexpr(int(Reason.TOKEN))
+REASON_CHAIN = tl.constexpr(int(Reason.CHAIN))
+REASON_CONTENT = tl.constexpr(int(Reason.CONTENT))
+REASON_SLOT_OUT_OF_RANGE = tl.constexpr(int(Reason.SLOT_OUT_OF_RANGE))
+REASON_UNMAPPED_SLOT = tl.constexpr(int(Reason.UNMAPPED_SLOT))
+REASON_SWA_EVICTED_IN_WINDOW = tl.constexpr(int(Reason.SWA_EVICTED_IN_WINDOW))
+REASON_WRITE_TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
+REASON_WRITE_POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
+REASON_DOUBLE_FREE = tl.constexpr(int(Reason.DOUBLE_FREE))
+REASON_ROW_OUT_OF_RANGE = tl.constexpr(int(Reason.ROW_OUT_OF_RANGE))
+REASON_LENGTH_OUT_OF_RANGE = tl.constexpr(int(Reason.LENGTH_OUT_OF_RANGE))
+REASON_WRITE_LOCATION = tl.constexpr(int(Reason.WRITE_LOCATION))
+REASON_ROW_CHAIN = tl.constexpr(int(Reason.ROW_CHAIN))
+REASON_ROW_LENGTH = tl.constexpr(int(Reason.ROW_LENGTH))
+REASON_STALE_WEIGHTS = tl.constexpr(int(Reason.STALE_WEIGHTS))
 
 MULTIPLIER = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER))
 MULTIPLIER_INVERSE = tl.constexpr(record.to_signed64(record.CHAIN_MULTIPLIER_INVERSE))
@@ -144,9 +144,9 @@ def has_stale_weights(writer, forward, weights_age):
 @jit
 def state_reasons(state, UNFILLS: tl.constexpr):
     """Reason bits (int32) of a record state; 0 for live. UNFILLS: for unfilled too, which nothing is known of."""
-    reasons = tl.where(state == NEVER_WRITTEN, BAD_NEVER_WRITTEN, BAD_STATE)
-    reasons = tl.where(state == FREED, BAD_FREED, reasons)
-    reasons = tl.where(state == ALLOCATED, BAD_ALLOCATED, reasons)
+    reasons = tl.where(state == NEVER_WRITTEN, REASON_NEVER_WRITTEN, REASON_BAD_STATE)
+    reasons = tl.where(state == FREED, REASON_USE_AFTER_FREE, reasons)
+    reasons = tl.where(state == ALLOCATED, REASON_UNWRITTEN_SINCE_ALLOC, reasons)
     if UNFILLS:
         reasons = tl.where(state == UNFILLED, 0, reasons)
     return tl.where(state == LIVE, 0, reasons)
@@ -164,16 +164,18 @@ class Space(NamedTuple):
 @jit
 def translate(space, full):
     """(slot, reasons) of full slots int64; lanes with reasons have slot 0. Nothing out of range is read."""
-    reasons = tl.where((full < 0) | (full >= space.full_limit), BAD_SLOT, 0)
-    reasons = tl.where(full == 0, BAD_UNMAPPED, reasons)
+    reasons = tl.where((full < 0) | (full >= space.full_limit), REASON_SLOT_OUT_OF_RANGE, 0)
+    reasons = tl.where(full == 0, REASON_UNMAPPED_SLOT, reasons)
     safe = tl.where(reasons == 0, full, 0)
     if space.lut is None:
         slot = safe // space.stride
     else:
         fine = reasons == 0
         slot = tl.load(space.lut + safe).to(tl.int64)
-        reasons = tl.where(fine & ((slot < 0) | (slot >= space.num_slots)), BAD_SLOT, reasons)
-        reasons = tl.where(fine & (slot == 0), BAD_EVICTED, reasons)
+        reasons = tl.where(
+            fine & ((slot < 0) | (slot >= space.num_slots)), REASON_SLOT_OUT_OF_RANGE, reasons
+        )
+        reasons = tl.where(fine & (slot == 0), REASON_SWA_EVICTED_IN_WINDOW, reasons)
         slot = tl.where(reasons == 0, slot, 0)
     return slot, reasons
 

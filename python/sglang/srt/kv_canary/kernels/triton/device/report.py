@@ -9,7 +9,7 @@ import triton.language as tl
 from .... import record
 from ....endpoint import HALVES
 from ....record import Column
-from ....state import HEADER_WORDS, NUM_COUNTERS, Counter, Header
+from ....state import HEADER_WORDS, NUM_COUNTERS, Header, TagCounter
 from ..jit import cumsum_of, jit, sum_of
 from .record import FORWARD_MASK, UNKNOWN
 
@@ -21,14 +21,14 @@ WEIGHTS_SINCE = tl.constexpr(int(Header.WEIGHTS_SINCE))
 RING_LOCK = tl.constexpr(Header.RING_LOCK.value)
 FIRST_COUNTER = tl.constexpr(HEADER_WORDS)
 COUNTERS = tl.constexpr(NUM_COUNTERS)
-LAUNCHES = tl.constexpr(int(Counter.LAUNCHES))
-CHECKED = tl.constexpr(int(Counter.CHECKED))
-ELIGIBLE = tl.constexpr(int(Counter.ELIGIBLE))
-WRITTEN = tl.constexpr(int(Counter.WRITTEN))
-CONTENT_CHECKED = tl.constexpr(int(Counter.CONTENT_CHECKED))
-CONTENT_WRITTEN = tl.constexpr(int(Counter.CONTENT_WRITTEN))
-IDX_DIVERGENCE = tl.constexpr(int(Counter.IDX_DIVERGENCE))
-OUT_OF_WINDOW = tl.constexpr(int(Counter.OUT_OF_WINDOW))
+LAUNCHES = tl.constexpr(int(TagCounter.LAUNCHES))
+CHECKED = tl.constexpr(int(TagCounter.CHECKED))
+ELIGIBLE = tl.constexpr(int(TagCounter.ELIGIBLE))
+WRITTEN = tl.constexpr(int(TagCounter.WRITTEN))
+CONTENT_CHECKED = tl.constexpr(int(TagCounter.CONTENT_CHECKED))
+CONTENT_WRITTEN = tl.constexpr(int(TagCounter.CONTENT_WRITTEN))
+IDX_DIVERGENCE = tl.constexpr(int(TagCounter.IDX_DIVERGENCE))
+OUT_OF_WINDOW = tl.constexpr(int(TagCounter.OUT_OF_WINDOW))
 
 ROW_COLUMNS = tl.constexpr(record.VIOLATION_COLUMNS)
 COL_SEQUENCE = tl.constexpr(int(Column.SEQUENCE))

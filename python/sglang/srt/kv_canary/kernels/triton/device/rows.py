@@ -14,11 +14,11 @@ from .... import record
 from ....plan.expected_inputs import RowStart
 from ..jit import jit, sum_of
 from .record import (
-    BAD_ROW_CHAIN,
-    BAD_ROW_LENGTH,
     CHAIN,
     FORWARD_MASK,
     LIVE,
+    REASON_ROW_CHAIN,
+    REASON_ROW_LENGTH,
     UNKNOWN,
     WORDS,
     WRITER,
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     growth: Any  # tokens that a row may have grown by since a forward with nothing noted
 
 
-class Remembered(NamedTuple):
+class RememberedLanes(NamedTuple):
     """What is known of each lane's row, int64."""
 
     length: Any  # -1: nothing
@@ -80,7 +80,7 @@ def remember(rows, known, request, row, lanes, UNIFORM: tl.constexpr):
             decodes = decodes | (start == KEEP)
     length = tl.where(lanes, length, -1)
     sampled = tl.where(decodes & fits & (length >= 0), token_of(token), UNKNOWN)
-    return Remembered(length, chain, sampled, growth)
+    return RememberedLanes(length, chain, sampled, growth)
 
 
 @jit
@@ -100,7 +100,7 @@ def check_rows(launch, remembered, row, prefix, lanes):
     writer = tl.load(words + WRITER)
     readable = listed & (slot_reasons == 0) & (state_of(writer) == LIVE)
     wrong_chain = readable & (chain != remembered.chain)
-    reasons = tl.where(wrong_length, BAD_ROW_LENGTH, tl.where(wrong_chain, BAD_ROW_CHAIN, 0))
+    reasons = tl.where(wrong_length, REASON_ROW_LENGTH, tl.where(wrong_chain, REASON_ROW_CHAIN, 0))
     if sum_of((reasons != 0).to(tl.int32), 0) > 0:
         identity = tl.load(words)
         append_rows(

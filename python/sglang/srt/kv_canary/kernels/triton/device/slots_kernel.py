@@ -7,7 +7,6 @@ import triton.language as tl
 from ....slot_event import SlotEventKind
 from ..jit import jit, sum_of
 from .record import (
-    BAD_DOUBLE_FREE,
     CHAIN,
     CONTENT,
     DAMAGED,
@@ -15,6 +14,7 @@ from .record import (
     FREED_TO_ALLOCATED,
     LIVE,
     NEVER_WRITTEN,
+    REASON_DOUBLE_FREE,
     WORDS,
     WRITER,
     pack_writer,
@@ -70,7 +70,7 @@ def _report_double_free(report, k_head, slots, listed, usable, repeated):
         append_rows(
             report,
             0,
-            tl.where(twice, BAD_DOUBLE_FREE, 0),
+            tl.where(twice, REASON_DOUBLE_FREE, 0),
             slot=slots,
             full_slot=listed,
             stored_position=position_of(identity),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..jit import jit
-from .record import BAD_UNMAPPED, translate
+from .record import REASON_UNMAPPED_SLOT, translate
 from .spans import request_at
 
 
@@ -13,7 +13,7 @@ from .spans import request_at
 def strided_slot(space, full):
     """(slot, reasons) of full slots; full slots of the padding slot 0 count as unmapped."""
     slot, reasons = translate(space, full)
-    return slot, tl.where((reasons == 0) & (slot == 0), BAD_UNMAPPED, reasons)
+    return slot, tl.where((reasons == 0) & (slot == 0), REASON_UNMAPPED_SLOT, reasons)
 
 
 @jit

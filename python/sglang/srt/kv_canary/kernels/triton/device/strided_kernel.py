@@ -21,11 +21,11 @@ from .prologue import (
     visits_of,
 )
 from .record import (
-    BAD_SLOT,
-    BAD_WRITE_POSITION,
     CHAIN,
     PREV_ANCHOR,
     PREV_UNREACHABLE,
+    REASON_SLOT_OUT_OF_RANGE,
+    REASON_WRITE_POSITION,
     UNKNOWN,
     WORDS,
     Space,
@@ -115,15 +115,15 @@ def _write_block(launch, base, index, block, STRIDE: tl.constexpr, BLOCK: tl.con
         records, slot, keep, identity, chain, writer_word(report.forward, row, inputs.mode)
     )
 
-    faults = reasons & BAD_SLOT
-    faults = faults | tl.where(position != expected_position, BAD_WRITE_POSITION, 0)
+    faults = reasons & REASON_SLOT_OUT_OF_RANGE
+    faults = faults | tl.where(position != expected_position, REASON_WRITE_POSITION, 0)
     faults = tl.where(lanes & (full != 0), faults, 0)
     if sum_of((faults != 0).to(tl.int32), 0) > 0:
         append_rows(
             report,
             0,
             faults,
-            slot=tl.where((faults & BAD_SLOT) != 0, UNKNOWN, slot),
+            slot=tl.where((faults & REASON_SLOT_OUT_OF_RANGE) != 0, UNKNOWN, slot),
             full_slot=full,
             expected_position=expected_position,
             stored_position=position,

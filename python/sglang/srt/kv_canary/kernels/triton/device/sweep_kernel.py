@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..jit import jit, max_of, sum_of
 from .check import Lanes, difference, load_words, report_lanes, suspicious
-from .record import BAD_SLOT, PREV_UNREACHABLE, UNKNOWN, half_offset
+from .record import PREV_UNREACHABLE, REASON_SLOT_OUT_OF_RANGE, UNKNOWN, half_offset
 from .report import ARMED, CHECKED, ELIGIBLE, FORWARD_DONE, LAUNCHES, Report, count
 
 
@@ -30,7 +30,7 @@ def _entries(slot_list, position_list, prev_list, anchor_list, size, num_slots, 
         listed=listed != 0,
         full_slots=listed,
         slots=tl.where(outside, 0, listed),
-        reasons=tl.where(outside, BAD_SLOT, 0),
+        reasons=tl.where(outside, REASON_SLOT_OUT_OF_RANGE, 0),
         prev_slots=prev_slots,
         anchors=anchors,
         expected_tokens=tl.full(at.shape, UNKNOWN, tl.int64),

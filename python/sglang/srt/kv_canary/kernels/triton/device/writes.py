@@ -8,13 +8,13 @@ import triton.language as tl
 
 from ..jit import jit, sum_of
 from .record import (
-    BAD_SLOT,
-    BAD_WRITE_LOCATION,
-    BAD_WRITE_POSITION,
-    BAD_WRITE_TOKEN,
     CHAIN,
     FORWARD_MASK,
     LIVE,
+    REASON_SLOT_OUT_OF_RANGE,
+    REASON_WRITE_LOCATION,
+    REASON_WRITE_POSITION,
+    REASON_WRITE_TOKEN,
     UNKNOWN,
     WORDS,
     WRITER,
@@ -45,16 +45,16 @@ class Tokens(NamedTuple):
 def report_inputs(launch, tokens, slot, slot_reasons, expected_position, expected):
     """Ring rows of `tokens` that are not what the request expects; padding (slot 0) has none."""
     inputs, lanes = launch.inputs, tokens.lanes
-    faults = slot_reasons & BAD_SLOT
-    faults = faults | tl.where(tokens.position != expected_position, BAD_WRITE_POSITION, 0)
+    faults = slot_reasons & REASON_SLOT_OUT_OF_RANGE
+    faults = faults | tl.where(tokens.position != expected_position, REASON_WRITE_POSITION, 0)
     wrong_token = (expected != UNKNOWN) & (tokens.token != expected)
-    faults = faults | tl.where(wrong_token, BAD_WRITE_TOKEN, 0)
+    faults = faults | tl.where(wrong_token, REASON_WRITE_TOKEN, 0)
     attention_slot = UNKNOWN
     if inputs.swa_out_cache_loc is not None:
         told = inputs.swa_out_cache_loc + tokens.index
         attention_slot = tl.load(told, mask=lanes, other=0).to(tl.int64)
-        elsewhere = (attention_slot != slot) & ((slot_reasons & BAD_SLOT) == 0)
-        faults = faults | tl.where(elsewhere, BAD_WRITE_LOCATION, 0)
+        elsewhere = (attention_slot != slot) & ((slot_reasons & REASON_SLOT_OUT_OF_RANGE) == 0)
+        faults = faults | tl.where(elsewhere, REASON_WRITE_LOCATION, 0)
     faults = tl.where(lanes & (tokens.full != 0), faults, 0)
     if sum_of((faults != 0).to(tl.int32), 0) > 0:
         for half in range(1 if launch.records.v is None else 2):
@@ -62,7 +62,7 @@ def report_inputs(launch, tokens, slot, slot_reasons, expected_position, expecte
                 launch.report,
                 half,
                 faults,
-                slot=tl.where((faults & BAD_SLOT) != 0, UNKNOWN, slot),
+                slot=tl.where((faults & REASON_SLOT_OUT_OF_RANGE) != 0, UNKNOWN, slot),
                 full_slot=tokens.full,
                 expected_position=expected_position,
                 stored_position=tokens.position,
