@@ -27,18 +27,22 @@ DOCS_STAMP = $(VENV)/.stamp-docs
 # One OpenMP thread: more of them fight for the cores with the engine's own processes.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 
-.PHONY: help demo test lint format docs wheel setup prometheus clean
+.PHONY: help demo test mutants lint format docs wheel setup prometheus clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make setup | lint | format | docs | wheel | prometheus | clean'
+	@echo 'also: make setup | lint | format | docs | mutants | wheel | prometheus | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
 
 test: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+# Not a part of `make test`: an hour on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
+mutants: $(READY_STAMP)
+	@$(ENGINE_ENV) PYTHONPATH=tools $(VENV)/bin/python -W ignore -m mutation_testing --jobs $(JOBS) $(ARGS)
 
 lint: $(READY_STAMP)
 	@$(VENV)/bin/ruff check .

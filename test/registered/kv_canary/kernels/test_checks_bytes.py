@@ -12,6 +12,7 @@ from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.check_scenes import READS, fires
 from sglang_kv_canary_rigs.oracle import SweepEntry
+from sglang_kv_canary_rigs.oracle.forwards import Forward, Request
 from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation
 from sglang_kv_canary_rigs.world import WorldSpec
 
@@ -41,6 +42,7 @@ def test_a_flipped_byte_of_a_layer(mha, source):
         stored_token=6,
         reader_row=1,
         writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+        last_writer=0,
     )
     values = found[0].values
     assert values["stored_content"] == mha.records(mha.full, "V", Side.TAIL)[slot][2]
@@ -53,6 +55,37 @@ def test_content_of_every_layout(scene):
     assert_clean(scene.decode(1))
     scene.flip_byte("K", 0, scene.slot(1, 2))
     assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=scene.slot(1, 2))
+
+
+def test_a_slot_without_a_fingerprint_is_not_compared(scene):
+    """As a forward leaves it that ended before its bytes were read."""
+    assert_clean(scene.prefill(1, [5, 6, 8], content=False))
+    scene.flip_byte("K", 0, scene.slot(1, 1))
+    assert_clean(scene.decode(1))
+    assert scene.counter("TAIL_K_FULL", TagCounter.CONTENT_CHECKED) == 0
+
+
+def test_a_forward_without_a_tail_leaves_no_fingerprint(scene):
+    scene.prefill(1, [5, 6, 8])
+    [slot] = scene.allocate(1)
+    plan = scene.plan(Forward((Request(1, 3, 1, 0),), (7,), (3,), (slot,), Mode.DECODE))
+    scene.head(plan)
+    scene.content(plan)
+    assert slot not in scene.records(scene.full, "K", Side.TAIL)
+    assert scene.counter("TAIL_K_FULL", TagCounter.CONTENT_WRITTEN) == 3
+    scene.tail(plan)
+    scene.content(plan)
+    assert slot in scene.records(scene.full, "K", Side.TAIL)
+    assert scene.counter("TAIL_K_FULL", TagCounter.CONTENT_WRITTEN) == 4
+
+
+def test_tail_takes_no_content_word_from_head(scene):
+    [slot] = scene.allocate(1)
+    plan = scene.plan(Forward((Request(1, 0, 1, 0),), (7,), (0,), (slot,), Mode.EXTEND))
+    scene.head(plan)
+    scene.flip_record(scene.full, "K", "HEAD", slot, record.WORD_CONTENT, 9)
+    scene.tail(plan)
+    assert scene.records(scene.full, "K", Side.TAIL)[slot][record.WORD_CONTENT] == 0
 
 
 def test_bytes_of_a_slot_that_nobody_reads_do_not_matter(scene):

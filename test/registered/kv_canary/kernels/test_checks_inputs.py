@@ -48,6 +48,7 @@ def test_a_forward_fed_with_another_position(scene):
         slot=scene.slot(1, 3),
         expected_position=3,
         stored_position=5,
+        writer=0,
     )
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.record import Mode, Reason, State
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.check_scenes import READS, fires
-from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation, writer
+from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation, chain_of, writer
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -102,6 +103,7 @@ def test_freeing_a_slot_twice(scene):
         slot=slot,
         stored_position=1,
         stored_token=6,
+        stored_chain=chain_of(5, 6),
         reader_forward=2,
         writer=record.pack_writer(1, 0, Mode.FREE, State.FREED),
         last_writer=record.pack_writer(1, 1, Mode.EXTEND, State.LIVE),
@@ -179,6 +181,25 @@ def test_a_page_that_the_pool_cuts_off_is_freed_up_to_its_end(backend):
     scene.forward(1, 0, [1, 2], [40, 41])
     assert_clean(scene.free([40, 41]))
     assert [writer(scene, slot)[3] for slot in (40, 41)] == [State.FREED] * 2
+
+
+@pytest.mark.parametrize(
+    "kind", [SlotEventKind.FREE, SlotEventKind.ALLOC, SlotEventKind.UNFILL], ids=lambda k: k.name
+)
+def test_an_event_of_slots_that_are_none_of_the_pools_is_ignored(scene, kind):
+    scene.prefill(1, [5, 6, 8])
+    before = scene.records(scene.full, "K", Side.HEAD)
+    scene.event(kind, [scene.spec.num_slots, -1, 0, 10**6], scene.full)
+    assert_clean(scene.take_violations())
+    assert scene.records(scene.full, "K", Side.HEAD) == before
+
+
+def test_an_unfilled_slot_names_no_request(scene):
+    scene.prefill(1, [5, 6, 8])
+    slot = scene.slot(1, 1)
+    scene.event(SlotEventKind.UNFILL, [slot], scene.full)
+    assert writer(scene, slot) == (1, 0, Mode.NONE, State.UNFILLED)
+    assert writer(scene, scene.slot(1, 2)) == (1, 1, Mode.EXTEND, State.LIVE)
 
 
 def test_a_flush_frees_every_slot(scene):

@@ -38,6 +38,7 @@ def test_a_slot_of_another_position(scene):
         expected_position=3,
         stored_position=2,
         stored_token=8,
+        last_writer=0,  # its content word holds a fingerprint, and no writer that a free has left there
     )
 
 
@@ -103,6 +104,17 @@ def test_a_slot_with_another_token_than_the_request_knows(scene):
         expected_token=99,
         stored_token=6,
     )
+
+
+@fires(Reason.TOKEN)
+@pytest.mark.parametrize("position", [0, 2], ids=["first", "last"])
+def test_the_ends_of_what_the_request_knows_are_compared_too(scene, position):
+    assert_clean(scene.prefill(1, [5, 6, 8]))
+    known = [5, 6, 8]
+    assert_clean(scene.decode(1, known=known))
+    known[position] = 99
+    found = scene.decode(1, known=known)
+    assert_violation(found, Reason.TOKEN, scene.tags(*READS), slot=scene.slot(1, position))
 
 
 @fires(Reason.CHAIN)

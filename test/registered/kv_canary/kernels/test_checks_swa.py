@@ -47,6 +47,8 @@ def test_a_token_inside_the_window_is_evicted(swa):
         expected_position=2,
         reader_row=1,
     )
+    # Of the window's four slots, the one that is evicted has no SWA slot to compare.
+    assert swa.counter("TAIL_K_SWA", TagCounter.IDX_DIVERGENCE) == 3
 
 
 @fires(Reason.CHAIN)

@@ -80,7 +80,7 @@ def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: st
 
 
 def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
-    rig = WatchedRig(sweep=False, event_file=events, copy_every_s=1e9)
+    rig = WatchedRig(sweep=False, event_file=events, copy_every_s=60.0)
     rig.steps(2 * MIN_SILENT_STEPS)
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
 

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.safe_text import safe_text
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -102,6 +105,28 @@ def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path:
     assert len({event["cause"] for event in events}) == 1
 
 
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        (["TAIL_K_FULL"], ""),
+        (["TAIL_K_FULL", "TAIL_V_FULL"], "TAIL, K and V of FULL"),
+        (["TAIL_V_SWA", "HEAD_V_SWA"], "HEAD and TAIL, V of SWA"),
+        (["SWEEP_K_SWA", "HEAD_K_SWA", "TAIL_K_SWA"], "HEAD, TAIL and SWEEP, K of SWA"),
+        (["HEAD_K_FULL", "TAIL_V_FULL"], "HEAD_K_FULL, TAIL_V_FULL"),  # not in all four places
+    ],
+)
+def test_where_a_cause_was_seen_is_told_in_words(tags: list[str], words: str) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    (found,) = rig.settle()
+    seen = cause.Cause(1, replace(found, tag=tags[0]))
+    for tag in tags:
+        seen.fold(replace(found, tag=tag))
+    assert re.findall(r"seen at +(.*)", seen.text()) == ([words] if words else [])
+
+
 def test_the_row_of_each_reader_is_a_cause_of_its_own_where_no_slot_is_at_fault(log: Log) -> None:
     rig = ManagerRig()
     for row in (1, 2):
@@ -140,6 +165,22 @@ def test_a_slot_that_was_written_again_is_another_cause(log: Log) -> None:
     rig.decode([1])
     rig.settle()
     assert log.slots == [slot, slot]
+
+
+def test_a_repeat_is_of_the_same_request_not_of_the_same_row() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    rig.settle()
+    row = rig.manager.violations._ring.rows[:1].numpy().repeat(3, axis=0)
+    row[:, Column.READER_FORWARD] = 101, 102, 103
+    recorder = FlightRecorder()
+    for forward, request_id in ((101, "ada"), (102, "ada"), (103, "bob")):
+        recorder.begin_step([(1, request_id), (2, "cleo")])
+        recorder.note_forward(forward, "DECODE")
+    ada, again, bob = known_findings.finding_keys(row, recorder)
+    assert ada == again != bob
 
 
 # When a cause is named

@@ -22,6 +22,7 @@ from sglang_kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
 from sglang_kv_canary.single_forward_manager import Phase
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -173,6 +174,40 @@ def test_a_row_that_is_released_after_its_result_is_not_moot() -> None:
     rig.result(step)
     rig.recorder.row_released(1)
     assert _reasons(rig.settle()) == {"UNMAPPED_SLOT"}
+
+
+def test_a_forward_that_no_step_asked_for_is_nobodys() -> None:
+    recorder = FlightRecorder()
+    recorder.note_forward(1, "DECODE")
+    step = recorder.begin_step([(1, "ada"), (2, "bob")])
+    recorder.note_forward(2, "DECODE")
+    recorder.end_step()
+    recorder.row_rewritten(1)
+    recorder.row_released(1)
+    assert recorder.is_settled(1)
+    assert not recorder.is_settled(2)
+    assert [recorder.request_id(forward, 1) for forward in (1, 2)] == [None, "ada"]
+    for was in (recorder.is_moot, recorder.was_rewritten):
+        assert [was(forward, row) for forward in (1, 2, 3) for row in (1, 2)] == [
+            *(False, False),  # no step
+            *(True, False),
+            *(False, False),  # not on record
+        ]
+    recorder.result_arrived(step)
+    assert recorder.is_settled(2)
+
+
+def test_all_runners_of_a_process_count_the_same_steps() -> None:
+    target = FlightRecorder()
+    draft = target.for_runner()
+    steps = [runner.begin_step([]).step for runner in (target, draft, target)]
+    assert steps == [1, 2, 3]
+    draft.note_forward(7, "DECODE")
+    assert draft.find(7).step.step == 3
+    target.end_step()
+    draft.note_forward(8, "DECODE")
+    assert draft.find(8).step is None
+    assert target.find(7) is None
 
 
 def test_nothing_is_reported_before_the_result_is_in() -> None:
@@ -448,6 +483,52 @@ def test_slots_of_events_that_are_merged_stay_allocated_until_they_are_read(monk
         ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
     assert ledger.apply() == 1
     assert [slots.used_on for slots in freed] == ["forward stream"] * 3
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", [SlotEventKind.FREE, SlotEventKind.ALLOC], ids=lambda k: k.name)
+def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_size: int) -> None:
+    """Only where frees give back whole pages does it matter which call listed a slot."""
+    launched: list[tuple] = []
+    groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
+    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    ledger = SlotLedger(backend, groups, None)
+    for first in (8, 16, 24):
+        ledger.record(kind, PoolKind.FULL, torch.arange(first, first + 2), page_size)
+    ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, page_size)
+    assert ledger.apply() == 2
+    (applied, slots, group, _, size, call_ids), clear = launched
+    assert (applied, group, size) == (kind, groups[0], page_size)
+    assert slots.tolist() == [8, 9, 16, 17, 24, 25]
+    if kind is SlotEventKind.FREE and page_size > 1:
+        assert call_ids.tolist() == [0, 0, 1, 1, 2, 2]
+    else:
+        assert call_ids is None
+    assert clear[:2] == (SlotEventKind.CLEAR, None)
+    assert ledger.apply() == 0
+
+
+def test_after_a_loss_nothing_is_due_until_every_pool_has_come_back() -> None:
+    launched: list[tuple] = []
+    groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
+    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    ledger = SlotLedger(backend, groups, None)
+    slots = torch.tensor([1, 2])
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert (ledger.due, ledger.complete) == (True, True)
+    ledger.forget()
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)  # might be a second free
+    ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, 1)
+    ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    assert (ledger.due, ledger.complete, ledger.apply()) == (False, False, 0)
+    ledger.record(SlotEventKind.CLEAR, PoolKind.SWA, None, 1)
+    assert (ledger.due, ledger.complete, ledger.apply()) == (True, True, 3)
+    kinds = [(launch[0], launch[2].allocator_kind) for launch in launched]
+    assert kinds == [
+        (SlotEventKind.CLEAR, PoolKind.FULL),
+        (SlotEventKind.FREE, PoolKind.FULL),
+        (SlotEventKind.CLEAR, PoolKind.SWA),
+    ]
 
 
 if __name__ == "__main__":

@@ -395,6 +395,39 @@ def test_very_many_children_are_listed_a_slice_at_a_time(monkeypatch, insert_eve
     assert empty >= 3
 
 
+def test_the_slices_grow_while_the_children_change_each_time(monkeypatch):
+    monkeypatch.setattr(radix_cache_walker, "_KEYS_PER_SLICE", 4)
+    tree = make_tree("radix")
+    for token in range(40):
+        tree.insert([token, 1])
+    walker, empty = RadixCacheWalker(tree.cache, False, False), 0
+    while walker.next_chunk(max_us=1).num_slots == 0:
+        empty += 1
+        tree.insert([100 + empty, 1])
+    assert empty == 5  # of 4, 8, 16, 32 and 64 keys
+
+
+def test_a_chain_of_nodes_leaves_one_frame():
+    tree = make_tree("radix")
+    for length in range(1, 9):
+        tree.insert(blocks(*range(length)))
+    walker = RadixCacheWalker(tree.cache, False, False)
+    frames = []
+    while (chunk := walker.next_chunk(max_slots=4)) is not None:
+        assert len(chunk.segments) == 1
+        frames.append(len(walker._frames))
+    assert frames == [1] * 7 + [0]
+
+
+def test_the_estimate_of_the_gather_time_rises_fast_and_falls_slowly():
+    walker = RadixCacheWalker(make_tree("radix").cache, False, False)
+    walker._gather_ns, estimates = 1000, []
+    for measured in (5000, 5000, 1500, 0, -(10**6)):
+        walker._learn_gather_time(measured)
+        estimates.append(walker._gather_ns)
+    assert estimates == [2000, 4000, 3687, 3226, 1]
+
+
 # -- random histories
 
 EXTRA_KEYS = st.sampled_from([None, None, "lora-a"])

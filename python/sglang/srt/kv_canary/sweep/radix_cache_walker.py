@@ -144,7 +144,7 @@ class RadixCacheWalker:
 
     def refuse_pages_not_of(self, stride: int) -> None:
         """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
-        page_size = getattr(self._cache, "page_size", 1)
+        page_size = self._cache.page_size
         if page_size % stride:
             raise _unsupported(
                 self._cache,
@@ -181,13 +181,13 @@ class RadixCacheWalker:
                 value = None if node is None else self._view.value(node)
                 if value is None:  # evicted since, or only on the host, as are all nodes below
                     self._leave(frame)
-                elif not self._visit(chunk, frame, node, value):
-                    return
+                else:
+                    self._visit(chunk, frame, node, value)
             if chunk.is_over(self._gather_ns):
                 return
 
-    def _visit(self, chunk: _Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> bool:
-        """Take a node's slots, then descend. False if the chunk has no room for all of them."""
+    def _visit(self, chunk: _Chunk, frame: _Frame, node: Any, value: torch.Tensor) -> None:
+        """Takes a node's slots, as many as the chunk has room for. Descends once all are taken."""
         end, tail = frame.end + value.numel(), None
         first = max(frame.end, frame.resume)
         if first < end and self._is_wanted(node):
@@ -198,13 +198,12 @@ class RadixCacheWalker:
             )
             if stop < end:
                 frame.resume = stop
-                return False
+                return
             tail = chunk.num_slots - 1
         resume = frame.resume
         self._leave(frame)
         if node.children:
             self._frames.append(_Frame(node, end, resume, tail, chunk.serial))
-        return True
 
     def _leave(self, frame: _Frame) -> None:
         """Finish the frame's current key. An exhausted frame is dropped immediately: chains may be deep."""
@@ -479,8 +478,6 @@ def _cut(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def copy_to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64[len(values)] on `device`, through pinned memory, so the copy does not wait."""
-    if not values:
-        return torch.empty(0, dtype=torch.int64, device=device)
+    """int64[len(values)] on `device`, of at least one value, through pinned memory, so the copy does not wait."""
     host = torch.frombuffer(array("q", values), dtype=torch.int64)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

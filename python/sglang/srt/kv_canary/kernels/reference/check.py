@@ -52,9 +52,8 @@ def translate(
 
 
 def state_reasons(states: torch.Tensor, unfills: bool) -> torch.Tensor:
-    """Reason bits of record states; 0 for live. `unfills`: for unfilled too, which nothing is known of."""
+    """Reason bits of record states other than live. `unfills`: 0 for unfilled, which nothing is known of."""
     reasons = torch.full_like(states, int(Reason.BAD_STATE))
-    reasons[states == record.State.LIVE] = 0
     if unfills:
         reasons[states == record.State.UNFILLED] = 0
     reasons[states == record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)

@@ -19,7 +19,7 @@ def note_next_tokens(
     groups: Iterable[CanaryBufferGroup],
     state: CanaryDeviceState,
 ) -> None:
-    """What was sampled after the last forward of each request; see `triton.next_tokens.note_next_tokens`."""
+    """What was sampled after the last forward of each request; arguments as of Triton's `note_next_tokens`."""
     memory = state.row_memory
     tokens = tokens.reshape(rows.shape[0], -1).long()
     counts = torch.ones_like(rows) if counts is None else counts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...record import UNKNOWN, VIOLATION_COLUMNS, Column
-from ...state import CanaryDeviceState, Counter
+from ...state import CanaryDeviceState, TagCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Report:
     tag: int  # launch tag id
     forward: int
 
-    def count(self, counter: Counter, amount: torch.Tensor | int) -> None:
+    def count(self, counter: TagCounter, amount: torch.Tensor | int) -> None:
         self.state.counters[self.tag, counter] += amount
 
     def append(self, reasons: torch.Tensor, **columns: torch.Tensor | int) -> None:

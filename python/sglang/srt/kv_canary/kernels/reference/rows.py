@@ -55,9 +55,7 @@ def remember(launch: Launch) -> Remembered:
     decodes = starts == RowStart.DECODES
     if plan.write.ext_lens is None:
         decodes |= starts == RowStart.KEEP
-    lengths = torch.where(requests.valid, lengths, -1)
-    known = decodes & fits & (lengths >= 0)
-    sampled = torch.where(known, hashing.stored_token(token), record.UNKNOWN)
+    sampled = torch.where(decodes & fits, hashing.stored_token(token), record.UNKNOWN)
     growth = torch.where(fits | (starts >= 0), 0, plan.row_growth)
     return Remembered(lengths, chains, sampled, growth)
 
