@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 from ..jit import jit, sum_of
 from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
+from .launch import Inputs
 from .record import (
     CHAIN,
     CONTENT,
@@ -34,9 +37,26 @@ from .spans import BATCH_INTEGERS, BATCH_VIEWS, Batch, Table, item_of, request_a
 from .strided import completed_by
 
 
+class _Read(NamedTuple):
+    """Slots of one half, and what their records say."""
+
+    slots: Any
+    usable: Any  # others are slot 0
+    words: Any  # addresses of the records
+    writer: Any
+    stored: Any  # fingerprints
+
+
 @jit
-def _compare(report, half, words, writer, stored, slots, usable, full_slots, rows, now):
-    """Compare fingerprints `stored` in the records at `words` with those of the bytes `now`; number compared."""
+def _read(records, slots, usable):
+    words = records + slots * WORDS
+    return _Read(slots, usable, words, tl.load(words + WRITER), tl.load(words + CONTENT))
+
+
+@jit
+def _compare(report, half, read, full_slots, rows, now):
+    """Compare the fingerprints of records with those of the bytes `now`; number compared."""
+    words, writer, stored, usable = read.words, read.writer, read.stored, read.usable
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
     reasons = tl.where(has & (now != stored), REASON_CONTENT, 0)
     if sum_of(reasons, 0) > 0:
@@ -45,7 +65,7 @@ def _compare(report, half, words, writer, stored, slots, usable, full_slots, row
             report,
             half,
             reasons,
-            slot=slots,
+            slot=read.slots,
             full_slot=full_slots,
             stored_position=position_of(identity),
             stored_token=token_of(identity),
@@ -59,10 +79,10 @@ def _compare(report, half, words, writer, stored, slots, usable, full_slots, row
 
 
 @jit
-def _write(forward, words, writer, usable, now):
-    """Store fingerprints in the records at `words` that this forward wrote; number stored."""
-    fresh = usable & ((writer & FORWARD_MASK) == (forward & FORWARD_MASK))
-    tl.store(words + CONTENT, now, mask=fresh)
+def _write(forward, read, now):
+    """Store fingerprints in the records that this forward wrote; number stored."""
+    fresh = read.usable & ((read.writer & FORWARD_MASK) == (forward & FORWARD_MASK))
+    tl.store(read.words + CONTENT, now, mask=fresh)
     return sum_of(fresh.to(tl.int32), 0)
 
 
@@ -86,19 +106,11 @@ def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: 
 
 
 @jit
-def _completed_slots(
-    batch,
-    starts,
-    out_cache_loc,
-    num_tokens,
-    index,
-    piece,
-    STRIDE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _completed_slots(batch, inputs, index, piece, STRIDE: tl.constexpr, SLOTS: tl.constexpr):
     """Full slots of the last tokens of the piece-th SLOTS slots that request `index` completes; 0 beyond."""
+    starts, num_tokens = inputs.starts, inputs.num_tokens
     _, _, at, lanes = completed_by(batch, starts, num_tokens, index, piece, STRIDE, SLOTS)
-    full = tl.load(out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
+    full = tl.load(inputs.out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
     return tl.where(full % STRIDE == STRIDE - 1, full, 0)
 
 
@@ -166,6 +178,7 @@ def content_kernel(
     )
     space = Space(lut, full_limit, num_slots, STRIDE)
     report = Report(summary, ring, capacity, tag, forward)
+    inputs = Inputs(None, out_cache_loc, starts, num_tokens, None)
     offset = half_offset(records, second_records)
 
     request = tl.arange(0, BATCH)
@@ -209,35 +222,22 @@ def content_kernel(
                 full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
             else:
                 index, first = item_of(piece_written, first_writes, write_groups, request)
-                full = _completed_slots(
-                    batch,
-                    starts,
-                    out_cache_loc,
-                    num_tokens,
-                    index,
-                    piece_written - first,
-                    STRIDE,
-                    SLOTS,
-                )
+                full = _completed_slots(batch, inputs, index, piece_written - first, STRIDE, SLOTS)
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
-        words = records + half * offset + slots * WORDS
-        writer = tl.load(words + WRITER)
-        stored = tl.load(words + CONTENT)
+        read = _read(records + half * offset, slots, reasons == 0)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
-            reasons == 0,
+            read.usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
         if piece < visits:
-            compared = _compare(
-                report, half, words, writer, stored, slots, reasons == 0, full, row, now
-            )
+            compared = _compare(report, half, read, full, row, now)
             checked += tl.where(half == 0, compared, 0)
             second_checked += tl.where(half == 0, 0, compared)
         else:
-            fresh = _write(forward, words, writer, reasons == 0, now)
+            fresh = _write(forward, read, now)
             written += tl.where(half == 0, fresh, 0)
             second_written += tl.where(half == 0, 0, fresh)
 
@@ -293,16 +293,14 @@ def content_list_kernel(
         usable = (slots > 0) & (slots < num_slots)
         slots = tl.where(usable, slots, 0)
         size = tl.where(half == 0, first_size, second_size)
-        words = records + half * offset + slots * WORDS
-        writer = tl.load(words + WRITER)
-        stored = tl.load(words + CONTENT)
+        read = _read(records + half * offset, slots, usable)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
-        compared = _compare(report, half, words, writer, stored, slots, usable, slots, 0, now)
+        compared = _compare(report, half, read, slots, 0, now)
         checked += tl.where(half == 0, compared, 0)
         second_checked += tl.where(half == 0, 0, compared)
     if checked > 0:
