@@ -629,6 +629,12 @@ def test_padding_requests_and_tokens_are_silent(scene):
     assert set(scene.records(scene.full, "K", "HEAD")) == {*scene.table[1][:3], slot}
 
 
+def test_padding_rows_of_a_batch_without_new_tokens_are_silent(scene):
+    scene.prefill(1, [5, 6, 8])
+    requests = (Request(1, 3, 0, 0), Request(0, 0, 0, 0))
+    assert_clean(scene.run(Forward(requests, (), (), (), Mode.DECODE, uniform=True)))
+
+
 def test_a_padding_token_of_a_real_request_is_silent(scene):
     """What is written to slot 0 is nobody's, whatever its token and position."""
     assert_clean(scene.forward(1, 0, [5, 6, 0], [20, 21, 0], positions=[0, 1, 99], known=[5, 6, 8]))
@@ -741,6 +747,17 @@ def test_a_token_inside_the_window_is_evicted(swa):
     )
     # Of the window's four slots, the one that is evicted has no SWA slot to compare.
     assert swa.counter("TAIL_K_SWA", Counter.IDX_DIVERGENCE) == 3
+
+
+def test_slots_that_have_the_same_number_in_both_pools_do_not_diverge(swa):
+    slots = [20, 21, 22]
+    for slot in slots:
+        swa.swa.lut[slot] = slot
+    swa.table[1][:3], swa.lengths[1] = slots, 3
+    assert_clean(swa.forward(1, 0, [1, 2, 3], slots))
+    for diverged in (0, 1):  # the second decode reads the first one's slot, which has two numbers
+        assert_clean(swa.decode(1))
+        assert swa.counter("TAIL_K_SWA", Counter.IDX_DIVERGENCE) == diverged
 
 
 @fires(Reason.CHAIN)
