@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import resource
 import sys
 import time
 from collections import Counter
@@ -69,6 +70,11 @@ def main(argv: list[str] | None = None) -> int:
     return _conclude(verdicts, options, (time.monotonic() - started) / 60)
 
 
+def _cpu_minutes() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used) / 60
+
+
 def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants ARGS=...", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -120,7 +126,8 @@ def _conclude(verdicts: list[Verdict], options: argparse.Namespace, minutes: flo
         print("\n".join(as_row(mutant, "?") for mutant in unexplained))
     print(
         f"\nseed {options.seed}: {len(verdicts)} mutants, {outcomes['killed']} killed, {outcomes['timeout']} timed out,"
-        f" {len(survivors)} survived, of which {len(survivors) - len(unexplained)} are explained; {minutes:.0f} minutes"
+        f" {len(survivors)} survived, of which {len(survivors) - len(unexplained)} are explained;"
+        f" {minutes:.0f} minutes, {_cpu_minutes():.0f} of CPU"
     )
     return 1 if unexplained else 0
 

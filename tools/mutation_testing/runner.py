@@ -111,32 +111,41 @@ class TestRunner:
         self._refuse_red(name for name, run in self.runs.items() if run.failed)
 
     def covering(self, mutant: Mutant) -> list[str]:
-        """Tests that run the mutant's lines: first what killed others of its file, then the fastest."""
+        """Tests that run the mutant's lines.
+
+        First what killed others of its file, then one variant of each test, then another, the fastest first.
+        """
         lines, kills = set(range(mutant.lines[0], mutant.lines[1] + 1)), self._kills[mutant.file]
-        found = [
-            (-kills[name], run.seconds, name)
+        found = sorted(
+            (run.seconds, name)
             for name, run in self.runs.items()
             if run.seconds < self._slowest and not lines.isdisjoint(run.lines.get(mutant.file, ()))
-        ]
-        return [name for *_, name in sorted(found)]
+        )
+        variants: Counter[str] = Counter()
+        ranked = []
+        for seconds, name in found:
+            function = name.partition("[")[0]
+            ranked.append((-kills[name], variants[function], seconds, name))
+            variants[function] += 1
+        return [name for *_, name in sorted(ranked)]
 
     def control(self, mutants: list[Mutant]) -> int:
-        """Runs all tests that are used, fastest first, on code put in unchanged. Returns how many."""
+        """Runs all tests that are used, fastest first, on code put in unchanged. Returns how many are used."""
         used = {name for mutant in mutants for name in self.covering(mutant)}
-        names = sorted(used, key=lambda name: (self.runs[name].seconds, name))
-        passed = _cached(f"control-{_digest([], self._state + ''.join(names))}")
-        if not passed.exists():
-            parts = [names[i :: self._jobs] for i in range(self._jobs)]
+        file = _cached(f"control-{self._state}")
+        passed = set(json.loads(file.read_text())) if file.exists() else set()
+        names = sorted(used - passed, key=lambda name: (self.runs[name].seconds, name))
+        parts = [names[i :: self._jobs] for i in range(self._jobs)]
 
-            def run(part: list[str]) -> str | None:
-                for mutant in mutants:
-                    self._live.install_unchanged(mutant)
-                return self._first_failure(part)
+        def run(part: list[str]) -> str | None:
+            for mutant in mutants:
+                self._live.install_unchanged(mutant)
+            return self._first_failure(part)
 
-            failed = [failed for _, failed in in_forks(run, parts, self._jobs) if failed]
-            self._refuse_red(map(str, failed))
-            passed.write_text(str(len(names)))
-        return len(names)
+        failed = [failed for _, failed in in_forks(run, parts, self._jobs) if failed]
+        self._refuse_red(map(str, failed))
+        file.write_text(json.dumps(sorted(used | passed)))
+        return len(used)
 
     def import_ahead(self) -> None:
         """Imports what tests import while they run, so that not every child does."""

@@ -213,6 +213,12 @@ def test_padding_requests_and_tokens_are_silent(scene):
     assert set(scene.records(scene.full, "K", Side.HEAD)) == {*scene.table[1][:3], slot}
 
 
+def test_padding_rows_of_a_batch_without_new_tokens_are_silent(scene):
+    scene.prefill(1, [5, 6, 8])
+    requests = (Request(1, 3, 0, 0), Request(0, 0, 0, 0))
+    assert_clean(scene.run(Forward(requests, (), (), (), Mode.DECODE, uniform=True)))
+
+
 def test_a_padding_token_of_a_real_request_is_silent(scene):
     """What is written to slot 0 is nobody's, whatever its token and position."""
     assert_clean(scene.forward(1, 0, [5, 6, 0], [20, 21, 0], positions=[0, 1, 99], known=[5, 6, 8]))

@@ -51,6 +51,17 @@ def test_a_token_inside_the_window_is_evicted(swa):
     assert swa.counter("TAIL_K_SWA", TagCounter.IDX_DIVERGENCE) == 3
 
 
+def test_slots_that_have_the_same_number_in_both_pools_do_not_diverge(swa):
+    slots = [20, 21, 22]
+    for slot in slots:
+        swa.swa.lut[slot] = slot
+    swa.table[1][:3], swa.lengths[1] = slots, 3
+    assert_clean(swa.forward(1, 0, [1, 2, 3], slots))
+    for diverged in (0, 1):  # the second decode reads the first one's slot, which has two numbers
+        assert_clean(swa.decode(1))
+        assert swa.counter("TAIL_K_SWA", TagCounter.IDX_DIVERGENCE) == diverged
+
+
 @fires(Reason.CHAIN)
 def test_a_stale_mapping_to_another_requests_slot(swa):
     swa.prefill(1, [1, 2, 3, 4])

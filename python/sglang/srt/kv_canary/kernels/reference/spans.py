@@ -134,8 +134,7 @@ def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
     padding = requests.rows == 0
     if plan.write.ext_lens is not None or not plan.write.tokens_per_request:
         return torch.zeros_like(padding)
-    first = plan.write.out_cache_loc[requests.starts.clamp(max=plan.num_tokens - 1)]
-    return padding & (requests.starts < plan.num_tokens) & (first != 0)
+    return padding & (plan.write.out_cache_loc[requests.starts] != 0)
 
 
 def report_bad_requests(launch: Launch, half: str) -> None:
