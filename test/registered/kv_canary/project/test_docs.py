@@ -25,9 +25,7 @@ AT_THE_TOP = [REPO / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTIN
 DOCUMENTS = sorted([*AT_THE_TOP, *DOCS.rglob("*.md")])
 README_WORDS = 900
 PACKAGE = REPO / "python" / "sglang" / "srt" / "kv_canary"
-# Kernels are being rewritten, and their docstrings with them.
-NOT_MEASURED_YET = PACKAGE / "kernels"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if NOT_MEASURED_YET not in path.parents)
+MODULES = sorted(PACKAGE.rglob("*.py"))
 PARTS = ("Means.", "Likely causes.", "Do now.", "Look at next.")
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 # Of a path in the repository with an anchor, as reports and alerts print it

@@ -1,4 +1,4 @@
-"""How work is cut into blocks, shared by the Triton kernels and the reference so that both cover the same slots."""
+"""How work is cut into blocks. Triton kernels and reference share it, so both cover the same slots."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def slots_between_visits(total_slots: int, budget_slots: int) -> int:
 
 
 def turn_of(forward: int, k: int) -> int:
-    """Which of the turns 0 .. k - 1 has come in `forward`: forward / golden ratio modulo 1, in k-ths.
+    """The turn, 0 .. k - 1, of `forward`: the fraction of forward / golden ratio, in k-ths.
 
-    Each comes within 2 k forwards, and within 6 k of those that take part where only every n-th does (drafts,
-    pipeline stages; n <= 8, k <= 64, counted over 2,000 forwards). forward % k would take k of all, but leave turns out
-    for ever where n and k have a common factor.
+    Each turn comes within 2 k forwards. Some launches take part in every n-th forward only (drafts, pipeline stages).
+    There, each turn comes within 6 k of them (n <= 8, k <= 64, counted over 2,000 forwards). `forward % k` would never
+    reach some turns where n and k have a common factor.
     """
     return ((forward * TURN_MULTIPLIER & 0xFFFFFFFF) * k) >> 32
 
@@ -40,7 +40,7 @@ def content_unit(sources: tuple[ContentSource, ...]) -> int:
 
 
 def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
-    """What one content check of a slot takes from the content budget, all halves together."""
+    """Bytes that one content check of a slot takes from the budget, over all halves."""
     sources = group.k_content + group.v_content
     if mode is ContentMode.PARTIAL:
         return SECTOR_COST_BYTES * len(sources)
@@ -48,16 +48,16 @@ def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
 
 
 def content_bytes_per_token(groups: tuple[CanaryBufferGroup, ...], mode: ContentMode) -> int:
-    """What content checks of one token take from the content budget, in all `groups` together."""
+    """Bytes that content checks of one token take from the budget, over all `groups`."""
     return sum(-(-content_bytes_per_slot(group, mode) // group.stride) for group in groups)
 
 
 def content_slots_per_forward(
     groups: tuple[CanaryBufferGroup, ...], mode: ContentMode, budget_bytes: int
 ) -> tuple[int, ...]:
-    """Slots of each of `groups`, whose content one forward re-reads: those of equally many tokens, together in budget.
+    """Slots of each group whose content one forward re-reads. They stand for equally many tokens and fit the budget.
 
-    At least one each. The batch decides how many there are to re-read, which the host does not know.
+    Each group has at least one. The batch decides how many there are, and the host does not know it.
     """
     tokens = budget_bytes // max(1, content_bytes_per_token(groups, mode))
     return tuple(max(1, tokens // group.stride) for group in groups)

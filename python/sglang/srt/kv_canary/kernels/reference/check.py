@@ -52,7 +52,7 @@ def translate(
 
 
 def state_reasons(states: torch.Tensor, unfills: bool) -> torch.Tensor:
-    """Reason bits of record states other than live. `unfills`: 0 for unfilled, which nothing is known of."""
+    """Reason bits of record states other than live. With `unfills`, an unfilled record has none."""
     reasons = torch.full_like(states, int(Reason.BAD_STATE))
     if unfills:
         reasons[states == record.State.UNFILLED] = 0
@@ -71,9 +71,9 @@ def check_lanes(
 ) -> None:
     """Check `lanes` against `records` int64[num_slots, 4] of `group` and append what fails to the ring.
 
-    Without a chain source chains step from `records` themselves, and no record is unfilled. Lanes of a strided group
-    expect no token: what the ring gets as tokens are the folds of chains (`record.chain_fold`).
-    `reports_stale_weights`: the first slot of each run of slots that the weights before the last update wrote.
+    Without a chain source, chains step from `records` themselves and no record is unfilled. Lanes of a strided group
+    expect no token. The ring gets folds of chains (`record.chain_fold`) as their tokens. `reports_stale_weights`
+    reports the first slot of each run that earlier weights wrote.
     """
     if lanes.slots.numel() == 0:
         return
@@ -133,7 +133,7 @@ def check_lanes(
 def _begins_stale_run(
     lanes: Lanes, records: torch.Tensor, writer: torch.Tensor, report: Report
 ) -> torch.Tensor:
-    """Whether old weights wrote a slot, and not its predecessor, as far as that can be read and is live."""
+    """Whether old weights wrote a slot, and not its readable, live predecessor."""
     forward, since = report.forward, int(report.state.summary[Header.WEIGHTS_SINCE])
     if since == 0:
         return torch.zeros_like(lanes.slots, dtype=torch.bool)
@@ -148,7 +148,7 @@ def _begins_stale_run(
 
 
 def _previous_chain(lanes: Lanes, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chain of each slot's predecessor, whether it is known); the predecessor may not be able to tell."""
+    """(chain of each slot's predecessor, whether it is known)."""
     has_prev = lanes.prev_slots >= 0
     prev = records[torch.where(has_prev, lanes.prev_slots, 0)]
     prev_live = hashing.state_of(prev[:, record.WORD_WRITER]) == record.State.LIVE

@@ -1,4 +1,4 @@
-"""Row memory: is a request's row still what its last forward left, and was its token sampled?"""
+"""Row memory: whether a row is what its last forward left, and its token was sampled."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Remembered:
     growth: torch.Tensor  # tokens that the row may have grown by since; 0 where that is known
 
     def seeds(self, requests: Requests) -> torch.Tensor:
-        """Chain before each request's first new token, for where the record before cannot be read.
+        """Chain before each request's first new token, used where the record before it cannot be read.
 
-        0 where several programs write the request's tokens, one of which stores the row that the others would read.
+        0 where several programs write the request's tokens: one stores the row that the others would read.
         """
         read = (self.lengths == requests.prefix_lens) & (requests.ext_lens <= WRITE_TILE)
         return torch.where(read, self.chains, 0)
@@ -61,7 +61,7 @@ def remember(launch: Launch) -> Remembered:
 
 
 def certain_tokens(plan, requests: Requests) -> torch.Tensor:
-    """New tokens of each request that surely stay; of drafts only the first one. 0 for padding."""
+    """New tokens of each request that stay. Of drafts only the first one does. 0 for padding."""
     certain = requests.ext_lens.clamp(min=0)
     if plan.write.ext_lens is None:
         certain = certain.clamp(max=1)
@@ -109,7 +109,7 @@ def check_rows(launch: Launch, remembered: Remembered) -> None:
 
 
 def store_rows(launch: Launch, chains: torch.Tensor) -> None:
-    """The rows' last forward leaves them with these tokens; `chains` int64[new tokens], request by request."""
+    """Store what this forward leaves in the rows. `chains` int64[new tokens], request by request."""
     plan, requests = launch.plan, launch.requests
     certain = certain_tokens(plan, requests)
     ext = torch.where(requests.valid, requests.ext_lens, 0)

@@ -1,4 +1,4 @@
-"""What HEAD and TAIL of every group share: the batch's requests, their visited slots, counters and bad requests."""
+"""What HEAD and TAIL of every group share: requests, visited slots, counters, bad requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Requests:
     window_starts: torch.Tensor  # first prefix position that the group verifies
 
     def in_slots(self, stride: int) -> Requests:
-        """The same with prefixes in slots of `stride` tokens; slots that are not complete do not count."""
+        """The same with prefixes in slots of `stride` tokens. Only complete slots count."""
         return replace(
             self,
             prefix_lens=torch.div(self.prefix_lens, stride, rounding_mode="floor"),
@@ -130,7 +130,7 @@ def count_checked(launch: Launch, half: str, lanes: check.Lanes) -> None:
 
 
 def padding_with_slots(plan: ForwardPlan, requests: Requests) -> torch.Tensor:
-    """Requests of a uniform batch that have the padding row 0 and yet a slot for their first new token."""
+    """Requests of a uniform batch with padding row 0 and a slot for their first new token."""
     padding = requests.rows == 0
     if plan.write.ext_lens is not None or not plan.write.tokens_per_request:
         return torch.zeros_like(padding)
@@ -177,7 +177,7 @@ def copy_head(launch: Launch, half: str, slots: torch.Tensor) -> int:
 def slots_at(
     plan: ForwardPlan, group: CanaryBufferGroup, rows: torch.Tensor, numbers: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(slots, full slots, reasons) of the `numbers`-th slots of `rows`, found through their first token.
+    """(slots, full slots, reasons) of the `numbers`-th slots of `rows`, by their first token.
 
     The attention backend finds them through the first token of their page, which is one of these.
     """
@@ -187,7 +187,7 @@ def slots_at(
 
 
 def completed_slots(plan: ForwardPlan, group: CanaryBufferGroup) -> torch.Tensor:
-    """Slots (in the group's slot space) that tokens of the forward complete, going by the slots they are given."""
+    """Slots, in the group's slot space, that the forward's tokens complete."""
     full_slots = plan.write.out_cache_loc.long()
     slots, reasons = check.translate(group, full_slots)
     return slots[(reasons == 0) & (full_slots % group.stride == group.stride - 1)]

@@ -46,7 +46,7 @@ _launch_fingerprints = by_name(fingerprint_kernel)
 
 @dataclass(frozen=True, slots=True)
 class ContentLaunch:
-    """Sources of one half, or of both where their words have the same size, as one launch reads them."""
+    """Sources of one launch: one half, or both where their words have the same size."""
 
     table: torch.Tensor  # int64[sources, TABLE_COLUMNS], see device_content
     sizes: tuple[int, int]  # sources of the first and the second half
@@ -141,7 +141,7 @@ def _launch_of(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
 def prepare(group: CanaryBufferGroup) -> tuple[tuple[tuple[str, ...], ContentLaunch], ...]:
     """(halves, launch) of each launch that covers the group's content.
 
-    The first call copies tables to the device and waits for it; it raises RuntimeError while a CUDA graph is captured.
+    The first call copies tables to the device and waits for it. It raises RuntimeError under graph capture.
     """
     known = _groups.setdefault(group.k_head, {})
     halves = tuple(half for half in group.halves if group.content(half))
@@ -168,7 +168,7 @@ def _half_arguments(
 
 
 def _has_few_items(plan: ForwardPlan) -> bool:
-    """Told by what tells compiled variants apart anyway: uniform batches of the shortest vector."""
+    """Uniform batches of the shortest vector. They are a compiled variant of their own anyway."""
     return plan.write.ext_lens is None and batch_vector(plan.batch_size) == batch_vector(1)
 
 
@@ -181,7 +181,7 @@ def check_and_write_content(
 ) -> None:
     """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
 
-    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
+    k is the smallest with which about `budget_slots` slots are re-read. Each request's share is rounded up.
     """
     context = plan.req_to_token.shape[1]
     few = _has_few_items(plan)
@@ -215,7 +215,7 @@ def check_and_write_content(
 def content_fingerprint(
     sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
 ) -> torch.Tensor:
-    """Fingerprint int64[n] of `slots` int[n], which must lie in the pool (in the group's own slot space)."""
+    """Fingerprint int64[n] of `slots` int[n], in the group's slot space. All must lie in the pool."""
     out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
     if not sources or slots.numel() == 0:
         return out

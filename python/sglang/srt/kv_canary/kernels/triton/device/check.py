@@ -1,7 +1,7 @@
-"""The check of record lanes inside the kernels: a cheap test of a whole block, and the exact report of a bad one.
+"""The check of record lanes inside the kernels: a cheap test of a whole block, then an exact report.
 
-Nearly every block is clean, so the test reads as little as it can and only says whether any lane may be bad. The
-report then reads the records again, decides lane by lane exactly as the torch reference does, and fills ring rows.
+Nearly every block is clean. So the test reads little, and only says whether a lane may be bad. The report reads the
+records again, decides lane by lane exactly as the torch reference does, and fills ring rows.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def report_lanes(
     """Check `lanes` exactly and append what fails.
 
     Predecessors are slots of the records `chained_to`. UNFILLS: the pool's records may be unfilled. With a stride
-    the ring gets folds of chains (`record.chain_fold`) as tokens. `weights_age`: of `weights_age_of`, None where stale
-    weights are not reported; of each run of slots that old weights wrote, half K's first one is.
+    the ring gets folds of chains (`record.chain_fold`) as tokens. `weights_age` comes from `weights_age_of`. None:
+    stale weights are not reported. Half K reports the first slot of each run that old weights wrote.
     """
     slots, full_slots = lanes.slots.to(tl.int64), lanes.full_slots.to(tl.int64)
     prev_slots, positions = lanes.prev_slots.to(tl.int64), lanes.positions.to(tl.int64)

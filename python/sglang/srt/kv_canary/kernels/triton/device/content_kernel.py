@@ -1,4 +1,4 @@
-"""Content launches: fingerprint new slots and re-read old ones, of the halves that a group has content for."""
+"""Content launches: fingerprint new slots and re-read old ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _read(records, slots, usable):
 
 @jit
 def _compare(report, half, read, full_slots, rows, now):
-    """Compare the fingerprints of records with those of the bytes `now`; number compared."""
+    """Compare records with the fingerprints `now`. Returns the number compared."""
     words, writer, stored, usable = read.words, read.writer, read.stored, read.usable
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
     reasons = tl.where(has & (now != stored), REASON_CONTENT, 0)
@@ -88,7 +88,7 @@ def _write(forward, read, now):
 
 @jit
 def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: tl.constexpr):
-    """(full slots, row) of the `piece`-th SLOTS prefix positions of request `index` whose turn it is; 0 beyond.
+    """(full slots, row) of the `piece`-th SLOTS due prefix positions of request `index`; 0 beyond.
 
     Of strided groups it is the turn of slots, each found through its first token.
     """
@@ -107,7 +107,7 @@ def _turn_slots(batch, index, piece, phase, every, STRIDE: tl.constexpr, SLOTS: 
 
 @jit
 def _completed_slots(batch, inputs, index, piece, STRIDE: tl.constexpr, SLOTS: tl.constexpr):
-    """Full slots of the last tokens of the piece-th SLOTS slots that request `index` completes; 0 beyond."""
+    """Full slots of the last tokens of the `piece`-th SLOTS slots that a request completes; 0 beyond."""
     starts, num_tokens = inputs.starts, inputs.num_tokens
     _, _, at, lanes = completed_by(batch, starts, num_tokens, index, piece, STRIDE, SLOTS)
     full = tl.load(inputs.out_cache_loc + at, mask=lanes, other=0).to(tl.int64)
@@ -159,7 +159,7 @@ def content_kernel(
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Work items: re-reads of every k-th prefix position first, then new slots; each SLOTS slots of one half."""
+    """Work items of SLOTS slots of one half: re-reads of prefix positions, then new slots."""
     HALVES: tl.constexpr = 1 if second_records is None else 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -275,7 +275,7 @@ def content_list_kernel(
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Compare the content of listed slots, in the group's slot space; slot 0 is skipped."""
+    """Compare the content of listed slots of the group. Slot 0 is skipped."""
     HALVES: tl.constexpr = 1 if second_records is None else 2
     forward = tl.load(summary + FORWARD_DONE)
     armed = tl.load(summary + ARMED) != 0

@@ -1,4 +1,4 @@
-"""What forward_kernel and strided_kernel do before their work items: number the forward, share out visits, count."""
+"""What forward_kernel and strided_kernel do first: number the forward, share out visits, count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .spans import item_of, split, turn_of
 
 @jit
 def begin_forward(summary, HEAD: tl.constexpr, NUMBER: tl.constexpr):
-    """(number of the running forward, whether the canary is armed). NUMBER: HEAD gives it out, TAIL marks it done."""
+    """(number of the running forward, whether the canary is armed). HEAD numbers it, TAIL marks it done."""
     GIVES_OUT: tl.constexpr = HEAD and NUMBER
     forward = tl.load(summary + (FORWARD_DONE if GIVES_OUT else FORWARD_RUNNING))
     if GIVES_OUT:
@@ -42,7 +42,7 @@ def begin_forward(summary, HEAD: tl.constexpr, NUMBER: tl.constexpr):
 
 
 class Visits(NamedTuple):
-    """Which blocks of the requests' slots a launch verifies: every `every`-th one of all requests, from `phase` on."""
+    """Which blocks of slots a launch verifies: every `every`-th one of all requests, from `phase` on."""
 
     slots: Any  # to verify, per request; int32
     blocks: Any  # of each request
@@ -86,7 +86,7 @@ def first_write_of(visits):
 
 @jit
 def padding_with_slots(batch, row, request, out_cache_loc):
-    """Requests of a uniform batch that have the padding row 0 and yet a slot for their first new token."""
+    """Requests of a uniform batch with padding row 0 and a slot for their first new token."""
     padding = (row == 0) & (request < batch.size)
     at = request * batch.tokens_per_request
     full = tl.load(out_cache_loc + at, mask=padding & (batch.tokens_per_request > 0), other=0)
@@ -112,8 +112,8 @@ def report_bad_requests(launch, row, prefix, valid, request, misplaced, halves: 
 def count_verified(report, visits, outside, halves: tl.constexpr, BLOCK: tl.constexpr):
     """Count the launch, and what all programs check together: full blocks visited, less what short last blocks lack.
 
-    A launch that only writes does not count: a lost one shows in the forward counter (that of further scratch
-    nowhere, and nobody reads scratch), a lost check nowhere else.
+    A launch that only writes does not count. If it is lost, the forward counter shows it. Further scratch has no
+    counter, and nobody reads scratch. A lost check shows here only.
     """
     eligible, blocks, first_blocks = visits.slots, visits.blocks, visits.first_blocks
     every, phase = visits.every, visits.phase
