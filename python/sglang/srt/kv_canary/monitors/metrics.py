@@ -106,7 +106,7 @@ class MetricFamilies:
         for metric in METRICS:
             names = (*labelnames, *metric.labels)
             if metric.is_counter:
-                family = prometheus_client.TagCounter(metric.full_name, metric.help, names, **where)
+                family = prometheus_client.Counter(metric.full_name, metric.help, names, **where)
             else:
                 family = prometheus_client.Gauge(
                     metric.full_name, metric.help, names, multiprocess_mode="mostrecent", **where
