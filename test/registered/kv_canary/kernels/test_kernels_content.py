@@ -9,6 +9,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
@@ -35,6 +36,7 @@ register_cuda_ci(est_time=60, suite="stage-b-test-1-gpu-small")
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
 SLOTS = 200
+TAIL_K, SWEEP_K = (CanaryLaunchTag(PoolKind.FULL, "K", side) for side in (Side.TAIL, Side.SWEEP))
 MODES = pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
 LAYOUTS = {
     "bf16 rows": ContentShape((64, 64, 64)),
@@ -93,7 +95,7 @@ def test_layouts(layout: str, mode: ContentMode):
     shape, prompt = LAYOUTS[layout], 16
     twin, pool = run(shape, mode, prompt=prompt)
     assert forward(twin, pool.decode([5, 1, 2]), mode) == 0
-    counters = twin.kernel_state.counters[2 - 1]
+    counters = twin.kernel_state.counters[TAIL_K.id]
     assert int(counters[TagCounter.CONTENT_WRITTEN]) == 29
     assert int(counters[TagCounter.CONTENT_CHECKED]) == 26
     for position, (source, size) in enumerate(enumerate(shape.row_bytes)):
@@ -144,7 +146,7 @@ def test_rotation_reads_every_slot_in_turn(mode: ContentMode):
             flip(twin, "K", 2, int(pool.req_to_token[1, position]), byte)
     found = [forward(twin, pool.decode([2, 1, 5]), mode) for _ in range(7)]
     assert found[0] < found[-1] <= 4
-    checked = (twin.kernel_state.counters - before)[1, TagCounter.CONTENT_CHECKED]
+    checked = (twin.kernel_state.counters - before)[TAIL_K.id, TagCounter.CONTENT_CHECKED]
     assert 50 <= int(checked) <= 7 * (12 + 3)
 
 
@@ -198,7 +200,7 @@ def test_list(mode: ContentMode):
     slots = torch.cat([row, extra])
     twin.check_list_content(SweepVerifyPlan(slots, slots, slots), mode)
     assert twin.assert_equal() == 1
-    assert int(twin.kernel_state.counters[2, TagCounter.CONTENT_CHECKED]) == 40
+    assert int(twin.kernel_state.counters[SWEEP_K.id, TagCounter.CONTENT_CHECKED]) == 40
 
 
 @MODES

@@ -7,7 +7,8 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import free_marks, record
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels.triton import slots as slot_launches
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Reason
@@ -29,6 +30,7 @@ register_cuda_ci(est_time=60, suite="stage-b-test-1-gpu-small")
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
 
 SLOTS = 4000
+SWEEP_K = CanaryLaunchTag(PoolKind.FULL, "K", Side.SWEEP)
 ALLOC, FREE, CLEAR, UNFILL = SlotEventKind
 
 
@@ -64,7 +66,7 @@ def test_sweep_list(halves: str):
     plan = sweep_plan(twin, pool, 1, 900)
     twin.check_list(plan)
     assert twin.assert_equal() == 0
-    assert int(twin.kernel_state.counters[2, TagCounter.CHECKED]) == 900
+    assert int(twin.kernel_state.counters[SWEEP_K.id, TagCounter.CHECKED]) == 900
     names = [name for name in ("k_head", "k_tail", "v_head", "v_tail") if name[0].upper() in halves]
     # the next slot, whose predecessor this is, lies in the kernel's next block
     flip(twin, names[-1], plan.slots[255], record.WORD_CHAIN)
