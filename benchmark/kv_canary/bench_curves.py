@@ -113,8 +113,9 @@ def plot(panels: dict[str, dict[str, Curve]], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4))
-    for axis, (title, named) in zip(axes, panels.items(), strict=True):
+    rows = -(-len(panels) // 2)  # two panels beside each other can be read on a page
+    figure, axes = pyplot.subplots(rows, 2, figsize=(10, 4 * rows), squeeze=False)
+    for axis, (title, named) in zip(axes.flat, panels.items(), strict=False):
         for name, curve in named.items():
             axis.plot(*zip(*curve, strict=True), marker="o", label=name)
         axis.set(xscale="log", xlabel=title, ylabel="microseconds", ylim=(0, None))
