@@ -11,9 +11,8 @@ from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # others would start threads at import, which no fork survives
+    # More of them would start threads at import, which no fork survives.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # hypothesis draws some integers from the source of what is imported by then, which depends on the tests before.
 # That of a GPU machine may be another version than the pinned one, and draw other examples anyway.

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
 from sglang_kv_canary.wiring import farewell as module
+from sglang_kv_canary.wiring import last_words
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.farewell import Farewell, ask_for_farewell
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
@@ -161,6 +163,27 @@ def test_only_the_process_that_started_the_server_asks(
     assert not (tmp_path / module._NOTE).exists()
     module._before_kill(os.getpid(), include_parent=False)
     assert not tmp_path.exists()
+
+
+def test_last_words_are_said_once_and_only_where_the_own_tree_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv(LAST_WORDS_ENV, "")  # restored at the end, as callers of Engine may do
+        last_words._before_launch(None, SimpleNamespace(kv_canary="raise"))
+    path = context.last_words[os.getpid()]
+    path.write_text("the violation")
+    last_words._before_kill(os.getppid())  # another tree
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        last_words._before_kill(os.getpid(), include_parent=False)
+    assert capsys.readouterr().err.count("the violation") == 1
+    assert not path.exists()
+
+
+def test_a_server_that_does_not_raise_has_no_last_words() -> None:
+    last_words._before_launch(None, SimpleNamespace(kv_canary="log"))
+    assert context.last_words == {}
 
 
 def test_an_environment_that_is_restored_after_the_launch_changes_nothing(
