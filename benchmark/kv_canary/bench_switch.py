@@ -80,7 +80,7 @@ class CanarySwitch:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
-        from sglang_kv_canary.wiring.swa_location import use_running_translation
+        from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
         for name, value in self._installed.items():
             setattr(self._context, name, value if on else type(value)())

@@ -41,10 +41,10 @@ def register() -> None:
 
 def _install_flags() -> None:
     from .environ import install_env_fields
-    from .wiring.server_args import install_server_args
+    from .wiring.releases import release
 
     install_env_fields()
-    install_server_args()
+    release().install_flags()
 
 
 def _register_hooks() -> None:
@@ -68,7 +68,7 @@ def _install_canary(**arguments: Any) -> Any:
 
 def _asked_for(argv: list[str]) -> bool:
     """Whether the command line turns the canary on: `--kv-canary MODE` or `--kv-canary=MODE`."""
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, equals, attached = argument.partition("=")
         if flag == "--kv-canary" and (attached if equals else following) != "none":
             return True

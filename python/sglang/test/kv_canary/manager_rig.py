@@ -25,7 +25,7 @@ from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang_kv_canary.wiring.swa_location import translated_once
+from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
 
 from .pool_fixtures import RealPool, make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
 
@@ -206,7 +206,7 @@ class ManagerRig:
 
     @contextmanager
     def _translated(self, batch: ForwardBatch) -> Iterator[None]:
-        """New slots are translated right before HEAD, as `wiring.swa_location` has it."""
+        """New slots are translated right before HEAD, as `wiring.v0_5_12.swa_location` has it."""
         if getattr(self.pool, "full_to_swa_index_mapping", None) is None:
             yield
             return

@@ -26,10 +26,10 @@ from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.violation import Violation, decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
-from sglang_kv_canary.wiring import speculative
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang_kv_canary.wiring.v0_5_12 import speculative
 
 from .pool_fixtures import make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
 

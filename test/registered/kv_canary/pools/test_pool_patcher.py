@@ -28,8 +28,8 @@ from sglang_kv_canary.pool_patcher import (
 from sglang_kv_canary.pool_patcher.api import attached_groups
 from sglang_kv_canary.pool_patcher.installed_pools import installed_pools
 from sglang_kv_canary.pool_patcher.registry import Coverage
-from sglang_kv_canary.wiring.coverage import PATHS
-from sglang_kv_canary.wiring.refusals import REFUSALS
+from sglang_kv_canary.wiring.coverage import paths
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures as pools
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
@@ -545,7 +545,7 @@ def test_pools_command(capsys: pytest.CaptureFixture[str]) -> None:
         "FULL(K,V) SWA(K,V)",
         "refused",
         "Mamba",
-        *(p.name for p in PATHS),
+        *(p.name for p in paths()),
     ):
         assert part in text
     assert pools_command(["--json"]) == 0
@@ -558,8 +558,8 @@ def test_pools_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_start_up_refuses_is_what_the_table_of_paths_refuses() -> None:
-    refused = {path.name: path.note for path in PATHS if path.status is Coverage.REFUSED}
-    assert refused == {case.name: case.why for case in REFUSALS}
+    refused = {path.name: path.note for path in paths() if path.status is Coverage.REFUSED}
+    assert refused == {case.name: case.why for case in release().refusals()}
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from sglang_kv_canary.record import FORWARD_MASK, WORD_WRITER, Mode
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.token_oracle import TokenOracle, TokenOracleManager
-from sglang_kv_canary.wiring import speculative
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.v0_5_12 import speculative
 from sglang_kv_canary_rigs.ngram_fill_ins import PairCorpus, reconstruct_indices
 from sglang_kv_canary_rigs.spec_rig import SpecRig, _linked, accept, scratch, v1_step
 

@@ -342,19 +342,18 @@ from sglang_kv_canary.wiring.startup_check import (
 )
 from sglang.srt.server_args import ServerArgs
 
-def scheduler(server_args, *rest):
+def scheduler(server_args, gpu_id, tp_rank, pp_rank, dp_rank, pipe_writer, display_rank=None):
     print("ran")
     {install}
-    rest[-1].send({{"status": "ready"}})
+    pipe_writer.send({{"status": "ready"}})
 
 server_args = ServerArgs(model_path="dummy")
 server_args.kv_canary = "log"
 reader, writer = multiprocessing.Pipe(duplex=False)
 folder = tempfile.mkdtemp()
 try:
-    ranks = (0, 1, 0, 0, 0, 0, None)  # gpu_id, tp, attn_cp, moe_dp, moe_ep, pp, dp
     launch = _Launch(folder, main_pid=os.getppid())
-    run_guarded_scheduler_process(scheduler, launch, server_args, None, *ranks, writer)
+    run_guarded_scheduler_process(scheduler, launch, server_args, 0, 1, 0, None, writer, display_rank=3)
     code = 0
 except SystemExit as end:
     code = end.code
@@ -471,12 +470,12 @@ def test_missing_report_of_one_scheduler_is_refused(tmp_path):
 )
 def test_scheduler_count_of_this_node(flags, expected):
     from sglang.srt.server_args import ServerArgs
-    from sglang_kv_canary.wiring.startup_check import _schedulers_here
+    from sglang_kv_canary.wiring.releases import release
 
     server_args = ServerArgs(model_path="dummy")
     for name, value in flags.items():
         setattr(server_args, name, value)
-    assert _schedulers_here(server_args) == expected
+    assert release().schedulers_here(server_args) == expected
 
 
 # Real servers

@@ -13,13 +13,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryConfigError, CanaryStartupError
 from sglang_kv_canary.testing.tiny_models import write_tiny_llama, write_tiny_whisper
-from sglang_kv_canary.wiring.refusals import REFUSALS
-from sglang_kv_canary.wiring.server_args import (
-    FIELDS,
-    add_fields,
-    check_request,
-    install_server_args,
-)
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary.wiring.server_args import FIELDS, check_request
+from sglang_kv_canary.wiring.v0_5_12.server_args import add_fields, install_server_args
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -231,7 +227,7 @@ NOT_BY_A_FIELD = {"encoder-decoder model", "sweep over the C++ radix tree"}
 
 
 def test_every_unsupported_case_is_tested():
-    assert {case.name for case in REFUSALS} == CASES.keys() | NOT_BY_A_FIELD
+    assert {case.name for case in release().refusals()} == CASES.keys() | NOT_BY_A_FIELD
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -281,7 +277,7 @@ def test_covered_speculation_is_let_through(algorithm, make_args):
 
 
 def refuses(args, name: str) -> None:
-    case = next(case for case in REFUSALS if case.name == name)
+    case = next(case for case in release().refusals() if case.name == name)
     with pytest.raises(CanaryStartupError) as refusal:
         check_request(args)
     for part in (case.name, case.why, case.how_to_go_on, "remove --kv-canary"):

@@ -17,12 +17,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.swa_location import translated_once, use_running_translation
 from sglang_kv_canary.wiring.swa_translation import (
     SwaOutCacheLoc,
     get_swa_out_cache_loc,
     translate_full_to_swa,
 )
+from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once, use_running_translation
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_dsv4_pool, make_swa_pool
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from ..pool_patcher.installed_pools import InstalledPool, installed_pools
-from ..wiring.coverage import PATHS
+from ..wiring.coverage import paths
 
 _MIN_NOTE_WIDTH = 40
 _POOL_HEADER = ("KV pool", "status", "groups (halves)", "what is covered, what is not and why")
@@ -42,7 +42,7 @@ def _tables(
         (pool.name.rpartition(".")[2], pool.status.value, pool.groups, _note(pool))
         for pool in pools
     ]
-    path_rows = [(path.name, path.status.value, path.note) for path in PATHS]
+    path_rows = [(path.name, path.status.value, path.note) for path in paths()]
     return "\n\n".join((table(_POOL_HEADER, pool_rows), table(_PATH_HEADER, path_rows)))
 
 
@@ -81,6 +81,6 @@ def _as_json(pools: tuple[InstalledPool, ...]) -> dict:
             for pool in pools
         ],
         "paths": [
-            {"path": path.name, "status": path.status.value, "note": path.note} for path in PATHS
+            {"path": path.name, "status": path.status.value, "note": path.note} for path in paths()
         ],
     }

@@ -14,7 +14,9 @@ from ..slot_event import SlotEventKind
 from .context import context
 from .guard import guarded
 from .hook_spec import HookSpec, HookType
+from .releases import release
 
+FREES = "slots that are read after they were freed"
 _SIMPLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 
 
@@ -38,16 +40,16 @@ def _refuse_unless_simple(allocator: Any) -> None:
         raise startup_error(
             f"the slot allocator {name} is of a class whose frees the canary cannot follow "
             f"(known: {', '.join(_SIMPLE)}, SWATokenToKVPoolAllocator).",
-            "slots that are read after they were freed",
+            FREES,
         )
 
 
 @guarded
-def _before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
+def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if not free_index.numel():
         return
     context.frees += 1
-    if id(allocator) in context.allocator_kinds and allocator.is_not_in_free_group:
+    if id(allocator) in context.allocator_kinds and not release().queues_frees(allocator):
         # Usually a view of req_to_token, whose row is rewritten before the event is applied.
         context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
 
@@ -65,18 +67,14 @@ def _after_clear(_: Any, allocator: Any) -> None:
 
 def _hooks() -> tuple[HookSpec, ...]:
     module = "sglang.srt.mem_cache.allocator"
-    lost = "slots that are read after they were freed"
     hooks = []
     for name in _SIMPLE:
-        hooks.append(HookSpec(f"{module}.{name}.free", _before_free, HookType.BEFORE, lost))
-        hooks.append(HookSpec(f"{module}.{name}.alloc", _after_alloc, HookType.AFTER, lost))
-        hooks.append(HookSpec(f"{module}.{name}.clear", _after_clear, HookType.AFTER, lost))
+        hooks.append(HookSpec(f"{module}.{name}.free", before_free, HookType.BEFORE, FREES))
+        hooks.append(HookSpec(f"{module}.{name}.alloc", _after_alloc, HookType.AFTER, FREES))
+        hooks.append(HookSpec(f"{module}.{name}.clear", _after_clear, HookType.AFTER, FREES))
     for method in ("alloc_extend", "alloc_decode"):
         target = f"{module}.PagedTokenToKVPoolAllocator.{method}"
-        hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, lost))
-    # Only counted: its inner allocators, which are watched, see a free group at its end.
-    target = "sglang.srt.mem_cache.swa_memory_pool.SWATokenToKVPoolAllocator.free"
-    hooks.append(HookSpec(target, _before_free, HookType.BEFORE, lost))
+        hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, FREES))
     return tuple(hooks)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..plan.anchor import anchor_of
 from .context import context
+from .releases import release
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
     """Set the anchors of the rows of `requests` if they changed, on the current stream."""
-    known = context.anchor_of_row
+    known, row_of = context.anchor_of_row, release().row_of
     changed = {
-        request.req_pool_idx: anchor
+        row: anchor
         for request in requests
-        if request.req_pool_idx is not None
-        and (anchor := anchor_of(request.extra_key)) != known.get(request.req_pool_idx, 0)
+        if (row := row_of(request)) is not None
+        and (anchor := anchor_of(request.extra_key)) != known.get(row, 0)
     }
     if not changed:
         return

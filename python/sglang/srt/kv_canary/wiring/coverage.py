@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..pool_patcher.registry import Coverage
-from .refusals import REFUSALS
+from .releases import release
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ _SERVED: tuple[PathSupport, ...] = (
     ),
 )
 
-PATHS: tuple[PathSupport, ...] = (
-    *_SERVED,
-    *(PathSupport(case.name, _REFUSED, case.why) for case in REFUSALS),
-)
+
+def paths() -> tuple[PathSupport, ...]:
+    """The paths of the installed release, refused ones last."""
+    refused = (PathSupport(case.name, _REFUSED, case.why) for case in release().refusals())
+    return (*_SERVED, *refused)

@@ -1,4 +1,4 @@
-"""Hooks on the graph runners. A replay runs the captured launches. A capture after start-up must not check."""
+"""Around graph runners: a replay runs the captured launches, a capture after start-up must not check."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .hook_spec import HookSpec, HookType
 
 
 @guarded
-def _before_replay(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+def before_replay(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     manager = context.manager_of(graph_runner.model_runner)
     if manager is not None:
         manager.note_replay(forward_batch.forward_mode.name)
 
 
-def _around_capture(
+def around_capture(
     original: Callable[..., Any], graph_runner: Any, *args: Any, **kwargs: Any
 ) -> Any:
     manager = context.manager_of(graph_runner.model_runner)
@@ -27,8 +27,10 @@ def _around_capture(
         return original(graph_runner, *args, **kwargs)
 
 
-_RUNNER = "sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner"
-HOOKS = (
-    HookSpec(f"{_RUNNER}.replay", _before_replay, HookType.BEFORE, "decode CUDA graphs"),
-    HookSpec(f"{_RUNNER}.capture", _around_capture, HookType.AROUND, "decode CUDA graphs"),
-)
+def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:
+    """The hooks on the class `runner`, whose method `replay` replays a graph."""
+    lost = "decode CUDA graphs"
+    return (
+        HookSpec(f"{runner}.{replay}", before_replay, HookType.BEFORE, lost),
+        HookSpec(f"{runner}.capture", around_capture, HookType.AROUND, lost),
+    )

@@ -13,6 +13,7 @@ from ..runner.manager import CanaryManager
 from ..token_oracle import TokenOracleManager
 from .context import context
 from .guard import attempt_aside
+from .releases import release
 
 
 def expected_tokens_of(
@@ -68,7 +69,7 @@ def _known_tokens(
     first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
     tokens = tokens_of_request(request, first, prefix + length, oracle)
     # A decode in a mixed batch. Under overlap the host does not have its token yet.
-    if start == RowStart.KEEP and length == 1 and len(request.fill_ids) <= prefix:
+    if start == RowStart.KEEP and length == 1 and len(release().tokens_of(request)) <= prefix:
         start = RowStart.DECODES
     return KnownTokens(first, tokens, start, chain)
 
@@ -77,7 +78,7 @@ def tokens_of_request(
     request: Any, first: int, end: int, oracle: TokenOracleManager | None
 ) -> Sequence[int]:
     """The request's own list from `first` to `end`, if it is that long. With an oracle, answers are the oracle's."""
-    tokens = request.fill_ids[first:end]
+    tokens = release().tokens_of(request)[first:end]
     if oracle is None:
         return tokens
     own = max(0, len(request.origin_input_ids) - first)
@@ -89,4 +90,6 @@ def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
     """(tokens in the row, chain of the last one) of a request that is new in it."""
     if prefix and not has_tokens:
         return RowStart.FORGET, 0
-    return prefix, chain_of_tokens(request.fill_ids[:prefix], anchor_of(request.extra_key))
+    return prefix, chain_of_tokens(
+        release().tokens_of(request)[:prefix], anchor_of(request.extra_key)
+    )

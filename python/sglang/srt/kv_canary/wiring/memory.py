@@ -65,9 +65,9 @@ def budget_without_records(available_bytes: int, record_bytes: int) -> int:
     return int(available_bytes * (available_bytes / (available_bytes + record_bytes)))
 
 
-def _reserve_records(configurator: Any, model_runner: Any) -> None:
+def _reserve_records(configurator: Any, sized: Any) -> None:
     """AFTER create_memory_pool_configurator: size the pools with a budget that leaves room for the records."""
-    server_args = model_runner.server_args
+    server_args = sized.server_args
     if not is_asked_for(server_args):
         return
     original = configurator.calculate_pool_sizes
@@ -78,7 +78,7 @@ def _reserve_records(configurator: Any, model_runner: Any) -> None:
         if available_bytes <= 0:
             return original(available_bytes, page_size)
         config = original(available_bytes, page_size)
-        records = record_bytes_of(config, model_runner.model_config)
+        records = record_bytes_of(config, sized.model_config)
         if draft is not None:
             records += record_bytes_of(config, draft, is_draft=True)
         left = budget_without_records(available_bytes, records)

@@ -1,4 +1,4 @@
-"""Hooks on ModelRunner: install once the pools exist, and bracket every forward."""
+"""Hooks on ModelRunner: bracket every forward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from .context import context
 from .expected_tokens import expected_tokens_of
 from .guard import attempt, attempt_aside
 from .hook_spec import HookSpec, HookType
-
-
-def _install(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER init_memory_pool: the pools exist, no graph is captured yet."""
-    context.install(server_args=model_runner.server_args, model_runner=model_runner)
 
 
 def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
@@ -62,7 +57,4 @@ def _around_forward(
 
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-HOOKS = (
-    HookSpec(f"{_RUNNER}.init_memory_pool", _install, HookType.AFTER, "any KV slot"),
-    HookSpec(f"{_RUNNER}.forward", _around_forward, HookType.AROUND, "every forward"),
-)
+HOOKS = (HookSpec(f"{_RUNNER}.forward", _around_forward, HookType.AROUND, "every forward"),)

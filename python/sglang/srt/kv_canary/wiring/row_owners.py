@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from .releases import release
+
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
@@ -24,9 +26,10 @@ class RowOwners:
 
         A row that is shorter than after the request's last extend counts as new: its owner gave a part back.
         """
-        owner = self._owners.get(request.req_pool_idx)
+        row = release().row_of(request)
+        owner = self._owners.get(row)
         is_new = owner is None or owner.request() is not request or prefix < owner.length
-        self._owners[request.req_pool_idx] = _Owner(weakref.ref(request), prefix + length)
+        self._owners[row] = _Owner(weakref.ref(request), prefix + length)
         return is_new
 
     def forget(self, row: int) -> None:

@@ -18,6 +18,7 @@ from sglang.srt.environ import envs
 from .context import context
 from .guard import attempt_aside, guarded_aside
 from .hook_spec import HookSpec, HookType
+from .releases import release
 from .token_oracle import Continuation, continuation_of_forward, continuation_of_verify
 
 
@@ -39,13 +40,14 @@ def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **_
     if manager is None or manager.identity.pp_rank is None or not torch.is_tensor(tokens):
         return
     # A request that has given its row back by now counts as padding.
-    rows = torch.tensor([request.req_pool_idx or 0 for request in batch.reqs], dtype=torch.int64)
+    row_of = release().row_of
+    rows = torch.tensor([row_of(request) or 0 for request in batch.reqs], dtype=torch.int64)
     if not scheduler.pp_group.is_last_rank and rows.shape == tokens.shape:
         manager.note_next_tokens(rows.to(tokens.device, non_blocking=True), tokens)
 
 
 @guarded_aside
-def _after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> None:
+def after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> None:
     """EAGLE v2. Row i of `accept_index` lists the verified tokens whose predictions were accepted, then -1."""
     manager = context.target
     predict, accept_lens, accept_index = result
@@ -56,7 +58,7 @@ def _after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: 
     manager.note_next_tokens(batch.req_pool_indices, right, accept_lens)
 
 
-def _around_verify_v1(
+def around_verify_v1(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """EAGLE v1 and related workers, where the host knows what was accepted."""
@@ -68,7 +70,7 @@ def _around_verify_v1(
     return returned
 
 
-def _around_verify_ngram(
+def around_verify_ngram(
     original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     before = attempt_aside(_Verified.of, batch)
@@ -115,37 +117,18 @@ def _acceptance_is_made_up() -> bool:
     return envs.SGLANG_SIMULATE_ACC_LEN.get() > 0
 
 
-_LOST = "inputs that are not what was sampled"
-_SPECULATIVE = "sglang.srt.speculative"
+SAMPLED = "inputs that are not what was sampled"
 HOOKS = (
     HookSpec(
         "sglang.srt.model_executor.model_runner.ModelRunner.sample",
         _after_sample,
         HookType.AFTER,
-        _LOST,
+        SAMPLED,
     ),
     HookSpec(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         _before_process_result,
         HookType.BEFORE,
-        _LOST,
-    ),
-    HookSpec(
-        f"{_SPECULATIVE}.eagle_info_v2.EagleVerifyInputV2Mixin.sample",
-        _after_verify_v2,
-        HookType.AFTER,
-        _LOST,
-    ),
-    HookSpec(
-        f"{_SPECULATIVE}.eagle_info.EagleVerifyInput.verify",
-        _around_verify_v1,
-        HookType.AROUND,
-        _LOST,
-    ),
-    HookSpec(
-        f"{_SPECULATIVE}.ngram_info.NgramVerifyInput.verify",
-        _around_verify_ngram,
-        HookType.AROUND,
-        _LOST,
+        SAMPLED,
     ),
 )

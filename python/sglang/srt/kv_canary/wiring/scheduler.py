@@ -15,6 +15,7 @@ from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
 from .process_identity import process_identity
+from .releases import release
 from .startup_check import set_active_summary
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,9 @@ def _around_run_batch(
 
 
 def _begin_step(batch: Any) -> StepRecord:
-    context.requests = list(batch.reqs)
+    context.requests, row_of = list(batch.reqs), release().row_of
     return context.recorder.begin_step(
-        (request.req_pool_idx, request.rid)
-        for request in batch.reqs
-        if request.req_pool_idx is not None
+        (row, request.rid) for request in batch.reqs if (row := row_of(request)) is not None
     )
 
 
@@ -103,28 +102,7 @@ def _attend_farewell() -> None:
         context.attend_farewell()
 
 
-@guarded
-def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
-    if context.active and req.req_pool_idx is not None:
-        context.row_released(req.req_pool_idx)
-
-
-@guarded
-def _before_session_release(sessions: Any, session_id: str) -> None:
-    """A streaming session puts its row on the pool's free list itself."""
-    slot = sessions.slots.get(session_id)
-    if context.active and slot is not None and slot.is_holding_kv:
-        context.row_released(slot.req_pool_idx)
-
-
-@guarded
-def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
-    """A session keeps its row but gives back the part after `target`. Its next turn allocates that part again."""
-    if context.active and end > target:
-        context.row_released(row)
-
-
-def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
+def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
     """A prefix cache with equal slots re-points the row to them and frees the row's own. Without, it frees none."""
     frees = context.frees
     returned = original(req, *a, **k)
@@ -134,13 +112,9 @@ def _around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **
 
 
 def _row_rewritten(req: Any) -> None:
-    if req.req_pool_idx is not None:
-        context.recorder.row_rewritten(req.req_pool_idx)
-
-
-def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
-    for manager in context.managers:
-        manager.attach_radix_cache(scheduler.tree_cache)
+    row = release().row_of(req)
+    if row is not None:
+        context.recorder.row_rewritten(row)
 
 
 def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
@@ -190,6 +164,8 @@ def _rank(description: dict[str, Any]) -> str:
     return f"{description['rank']}{others}"
 
 
+ENDED = "reads of requests that have ended would be false alarms"
+REWRITTEN = "rewritten rows would be false alarms"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     HookSpec(f"{_SCHEDULER}.run_batch", _around_run_batch, HookType.AROUND, "request names"),
@@ -197,38 +173,8 @@ HOOKS = (
         f"{_SCHEDULER}.process_batch_result",
         _around_process_result,
         HookType.AROUND,
-        "reads of requests that have ended would be false alarms",
+        ENDED,
     ),
     HookSpec(f"{_SCHEDULER}.on_idle", _after_idle, HookType.AFTER, "findings of the last step"),
-    HookSpec(
-        f"{_SCHEDULER}.init_cache_with_memory_pool",
-        _attach_radix_cache,
-        HookType.AFTER,
-        "cached prefixes that nobody reads",
-    ),
     HookSpec(f"{_SCHEDULER}.__init__", _mark_init_finished, HookType.AFTER, "every forward"),
-    HookSpec(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-        _before_row_free,
-        HookType.BEFORE,
-        "reads of requests that have ended would be false alarms",
-    ),
-    HookSpec(
-        "sglang.srt.session.streaming_session.StreamingSession.release_session",
-        _before_session_release,
-        HookType.BEFORE,
-        "reads of requests that have ended would be false alarms",
-    ),
-    HookSpec(
-        "sglang.srt.session.streaming_session.StreamingSession._free_kv_aligned",
-        _before_session_trim,
-        HookType.BEFORE,
-        "reads of requests that have ended would be false alarms",
-    ),
-    HookSpec(
-        "sglang.srt.mem_cache.common.maybe_cache_unfinished_req",
-        _around_cache_unfinished,
-        HookType.AROUND,
-        "rewritten rows would be false alarms",
-    ),
 )

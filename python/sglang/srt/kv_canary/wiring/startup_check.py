@@ -12,13 +12,14 @@ SGLang logs and swallows errors of plugins, so nothing here assumes that a hook 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import os
 import pkgutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..config import is_asked_for
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
 from .context import context
 from .hook_spec import HookSpec, HookType
+from .releases import release
 
 __all__ = [
     "ACTIVE_KEY",
@@ -136,18 +138,20 @@ class _SchedulerRefusal(BaseException):
     """Bypasses SGLang's `except Exception`, which would kill the main process before it can report the reason."""
 
 
-def run_guarded_scheduler_process(run: Callable[..., None], launch: _Launch, *args: Any) -> None:
-    """Target of each scheduler process: `run(*args)`, ready only with an active canary.
+def run_guarded_scheduler_process(
+    run: Callable[..., None], launch: _Launch, *args: Any, **kwargs: Any
+) -> None:
+    """Target of each scheduler process: `run(...)`, ready only with an active canary.
 
-    `args` are those of SGLang's `run_scheduler_process`, with the pipe to the launching process last. Exits with
-    code 1 after a refusal.
+    The arguments are those of SGLang's `run_scheduler_process`. Exits with code 1 after a refusal.
     """
-    *arguments, pipe = args
-    rank = _rank_name(arguments)
+    call = inspect.signature(run).bind(*args, **kwargs)
+    pipe, rank = call.arguments["pipe_writer"], _rank_name(call.arguments)
     context.scheduler_start.guarded = True
     try:
         _load_and_verify()
-        run(*arguments, _GuardedPipe(pipe, launch.folder, rank))
+        call.arguments["pipe_writer"] = _GuardedPipe(pipe, launch.folder, rank)
+        run(*call.args, **call.kwargs)
     except (CanaryStartupError, _SchedulerRefusal) as error:
         logger.error("%s: %s", rank, error)
         _Report(rank, refusal=str(error)).write(launch.folder)
@@ -165,8 +169,8 @@ def _load_and_verify() -> None:
     verify_hooks_applied()
 
 
-def _rank_name(arguments: Sequence[Any]) -> str:
-    ranks = {"tp": arguments[3], "pp": arguments[7], "dp": arguments[8]}
+def _rank_name(arguments: Mapping[str, Any]) -> str:
+    ranks = {name: arguments.get(f"{name}_rank") for name in ("tp", "pp", "dp")}
     return "scheduler " + " ".join(f"{name}{r}" for name, r in ranks.items() if r is not None)
 
 
@@ -215,16 +219,21 @@ def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _guard_scheduler_launch(
-    original: Callable[..., Any], cls: type, server_args: Any, port_args: Any, run: Callable
+    original: Callable[..., Any],
+    cls: type,
+    server_args: Any,
+    port_args: Any,
+    run: Callable,
+    **kwargs: Any,
 ) -> Any:
     """AROUND Engine._launch_scheduler_processes: guard each process, and wait for all their reports."""
     if not is_asked_for(server_args):
-        return original(cls, server_args, port_args, run)
+        return original(cls, server_args, port_args, run, **kwargs)
     folder = tempfile.TemporaryDirectory(prefix="kv_canary_startup_")
     launch = _Launch(folder.name, os.getpid())
     guarded = functools.partial(run_guarded_scheduler_process, run, launch)
-    result, processes = original(cls, server_args, port_args, guarded)
-    wait, expected = result.wait_for_ready, _schedulers_here(server_args)
+    result, processes = original(cls, server_args, port_args, guarded, **kwargs)
+    wait, expected = result.wait_for_ready, release().schedulers_here(server_args)
 
     def wait_for_ready() -> None:
         with folder:
@@ -265,17 +274,6 @@ def _refuse_unproven_launch(result: Any, *args: Any, **kwargs: Any) -> None:
     _kill(launch.all_child_pids)
     problem = f"{args[0].__name__} launched schedulers that did not report the canary active."
     raise startup_error(problem, _EVERYTHING)
-
-
-def _schedulers_here(server_args: Any) -> int:
-    """Number of scheduler processes that this node launches, over all data parallel ranks."""
-    from sglang.srt.entrypoints.engine import _calculate_rank_ranges
-
-    pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(
-        server_args.nnodes, server_args.pp_size, server_args.tp_size, server_args.node_rank
-    )
-    copies = 1 if server_args.enable_dp_attention else server_args.dp_size
-    return len(pp_ranks) * len(tp_ranks) * copies
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -132,7 +132,7 @@ def _before_sample(model_runner: Any, logits_output: Any, forward_batch: Any, *_
 
 
 @guarded_aside
-def _before_verify(verify_input: Any, batch: Any, logits_output: Any, *_: Any, **__: Any) -> None:
+def before_verify(verify_input: Any, batch: Any, logits_output: Any, *_: Any, **__: Any) -> None:
     oracle = _oracle()
     if oracle is None or batch.forward_mode.is_idle():
         return
@@ -141,7 +141,7 @@ def _before_verify(verify_input: Any, batch: Any, logits_output: Any, *_: Any, *
 
 
 @guarded_aside
-def _after_draft(verify_input: Any, _: Any, batch: Any, *__: Any, **___: Any) -> None:
+def after_draft(verify_input: Any, _: Any, batch: Any, *__: Any, **___: Any) -> None:
     """The root is not a draft, so it stays as the engine made it."""
     oracle = _oracle()
     if oracle is None or batch.forward_mode.is_idle():
@@ -161,19 +161,12 @@ def _draft_positions(verify_input: Any, batch: Any) -> torch.Tensor:
     return verify_input.positions[:count].view(len(batch.reqs), -1)
 
 
-_LOST = "nothing: the token oracle does not name the tokens"
-_SPECULATIVE = "sglang.srt.speculative"
-_BEFORE = (
-    ("sglang.srt.model_executor.model_runner.ModelRunner.sample", _before_sample),
-    (f"{_SPECULATIVE}.eagle_info_v2.EagleVerifyInputV2Mixin.sample", _before_verify),
-    (f"{_SPECULATIVE}.eagle_info.EagleVerifyInput.verify", _before_verify),
-    (f"{_SPECULATIVE}.ngram_info.NgramVerifyInput.verify", _before_verify),
-)
-_AFTER = (
-    (f"{_SPECULATIVE}.eagle_worker_v2.EagleDraftWorker.draft", _after_draft),
-    (f"{_SPECULATIVE}.eagle_worker.EAGLEWorker.draft", _after_draft),
-)
+UNNAMED = "nothing: the token oracle does not name the tokens"
 HOOKS = (
-    *(HookSpec(target, fn, HookType.BEFORE, _LOST) for target, fn in _BEFORE),
-    *(HookSpec(target, fn, HookType.AFTER, _LOST) for target, fn in _AFTER),
+    HookSpec(
+        "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+        _before_sample,
+        HookType.BEFORE,
+        UNNAMED,
+    ),
 )

@@ -35,7 +35,7 @@ from ..plan.plan_input import ForwardPlan, PlanInput
 from ..plan.speculation import SpeculationShape
 from ..runner.manager import CanaryManager
 from .context import context
-from .speculative import draft_runner_of
+from .workers import draft_runner_of
 
 logger = logging.getLogger(__name__)
 

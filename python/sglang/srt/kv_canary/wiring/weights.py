@@ -10,7 +10,7 @@ from .guard import guarded_aside
 from .hook_spec import HookSpec, HookType
 
 
-def _around_request(
+def around_request(
     original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """AROUND the scheduler's update. The request may name the new weights; model runners do not receive the name."""
@@ -22,7 +22,7 @@ def _around_request(
 
 
 @guarded_aside
-def _after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any) -> None:
+def after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER a model runner's update, which may have failed."""
     manager = context.manager_of(model_runner)
     success, _ = result
@@ -30,17 +30,11 @@ def _after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwa
         manager.note_weight_update(context.weight_version)
 
 
-_WAYS = ("disk", "tensor", "distributed", "ipc")
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_LOST = "reads of KV that other weights wrote"
-HOOKS = tuple(
-    hook
-    for way in _WAYS
-    for hook in (
-        HookSpec(
-            f"{_SCHEDULER}.update_weights_from_{way}", _around_request, HookType.AROUND, _LOST
-        ),
-        HookSpec(f"{_RUNNER}.update_weights_from_{way}", _after_update, HookType.AFTER, _LOST),
+def update_hooks(scheduler: str, runner: str) -> tuple[HookSpec, ...]:
+    """The hooks on the classes that update weights: of a request, and of one model runner."""
+    lost, ways = "reads of KV that other weights wrote", ("disk", "tensor", "distributed", "ipc")
+    methods = [f"update_weights_from_{way}" for way in ways]
+    return (
+        *(HookSpec(f"{scheduler}.{m}", around_request, HookType.AROUND, lost) for m in methods),
+        *(HookSpec(f"{runner}.{m}", after_update, HookType.AFTER, lost) for m in methods),
     )
-)

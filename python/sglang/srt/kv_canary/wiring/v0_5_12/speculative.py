@@ -26,23 +26,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup
-from ..config import TokenCheck
-from ..plan.expected_inputs import ExpectedTokens, KnownTokens
-from ..plan.speculation import parents_of_tree
-from ..pool_patcher.api import attached_groups
-from ..runner.manager import CanaryManager
-from ..slot_event import SlotEventKind
-from ..token_oracle import TokenOracleManager
-from .context import context
-from .expected_tokens import tokens_of_request
-from .guard import attempt, attempt_aside, guarded
-from .hook_spec import HookSpec, HookType
-
-
-def draft_runner_of(worker: Any) -> Any:
-    """v2 workers have `draft_runner`. A v1 worker is itself the worker of the draft model."""
-    return worker.draft_runner if hasattr(worker, "draft_runner") else worker.model_runner
+from ...buffer_group import CanaryBufferGroup
+from ...config import TokenCheck
+from ...plan.expected_inputs import ExpectedTokens, KnownTokens
+from ...plan.speculation import parents_of_tree
+from ...pool_patcher.api import attached_groups
+from ...runner.manager import CanaryManager
+from ...slot_event import SlotEventKind
+from ...token_oracle import TokenOracleManager
+from ..context import context
+from ..expected_tokens import tokens_of_request
+from ..guard import attempt, attempt_aside, guarded
+from ..hook_spec import HookSpec, HookType
+from ..workers import draft_runner_of
 
 
 def _inner_forwards(num_steps: int) -> tuple[int, ...]:

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from .context import context
-from .guard import attempt, contain
-from .hook_spec import HookSpec, HookType
-from .model_runner import forward_batch_of
-from .swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
+from ..context import context
+from ..guard import attempt, contain
+from ..hook_spec import HookSpec, HookType
+from ..model_runner import forward_batch_of
+from ..swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
 
 __all__ = ["HOOKS", "translated_once", "use_running_translation"]
 

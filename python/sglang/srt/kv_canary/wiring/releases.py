@@ -1,0 +1,59 @@
+"""The SGLang release that is installed, chosen once by its version. Nothing else asks for a version.
+
+What differs between releases is in one folder per family of releases: `v0_5_12`, `v0_5_22`. Each has a `RELEASE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .refusals import Refusal
+
+__all__ = ["FAMILIES", "SUPPORTED_SGLANG_VERSIONS", "Release", "release"]
+
+# Release of SGLang -> folder of its family.
+FAMILIES = {
+    "0.5.12.post1": "v0_5_12",
+    "0.5.22": "v0_5_22",
+    "0.5.23": "v0_5_22",
+}
+SUPPORTED_SGLANG_VERSIONS = tuple(FAMILIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What the rest of `wiring/` must know of a family of releases."""
+
+    # Modules with HOOKS, relative to `wiring`. Later hooks on one target wrap earlier ones.
+    hook_modules: tuple[str, ...]
+    check: Callable[
+        [], None
+    ]  # raises CanaryStartupError for a build that is not this release's own
+    refusals: Callable[[], tuple[Refusal, ...]]  # setups that cannot be protected
+    install_flags: Callable[
+        [], None
+    ]  # makes --kv-canary reach us; called once, before hooks are registered
+    # A request's row of req_to_token. None: it has none.
+    row_of: Callable[[Any], int | None]
+    # The tokens that a request has computed once its next forward is done: prompt and answer.
+    tokens_of: Callable[[Any], Sequence[int]]
+    # Whether an allocator only queues frees, until its free group ends.
+    queues_frees: Callable[[Any], bool]
+    # A ServerArgs as it is after all defaults are resolved.
+    settled: Callable[[Any], Any]
+    # Scheduler processes that this node launches, over all data parallel ranks.
+    schedulers_here: Callable[[Any], int]
+
+
+@cache
+def release() -> Release:
+    """The installed release's family. Raises KeyError for a release that `check_sglang` refuses."""
+    import sglang.version
+
+    family = FAMILIES[sglang.version.__version__]
+    return import_module(f".{family}", __package__).RELEASE

@@ -1,0 +1,84 @@
+"""SGLang 0.5.12.post1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..refusals import Refusal
+from ..releases import Release
+
+__all__ = ["RELEASE"]
+
+
+def _check() -> None:
+    from .own_canary import refuse_own_canary
+
+    refuse_own_canary()
+
+
+def _refusals() -> tuple[Refusal, ...]:
+    from .refusals import REFUSALS
+
+    return REFUSALS
+
+
+def _install_flags() -> None:
+    from .server_args import install_server_args
+
+    install_server_args()
+
+
+def _tokens_of(request: Any) -> Sequence[int]:
+    return request.fill_ids
+
+
+def _row_of(request: Any) -> int | None:
+    return request.req_pool_idx
+
+
+def _queues_frees(allocator: Any) -> bool:
+    return not allocator.is_not_in_free_group
+
+
+def _schedulers_here(server_args: Any) -> int:
+    from sglang.srt.entrypoints.engine import _calculate_rank_ranges
+
+    pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(
+        server_args.nnodes, server_args.pp_size, server_args.tp_size, server_args.node_rank
+    )
+    copies = 1 if server_args.enable_dp_attention else server_args.dp_size
+    return len(pp_ranks) * len(tp_ranks) * copies
+
+
+RELEASE = Release(
+    hook_modules=(
+        "allocator",
+        "v0_5_12.allocator",
+        "v0_5_12.cuda_graph",
+        "last_words",
+        "memory",
+        "v0_5_12.install",
+        "model_runner",
+        "sampled_tokens",
+        "v0_5_12.sampled_tokens",
+        "schedule_stream",
+        "scheduler",
+        "v0_5_12.scheduler",
+        "v0_5_12.speculative",
+        "v0_5_12.swa_location",
+        "token_oracle",
+        "v0_5_12.token_oracle",
+        "v0_5_12.weights",
+        "farewell",  # after last_words: reports that it triggers come before the last words
+        "startup_check",  # last, so that it sees every error
+    ),
+    check=_check,
+    refusals=_refusals,
+    install_flags=_install_flags,
+    row_of=_row_of,
+    tokens_of=_tokens_of,
+    queues_frees=_queues_frees,
+    settled=lambda server_args: server_args,
+    schedulers_here=_schedulers_here,
+)

@@ -1,0 +1,53 @@
+"""Refuses an SGLang that has a canary of its own. This family has none, so it must be another build."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..version_check import refusal
+
+_PACKAGE = "sglang/srt/kv_canary/"
+_NAME = "sglang.srt.kv_canary"
+
+
+def refuse_own_canary() -> None:
+    """Raises CanaryStartupError if SGLang brings the package or the flags."""
+    if _files_in_sglang_distribution():
+        raise refusal(f"the installed sglang brings a {_PACKAGE} of its own")
+    if folders := _foreign_package_folders():
+        raise refusal(f"{_NAME} is also provided by {', '.join(folders)}")
+    if _foreign_flag():
+        raise refusal("the installed sglang has a --kv-canary of its own")
+
+
+def _files_in_sglang_distribution() -> bool:
+    try:
+        files = distribution("sglang").files or ()
+    except PackageNotFoundError:  # run from a source tree; the other checks still apply
+        return False
+    return any(str(file).startswith(_PACKAGE) for file in files)
+
+
+def _foreign_package_folders() -> list[str]:
+    """Folders other than ours that the package is, or could be, imported from."""
+    import sglang.srt
+
+    ours = Path(__file__).resolve().parent.parent.parent
+    found = find_spec(_NAME)  # does not import it: it may be a canary of SGLang's own
+    candidates = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    candidates += [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
+    foreign = {c.resolve() for c in candidates if any(c.glob("*.py")) and c.resolve() != ours}
+    return sorted(str(folder) for folder in foreign)
+
+
+def _foreign_flag() -> bool:
+    from sglang.srt.server_args import ServerArgs
+
+    # Here, because these import modules that a foreign package may replace.
+    from ..server_args import FIELDS
+    from .server_args import is_ours
+
+    present = ServerArgs.__dataclass_fields__
+    return any(name in present and not is_ours(present[name]) for name in FIELDS)
