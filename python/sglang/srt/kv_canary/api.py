@@ -21,6 +21,7 @@ from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
 from .wiring.context import context
 from .wiring.model_runner import wrap_model_forward
+from .wiring.releases import release
 from .wiring.startup_check import verify_hooks_applied
 from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
 
@@ -59,7 +60,8 @@ def install_canary(
     watch_allocator(model_runner.token_to_kv_pool_allocator)
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
-    manager.observers.extend(build_observers(manager, server_args, model_runner))
+    ranks = release().ranks_of(model_runner)
+    manager.observers.extend(build_observers(manager, server_args, model_runner, ranks))
     return manager
 
 
@@ -91,15 +93,16 @@ def _build_manager(
         )
     role = "draft" if is_draft else "target"
     rows = model_runner.req_to_token_pool.req_to_token
-    pp_rank = model_runner.pp_rank if server_args.pp_size > 1 else None
-    dp_rank = model_runner.dp_rank if server_args.dp_size > 1 else None
+    ranks = release().ranks_of(model_runner)
+    pp_rank = ranks.pp if server_args.pp_size > 1 else None
+    dp_rank = ranks.dp if server_args.dp_size > 1 else None
     if context.sink is None:
-        context.sink = EventSink(config.event_file, model_runner.tp_rank, pp_rank, dp_rank)
+        context.sink = EventSink(config.event_file, ranks.tp, pp_rank, dp_rank)
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(
             role=role,
-            rank=model_runner.tp_rank,
+            rank=ranks.tp,
             device=str(groups[0].k_head.device),
             pp_rank=pp_rank,
             dp_rank=dp_rank,

@@ -13,10 +13,11 @@ from .sweep.orchestrator import SweepOrchestrator
 
 if TYPE_CHECKING:
     from .runner.manager import CanaryManager
+    from .runner.ranks import Ranks
 
 
 def build_observers(
-    manager: CanaryManager, server_args: Any, model_runner: Any
+    manager: CanaryManager, server_args: Any, model_runner: Any, ranks: Ranks
 ) -> list[StepObserver]:
     """The observers that flags and settings ask for. Draft runners have no sweep: see SweepOrchestrator."""
     config, groups, sink = manager.config, manager.groups, manager.sink
@@ -34,11 +35,9 @@ def build_observers(
     if config.swa_divergence_stats_interval and role == "target":
         observers.append(SwaDivergenceReporter(config.swa_divergence_stats_interval, groups, sink))
     if server_args.enable_metrics:
-        observers.append(
-            build_metrics_exporter(server_args, model_runner, role, groups, health, sweep)
-        )
+        observers.append(build_metrics_exporter(server_args, ranks, role, groups, health, sweep))
     if config.perturb_dir:
         from .perturb.observer import PerturbObserver
 
-        observers.append(PerturbObserver(config.perturb_dir, model_runner))
+        observers.append(PerturbObserver(config.perturb_dir, model_runner, ranks))
     return observers

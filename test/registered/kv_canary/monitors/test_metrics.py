@@ -27,6 +27,7 @@ from sglang_kv_canary.monitors.metrics import (
     metric_labels,
 )
 from sglang_kv_canary.monitors.violation_pairs import violation_pairs
+from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.testing import consts
@@ -191,8 +192,7 @@ def test_labels_are_those_of_sglangs_scheduler() -> None:
     server_args = SimpleNamespace(
         served_model_name="tiny", disaggregation_mode="null", extra_metric_labels={"zone": "b"}
     )
-    runner = SimpleNamespace(tp_rank=1, pp_rank=0, moe_ep_rank=0, dp_rank=None)
-    assert metric_labels(server_args, runner) == {
+    assert metric_labels(server_args, Ranks(tp=1, pp=0, dp=None, moe_ep=0)) == {
         "model_name": "tiny",
         "engine_type": "unified",
         "tp_rank": 1,
@@ -200,8 +200,7 @@ def test_labels_are_those_of_sglangs_scheduler() -> None:
         "moe_ep_rank": 0,
         "zone": "b",
     }
-    runner.dp_rank = 3
-    assert metric_labels(server_args, runner)["dp_rank"] == 3
+    assert metric_labels(server_args, Ranks(tp=1, pp=0, dp=3, moe_ep=0))["dp_rank"] == 3
 
 
 def test_prometheus_client_is_imported_only_for_metrics() -> None:

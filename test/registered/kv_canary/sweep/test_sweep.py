@@ -18,6 +18,7 @@ from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.observers import build_observers
+from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep import report as sweep_report
 from sglang_kv_canary.sweep.orchestrator import IDLE_CONTENT_FACTOR, SweepOrchestrator, legs_of
@@ -476,7 +477,7 @@ def test_draft_runners_do_not_sweep() -> None:
             sink=rig.manager.sink,
             identity=SimpleNamespace(role=role),
         )
-        return {type(o) for o in build_observers(manager, server_args, None)}
+        return {type(o) for o in build_observers(manager, server_args, None, Ranks(0, 0, None, 0))}
 
     assert SweepOrchestrator in kinds("target")
     assert SweepOrchestrator not in kinds("draft")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, Side
+from ..runner.ranks import Ranks
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
@@ -76,19 +77,19 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-def metric_labels(server_args: Any, model_runner: Any) -> dict[str, Any]:
+def metric_labels(server_args: Any, ranks: Ranks) -> dict[str, Any]:
     """The labels of SGLang's scheduler metrics, for the same rank."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
 
     labels = {
         "model_name": server_args.served_model_name,
         "engine_type": DisaggregationMode.to_engine_type(server_args.disaggregation_mode),
-        "tp_rank": model_runner.tp_rank,
-        "pp_rank": model_runner.pp_rank,
-        "moe_ep_rank": model_runner.moe_ep_rank,
+        "tp_rank": ranks.tp,
+        "pp_rank": ranks.pp,
+        "moe_ep_rank": ranks.moe_ep,
     }
-    if model_runner.dp_rank is not None:
-        labels["dp_rank"] = model_runner.dp_rank
+    if ranks.dp is not None:
+        labels["dp_rank"] = ranks.dp
     return {**labels, **(server_args.extra_metric_labels or {})}
 
 
@@ -223,13 +224,13 @@ class MetricsExporter(StepObserver):
 
 def build_metrics_exporter(
     server_args: Any,
-    model_runner: Any,
+    ranks: Ranks,
     role: str,
     groups: tuple[CanaryBufferGroup, ...],
     health: HealthCheck | None,
     sweep: SweepOrchestrator | None,
 ) -> MetricsExporter:
     """The exporter of one manager of this process."""
-    labels = {**metric_labels(server_args, model_runner), "runner": role}
+    labels = {**metric_labels(server_args, ranks), "runner": role}
     families = MetricFamilies.of_process(tuple(labels))
     return MetricsExporter(groups, labels, families, health, sweep)

@@ -21,6 +21,7 @@ from .scene import Outcome, Scene, readers_of
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
+    from ..runner.ranks import Ranks
 
 
 class PerturbObserver(StepObserver):
@@ -30,9 +31,9 @@ class PerturbObserver(StepObserver):
     that it names does not exist yet.
     """
 
-    def __init__(self, perturb_dir: str, model_runner: Any) -> None:
+    def __init__(self, perturb_dir: str, model_runner: Any, ranks: Ranks) -> None:
         role = "draft" if model_runner.is_draft_worker else "target"
-        address = address_of(role, model_runner.tp_rank, model_runner.pp_rank)
+        address = address_of(role, ranks.tp, ranks.pp)
         self._folder = ControlFolder(perturb_dir, address)
         self._model_runner = model_runner
         self._waiting: dict[str, Command] = {}

@@ -179,7 +179,7 @@ class PlanInput:
             return self._target_verify(fb, expected)
         if mode.is_draft_extend_v2():
             return self._draft_extend_v2(fb)
-        if mode.is_draft_extend():
+        if mode.name == "DRAFT_EXTEND":  # v1, gone from newer releases
             return self._draft_extend(fb)
         if mode.is_extend() and fb.extend_seq_lens is not None:
             return self._ragged(fb, self._extend_mode(mode), expected)
@@ -266,7 +266,7 @@ class PlanInput:
 
 def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:
     """The SWA slots that attention received for this forward's new tokens, one each. None: it received none."""
-    swa = fb.out_cache_loc_swa
+    swa = getattr(fb, "out_cache_loc_swa", None)  # newer releases do not pass them with the batch
     return swa if swa is not None and swa.shape == fb.out_cache_loc.shape else None
 
 

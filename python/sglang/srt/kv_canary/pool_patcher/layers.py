@@ -30,5 +30,8 @@ def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
 
 
 def scale_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
-    """The same for quantisation scales. Empty if the pool's class has no such attribute."""
-    return layer_buffers(pool, attribute) if hasattr(pool, attribute) else []
+    """The same for quantisation scales. Empty for a pool without: it has no such attribute, or None there."""
+    has_scales = any(cls.__name__.endswith("FP4") for cls in type(pool).__mro__)
+    if not has_scales and getattr(pool, attribute, None) is None:
+        return []
+    return layer_buffers(pool, attribute)

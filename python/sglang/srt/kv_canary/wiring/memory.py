@@ -13,6 +13,7 @@ from ..plan.speculation import draft_keeps_kv
 from ..pool_patcher.api import record_bytes_per_slot
 from .context import context
 from .hook_spec import HookSpec, HookType
+from .releases import release
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[
     A class with the same halves may stand for it. FP4 pools have the halves of their base classes. Hybrid linear
     pools have those of their inner MHA or MLA pool.
     """
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_nsa, is_deepseek_v4
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_v4
 
     full, swa = config.max_total_num_tokens, config.swa_max_total_num_tokens or 0
     if is_deepseek_v4(model_config.hf_config):  # its draft has SWA layers only
@@ -45,7 +46,7 @@ def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[
         slots = {PoolKind.SWA: swa, PoolKind.C4: c4, PoolKind.C4_INDEXER: c4, PoolKind.C128: c128}
         return "DeepSeekV4TokenToKVPool", slots
     if model_config.attention_arch == AttentionArch.MLA:
-        if is_deepseek_nsa(model_config.hf_config):
+        if release().has_indexer(model_config.hf_config):
             return "NSATokenToKVPool", {PoolKind.FULL: full, PoolKind.INDEXER: full}
         return "MLATokenToKVPool", {PoolKind.FULL: full}
     if model_config.is_hybrid_swa:
@@ -67,7 +68,7 @@ def budget_without_records(available_bytes: int, record_bytes: int) -> int:
 
 def _reserve_records(configurator: Any, sized: Any) -> None:
     """AFTER create_memory_pool_configurator: size the pools with a budget that leaves room for the records."""
-    server_args = sized.server_args
+    server_args = release().settled(sized.server_args)
     if not is_asked_for(server_args):
         return
     original = configurator.calculate_pool_sizes

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..runner.ranks import Ranks
     from .refusals import Refusal
 
 __all__ = ["FAMILIES", "SUPPORTED_SGLANG_VERSIONS", "Release", "release"]
@@ -42,10 +43,13 @@ class Release:
     row_of: Callable[[Any], int | None]
     # The tokens that a request has computed once its next forward is done: prompt and answer.
     tokens_of: Callable[[Any], Sequence[int]]
+    ranks_of: Callable[[Any], Ranks]  # of a model runner
     # Whether an allocator only queues frees, until its free group ends.
     queues_frees: Callable[[Any], bool]
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
+    # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
+    has_indexer: Callable[[Any], bool]
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
 

@@ -122,7 +122,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         from .warm_up import compile_launches
 
         compile_launches(scheduler)
-        identity = process_identity(scheduler.server_args)
+        identity = process_identity(release().settled(scheduler.server_args))
     for manager in context.managers:
         manager.mark_init_finished()
         description = manager.describe()

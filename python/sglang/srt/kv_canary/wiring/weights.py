@@ -30,11 +30,13 @@ def after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwar
         manager.note_weight_update(context.weight_version)
 
 
+STALE = "reads of KV that other weights wrote"
+
+
 def update_hooks(scheduler: str, runner: str) -> tuple[HookSpec, ...]:
     """The hooks on the classes that update weights: of a request, and of one model runner."""
-    lost, ways = "reads of KV that other weights wrote", ("disk", "tensor", "distributed", "ipc")
-    methods = [f"update_weights_from_{way}" for way in ways]
+    methods = [f"update_weights_from_{way}" for way in ("disk", "tensor", "distributed", "ipc")]
     return (
-        *(HookSpec(f"{scheduler}.{m}", around_request, HookType.AROUND, lost) for m in methods),
-        *(HookSpec(f"{runner}.{m}", after_update, HookType.AFTER, lost) for m in methods),
+        *(HookSpec(f"{scheduler}.{m}", around_request, HookType.AROUND, STALE) for m in methods),
+        *(HookSpec(f"{runner}.{m}", after_update, HookType.AFTER, STALE) for m in methods),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...runner.ranks import Ranks
 from ..refusals import Refusal
 from ..releases import Release
 
@@ -37,8 +38,19 @@ def _row_of(request: Any) -> int | None:
     return request.req_pool_idx
 
 
+def _ranks_of(model_runner: Any) -> Ranks:
+    runner = model_runner
+    return Ranks(runner.tp_rank, runner.pp_rank, runner.dp_rank, runner.moe_ep_rank)
+
+
 def _queues_frees(allocator: Any) -> bool:
     return not allocator.is_not_in_free_group
+
+
+def _has_indexer(hf_config: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_nsa
+
+    return is_deepseek_nsa(hf_config)
 
 
 def _schedulers_here(server_args: Any) -> int:
@@ -78,7 +90,9 @@ RELEASE = Release(
     install_flags=_install_flags,
     row_of=_row_of,
     tokens_of=_tokens_of,
+    ranks_of=_ranks_of,
     queues_frees=_queues_frees,
     settled=lambda server_args: server_args,
+    has_indexer=_has_indexer,
     schedulers_here=_schedulers_here,
 )

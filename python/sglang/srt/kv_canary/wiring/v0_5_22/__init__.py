@@ -1,0 +1,92 @@
+"""SGLang 0.5.22 and 0.5.23, which ship a canary of their own. The plugin takes the seam that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...runner.ranks import Ranks
+from ..refusals import Refusal
+from ..releases import Release
+
+__all__ = ["RELEASE"]
+
+
+def _refusals() -> tuple[Refusal, ...]:
+    from .refusals import REFUSALS
+
+    return REFUSALS
+
+
+def _row_of(request: Any) -> int | None:
+    return request.kv.req_pool_idx
+
+
+def _tokens_of(request: Any) -> Sequence[int]:
+    return request.get_fill_ids()
+
+
+def _ranks_of(_: Any) -> Ranks:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    dp_rank = parallel.dp_rank if parallel.num_dp_ranks > 1 else None
+    return Ranks(parallel.tp_rank, parallel.pp_rank, dp_rank, parallel.moe_ep_rank)
+
+
+def _queues_frees(allocator: Any) -> bool:
+    return allocator.free_group is not None
+
+
+def _settled(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return resolving_view(server_args)
+
+
+def _has_indexer(hf_config: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return is_deepseek_dsa(hf_config)
+
+
+def _schedulers_here(_: Any) -> int:
+    from sglang.srt.entrypoints.engine import _calculate_rank_ranges
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(parallel.node_rank)
+    copies = 1 if parallel.attn_dp_enabled else parallel.num_dp_ranks
+    return len(pp_ranks) * len(tp_ranks) * copies
+
+
+RELEASE = Release(
+    hook_modules=(
+        "allocator",
+        "v0_5_22.allocator",
+        "v0_5_22.cuda_graph",
+        "last_words",
+        "memory",
+        "v0_5_22.seam",
+        "model_runner",
+        "sampled_tokens",
+        "schedule_stream",
+        "scheduler",
+        "v0_5_22.scheduler",
+        "v0_5_22.server_args",
+        "token_oracle",
+        "v0_5_22.weights",
+        "farewell",  # after last_words: reports that it triggers come before the last words
+        "startup_check",  # last, so that it sees every error
+    ),
+    check=lambda: None,
+    refusals=_refusals,
+    install_flags=lambda: None,  # SGLang has them
+    row_of=_row_of,
+    tokens_of=_tokens_of,
+    ranks_of=_ranks_of,
+    queues_frees=_queues_frees,
+    settled=_settled,
+    has_indexer=_has_indexer,
+    schedulers_here=_schedulers_here,
+)

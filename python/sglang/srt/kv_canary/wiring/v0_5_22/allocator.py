@@ -1,0 +1,37 @@
+"""Frees by page, which `free()` does not see, and the methods of allocators that are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...slot_event import SlotEventKind
+from ..allocator import FREES
+from ..context import context
+from ..guard import guarded
+from ..hook_spec import HookSpec, HookType
+
+
+@guarded
+def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
+    """Pages become free: those of `free_page_ids` and `free_segment`, at once or at the end of a free group."""
+    if id(allocator) not in context.allocator_kinds:
+        return
+    for pages in page_ids:
+        first_slots = pages.detach() * allocator.page_size
+        context.slot_event(allocator, SlotEventKind.FREE, first_slots)
+
+
+@guarded
+def _before_free_pages(allocator: Any, page_ids: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Only counted: the pages become free in `_release_page_ids`."""
+    if page_ids.numel():
+        context.frees += 1
+
+
+_PAGED = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+HOOKS = (
+    HookSpec(f"{_PAGED}._release_page_ids", _before_release, HookType.BEFORE, FREES),
+    HookSpec(f"{_PAGED}.free_page_ids", _before_free_pages, HookType.BEFORE, FREES),
+)

@@ -1,0 +1,77 @@
+"""The seam: SGLang asks `install_canary` for a canary, and calls what it returns.
+
+Everything that our canary does hangs on the hooks. So the calls of the seam have little to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ...errors import startup_error
+from ..context import context
+from ..hook_spec import HookSpec, HookType
+from ..releases import release
+
+# Others, also subclasses of these, keep K and V in a layout of their own.
+_POOLS = (
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+)
+
+
+class Seam:
+    """What SGLang's call sites expect of a canary's manager."""
+
+    def with_ops_outside_graph(
+        self, single_forward_indices: Sequence[int], maybe_inaccurate_forward_batch: Any
+    ) -> AbstractContextManager[None]:
+        """`ModelRunner.forward` is hooked."""
+        return nullcontext()
+
+    def with_active_single_forward_manager(self, index: int) -> AbstractContextManager[None]:
+        """`model.forward` is bracketed. Only drafts have other forwards than the first."""
+        return nullcontext()
+
+    def mark_init_finished(self) -> None:
+        """The canary is armed at the end of `Scheduler.__init__`, when nothing is captured any more."""
+
+    def attach_radix_cache(self, tree_cache: Any) -> None:
+        for manager in context.managers:
+            manager.attach_radix_cache(tree_cache)
+
+    def per_forward_workspace_bytes(self) -> int:
+        """Workspace beyond what is allocated before the pools are sized: none."""
+        return 0
+
+
+def install(
+    *, server_args: Any, model_runner: Any, token_oracle_manager: Any = None
+) -> Seam | None:
+    """In place of SGLang's `install_canary`. None with `--kv-canary none`."""
+    if server_args.kv_canary == "none":
+        return None
+    _refuse_unknown_pool(model_runner)
+    manager = context.install(
+        server_args=release().settled(server_args),
+        model_runner=model_runner,
+        token_oracle_manager=token_oracle_manager,
+    )
+    return None if manager is None else Seam()
+
+
+def _refuse_unknown_pool(model_runner: Any) -> None:
+    pool = type(model_runner.token_to_kv_pool)
+    name = f"{pool.__module__}.{pool.__qualname__}"
+    if name not in _POOLS:
+        known = ", ".join(pool.rpartition(".")[2] for pool in _POOLS)
+        raise startup_error(
+            f"the canary does not know the KV pool {name} of this release (known: {known}).",
+            f"the KV pool {pool.__qualname__}",
+        )
+
+
+HOOKS = (
+    HookSpec("sglang.srt.kv_canary.api.install_canary", install, HookType.REPLACE, "any KV slot"),
+)
