@@ -23,8 +23,8 @@ from sglang_kv_canary.sweep import radix_cache_walker
 from sglang_kv_canary.sweep.radix_cache_walker import (
     RadixCacheWalker,
     UnsupportedRadixCacheError,
-    walk_radix_cache_for_canary,
 )
+from sglang_kv_canary.sweep.walkers import walk_radix_cache_for_canary
 from sglang_kv_canary_rigs.radix_fixtures import PAGED_TREE_KINDS, TREE_KINDS, Owner, make_tree
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")

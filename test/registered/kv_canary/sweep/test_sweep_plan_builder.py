@@ -13,13 +13,13 @@ from sglang_kv_canary.sweep.radix_cache_walker import (
     RadixCacheWalkResult,
     UnsupportedRadixCacheError,
     WalkSegment,
-    walk_radix_cache_for_canary,
 )
 from sglang_kv_canary.sweep.sweep_plan_builder import (
     build_strided_sweep_plan,
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
+from sglang_kv_canary.sweep.walkers import walk_radix_cache_for_canary
 from sglang_kv_canary_rigs.radix_fixtures import make_tree
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")

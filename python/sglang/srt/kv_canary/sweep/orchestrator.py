@@ -47,13 +47,14 @@ from ..plan.plan_input import SweepVerifyPlan
 from ..reports.event_sink import EventSink
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
-from .radix_cache_walker import RadixCacheWalker, RadixCacheWalkResult
+from .radix_cache_walker import RadixCacheWalkResult
 from .report import PassDone, SweepReporter
 from .sweep_plan_builder import (
     build_strided_sweep_plan,
     build_verify_plan_radix_sweep,
     warm_up_sweep_plan,
 )
+from .walkers import Walker, walker_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class SweepPass:
     started: float  # time.monotonic()
     findings_before: int
     legs: list[SweepLeg]  # unfinished; the first one is under way
-    walker: RadixCacheWalker | None = None
+    walker: Walker | None = None
     slots: Counter[str] = field(default_factory=Counter)  # slots checked per pool kind
     chunks: int = 0
     seconds: float = 0.0
@@ -138,7 +139,7 @@ class SweepOrchestrator(StepObserver):
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
         """Raises UnsupportedRadixCacheError for a prefix cache whose slots cannot be listed."""
-        walker = RadixCacheWalker(tree_cache, unlocked_only=False, swa_resident_only=False)
+        walker = walker_of(tree_cache)
         if walker.next_chunk(max_slots=1) is None or getattr(tree_cache, "disable", False):
             self._say_nothing_to_walk(f"{type(tree_cache).__name__} keeps no prefixes")
             return
@@ -209,7 +210,7 @@ class SweepOrchestrator(StepObserver):
         leg = current.legs[0]
         with _listing_on(manager.schedule_stream, manager.state.summary.device):
             if current.walker is None:
-                current.walker = RadixCacheWalker(self._tree, False, leg.swa_resident_only)
+                current.walker = walker_of(self._tree, False, leg.swa_resident_only)
             chunk = current.walker.next_chunk(
                 max_slots=self._slots_allowed(leg, idle), max_us=self._config.sweep_budget_us
             )

@@ -31,7 +31,6 @@ __all__ = [
     "RadixCacheWalker",
     "UnsupportedRadixCacheError",
     "WalkSegment",
-    "walk_radix_cache_for_canary",
 ]
 
 # Initial host time for gathering a chunk, until the walk has measured it: fixed, and per node.
@@ -81,15 +80,6 @@ class RadixCacheWalkResult:
         return self.segments[bisect_right(self.segments, index, key=attrgetter("start")) - 1]
 
 
-def walk_radix_cache_for_canary(
-    radix_cache: BasePrefixCache, unlocked_only: bool = False, swa_resident_only: bool = False
-) -> RadixCacheWalkResult:
-    """All slots that `radix_cache` holds on the device. The arguments are those of RadixCacheWalker."""
-    walker = RadixCacheWalker(radix_cache, unlocked_only, swa_resident_only)
-    chunk = walker.next_chunk()
-    return walker.empty_result() if chunk is None else chunk
-
-
 class RadixCacheWalker:
     """One pass over a prefix cache, in chunks, while the tree changes between them.
 
@@ -108,7 +98,7 @@ class RadixCacheWalker:
         self, radix_cache: BasePrefixCache, unlocked_only: bool, swa_resident_only: bool
     ) -> None:
         """Raises UnsupportedRadixCacheError for a cache class whose slots cannot be listed."""
-        self._cache = _unwrap(radix_cache)
+        self._cache = unwrap(radix_cache)
         self._view = _view_of(self._cache)
         self._unlocked_only = unlocked_only
         self._tombstone = self._view.swa_tombstone if self._view and swa_resident_only else None
@@ -146,7 +136,7 @@ class RadixCacheWalker:
         """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
         page_size = self._cache.page_size
         if page_size % stride:
-            raise _unsupported(
+            raise unsupported(
                 self._cache,
                 f"the model's pools have slots that stand for {stride} tokens, and its pages of {page_size} cut them",
             )
@@ -434,7 +424,7 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _unwrap(cache: Any) -> Any:
+def unwrap(cache: Any) -> Any:
     """A streaming session wraps a tree. The slots that it keeps besides belong to no prefix."""
     while _name(type(cache)) == _WRAPPER:
         cache = cache.inner
@@ -445,14 +435,14 @@ def _view_of(cache: Any) -> _TreeView | None:
     """The view for `cache`. None for a cache that holds no prefixes."""
     for cls in type(cache).__mro__:
         if _name(cls) in _REFUSED:
-            raise _unsupported(cache, _REFUSED[_name(cls)])
+            raise unsupported(cache, _REFUSED[_name(cls)])
         if _name(cls) in _VIEWS:
             return _VIEWS[_name(cls)](cache)
     known = ", ".join(sorted(name.rpartition(".")[2] for name in _VIEWS))
-    raise _unsupported(cache, f"the sweep knows {known} and their subclasses")
+    raise unsupported(cache, f"the sweep knows {known} and their subclasses")
 
 
-def _unsupported(cache: Any, why: str) -> UnsupportedRadixCacheError:
+def unsupported(cache: Any, why: str) -> UnsupportedRadixCacheError:
     return UnsupportedRadixCacheError(
         f"kv-canary cannot sweep the prefix cache {type(cache).__qualname__}: {why}, "
         "or start without --kv-canary-sweep-interval"

@@ -1,0 +1,70 @@
+"""One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree from 0.5.17 on, in Rust or Python.
+
+The tree gives all slots at once, and may change before the next step. So a pass is one chunk, verified in the step in
+which it was listed: its cost grows with the tree. Nodes and namespaces are not told, so the first slot of a prefix is
+verified without its chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..record import PREV_ANCHOR, PREV_UNREACHABLE
+from .radix_cache_walker import (
+    RadixCacheWalkResult,
+    WalkSegment,
+    unsupported,
+    unwrap,
+)
+
+__all__ = ["FlatWalker", "lists_its_own_slots"]
+
+_NO_NODE = -1
+
+
+def lists_its_own_slots(radix_cache: Any) -> bool:
+    """Whether the cache has a tree core with a walk of its own."""
+    return hasattr(getattr(unwrap(radix_cache), "tree_core", None), "walk_for_kv_canary")
+
+
+class FlatWalker:
+    """The same interface as RadixCacheWalker. Limits are ignored: see the module."""
+
+    def __init__(self, radix_cache: Any, unlocked_only: bool, swa_resident_only: bool) -> None:
+        self._cache = unwrap(radix_cache)
+        self._filters = (unlocked_only, swa_resident_only)
+        self._is_over = False
+        self.device = torch.device(self._cache.token_to_kv_pool_allocator.device)
+
+    def next_chunk(
+        self, max_slots: int | None = None, max_us: float | None = None
+    ) -> RadixCacheWalkResult | None:
+        """All slots, then None."""
+        if self._is_over:
+            return None
+        self._is_over = True
+        walk = self._cache.tree_core.walk_for_kv_canary(*self._filters)
+        slots, positions, prev_slots = (
+            column.to(self.device, torch.int64, copy=True)
+            for column in (walk.slot_indices, walk.positions, walk.prev_slot_indices)
+        )
+        count = slots.shape[0]
+        if not count:
+            return self.empty_result()
+        prev_slots.masked_fill_(prev_slots == PREV_ANCHOR, PREV_UNREACHABLE)
+        segment = WalkSegment(0, count, 1, _NO_NODE, None, True)
+        ends = torch.ones(count, dtype=torch.bool, device=self.device)
+        ends[:-1] = prev_slots[1:] != slots[:-1]
+        return RadixCacheWalkResult(slots, positions, prev_slots, ends, (segment,))
+
+    def refuse_pages_not_of(self, stride: int) -> None:
+        """Raises UnsupportedRadixCacheError for slots that stand for several tokens."""
+        if stride != 1:
+            raise unsupported(self._cache, f"its own walk lists no slots of {stride} tokens")
+
+    def empty_result(self) -> RadixCacheWalkResult:
+        """A chunk with n = 0."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return RadixCacheWalkResult(none, none, none, none.bool(), ())
