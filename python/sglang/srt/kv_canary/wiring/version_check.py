@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import CanaryStartupError
+from ..import_alias import OLD_NAME
 
 __all__ = ["SUPPORTED_SGLANG_VERSIONS", "check_sglang"]
 
@@ -32,7 +34,7 @@ def _refuse_own_canary() -> None:
     if _files_in_sglang_distribution():
         raise _refusal(f"the installed sglang brings a {_PACKAGE} of its own")
     if folders := _foreign_package_folders():
-        raise _refusal(f"sglang.srt.kv_canary is also provided by {', '.join(folders)}")
+        raise _refusal(f"{OLD_NAME} is also provided by {', '.join(folders)}")
     if _foreign_flag():
         raise _refusal("the installed sglang has a --kv-canary of its own")
 
@@ -46,12 +48,12 @@ def _files_in_sglang_distribution() -> bool:
 
 
 def _foreign_package_folders() -> list[str]:
-    """Folders other than this one that `sglang.srt.kv_canary` is, or could be, imported from."""
+    """Folders other than this one that `OLD_NAME` is, or could be, imported from."""
     import sglang.srt
-    import sglang.srt.kv_canary
 
     ours = Path(__file__).resolve().parent.parent
-    candidates = [Path(folder) for folder in sglang.srt.kv_canary.__path__]
+    found = find_spec(OLD_NAME)  # does not import it: it may be a canary of SGLang's own
+    candidates = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
     candidates += [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
     foreign = {c.resolve() for c in candidates if any(c.glob("*.py")) and c.resolve() != ours}
     return sorted(str(folder) for folder in foreign)
