@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import CanaryStartupError
@@ -48,13 +47,11 @@ def _files_in_sglang_distribution() -> bool:
 
 
 def _foreign_package_folders() -> list[str]:
-    """Folders other than this one that `OLD_NAME` is, or could be, imported from."""
+    """Folders in SGLang's tree, other than this one, that `OLD_NAME` could be imported from."""
     import sglang.srt
 
     ours = Path(__file__).resolve().parent.parent
-    found = find_spec(OLD_NAME)  # does not import it: it may be a canary of SGLang's own
-    candidates = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
-    candidates += [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
+    candidates = [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
     foreign = {c.resolve() for c in candidates if any(c.glob("*.py")) and c.resolve() != ours}
     return sorted(str(folder) for folder in foreign)
 
