@@ -268,7 +268,7 @@ if __name__ == "__main__":
     import sglang_kv_canary
     from sglang.srt.entrypoints.engine import Engine
     with Engine(**json.loads(sys.argv[1])) as engine:
-        answer = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
+        answer = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
         info = engine.get_server_info()
     print(json.dumps({"tokens": len(answer["output_ids"]), "active": info["kv_canary_active"],
         "folder": list(sglang_kv_canary.__path__)}))
