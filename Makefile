@@ -58,9 +58,7 @@ docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --clean --strict
 	@echo build/site/index.html
 
-# A stale build/ would put deleted modules into the wheel.
 wheel: $(READY_STAMP)
-	@rm -rf build
 	@$(VENV)/bin/python -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
 

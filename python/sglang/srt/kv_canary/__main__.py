@@ -1,4 +1,4 @@
-"""`python -m sglang.srt.kv_canary`: the same as `kv-canary`."""
+"""`python -m sglang_kv_canary`: the same as `kv-canary`."""
 
 import sys
 

@@ -6,14 +6,19 @@ any of our code has run.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
 from .errors import GO_ON_WITHOUT
+from .seam_guard import BUILTIN_ENV, wants_builtin
 from .wiring.context import context
+from .wiring.releases import release
 from .wiring.version_check import check_sglang
 
 __all__ = ["register"]
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -29,6 +34,9 @@ def register() -> None:
     flags_exist = False
     try:
         check_sglang()
+        if release().has_own_canary and wants_builtin():
+            logger.warning("kv-canary: %s is set, so SGLang's own canary is in charge", BUILTIN_ENV)
+            return
         _install_flags()
         flags_exist = True
         _register_hooks()
@@ -41,7 +49,6 @@ def register() -> None:
 
 def _install_flags() -> None:
     from .environ import install_env_fields
-    from .wiring.releases import release
 
     install_env_fields()
     release().install_flags()

@@ -73,9 +73,10 @@ def test_version_names_both_distributions(capsys):
     )
 
 
-def test_module_of_the_package_is_the_same_command():
+@pytest.mark.parametrize("name", sorted({package.__name__, "sglang_kv_canary"}))
+def test_module_of_the_package_is_the_same_command(name):
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", package.__name__, "--version"],
+        [sys.executable, "-W", "ignore", "-m", name, "--version"],
         capture_output=True,
         text=True,
         timeout=consts.PROCESS_TIMEOUT_S,

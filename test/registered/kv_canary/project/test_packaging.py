@@ -1,10 +1,12 @@
-"""The distribution adds one package to SGLang's tree, two modules beside it, and touches nothing else in it.
+"""One wheel for every SGLang release: it shares no file with SGLang, and leaves SGLang as it was.
 
 SGLang's packages are linked file by file into a fresh virtual environment, and pip installs into
-that: it looks like a user's site-packages, without reinstalling SGLang.
+that: it looks like a user's site-packages, without reinstalling SGLang. A release with a canary of
+its own is downloaded.
 """
 
 import email
+import hashlib
 import json
 import os
 import re
@@ -13,23 +15,27 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import sglang_kv_canary
-import sglang_kv_canary_rigs
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.import_alias import OLD_NAME
+from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary.testing.tiny_models import write_tiny_llama
 from sglang_kv_canary_rigs.checkout import REPO
 
-register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
-PACKAGE = sglang_kv_canary.__name__
-OUR_PACKAGE = PACKAGE.replace(".", "/")
-RIGS = sglang_kv_canary_rigs.__name__.replace(".", "/")
-MODULES = {"kv_canary_cli.py", "sglang_kv_canary.py"}
+PACKAGE = "sglang_kv_canary"
+FOLDER = "python/sglang/srt/kv_canary"
+BESIDE_THE_PACKAGE = {"kv_canary_cli.py", "sglang_kv_canary.pth"}
 DIST_INFO = "sglang_kv_canary-0.1.0.dist-info"
+# A release that ships `sglang.srt.kv_canary`.
+NEWER = "0.5.23"
+REQUIRED = "KV_CANARY_REQUIRE_NEWER_SGLANG"
 
 Snapshot = dict[str, tuple[int, int]]  # path below a tree -> (size in bytes, mtime in ns)
 
@@ -52,9 +58,15 @@ class Environment:
     def pip(self, *args: str) -> None:
         _run(sys.executable, "-m", "pip", "--quiet", "--python", self.python, *args)
 
-    def query(self, code: str) -> dict:
+    def install_canary(self, target: str, *options: str) -> None:
+        # --ignore-installed: pip sees, through shared.pth, the installation that runs this test.
+        flags = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+        self.pip("install", *flags, *options, target)
+
+    def query(self, code: str, *args: str) -> dict:
         """Run `code` in the environment; return the JSON object in its last line of stdout."""
-        return json.loads(_run(self.python, "-I", "-W", "ignore", "-c", code).splitlines()[-1])
+        shown = _run(self.python, "-B", "-I", "-W", "ignore", "-c", code, *args)
+        return json.loads(shown.splitlines()[-1])
 
 
 def _run(*command: str) -> str:
@@ -73,8 +85,26 @@ def _snapshot(tree: Path) -> Snapshot:
     }
 
 
-def _our_files(names: set[str]) -> set[str]:
-    return {name for name in names if name.startswith(f"{OUR_PACKAGE}/")}
+def _new_environment(root: Path) -> Environment:
+    """Without SGLang, and with all that this environment has as a second choice."""
+    env = Environment(root)
+    _run(sys.executable, "-m", "venv", "--without-pip", str(env.root))
+    # Such paths come last, and .pth files in them are not run: SGLang's dependencies and metadata
+    # are found there, this checkout's own editable install is not.
+    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (env.site_packages / "shared.pth").write_text("\n".join(shared))
+    return env
+
+
+def _with_this_sglang(root: Path) -> Environment:
+    env = _new_environment(root)
+    shutil.copytree(
+        Path(find_spec("sglang").origin).parent,
+        env.site_packages / "sglang",
+        copy_function=os.symlink,
+        ignore=shutil.ignore_patterns("kv_canary"),
+    )
+    return env
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +115,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(REPO / "python", copy / "python", ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy2(REPO / name, copy)
+    _leave_an_earlier_build(copy)
     return copy
+
+
+def _leave_an_earlier_build(checkout: Path) -> None:
+    """As versions did whose package lay below `sglang` in the wheel, too."""
+    for folder in ("sglang/srt/kv_canary", PACKAGE):
+        (checkout / "build/lib" / folder).mkdir(parents=True)
+        (checkout / "build/lib" / folder / "gone.py").touch()
 
 
 @pytest.fixture(scope="module")
@@ -99,28 +137,40 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    env = Environment(tmp_path / "venv")
-    _run(sys.executable, "-m", "venv", "--without-pip", str(env.root))
-    spec = find_spec("sglang")
-    shutil.copytree(
-        Path(spec.origin).parent,
-        env.site_packages / "sglang",
-        copy_function=os.symlink,
-        ignore=shutil.ignore_patterns("kv_canary"),
+    return _with_this_sglang(tmp_path / "venv")
+
+
+@pytest.fixture(scope="module")
+def with_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    env = _with_this_sglang(tmp_path_factory.mktemp("with_wheel") / "venv")
+    env.install_canary(str(wheel))
+    return env
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Unmodified, as pip installs it; skipped without a package index, unless KV_CANARY_REQUIRE_NEWER_SGLANG=1."""
+    env = _new_environment(tmp_path_factory.mktemp("newer") / "venv")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--python", env.python)
+    flags = ("--no-deps", "--no-compile", "--ignore-installed")
+    done = subprocess.run(
+        [*pip, "install", *flags, f"sglang=={NEWER}"], capture_output=True, text=True
     )
-    # Such paths come last, and .pth files in them are not run: SGLang's dependencies and metadata
-    # are found there, this checkout's own editable install is not.
-    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (env.site_packages / "shared.pth").write_text("\n".join(shared))
+    if done.returncode != 0:
+        missing = f"pip cannot install sglang=={NEWER} here: {done.stderr}"
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{missing} ({REQUIRED}=1)")
+        pytest.skip(missing)
     return env
 
 
 def test_wheel_holds_the_canary_and_nothing_else(source: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     metadata = {name for name in names if name.startswith(f"{DIST_INFO}/")}
-    assert names - metadata == MODULES | _our_files(set(_snapshot(source / "python")))
-    assert {f"{OUR_PACKAGE}/__init__.py", f"{OUR_PACKAGE}/testing/serving.py"} <= names
-    assert not any(name.startswith(RIGS) for name in names)
+    package = {f"{PACKAGE}/{name}" for name in _snapshot(source / FOLDER)}
+    assert names - metadata == BESIDE_THE_PACKAGE | package
+    assert {f"{PACKAGE}/__init__.py", f"{PACKAGE}/testing/serving.py"} <= names
+    assert not any(name.startswith("sglang/") for name in names)
     assert f"{DIST_INFO}/licenses/LICENSE" in names
 
 
@@ -148,31 +198,24 @@ def test_installs_beside_an_untouched_sglang(
 ) -> None:
     tree = environment.site_packages
     before = _snapshot(tree / "sglang")
-    target = (str(wheel),) if kind == "wheel" else ("--editable", str(source))
-    # --ignore-installed: pip sees, through shared.pth, the installation that runs this test.
-    flags = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-    environment.pip("install", *flags, *target)
-
-    after = _snapshot(tree / "sglang")
-    added = {f"sglang/{name}" for name in after.keys() - before.keys()}
-    ours = _our_files(set(_snapshot(source / "python")))
-    assert added == (ours if kind == "wheel" else set())
-    assert {name: after[name] for name in before} == before
+    environment.install_canary(*((str(wheel),) if kind == "wheel" else (str(source), "--editable")))
+    assert _snapshot(tree / "sglang") == before
 
     found = environment.query(
-        "import json, sglang, sglang.srt.kv_canary as srt, sglang_kv_canary.testing as testing\n"
+        "import json, sglang, sglang_kv_canary.testing as testing\n"
         "from importlib.metadata import entry_points\n"
         "(point,) = entry_points(group='sglang.srt.plugins', name='kv_canary')\n"
-        "print(json.dumps({'sglang': sglang.__file__, 'srt': srt.__file__, 'testing': testing.__file__,\n"
+        "print(json.dumps({'sglang': sglang.__file__, 'testing': testing.__file__, 'name': testing.__name__,\n"
         "    'dist': str(point.dist.locate_file('')), 'register': point.load().__module__}))"
     )
-    home = tree if kind == "wheel" else source / "python"
+    home = tree / PACKAGE if kind == "wheel" else source / FOLDER
+    name = PACKAGE if kind == "wheel" else OLD_NAME
     assert found == {
         "sglang": str(tree / "sglang/__init__.py"),
-        "srt": str(home / f"{OUR_PACKAGE}/__init__.py"),
-        "testing": str(home / f"{OUR_PACKAGE}/testing/__init__.py"),
+        "testing": str(home / "testing/__init__.py"),
+        "name": f"{name}.testing",
         "dist": str(tree),
-        "register": f"{PACKAGE}.plugin",
+        "register": f"{name}.plugin",
     }
 
     script = environment.root / "bin" / "kv-canary"
@@ -181,6 +224,152 @@ def test_installs_beside_an_untouched_sglang(
     environment.pip("uninstall", "--yes", "sglang-kv-canary")
     assert not script.exists()
     assert _snapshot(tree / "sglang") == before
+    assert not list(tree.glob("*kv_canary*"))
+
+
+# The wheel beside an SGLang without a canary of its own
+
+
+# Imports each part by both names, those of `sys.argv` in their order. `files` are all that were loaded.
+IMPORT = """
+import json, sys
+from importlib import import_module
+names = sys.argv[1:]
+parts = ("", ".plugin", ".kernels.reference.check", ".demo.run", ".wiring.version_check")
+pairs = [[import_module(name + part) for name in names] for part in parts]
+pairs[-1][0].check_sglang()
+files = [str(getattr(module, "__file__", "")) for module in set(sys.modules.values())]
+print(json.dumps({
+    "same": [a is b for a, b in pairs],
+    "names": [a.__spec__.name for a, _ in pairs],
+    "files": [file for file in files if "kv_canary" in file],
+}))
+"""
+
+
+def test_old_name_gives_the_same_modules(with_wheel: Environment) -> None:
+    found = with_wheel.query(IMPORT, OLD_NAME, PACKAGE)
+    assert found["same"] == [True] * 5
+    assert {name.split(".")[0] for name in found["names"]} == {PACKAGE}
+    assert len(found["files"]) == len(set(found["files"])) > 10
+
+
+def test_commands_answer(with_wheel: Environment) -> None:
+    script = str(with_wheel.root / "bin" / "kv-canary")
+    assert "demo" in _run(script, "--help")
+    assert "MHATokenToKVPool" in _run(script, "pools")
+    as_module = (with_wheel.python, "-I", "-W", "ignore", "-m", PACKAGE)
+    assert _run(*as_module, "--version") == _run(script, "--version")
+
+
+SERVE = """
+import json, sys
+if __name__ == "__main__":
+    import sglang_kv_canary
+    from sglang.srt.entrypoints.engine import Engine
+    with Engine(**json.loads(sys.argv[1])) as engine:
+        answer = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+        info = engine.get_server_info()
+    print(json.dumps({"tokens": len(answer["output_ids"]), "active": info["kv_canary_active"],
+        "folder": list(sglang_kv_canary.__path__)}))
+"""
+
+
+def test_engine_serves_under_the_canary_of_the_wheel(
+    with_wheel: Environment, tmp_path: Path
+) -> None:
+    flags = {
+        "model_path": write_tiny_llama(tmp_path / "llama"),
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "device": "cpu",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": "torch_native",
+        "max_total_tokens": 2048,
+        "mem_fraction_static": 0.99,
+        "dtype": "float32",
+        "nccl_port": free_port(),
+    }
+    (tmp_path / "serve.py").write_text(SERVE)
+    shown = _run(with_wheel.python, "-W", "ignore", str(tmp_path / "serve.py"), json.dumps(flags))
+    served = json.loads(shown.splitlines()[-1])
+    assert served["tokens"] == 4
+    assert [active["mode"] for active in served["active"]] == ["raise"]
+    assert served["folder"] == [str(with_wheel.site_packages / PACKAGE)]
+
+
+def test_start_of_an_interpreter_imports_two_small_modules(with_wheel: Environment) -> None:
+    def imported(*options: str) -> set[str]:
+        code = "import sys; print(*sys.modules, sep='\\n')"
+        return set(_run(with_wheel.python, *options, "-c", code).split())
+
+    pth = with_wheel.site_packages / "sglang_kv_canary.pth"
+    assert pth.read_text().count("\n") == 1
+    with_pth = imported()
+    hidden = pth.rename(pth.with_suffix(".off"))
+    without = imported()
+    hidden.rename(pth)
+    assert with_pth - without == {PACKAGE, f"{PACKAGE}.import_alias"}
+
+
+# Beside an SGLang with a canary of its own
+
+
+def _hashes(env: Environment) -> dict[str, str]:
+    """Of every file that belongs to SGLang or lies in its folder."""
+    tree = env.site_packages
+    (info,) = tree.glob("sglang-*.dist-info")
+    listed = [Path(file.locate()) for file in Distribution.at(info).files]
+    files = {*listed, *(path for path in (tree / "sglang").rglob("*") if path.is_file())}
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# What an import would find, without importing it: SGLang's own canary is not loaded here.
+FIND = """
+import json, sys
+from importlib.metadata import entry_points, version
+import sglang_kv_canary.cli as cli
+
+def find(name, folder=None):
+    path = folder and [folder]
+    return next((s for s in (f.find_spec(name, path) for f in sys.meta_path) if s), None)
+
+(point,) = entry_points(group="sglang.srt.plugins", name="kv_canary")
+srt, old_name = sys.argv[1] + "/sglang/srt", sys.argv[2]
+print(json.dumps({
+    "version": version("sglang"),
+    "ours": cli.__file__,
+    "theirs": find(old_name, srt).origin,
+    "not theirs": str(find(old_name + ".import_alias", srt + "/kv_canary")),
+    "register": point.load().__module__,
+    "rigs": bool(find("sglang_kv_canary_rigs")),
+}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_newer_sglang_stays_bit_for_bit_as_it_is(
+    kind: str, wheel: Path, source: Path, newer: Environment
+) -> None:
+    tree = newer.site_packages
+    before = _hashes(newer)
+    assert str(tree / "sglang/srt/kv_canary/__init__.py") in before
+
+    newer.install_canary(*((str(wheel),) if kind == "wheel" else (str(source), "--editable")))
+    assert _hashes(newer) == before
+    assert newer.query(FIND, str(tree), OLD_NAME) == {
+        "version": NEWER,
+        "ours": str((tree / PACKAGE if kind == "wheel" else source / FOLDER) / "cli/__init__.py"),
+        "theirs": str(tree / "sglang/srt/kv_canary/__init__.py"),
+        "not theirs": "None",
+        "register": f"{PACKAGE}.plugin",
+        "rigs": kind == "editable",
+    }
+
+    newer.pip("uninstall", "--yes", "sglang-kv-canary")
+    assert _hashes(newer) == before
+    assert not list(tree.glob("*kv_canary*"))
 
 
 def test_requirement_files_pin_exact_versions() -> None:

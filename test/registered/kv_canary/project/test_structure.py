@@ -1,6 +1,7 @@
 """The floor plan: imports go one way between rooms and between files, and stay inside the package by relative names."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -11,6 +12,7 @@ import pytest
 import sglang_kv_canary
 import sglang_kv_canary_rigs
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary_rigs.checkout import REPO
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -21,8 +23,15 @@ OWN_NAMES = (
     "sglang_kv_canary",
     "sglang_kv_canary_rigs",
 )
-# Names SGLang's files only in texts about them, and asks where the package could be imported from.
-BY_FULL_NAME = {"wiring/version_check.py"}
+# Packages that SGLang brings itself from 0.5.13 on. Only its seam may be named, as a target of a hook.
+THEIRS = re.compile(r"\bsglang\.(srt|test|kernels\.ops)\.kv_canary\b[.\w]*")
+SEAM = "sglang.srt.kv_canary.api.install_canary"
+# They give this package its second name. Beside such a release they are not used, or come after SGLang's packages.
+ALIASES = {
+    "python/sglang/srt/kv_canary/import_alias.py",
+    "python/sglang_kv_canary.py",
+    "python/sglang_kv_canary_rigs.py",
+}
 
 Module = tuple[str, ...]
 
@@ -82,8 +91,6 @@ def test_no_room_imports_itself_through_others():
 @pytest.mark.parametrize("module", MODULES, ids=".".join)
 def test_the_package_imports_itself_by_relative_names_and_never_its_tests(module):
     path = MODULES[module]
-    if path.relative_to(PACKAGE).as_posix() in BY_FULL_NAME:
-        return
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -93,6 +100,66 @@ def test_the_package_imports_itself_by_relative_names_and_never_its_tests(module
         ours = [n for n in names for own in OWN_NAMES if n == own or n.startswith(f"{own}.")]
         # `kv-canary` and `python -m` share the command outside of the package.
         assert ours == [], f"{path}:{node.lineno}"
+
+
+def _names_of_theirs(source: str) -> list[str]:
+    """In imports, and in strings other than docstrings: code of snippets, hook targets, arguments of import_module."""
+    return [match[0] for text in _texts(ast.parse(source)) for match in THEIRS.finditer(text)]
+
+
+def _texts(tree: ast.Module) -> Iterator[str]:
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and node not in docstrings and node.value != SEAM:
+            yield str(node.value)
+
+
+@pytest.mark.skipif(not (REPO / "setup.py").is_file(), reason="no source tree")
+def test_nothing_loads_a_canary_of_sglang_by_its_name():
+    folders = [REPO / name for name in ("benchmark", "python", "test", "tools")]
+    files = [REPO / "setup.py", *(path for folder in folders for path in folder.rglob("*.py"))]
+    named = {
+        path.relative_to(REPO).as_posix(): _names_of_theirs(path.read_text()) for path in files
+    }
+    assert len(named) > 300
+    assert {file: names for file, names in named.items() if names and file not in ALIASES} == {}
+    assert all(named[file] for file in ALIASES)
+
+
+SRT, OPS = "sglang.srt", "sglang.kernels.ops"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"import {SRT}.kv_canary",
+        f"def f():\n    from {SRT}.kv_canary.api import install_canary",
+        f"from {SRT} import environ, kv_canary",
+        f"from {OPS} import kv_canary",
+        f"import_module('{OPS}.kv_canary.anything')",
+        f"run('import sys; import {SRT}.kv_canary.config as config')",
+        f"hook('{SEAM}_of_another_kind')",
+    ],
+)
+def test_each_way_to_load_it_is_seen(source):
+    assert len(_names_of_theirs(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"hook('{SEAM}')",
+        f"'A docstring about {SRT}.kv_canary.'",
+        "from .kv_canary import api",
+        f"import {SRT}.kv_canary_of_others",
+    ],
+)
+def test_nothing_else_is_seen(source):
+    assert _names_of_theirs(source) == []
 
 
 if __name__ == "__main__":

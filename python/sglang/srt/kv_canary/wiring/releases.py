@@ -32,6 +32,7 @@ class Release:
 
     # Modules with HOOKS, relative to `wiring`. Later hooks on one target wrap earlier ones.
     hook_modules: tuple[str, ...]
+    has_own_canary: bool  # SGLang's, which our plugin replaces
     check: Callable[
         [], None
     ]  # raises CanaryStartupError for a build that is not this release's own

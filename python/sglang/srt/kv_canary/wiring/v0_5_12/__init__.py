@@ -85,6 +85,7 @@ RELEASE = Release(
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
+    has_own_canary=False,
     check=_check,
     refusals=_refusals,
     install_flags=_install_flags,

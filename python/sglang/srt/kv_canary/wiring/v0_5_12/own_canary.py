@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 
+from ...import_alias import OLD_NAME
 from ..version_check import refusal
 
 _PACKAGE = "sglang/srt/kv_canary/"
-_NAME = "sglang.srt.kv_canary"
 
 
 def refuse_own_canary() -> None:
@@ -17,7 +16,7 @@ def refuse_own_canary() -> None:
     if _files_in_sglang_distribution():
         raise refusal(f"the installed sglang brings a {_PACKAGE} of its own")
     if folders := _foreign_package_folders():
-        raise refusal(f"{_NAME} is also provided by {', '.join(folders)}")
+        raise refusal(f"{OLD_NAME} is also provided by {', '.join(folders)}")
     if _foreign_flag():
         raise refusal("the installed sglang has a --kv-canary of its own")
 
@@ -31,13 +30,11 @@ def _files_in_sglang_distribution() -> bool:
 
 
 def _foreign_package_folders() -> list[str]:
-    """Folders other than ours that the package is, or could be, imported from."""
+    """Folders in SGLang's tree, other than ours, that `OLD_NAME` could be imported from."""
     import sglang.srt
 
     ours = Path(__file__).resolve().parent.parent.parent
-    found = find_spec(_NAME)  # does not import it: it may be a canary of SGLang's own
-    candidates = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
-    candidates += [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
+    candidates = [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
     foreign = {c.resolve() for c in candidates if any(c.glob("*.py")) and c.resolve() != ours}
     return sorted(str(folder) for folder in foreign)
 

@@ -79,6 +79,7 @@ RELEASE = Release(
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
+    has_own_canary=True,
     check=lambda: None,
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ...errors import startup_error
+from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
@@ -72,6 +73,4 @@ def _refuse_unknown_pool(model_runner: Any) -> None:
         )
 
 
-HOOKS = (
-    HookSpec("sglang.srt.kv_canary.api.install_canary", install, HookType.REPLACE, "any KV slot"),
-)
+HOOKS = (HookSpec(SEAM, install, HookType.REPLACE, "any KV slot"),)
