@@ -74,15 +74,12 @@ class TestMHARaise(CanaryE2EBase):
         assert (active["mode"], active["pools"]) == ("raise", ["FULL"])
         (event,) = self.serving.events("active")
         assert active.items() <= event.items()
-        assert (event["host"], event["pid"]) == (socket.gethostname(), self.scheduler_pid())
+        assert event["host"] == socket.gethostname()
+        parents = psutil.Process(event["pid"]).parents()
+        assert self.serving.process.pid in [process.pid for process in parents]
         assert event["model"] == self.serving.server_args["model_path"]
         assert event["sglang_version"] == version("sglang")
         assert event["canary_version"] == version("sglang-kv-canary")
-
-    def scheduler_pid(self) -> int:
-        children = psutil.Process(self.serving.process.pid).children(recursive=True)
-        (scheduler,) = (c for c in children if any("sglang::scheduler" in a for a in c.cmdline()))
-        return scheduler.pid
 
     def test_violation_ends_the_server_and_is_the_last_word(self) -> None:
         # A slot of the answer: the prefix cache has only the prompt yet, so the sweep does not report it, too.

@@ -10,6 +10,7 @@ import torch
 
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..record import WORD_WRITER, unpack_writer
+from ..wiring.releases import release
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
@@ -168,10 +169,11 @@ def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
         prefixes = (forward_batch.seq_lens - new).tolist()
     if len(requests) != len(prefixes):
         return ()
+    row_of = release().row_of
     return tuple(
         Reader(
             index=index,
-            row=int(request.req_pool_idx),
+            row=int(row_of(request)),
             request_id=request.rid,
             prefix=int(prefix),
             tokens_to_go=request.sampling_params.max_new_tokens - len(request.output_ids),
