@@ -24,6 +24,7 @@ def watch_allocator(allocator: Any) -> None:
     """Follow `allocator` from now on. Raises CanaryStartupError for a class without hooks."""
     name = type(allocator).__name__
     if name in _SIMPLE:
+        _refuse_unknown_methods(allocator)
         context.watch_allocator(allocator, PoolKind.FULL)
     elif name == "SWATokenToKVPoolAllocator":
         _refuse_unless_simple(allocator.full_attn_allocator)
@@ -36,10 +37,22 @@ def watch_allocator(allocator: Any) -> None:
 
 def _refuse_unless_simple(allocator: Any) -> None:
     name = type(allocator).__name__
+    _refuse_unknown_methods(allocator)
     if name not in _SIMPLE:
         raise startup_error(
             f"the slot allocator {name} is of a class whose frees the canary cannot follow "
             f"(known: {', '.join(_SIMPLE)}, SWATokenToKVPoolAllocator).",
+            FREES,
+        )
+
+
+def _refuse_unknown_methods(allocator: Any) -> None:
+    """A public method that nobody has read may be one more way to free slots, unseen by the hooks."""
+    public = {name for name in dir(type(allocator)) if not name.startswith("_")}
+    if unknown := sorted(public - release().allocator_methods):
+        raise startup_error(
+            f"the slot allocator {type(allocator).__name__} has methods that the canary does not know: "
+            f"{', '.join(unknown)}.",
             FREES,
         )
 

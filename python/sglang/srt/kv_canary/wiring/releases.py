@@ -45,7 +45,9 @@ class Release:
     # The tokens that a request has computed once its next forward is done: prompt and answer.
     tokens_of: Callable[[Any], Sequence[int]]
     ranks_of: Callable[[Any], Ranks]  # of a model runner
-    # Whether an allocator only queues frees, until its free group ends.
+    # Public methods of slot allocators that were read: all of them that free slots are hooked.
+    allocator_methods: frozenset[str]
+    # Whether an allocator's free() is seen later: at the end of its free group, or page by page.
     queues_frees: Callable[[Any], bool]
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]

@@ -8,6 +8,7 @@ from typing import Any
 from ...runner.ranks import Ranks
 from ..refusals import Refusal
 from ..releases import Release
+from .allocator_methods import ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
 
@@ -92,6 +93,7 @@ RELEASE = Release(
     row_of=_row_of,
     tokens_of=_tokens_of,
     ranks_of=_ranks_of,
+    allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,

@@ -8,6 +8,7 @@ from typing import Any
 from ...runner.ranks import Ranks
 from ..refusals import Refusal
 from ..releases import Release
+from .allocator_methods import ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
 
@@ -35,7 +36,8 @@ def _ranks_of(_: Any) -> Ranks:
 
 
 def _queues_frees(allocator: Any) -> bool:
-    return allocator.free_group is not None
+    # Freed pages are seen in `_release_page_ids`, whichever call frees them.
+    return allocator.free_group is not None or hasattr(allocator, "_release_page_ids")
 
 
 def _settled(server_args: Any) -> Any:
@@ -86,6 +88,7 @@ RELEASE = Release(
     row_of=_row_of,
     tokens_of=_tokens_of,
     ranks_of=_ranks_of,
+    allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
     settled=_settled,
     has_indexer=_has_indexer,
