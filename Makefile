@@ -4,11 +4,14 @@
 # Both set up $(VENV) first, and again only when a pin, pyproject.toml, setup.py or the stand-in changes.
 #
 # Variables
+#   SGLANG           release that demo and test run with: 0.5.12.post1 (default) or 0.5.23; each has its own $(VENV)
 #   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
 #   JOBS             test files that run at a time; default 2
 #   TORCH_INDEX_URL  set to https://download.pytorch.org/whl/cpu where plain PyPI's torch brings CUDA packages
 
-VENV ?= .venv
+BASE_SGLANG = 0.5.12.post1
+SGLANG ?= $(BASE_SGLANG)
+VENV ?= .venv$(if $(filter-out $(BASE_SGLANG),$(SGLANG)),-$(SGLANG))
 JOBS ?= 2
 TORCH_INDEX_URL ?=
 ARGS ?=
@@ -20,6 +23,8 @@ PIP_FLAGS = --quiet --disable-pip-version-check
 PIP_INSTALL = $(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-warn-conflicts
 SHIM = tools/cpu_sgl_kernel
 DOCS_NEEDS = requirements/docs.txt
+SGLANG_NEEDS = requirements/sglang-$(SGLANG).txt
+ENGINE_NEEDS = requirements/torch.txt requirements/cpu.txt requirements/dev.txt $(SGLANG_NEEDS)
 SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
 READY_STAMP = $(VENV)/.stamp-ready
@@ -78,12 +83,16 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(VENV)/bin/python install $(PIP_FLAGS) pip -c requirements/dev.txt
 
-$(DEPS_STAMP): $(filter-out $(DOCS_NEEDS),$(wildcard requirements/*.txt)) | $(VENV)/bin/pip
+$(SGLANG_NEEDS):
+	@echo 'no environment for SGLANG=$(SGLANG); there are:' \
+		$(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt)) >&2; exit 1
+
+$(DEPS_STAMP): $(ENGINE_NEEDS) | $(VENV)/bin/pip
 	@echo "[setup 2/4] installing torch (about 200 MB)"
 	@$(PIP_INSTALL) -r requirements/torch.txt -c requirements/cpu.txt -c requirements/dev.txt \
 		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
-	@echo "[setup 3/4] installing SGLang and what its CPU engine needs"
-	@$(PIP_INSTALL) --no-deps -r requirements/sglang.txt -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "[setup 3/4] installing SGLang $(SGLANG) and what its CPU engine needs"
+	@$(PIP_INSTALL) --no-deps -r $(SGLANG_NEEDS) -r requirements/cpu.txt -r requirements/dev.txt
 	@touch $@
 
 $(READY_STAMP): pyproject.toml setup.py $(SHIM_FILES) $(DEPS_STAMP)

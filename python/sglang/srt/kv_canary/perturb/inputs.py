@@ -64,12 +64,12 @@ def _around_head(scene: Scene, args: dict[str, Any], name: str, value: int) -> O
     values: torch.Tensor = getattr(scene.forward_batch, name)
     index, before = readers[0].index, int(values[readers[0].index])
 
-    def put(number: int) -> None:
-        values[index] = number
+    def put(batch: Any, number: int) -> None:
+        getattr(batch, name)[index] = number
 
     return Outcome(
         (),
         (readers[0].request_id,),
         f'{name} {value} instead of {before} for request "{readers[0].request_id}"',
-        around_head=(lambda: put(value), lambda: put(before)),
+        around_head=(lambda batch: put(batch, value), lambda batch: put(batch, before)),
     )

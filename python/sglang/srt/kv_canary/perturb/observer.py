@@ -14,6 +14,7 @@ from sglang.srt.environ import envs
 
 from ..runner.step_observer import Observed, StepObserver
 from ..wiring.context import context
+from ..wiring.model_runner import forward_batch_of
 from .control_folder import Command, ControlFolder, address_of
 from .fault import ArgumentError
 from .faults import FAULTS, WITHDRAW
@@ -178,9 +179,10 @@ class _HeadDamage:
 
         @functools.wraps(bracketed)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            batch = forward_batch_of(args, kwargs)
             for apply, undo in self._pairs:
-                apply()
-                self._undo.append(undo)
+                apply(batch)
+                self._undo.append(functools.partial(undo, batch))
             return bracketed(*args, **kwargs)
 
         self._bracketed, self._model.forward = bracketed, forward

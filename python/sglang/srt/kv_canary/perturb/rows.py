@@ -86,7 +86,7 @@ def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
         (before, past_end),
         (reader.request_id,),
         f'position {position} of request "{reader.request_id}": slot {past_end} instead of {before}',
-        around_head=(lambda: set_entry(past_end), lambda: set_entry(before)),
+        around_head=(lambda _: set_entry(past_end), lambda _: set_entry(before)),
     )
 
 

@@ -33,7 +33,8 @@ class Reader:
 class Outcome:
     """What a fault did, for the tester, and what remains to be done.
 
-    `around_head`: damage that would crash the model, as (apply, undo), called right before and after the HEAD check.
+    `around_head`: damage that would crash the model, as (apply, undo), called right before and after the HEAD check,
+    with the batch that the model receives.
     `before_head`: damage to the ForwardBatch that HEAD is about to check; eager forwards only.
     `after_forward`: undoes the damage after the forward has run.
     """
@@ -43,7 +44,7 @@ class Outcome:
     detail: str = ""
     rows: tuple[int, ...] = ()  # request rows that no request has
     data: dict[str, Any] = field(default_factory=dict)  # JSON added to the answer
-    around_head: tuple[Callable[[], None], Callable[[], None]] | None = None
+    around_head: tuple[Callable[[Any], None], Callable[[Any], None]] | None = None
     before_head: Callable[[Any], None] | None = None
     after_forward: Callable[[], None] | None = None
 
@@ -156,7 +157,8 @@ def cached_slots(tree_cache: Any, tokens: list[int]) -> list[int]:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
+    key = RadixKey(release().tree_tokens(tokens))
+    found = tree_cache.match_prefix(MatchPrefixParams(key=key))
     return found.device_indices.tolist()
 
 

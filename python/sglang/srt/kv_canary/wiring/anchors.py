@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
     """Set the anchors of the rows of `requests` if they changed, on the current stream."""
     known, row_of = context.anchor_of_row, release().row_of
+    namespace_of = release().namespace_of
     changed = {
         row: anchor
         for request in requests
         if (row := row_of(request)) is not None
-        and (anchor := anchor_of(request.extra_key)) != known.get(row, 0)
+        and (anchor := anchor_of(namespace_of(request))) != known.get(row, 0)
     }
     if not changed:
         return

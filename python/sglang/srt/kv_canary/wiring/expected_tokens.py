@@ -91,5 +91,5 @@ def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
     if prefix and not has_tokens:
         return RowStart.FORGET, 0
     return prefix, chain_of_tokens(
-        release().tokens_of(request)[:prefix], anchor_of(request.extra_key)
+        release().tokens_of(request)[:prefix], anchor_of(release().namespace_of(request))
     )

@@ -44,6 +44,10 @@ class Release:
     row_of: Callable[[Any], int | None]
     # The tokens that a request has computed once its next forward is done: prompt and answer.
     tokens_of: Callable[[Any], Sequence[int]]
+    namespace_of: Callable[
+        [Any], str | None
+    ]  # of a request: what else than tokens tells its prefixes apart
+    tree_tokens: Callable[[Sequence[int]], Sequence[int]]  # as the prefix cache takes them
     ranks_of: Callable[[Any], Ranks]  # of a model runner
     # Public methods of slot allocators that were read: all of them that free slots are hooked.
     allocator_methods: frozenset[str]

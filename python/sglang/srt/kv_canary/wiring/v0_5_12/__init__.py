@@ -39,6 +39,10 @@ def _row_of(request: Any) -> int | None:
     return request.req_pool_idx
 
 
+def _namespace_of(request: Any) -> str | None:
+    return request.extra_key
+
+
 def _ranks_of(model_runner: Any) -> Ranks:
     runner = model_runner
     return Ranks(runner.tp_rank, runner.pp_rank, runner.dp_rank, runner.moe_ep_rank)
@@ -92,6 +96,8 @@ RELEASE = Release(
     install_flags=_install_flags,
     row_of=_row_of,
     tokens_of=_tokens_of,
+    namespace_of=_namespace_of,
+    tree_tokens=list,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,16 @@ def _row_of(request: Any) -> int | None:
 
 def _tokens_of(request: Any) -> Sequence[int]:
     return request.get_fill_ids()
+
+
+def _namespace_of(request: Any) -> str | None:
+    if request.cache_salt is None:
+        return request.extra_key
+    return f"{request.extra_key or ''}\n{request.cache_salt}"
+
+
+def _tree_tokens(tokens: Sequence[int]) -> Sequence[int]:
+    return array("q", tokens)
 
 
 def _ranks_of(_: Any) -> Ranks:
@@ -87,6 +98,8 @@ RELEASE = Release(
     install_flags=lambda: None,  # SGLang has them
     row_of=_row_of,
     tokens_of=_tokens_of,
+    namespace_of=_namespace_of,
+    tree_tokens=_tree_tokens,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
