@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..pool_patcher.installed_pools import InstalledPool, installed_pools
 from ..wiring.coverage import paths
+from ..wiring.releases import release
 
 _MIN_NOTE_WIDTH = 40
 _POOL_HEADER = ("KV pool", "status", "groups (halves)", "what is covered, what is not and why")
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     shape.add_argument("--markdown", action="store_true", help="print Markdown tables")
     args = parser.parse_args(argv)
-    pools = installed_pools()
+    pools = installed_pools(release().known_pools())
     if args.json:
         print(json.dumps(_as_json(pools), indent=2))
     else:

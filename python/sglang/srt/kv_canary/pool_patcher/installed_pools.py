@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ..buffer_group import PoolKind
 from . import registry
 from .registry import Coverage, PoolSupport
 
+NOT_ON_THIS_RELEASE = PoolSupport(refused="no test of the canary has run it on this release yet")
 _ROOT = "sglang.srt.mem_cache.memory_pool.KVCache"
 _CLASS = re.compile(r"^class\s+(\w+)\s*\(([^()]*)\)\s*:", re.MULTILINE)
 
@@ -54,10 +55,18 @@ class InstalledPool:
         return self.support.covers + missing
 
 
-def installed_pools() -> tuple[InstalledPool, ...]:
-    """All KVCache subclasses of SGLang, and of other code that registered an attacher. Covered classes come first."""
+def installed_pools(known: Collection[str] | None = None) -> tuple[InstalledPool, ...]:
+    """All KVCache subclasses of SGLang, and of other code that registered an attacher. Covered classes come first.
+
+    `known`: qualified names of the classes that this release's hooks cover. None: all that have an attacher.
+    """
     lines = _lines_of_bases()
     found = [_resolve(name, lines) for name in sorted(lines)]
+    if known is not None:
+        found = [
+            p if p.name in known else InstalledPool(p.name, NOT_ON_THIS_RELEASE) for p in found
+        ]
+        return tuple(sorted(found, key=lambda pool: pool.status.rank))
     others = sorted(set(registry.known()) - set(lines))
     found += [InstalledPool(name, registry.known()[name]) for name in others]
     return tuple(sorted(found, key=lambda pool: pool.status.rank))
@@ -83,6 +92,8 @@ def _classes() -> Iterator[tuple[str, list[str]]]:
     """(qualified name, bare names of its bases) of every module-level class of sglang.srt."""
     srt = Path(sglang.srt.mem_cache.__path__[0]).parent
     for path in sorted(srt.rglob("*.py")):
+        if "kv_canary" in path.parts[len(srt.parts) :]:  # ours, or SGLang's own: it has no pools
+            continue
         text = path.read_text(encoding="utf-8", errors="replace")
         module = ".".join(("sglang.srt", *path.relative_to(srt).with_suffix("").parts))
         for match in _CLASS.finditer(text):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..runner.ranks import Ranks
+    from .coverage import PathSupport
     from .refusals import Refusal
 
 __all__ = ["FAMILIES", "SUPPORTED_SGLANG_VERSIONS", "Release", "release"]
@@ -36,6 +37,9 @@ class Release:
     check: Callable[
         [], None
     ]  # raises CanaryStartupError for a build that is not this release's own
+    served: Callable[[], tuple[PathSupport, ...]]  # paths that are covered
+    # Qualified names of the pool classes that are covered. None: all that have an attacher.
+    known_pools: Callable[[], tuple[str, ...] | None]
     refusals: Callable[[], tuple[Refusal, ...]]  # setups that cannot be protected
     install_flags: Callable[
         [], None

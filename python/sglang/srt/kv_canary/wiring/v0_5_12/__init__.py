@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...runner.ranks import Ranks
+from ..coverage import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS
@@ -17,6 +18,12 @@ def _check() -> None:
     from .own_canary import refuse_own_canary
 
     refuse_own_canary()
+
+
+def _served() -> tuple[PathSupport, ...]:
+    from .coverage import SERVED
+
+    return SERVED
 
 
 def _refusals() -> tuple[Refusal, ...]:
@@ -92,6 +99,8 @@ RELEASE = Release(
     ),
     has_own_canary=False,
     check=_check,
+    served=_served,
+    known_pools=lambda: None,
     refusals=_refusals,
     install_flags=_install_flags,
     row_of=_row_of,

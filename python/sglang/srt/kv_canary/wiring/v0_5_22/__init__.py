@@ -7,11 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...runner.ranks import Ranks
+from ..coverage import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
+
+
+def _known_pools() -> tuple[str, ...]:
+    from .coverage import POOLS
+
+    return POOLS
+
+
+def _served() -> tuple[PathSupport, ...]:
+    from .coverage import SERVED
+
+    return SERVED
 
 
 def _refusals() -> tuple[Refusal, ...]:
@@ -77,6 +90,7 @@ RELEASE = Release(
     hook_modules=(
         "allocator",
         "v0_5_22.allocator",
+        "v0_5_22.beam_search",
         "v0_5_22.cuda_graph",
         "last_words",
         "memory",
@@ -94,6 +108,8 @@ RELEASE = Release(
     ),
     has_own_canary=True,
     check=lambda: None,
+    served=_served,
+    known_pools=_known_pools,
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=_row_of,

@@ -14,12 +14,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-
-# Others, also subclasses of these, keep K and V in a layout of their own.
-_POOLS = (
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
-)
+from .coverage import POOLS
 
 
 class Seam:
@@ -54,6 +49,11 @@ def install(
     if server_args.kv_canary == "none":
         return None
     _refuse_unknown_pool(model_runner)
+    if model_runner.model_config.is_encoder_decoder:
+        raise startup_error(
+            "slots of the encoder's cross-attention hold no token of the request.",
+            "an encoder-decoder model",
+        )
     manager = context.install(
         server_args=release().settled(server_args),
         model_runner=model_runner,
@@ -65,8 +65,8 @@ def install(
 def _refuse_unknown_pool(model_runner: Any) -> None:
     pool = type(model_runner.token_to_kv_pool)
     name = f"{pool.__module__}.{pool.__qualname__}"
-    if name not in _POOLS:
-        known = ", ".join(pool.rpartition(".")[2] for pool in _POOLS)
+    if name not in POOLS:
+        known = ", ".join(pool.rpartition(".")[2] for pool in POOLS)
         raise startup_error(
             f"the canary does not know the KV pool {name} of this release (known: {known}).",
             f"the KV pool {pool.__qualname__}",

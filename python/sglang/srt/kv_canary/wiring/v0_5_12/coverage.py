@@ -1,0 +1,54 @@
+"""The paths of SGLang that are covered."""
+
+from __future__ import annotations
+
+from ...pool_patcher.registry import Coverage
+from ..coverage import PathSupport
+
+_COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
+
+SERVED: tuple[PathSupport, ...] = (
+    PathSupport("decode", _COVERED),
+    PathSupport("extend (prefill)", _COVERED),
+    PathSupport("chunked prefill", _COVERED),
+    PathSupport("mixed batches (--enable-mixed-chunk)", _COVERED),
+    PathSupport("overlap scheduling", _COVERED),
+    PathSupport("decode CUDA graphs", _COVERED),
+    PathSupport("piecewise prefill CUDA graphs", _COVERED),
+    PathSupport("breakable CUDA graphs", _COVERED),
+    PathSupport("tensor parallelism", _COVERED, "each rank checks its own pool"),
+    PathSupport(
+        "pipeline parallelism",
+        _COVERED,
+        "each stage checks its own layers, and decode inputs against the last stage's samples",
+    ),
+    PathSupport("speculative: target verify", _COVERED, "EAGLE, EAGLE3, STANDALONE, NGRAM"),
+    PathSupport("speculative: frozen-KV MTP", _COVERED, "its draft keeps no KV"),
+    PathSupport("moved slots (move_kv_cache)", _COVERED, "records move with the bytes"),
+    PathSupport("retraction and resume", _COVERED),
+    PathSupport("flush_cache", _COVERED),
+    PathSupport("weight update, also under running requests", _COVERED, "with and without a flush"),
+    PathSupport(
+        "release and resume of memory (memory saver)",
+        _COVERED,
+        "slots are freed with it; not run on a GPU",
+    ),
+    PathSupport("streaming sessions", _COVERED),
+    PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
+    PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
+    PathSupport(
+        "speculative: draft and draft-extend, top-k 1",
+        _PARTLY,
+        "v1, v2, adaptive; only the target's verify compares row and input tokens",
+    ),
+    PathSupport(
+        "speculative: draft trees, top-k > 1",
+        _PARTLY,
+        "v1 (as in SGLang) and NGRAM; refused on pools whose slots stand for several tokens",
+    ),
+    PathSupport(
+        "sweep of cached prefixes",
+        _PARTLY,
+        "the target's slots only: a draft pool's slots may never have been written",
+    ),
+)

@@ -1,0 +1,41 @@
+"""The pools and paths of SGLang that are covered: those that a test has run on this release."""
+
+from __future__ import annotations
+
+from ...pool_patcher.registry import Coverage
+from ..coverage import PathSupport
+
+# Others, also subclasses of these, keep K and V in a layout of their own.
+POOLS = (
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+)
+
+_COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
+_ON_CPU = "never run on a GPU"
+
+SERVED: tuple[PathSupport, ...] = (
+    PathSupport("decode", _COVERED, _ON_CPU),
+    PathSupport("extend (prefill)", _COVERED, _ON_CPU),
+    PathSupport("chunked prefill", _COVERED, _ON_CPU),
+    PathSupport("overlap scheduling", _COVERED, _ON_CPU),
+    PathSupport("retraction and resume", _COVERED, _ON_CPU),
+    PathSupport("flush_cache", _COVERED, _ON_CPU),
+    PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor; never run on a GPU"),
+    PathSupport("decode CUDA graphs", _PARTLY, _ON_CPU),
+    PathSupport("prefill CUDA graphs", _PARTLY, _ON_CPU),
+    PathSupport("weight update, also under running requests", _COVERED, _ON_CPU),
+    PathSupport(
+        "tensor parallelism", _PARTLY, "each rank checks its own pool; no test has run it yet"
+    ),
+    PathSupport(
+        "sweep of cached prefixes",
+        _PARTLY,
+        "the unified tree in one chunk a pass; the first slot of a prefix without its chain",
+    ),
+    PathSupport(
+        "beam search",
+        Coverage.REFUSED,
+        "requests with beam_width are answered with an error: a beam's rows belong to no request",
+    ),
+)
