@@ -329,7 +329,8 @@ def test_all_sees_every_bit(row_bytes):
 @pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
 @pytest.mark.parametrize("shapes", ["odd bytes", "paged", "three sectors", "584 bytes"])
 def test_fingerprints_are_what_the_oracle_makes_of_the_bytes(shapes, mode):
-    memories = tuple(Memory(shape, 64, "cpu") for shape in CONTENT_SHAPES[shapes])
+    layers = CONTENT_SHAPES[shapes] * 3
+    memories = tuple(Memory(layer, 64, "cpu") for layer in layers)
     for memory in memories:
         memory.host[:] = random_rows(len(memory.host), num_slots=1).numpy().tobytes()
         memory.upload()

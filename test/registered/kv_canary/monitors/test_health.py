@@ -68,7 +68,7 @@ def _stop(monkeypatch: Any, name: str, side: Side | None = None) -> None:
     monkeypatch.setattr(reference, name, stopped)
 
 
-@pytest.mark.parametrize("kind", ["mha", "swa"])
+@pytest.mark.parametrize("kind", ["mha", "mla", "swa"])
 @pytest.mark.parametrize("mode", list(CanaryMode)[1:])
 def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: str) -> None:
     rig = WatchedRig(kind, mode=mode, event_file=events)
@@ -82,7 +82,7 @@ def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: st
 
 def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
     rig = WatchedRig(sweep=False, event_file=events, copy_every_s=60.0)
-    rig.steps(2 * MIN_SILENT_STEPS)
+    rig.steps(MIN_SILENT_STEPS + 6)
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_recovers_says_so_once(events: str, monkeypatch: Any, capl
         rig.steps(2 * PERIOD)
     assert not rig.health.healthy
     assert "healthy again" not in caplog.text
-    rig.steps(4 * PERIOD)
+    rig.steps(2 * PERIOD + 2)
     assert caplog.text.count("healthy again on the target runner") == 1
     last = _health_events(events)[-1]
     assert last["healthy"]
@@ -294,13 +294,16 @@ def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
     assert rig.health.healthy
 
 
-def test_a_device_that_hands_over_no_counters_is_unhealthy(events: str, monkeypatch: Any) -> None:
-    rig = WatchedRig(event_file=events, health_check_interval=1)
+def test_a_device_that_hands_over_no_counters_is_unhealthy(
+    events: str, monkeypatch: Any, caplog: Any
+) -> None:
+    rig = WatchedRig(sweep=False, event_file=events, health_check_interval=1)
     monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
     rig.steps(MIN_SILENT_STEPS - 10)
     assert rig.health.healthy
     rig.steps(20)
     assert "no counters have arrived" in _health_events(events)[-1]["problems"][0]
+    assert "unhealthy on the draft runner: no counters have arrived" in caplog.text
 
 
 def test_nothing_is_expected_before_the_manager_is_armed(monkeypatch: Any) -> None:

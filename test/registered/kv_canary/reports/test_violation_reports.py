@@ -149,6 +149,17 @@ def test_a_report_names_the_predecessor_that_the_check_used(
     assert re.findall(r"^  record +(.*)$", shown, re.M) == [words]
 
 
+def test_a_reader_without_a_request_on_record_has_no_name_in_the_report() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    (found,) = rig.settle()
+    assert 'checked by request "req-1" (row 1), forward 2' in render(found)
+    nameless = replace(found, reader=replace(found.reader, request_id=None))
+    assert "checked by a request not on record (row 1), forward 2" in render(nameless)
+
+
 def test_the_row_of_each_reader_is_a_cause_of_its_own_where_no_slot_is_at_fault(log: Log) -> None:
     rig = ManagerRig()
     for row in (1, 2):
