@@ -89,7 +89,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--slowest",
         type=float,
-        default=3,
+        default=6,
         metavar="SECONDS",
         help="of the tests that are used; default %(default)s",
     )

@@ -16,6 +16,7 @@ from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError
 from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.monitors import health
 from sglang_kv_canary.monitors.health import MIN_SILENT_STEPS, HealthCheck
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
@@ -298,10 +299,11 @@ def test_a_device_that_hands_over_no_counters_is_unhealthy(
     events: str, monkeypatch: Any, caplog: Any
 ) -> None:
     rig = WatchedRig(sweep=False, event_file=events, health_check_interval=1)
+    monkeypatch.setattr(health, "MIN_SILENT_STEPS", 16)
     monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
-    rig.steps(MIN_SILENT_STEPS - 10)
+    rig.steps(12)
     assert rig.health.healthy
-    rig.steps(20)
+    rig.steps(8)
     assert "no counters have arrived" in _health_events(events)[-1]["problems"][0]
     assert "unhealthy on the draft runner: no counters have arrived" in caplog.text
 
