@@ -46,7 +46,7 @@ demo: $(READY_STAMP)
 test: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Not a part of `make test`: an hour on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
+# Not a part of `make test`: about 20 minutes on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
 mutants: $(READY_STAMP)
 	@$(ENGINE_ENV) PYTHONPATH=tools $(VENV)/bin/python -W ignore -m mutation_testing --jobs $(JOBS) $(ARGS)
 

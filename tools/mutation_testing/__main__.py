@@ -87,7 +87,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         "--function", default="", metavar="TEXT", help="functions that contain TEXT"
     )
     parser.add_argument(
-        "--slowest", type=float, default=60, metavar="SECONDS", help="of the tests that are used"
+        "--slowest",
+        type=float,
+        default=6,
+        metavar="SECONDS",
+        help="of the tests that are used; default %(default)s",
     )
     parser.add_argument("--verbose", action="store_true", help="name killed mutants too")
     return parser.parse_args(argv)

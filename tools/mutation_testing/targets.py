@@ -51,6 +51,7 @@ NOT_USED = (
     "test_packaging*",
     "test_plugin_startup*",
     "test_server_args*",
+    "test_warm_processes*",
 )
 NOT_USED_NAMES = "not triton"
 

@@ -21,13 +21,14 @@ from sglang_kv_canary.plan.host_chain import chain_of_tokens
 from sglang_kv_canary.slot_event import SlotEventKind
 
 from .manager_rig import CONTEXT, ManagerRig
-from .pool_fixtures import make_mha_pool, make_swa_pool
+from .pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
 
 WINDOW = 8
+POOLS = {"mha": make_mha_pool, "mla": make_mla_pool, "swa": make_swa_pool}
 
 
 class TreeRig(ManagerRig):
-    """`kind`: "mha" (MHA pool, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW).
+    """`kind`: "mha" or "mla" (their pools, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW).
 
     Sweeps have all the time they want, unless `sweep_budget_us` is given: else a slow machine's would end early.
     """
@@ -37,10 +38,13 @@ class TreeRig(ManagerRig):
 
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=1))
         kw.setdefault("sweep_budget_us", 10**9)
-        is_swa = kind == "swa"
-        real = make_swa_pool(size=size, size_swa=size_swa) if is_swa else make_mha_pool(size=size)
-        super().__init__(real=real, sliding_window_size=WINDOW if is_swa else None, **kw)
-        self.is_swa = is_swa
+        make, sizes = POOLS[kind], {"size": size}
+        self.is_swa = kind == "swa"
+        if self.is_swa:
+            sizes["size_swa"] = size_swa
+        window = WINDOW if self.is_swa else None
+        super().__init__(real=make(**sizes), sliding_window_size=window, **kw)
+        self.is_mla = kind == "mla"
         self.tree = self._make_tree()
         self._watch_allocators()
 
@@ -162,6 +166,13 @@ class TreeRig(ManagerRig):
             self.evict(count)
 
     def _model(self, slots: torch.Tensor) -> None:
+        if self.is_mla:
+            pool = self.pool
+            latent = pool.kv_lora_rank + pool.qk_rope_head_dim
+            for layer_id in range(pool.start_layer, pool.start_layer + pool.layer_num):
+                k = torch.randn(len(slots), 1, latent, device=self.device, dtype=pool.dtype)
+                pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), slots, k, k)
+            return
         if not self.is_swa:
             super()._model(slots)
             return

@@ -156,5 +156,13 @@ def test_a_sweep_skips_slot_0_and_unreachable_predecessors(mha):
     assert mha.counter("SWEEP_K_FULL", TagCounter.CHECKED) == 3
 
 
+@pytest.mark.parametrize("prev_slot", [0, 64, 1 << 40])
+def test_a_sweeps_report_calls_a_predecessor_outside_of_the_pool_unreachable(mha, prev_slot):
+    mha.prefill(1, [5, 6, 8])
+    found = mha.check_list([SweepEntry(mha.slot(1, 2), 7, prev_slot)])
+    assert {v.reasons for v in found} == {Reason.POSITION}
+    assert {v.values["prev_slot"] for v in found} == {record.PREV_UNREACHABLE}
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

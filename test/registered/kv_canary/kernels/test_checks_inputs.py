@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
@@ -145,6 +146,22 @@ def test_a_decode_input_that_was_not_sampled(scene):
         expected_token=7,
         stored_token=6,
     )
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_number_of_sampled_tokens_that_cannot_be_changes_no_row(scene, count):
+    scene.prefill(1, [5, 6, 8])
+    scene.prefill(2, [5, 6])
+    before = scene.rows(scene.full)
+    rows, tokens, counts = (
+        torch.tensor(values, device=scene.device)
+        for values in ([1, 2], [[9, 4], [7, 0]], [count, 1])
+    )
+    groups = tuple(g.group for g in scene.groups)
+    scene.kernels.note_next_tokens(rows, tokens, counts, groups, scene.state)
+    assert scene.rows(scene.full) == before
+    assert_clean(scene.decode(1, start=RowStart.DECODES))
+    assert_clean(scene.decode(2, 7, start=RowStart.DECODES))
 
 
 if __name__ == "__main__":

@@ -246,9 +246,33 @@ def test_wrong_position_and_slot_of_the_last_token(backend):
     found = world.extend(1, [1, 2], positions=(14, 17), out_slots=(46, 1 << 20))
     found = [v for v in found if "C4" in v.tag]
     reasons = Reason.WRITE_POSITION | Reason.SLOT_OUT_OF_RANGE
-    assert_violation(
-        found, reasons, [HEAD], expected_position=15, stored_position=17, stored_token=None
-    )
+    values = {"expected_position": 15, "stored_position": 17, "stored_token": None}
+    assert_violation(found, reasons, [HEAD], reader_row=1, **values)
+
+
+def test_the_last_token_may_be_padding_and_must_not_lie_before_the_pool(backend):
+    world = served(backend)
+    assert_clean(world.extend(1, [1, 2], positions=(14, 17), out_slots=(0, 0)))
+    world.lengths[1] = 14
+    found = [v for v in world.extend(1, [1, 2], out_slots=(46, -1)) if "C4" in v.tag]
+    assert_violation(found, Reason.SLOT_OUT_OF_RANGE, [HEAD], full_slot=-1, reader_row=1)
+
+
+def test_a_token_that_is_not_the_last_of_its_slot_writes_none(backend):
+    """The last one by its position, in a slot that another token completes."""
+    world = served(backend)
+    world.extend(1, [1, 2], out_slots=(46, 45))
+    assert 11 not in world.slots()
+
+
+def test_a_slot_after_one_that_the_base_group_cannot_read_folds_from_0(backend):
+    """What is reported of such slots is moot, and told by this fold."""
+    world = Strided(backend)
+    world.swa.lut[32 + STRIDE - 1] = 0
+    world.extend(1, range(100, 108))
+    identity, chain, _, _ = world.slots()[9]
+    assert chain == world.base_chain(32 + 7)
+    assert identity == record.pack_identity(record.chain_fold(chain, 0, STRIDE), 7)
 
 
 def test_bad_requests_are_reported_once(backend):

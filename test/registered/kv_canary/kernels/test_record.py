@@ -15,6 +15,8 @@ from sglang_kv_canary.endpoint import HALVES, NUM_TAGS, CanaryLaunchTag, build_e
 from sglang_kv_canary.kernels.layout import content_unit
 from sglang_kv_canary.kernels.reference import content_fingerprint, hashing
 from sglang_kv_canary.record import Column, Mode, Reason, State
+from sglang_kv_canary_rigs.oracle.content import fingerprint as oracle_fingerprint
+from sglang_kv_canary_rigs.world import CONTENT_SHAPES, Memory
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -322,6 +324,20 @@ def test_all_sees_every_bit(row_bytes):
     bits = torch.arange(8 * row_bytes)
     flipped[bits, bits // 8] ^= (1 << bits % 8).to(torch.uint8)
     assert (fingerprints(flipped, ContentMode.ALL) != fingerprint(row, 0)).all()
+
+
+@pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
+@pytest.mark.parametrize("shapes", ["odd bytes", "paged", "three sectors", "584 bytes"])
+def test_fingerprints_are_what_the_oracle_makes_of_the_bytes(shapes, mode):
+    layers = CONTENT_SHAPES[shapes] * 3
+    memories = tuple(Memory(layer, 64, "cpu") for layer in layers)
+    for memory in memories:
+        memory.host[:] = random_rows(len(memory.host), num_slots=1).numpy().tobytes()
+        memory.upload()
+    layouts = tuple(memory.layout for memory in memories)
+    sources = tuple(memory.source() for memory in memories)
+    found = content_fingerprint(sources, torch.arange(64), mode)
+    assert found.tolist() == [oracle_fingerprint(layouts, slot, mode) for slot in range(64)]
 
 
 def test_equal_bytes_have_equal_fingerprints_in_any_slot():

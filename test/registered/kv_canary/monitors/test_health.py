@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError
 from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.monitors import health
 from sglang_kv_canary.monitors.health import MIN_SILENT_STEPS, HealthCheck
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.reports.violation_reporter import LAST_WORDS_ENV
@@ -67,7 +69,7 @@ def _stop(monkeypatch: Any, name: str, side: Side | None = None) -> None:
     monkeypatch.setattr(reference, name, stopped)
 
 
-@pytest.mark.parametrize("kind", ["mha", "swa"])
+@pytest.mark.parametrize("kind", ["mha", "mla", "swa"])
 @pytest.mark.parametrize("mode", list(CanaryMode)[1:])
 def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: str) -> None:
     rig = WatchedRig(kind, mode=mode, event_file=events)
@@ -81,7 +83,7 @@ def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: st
 
 def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
     rig = WatchedRig(sweep=False, event_file=events, copy_every_s=60.0)
-    rig.steps(2 * MIN_SILENT_STEPS)
+    rig.steps(MIN_SILENT_STEPS + 6)
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
 
 
@@ -112,6 +114,24 @@ def test_stopped_kernels_are_named_within_the_period(
     last = _health_events(events)[-1]
     assert (last["healthy"], set(last["tags"])) == (False, tags)
     assert all(tag in caplog.text for tag in tags)
+    assert "ran 0 times" not in caplog.text  # a silent TAIL is one problem, not two
+
+
+def test_a_server_that_recovers_says_so_once(events: str, monkeypatch: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    rig = WatchedRig(event_file=events)
+    rig.steps(PERIOD + 2)
+    with monkeypatch.context() as patch:
+        _stop(patch, "check_list")
+        rig.serve(list(range(100, 120)))
+        rig.steps(2 * PERIOD)
+    assert not rig.health.healthy
+    assert "healthy again" not in caplog.text
+    rig.steps(2 * PERIOD + 2)
+    assert caplog.text.count("healthy again on the target runner") == 1
+    last = _health_events(events)[-1]
+    assert last["healthy"]
+    assert 0 < last["forwards"] < last["step"]
 
 
 def test_swa_tags_are_named_too(events: str, monkeypatch: Any) -> None:
@@ -259,6 +279,15 @@ def test_sweeps_that_stop_are_found_on_an_idle_server(events: str, monkeypatch: 
     assert set(_health_events(events)[-1]["tags"]) == {"SWEEP_K_FULL", "SWEEP_V_FULL"}
 
 
+def test_the_very_first_sweep_is_missed_if_it_does_not_run(events: str, monkeypatch: Any) -> None:
+    rig = WatchedRig(event_file=events, sweep_interval=PERIOD + 5)
+    rig.serve(list(range(100, 120)))
+    _stop(monkeypatch, "check_list")
+    rig.steps(2 * PERIOD + 5)
+    assert rig.sweep.launches.total() == 1
+    assert set(_health_events(events)[-1]["tags"]) == {"SWEEP_K_FULL", "SWEEP_V_FULL"}
+
+
 def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
     rig = WatchedRig(mode=CanaryMode.RAISE, sweep=False)
     rig.steps(3 * PERIOD)
@@ -266,13 +295,17 @@ def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
     assert rig.health.healthy
 
 
-def test_a_device_that_hands_over_no_counters_is_unhealthy(events: str, monkeypatch: Any) -> None:
-    rig = WatchedRig(event_file=events, health_check_interval=1)
+def test_a_device_that_hands_over_no_counters_is_unhealthy(
+    events: str, monkeypatch: Any, caplog: Any
+) -> None:
+    rig = WatchedRig(sweep=False, event_file=events, health_check_interval=1)
+    monkeypatch.setattr(health, "MIN_SILENT_STEPS", 16)
     monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
-    rig.steps(MIN_SILENT_STEPS - 10)
+    rig.steps(12)
     assert rig.health.healthy
-    rig.steps(20)
+    rig.steps(8)
     assert "no counters have arrived" in _health_events(events)[-1]["problems"][0]
+    assert "unhealthy on the draft runner: no counters have arrived" in caplog.text
 
 
 def test_nothing_is_expected_before_the_manager_is_armed(monkeypatch: Any) -> None:
@@ -280,6 +313,27 @@ def test_nothing_is_expected_before_the_manager_is_armed(monkeypatch: Any) -> No
     with rig.manager.disarmed():
         rig.steps(3 * PERIOD)
     assert rig.health.checks == 0
+
+
+class _Copies(StepObserver):
+    """Counts the copies of the counters that arrive."""
+
+    count = 0
+
+    def on_summary(self, manager: Any, summary: Summary) -> None:
+        self.count += 1
+
+
+def test_an_idle_server_copies_nothing_for_its_health() -> None:
+    rig = WatchedRig(sweep=False)
+    copies = _Copies()
+    rig.manager.observers.append(copies)
+    rig.steps(1)
+    rig.idle(2)
+    before = copies.count
+    rig.idle(3 * PERIOD)
+    assert before > 0
+    assert copies.count == before
 
 
 class _Broken(StepObserver):

@@ -18,7 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
-from sglang_kv_canary.record import Column
+from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.safe_text import safe_text
@@ -99,6 +99,7 @@ def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path:
     report = next(r for r in log.text.split("kv_canary violation:") if "USE_AFTER_FREE" in r)
     assert "seen at    HEAD and TAIL, K and V of FULL" in report
     assert 'checked by request "req-1"' in report
+    assert '  written by request "req-1"' in report
     assert '             request "req-2"' in report
     events = [e for e in _events(tmp_path / "events", "violation") if e["slot"] == slot]
     assert len(events) == 8  # the event file has each finding
@@ -125,6 +126,38 @@ def test_where_a_cause_was_seen_is_told_in_words(tags: list[str], words: str) ->
     for tag in tags:
         seen.fold(replace(found, tag=tag))
     assert re.findall(r"seen at +(.*)", seen.text()) == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("prev_slot", "words"),
+    [
+        (None, "LIVE"),
+        (PREV_ANCHOR, "LIVE, first of its chain"),
+        (PREV_UNREACHABLE, "LIVE, predecessor not readable"),
+        (17, "LIVE, predecessor slot 17"),
+    ],
+)
+def test_a_report_names_the_predecessor_that_the_check_used(
+    prev_slot: int | None, words: str
+) -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    (found,) = rig.settle()
+    shown = render(replace(found, prev_slot=prev_slot))
+    assert re.findall(r"^  record +(.*)$", shown, re.M) == [words]
+
+
+def test_a_reader_without_a_request_on_record_has_no_name_in_the_report() -> None:
+    rig = ManagerRig()
+    rig.extend(1, range(20))
+    _damage(rig, 1, 5)
+    rig.decode([1])
+    (found,) = rig.settle()
+    assert 'checked by request "req-1" (row 1), forward 2' in render(found)
+    nameless = replace(found, reader=replace(found.reader, request_id=None))
+    assert "checked by a request not on record (row 1), forward 2" in render(nameless)
 
 
 def test_the_row_of_each_reader_is_a_cause_of_its_own_where_no_slot_is_at_fault(log: Log) -> None:
@@ -460,6 +493,7 @@ def test_content_is_called_by_what_it_is_and_old_names_stay_for_a_version(tmp_pa
     written = int(rig.manager.groups[0].records("K", Side.TAIL)[slot, 2])
     (violation,) = rig.reported
     assert violation.content_written == written != violation.content_now
+    assert (event["writer_weights"], event["reader_weights"]) == (None, None)  # not the problem
     assert event["schema"] == 2
     assert int(event["content_written"], 16) == written % (1 << 64)
     assert event["stored_content"] == event["content_written"]

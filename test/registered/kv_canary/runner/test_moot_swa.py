@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
@@ -67,6 +69,32 @@ def test_a_foreign_slot_in_a_rewritten_row_is_reported_all_the_same() -> None:
     rig.recorder.row_rewritten(2)
     rig.result(step)
     assert "HEAD_K_SWA" in {v.tag for v in rig.settle() if "CHAIN" in v.reasons}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "is_moot"),
+    [(PoolKind.SWA, 0, True), (PoolKind.SWA, 1, False), (PoolKind.FULL, 0, False)],
+)
+def test_only_a_swa_record_whose_chain_starts_from_0_is_moot(kind, seed, is_moot) -> None:
+    """As a queued forward leaves it that finds no predecessor; FULL slots are never unmapped."""
+    real = make_swa_pool(size=128, size_swa=96, head_num=2, head_dim=8)
+    rig = ManagerRig(real=real, sliding_window_size=8)
+    rig.result(rig.extend(1, TOKENS))
+    group = next(g for g in rig.manager.groups if g.kind is kind)
+    last = len(TOKENS) - 1
+    slot = rig.slot(1, last)
+    if kind is PoolKind.SWA:
+        slot = int(rig.pool.full_to_swa_index_mapping[slot])
+    for half in "KV":
+        for side in (Side.HEAD, Side.TAIL):
+            chain = record.chain_step(seed, TOKENS[last], last)
+            group.records(half, side)[slot, record.WORD_CHAIN] = chain
+    rig.result(rig.decode([1]))
+    row = ("HEAD_K_" + kind.value, ("ROW_CHAIN",))
+    places = [f"{side}_{half}_{kind.value}" for side in ("HEAD", "TAIL") for half in "KV"]
+    expected = {row} | {(place, ("CHAIN",)) for place in places if not is_moot}
+    assert {(v.tag, v.reasons) for v in rig.settle()} == expected
+    assert rig.manager.violations.moot == (4 if is_moot else 0)
 
 
 @pytest.fixture

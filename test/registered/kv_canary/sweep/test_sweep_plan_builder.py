@@ -110,6 +110,9 @@ def test_a_tree_whose_pages_cut_slots_is_refused():
 def test_what_the_walk_calls_unreachable_stays_so():
     plan = build_verify_plan_radix_sweep(walk_of([3, 4], [PREV_UNREACHABLE, 3], [8, 9]), LUT)
     assert as_lists(plan)[2] == [PREV_UNREACHABLE, 13]
+    slots = range(8, 12)
+    strided = build_strided_sweep_plan(walk_of(slots, [PREV_UNREACHABLE, *slots[:-1]], slots), 4)
+    assert as_lists(strided) == ([2], [11], [PREV_UNREACHABLE])
 
 
 @pytest.mark.parametrize("bad", [-5, 7, 1 << 40])

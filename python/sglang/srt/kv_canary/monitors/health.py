@@ -121,8 +121,8 @@ class HealthCheck(StepObserver):
         surplus = _ahead(summary) - self._ahead
         if -self._slack <= surplus < 0:
             self._ahead, self._slack, surplus = _ahead(summary), 0, 0
-        explained = 0 <= surplus <= summary.launched_since
-        self._doubted, was_doubted = surplus != 0 and explained, self._doubted
+        explained = 0 < surplus <= summary.launched_since
+        self._doubted, was_doubted = explained, self._doubted
         if surplus == 0 or (explained and not was_doubted):
             return []
         self._ahead = _ahead(summary)

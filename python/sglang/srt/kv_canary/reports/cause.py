@@ -140,9 +140,8 @@ def _number(value: int | None) -> int:
 
 def _folded(tags: tuple[str, ...]) -> str:
     """`tags` of one pool kind. In words if they are all combinations of some sides and halves."""
+    # Three parts each: the allocator finds alone what it finds, so its tag is never one of several.
     parts = [tag.split("_", 2) for tag in tags]
-    if any(len(part) < 3 for part in parts):  # the allocator's tag has no half
-        return ", ".join(tags)
     sides = [side.value for side in Side if any(part[0] == side.value for part in parts)]
     halves = sorted({part[1] for part in parts})
     if len(tags) < len(sides) * len(halves):

@@ -173,7 +173,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
         writer, state = _actor(word, recorder), _state_name(word)
-        if values[Column.LAST_WRITER] not in (0, record.UNKNOWN):
+        if values[Column.LAST_WRITER]:
             freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)
     stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
@@ -265,7 +265,7 @@ def _differences(v: Violation) -> list[str]:
             lines.append(f"  {name:<10} expected {show(expected)}, found {show(stored)}")
     if v.token_field == "fold" and v.stored_token is not None:
         lines.append("  fold       32 bits of the chain over the slot's tokens: no token id")
-    if v.content_written is not None and v.content_now is not None:
+    if v.content_now is not None:
         lines.append(
             f"  content    written {_hex(v.content_written)}, now {_hex(v.content_now)}"
             f" (position {v.stored_position}, {v.token_field} {v.stored_token})"

@@ -64,5 +64,5 @@ def chain_step(previous: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:
 
 def chain_fold(chain: torch.Tensor, previous: torch.Tensor, stride: int) -> torch.Tensor:
     """`record.chain_fold` of every element, int64."""
-    power = record.to_signed64(pow(record.CHAIN_MULTIPLIER, stride, 1 << 64))
+    power = record.to_signed64(record.CHAIN_MULTIPLIER**stride)
     return stored_token(mix64(chain - previous * power))

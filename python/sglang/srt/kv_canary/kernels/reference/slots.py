@@ -65,9 +65,7 @@ def _repeated(
     group: CanaryBufferGroup, listed: torch.Tensor, calls: torch.Tensor, page_size: int
 ) -> torch.Tensor:
     """Listed slots whose page an earlier call listed; of single slots, those that are in the list before."""
-    if page_size == 1:
-        if group.stride != 1:
-            return torch.zeros_like(listed, dtype=torch.bool)
+    if page_size == 1 and group.stride == 1:
         calls = torch.arange(listed.shape[0], device=listed.device)
     pages = listed // page_size
     last = torch.full((group.num_slots * group.stride,), MOST_CALLS + listed.shape[0])

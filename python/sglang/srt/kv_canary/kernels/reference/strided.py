@@ -78,7 +78,7 @@ class _Completed:
 
 def _completed(requests: Requests, stride: int) -> _Completed:
     ext = torch.where(requests.valid, requests.ext_lens, 0)
-    prefix = torch.where(requests.valid, requests.prefix_lens, 0)
+    prefix = requests.prefix_lens
     first = prefix // stride
     counts = (prefix + ext) // stride - first
     index = torch.arange(counts.shape[0], device=counts.device)
