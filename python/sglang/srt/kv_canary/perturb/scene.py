@@ -141,7 +141,7 @@ class Scene:
         return Target(self.slot(readers[0], position), position, readers[0])
 
     def _pick_cached(self, tokens: list[int], position: int | None) -> Target | None:
-        slots = cached_slots(self.manager.radix_cache, tokens)
+        slots = release().cached_slots(self.manager.radix_cache, tokens)
         position = len(slots) // 2 if position is None else position
         return Target(slots[position], position, None) if position < len(slots) else None
 
@@ -150,16 +150,6 @@ def states_of(group: CanaryBufferGroup) -> dict[int, int]:
     """State of each slot's record, without slot 0."""
     writers = group.k_head[1:, WORD_WRITER].tolist()
     return {slot: unpack_writer(word)[3] for slot, word in enumerate(writers, 1)}
-
-
-def cached_slots(tree_cache: Any, tokens: list[int]) -> list[int]:
-    """Full slots of the longest cached prefix of `tokens`."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    key = RadixKey(release().tree_tokens(tokens))
-    found = tree_cache.match_prefix(MatchPrefixParams(key=key))
-    return found.device_indices.tolist()
 
 
 def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:

@@ -51,7 +51,8 @@ class Release:
     namespace_of: Callable[
         [Any], str | None
     ]  # of a request: what else than tokens tells its prefixes apart
-    tree_tokens: Callable[[Sequence[int]], Sequence[int]]  # as the prefix cache takes them
+    # Full slots of the longest prefix of some tokens that a prefix cache holds in the default namespace.
+    cached_slots: Callable[[Any, Sequence[int]], list[int]]
     ranks_of: Callable[[Any], Ranks]  # of a model runner
     # Public methods of slot allocators that were read: all of them that free slots are hooked.
     allocator_methods: frozenset[str]

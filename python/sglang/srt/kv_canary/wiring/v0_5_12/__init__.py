@@ -50,6 +50,14 @@ def _namespace_of(request: Any) -> str | None:
     return request.extra_key
 
 
+def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
+    return found.device_indices.tolist()
+
+
 def _ranks_of(model_runner: Any) -> Ranks:
     runner = model_runner
     return Ranks(runner.tp_rank, runner.pp_rank, runner.dp_rank, runner.moe_ep_rank)
@@ -106,7 +114,7 @@ RELEASE = Release(
     row_of=_row_of,
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
-    tree_tokens=list,
+    cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,

@@ -47,8 +47,12 @@ def _namespace_of(request: Any) -> str | None:
     return f"{request.extra_key or ''}\n{request.cache_salt}"
 
 
-def _tree_tokens(tokens: Sequence[int]) -> Sequence[int]:
-    return array("q", tokens)
+def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+    return tree_cache.path_device_indices(found.last_device_node).tolist()
 
 
 def _ranks_of(_: Any) -> Ranks:
@@ -115,7 +119,7 @@ RELEASE = Release(
     row_of=_row_of,
     tokens_of=_tokens_of,
     namespace_of=_namespace_of,
-    tree_tokens=_tree_tokens,
+    cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
