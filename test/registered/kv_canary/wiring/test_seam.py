@@ -1,0 +1,204 @@
+"""An SGLang with a canary of its own gets ours, or does not start: the seam, its guard, and what is refused there."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
+from sglang_kv_canary.testing import MODES
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.warm import FreshServer
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+
+class NewPool:
+    """A KV pool that came with a newer release."""
+
+
+has_seam = pytest.mark.skipif(
+    not release().has_own_canary,
+    reason="this release has no canary of its own; lifted by make test SGLANG=0.5.23",
+)
+
+# The guard, without SGLang: a package with the seam's name stands in for SGLang's own canary.
+
+USE = """
+import json, os, sys
+sys.path[:0] = sys.argv[1:3]
+from seam_guard import SEAM, guard_seam
+guard_seam()
+guard_seam()
+import importlib
+from types import SimpleNamespace
+module = importlib.import_module(SEAM.rpartition(".")[0])
+if "PLUGIN" in os.environ:
+    module.install_canary = lambda **_: "ours"
+try:
+    got = module.install_canary(server_args=SimpleNamespace(kv_canary=os.environ["MODE"]))
+except RuntimeError as error:
+    got = str(error)
+print(json.dumps([got, sum(type(f).__name__ == "_SeamFinder" for f in sys.meta_path)]))
+"""
+
+
+@pytest.fixture
+def seam(tmp_path: Path) -> Any:
+    """`seam(**environment)`: what the seam answers in a fresh interpreter."""
+    folder = tmp_path.joinpath(*SEAM.split(".")[:-2])
+    folder.mkdir(parents=True)
+    for parent in (folder, *folder.parents[:2]):
+        (parent / "__init__.py").touch()
+    (folder / "api.py").write_text("def install_canary(**_):\n    return 'theirs'\n")
+    guard = REPO / "python" / "sglang" / "srt" / "kv_canary"
+
+    def ask(**environment: str) -> str:
+        env = {**os.environ, **environment}
+        command = [sys.executable, "-S", "-c", USE, str(guard), str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        answer, finders = json.loads(done.stdout)
+        assert finders == 1
+        return answer
+
+    return ask
+
+
+def test_the_seam_refuses_while_the_plugin_is_not_in_place(seam) -> None:
+    refused = seam(MODE="log", SGLANG_PLUGINS="another")
+    assert "SGLANG_PLUGINS='another' must name kv_canary" in refused
+    assert f"{BUILTIN_ENV}=1" in refused
+    assert "remove --kv-canary" in refused
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({"MODE": "none"}, "theirs"),
+        ({"MODE": "log", BUILTIN_ENV: "1"}, "theirs"),
+        ({"MODE": "raise", "PLUGIN": "1"}, "ours"),
+    ],
+    ids=["off", "builtin", "plugin"],
+)
+def test_the_seam_answers(seam, environment, answer) -> None:
+    assert seam(**environment) == answer
+
+
+# SGLang's own seam
+
+
+@has_seam
+def test_the_plugin_replaces_sglangs_own_canary() -> None:
+    """Asked through SGLang's name, ours refuses a pool that it does not know; SGLang's would take any."""
+    from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
+
+    load_plugins()
+    HookRegistry.apply_hooks()
+    verify_hooks_applied()
+    with pytest.raises(CanaryStartupError, match="NewPool"):
+        pkgutil.resolve_name(SEAM)(
+            server_args=SimpleNamespace(kv_canary="log"),
+            model_runner=SimpleNamespace(token_to_kv_pool=NewPool()),
+            token_oracle_manager=None,
+        )
+
+
+@has_seam
+def test_a_server_whose_processes_do_not_load_the_plugin_does_not_start(tmp_path: Path) -> None:
+    """What the wheel's .pth file does in each interpreter, a sitecustomize does here."""
+    line = "import sglang_kv_canary.seam_guard as guard; guard.guard_seam()\n"
+    (tmp_path / "sitecustomize.py").write_text(line)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTHONPATH": path, "SGLANG_PLUGINS": "another"}
+    with (
+        pytest.raises(RuntimeError, match="the server ended") as ended,
+        FreshServer(MODES["mha"], {"kv_canary": "log"}, env),
+    ):
+        pass
+    assert "SGLang has not loaded its plugin" in str(ended.value)
+    assert BUILTIN_ENV in str(ended.value)
+
+
+@has_seam
+def test_one_variable_gives_sglangs_own_canary_back() -> None:
+    code = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang_kv_canary.wiring.context import context
+print(context.registration.started, context.registration.hooks)
+"""
+    env = {**os.environ, BUILTIN_ENV: "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["True", "None"], done.stderr
+    assert "SGLang's own canary is in charge" in done.stderr
+
+
+# Refusals
+
+# Name of a refusal -> the arguments that ask for it.
+ASKED: dict[str, dict[str, Any]] = {
+    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "decode and prefill context parallelism": {"dcp_size": 2},
+    "sharded KV cache": {"enable_kv_cache_sharding": True},
+    "unified memory": {"enable_unified_memory": True},
+    "page-major KV layout": {"enable_page_major_kv_layout": True},
+    "external cache linker": {"enable_unified_cache_external_linker": True},
+    "FlexKV": {"enable_flexkv": True},
+    "session radix cache": {"enable_session_radix_cache": True},
+    "streaming sessions": {"enable_streaming_session": True},
+    "pipeline parallelism": {"pp_size": 2},
+    "data parallelism": {"attn_dp_size": 2},
+    "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
+    "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
+    "PD disaggregation": {"disaggregation_mode": "prefill"},
+    "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
+    "LMCache": {"enable_lmcache": True},
+    "HiSparse": {"enable_hisparse": True},
+    "PD multiplexing": {"enable_pdmux": True},
+    "diffusion language model": {"dllm_algorithm": "x"},
+    "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
+    "encoder-only server": {"encoder_only": True},
+    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "multi-item scoring": {"enable_mis": True},
+    "torch.compile of the model": {"enable_torch_compile": True},
+    "CUDA graph debug mode": {"debug_cuda_graph": True},
+    "Ray": {"use_ray": True},
+    "gRPC mode": {"grpc_mode": True},
+    "more than 16,384 running requests": {"max_running_requests": 20_000},
+    "this device": {"device": "npu"},
+}
+# Asked for by the model, or by a variable of SGLang's.
+NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing"}
+
+
+@has_seam
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    case = next(case for case in release().refusals() if case.name == name)
+    plain = {"model_path": "dummy", "device": "cpu"}
+    assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
+    assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+def test_each_refusal_is_tested() -> None:
+    assert {case.name for case in release().refusals()} == ASKED.keys() | NOT_BY_AN_ARGUMENT
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
