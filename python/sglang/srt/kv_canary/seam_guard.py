@@ -1,8 +1,7 @@
 """Never a silent fallback: without our plugin, an SGLang that has a canary of its own would use that one.
 
-SGLang asks the function `SEAM` for a canary. The plugin replaces it. A process in which the plugin was not loaded, or
-failed, must not start: so whoever imports the seam's module gets a function that refuses, until the plugin has
-replaced it.
+SGLang asks the function `SEAM` for a canary. The plugin replaces it. Until then, here, that function refuses. So a
+process in which the plugin was not loaded, or failed, does not start.
 
 The wheel has a .pth file, for which each start of an interpreter imports this file: it imports nothing itself.
 """
@@ -96,8 +95,8 @@ def _refusal() -> str:
     allowed = os.environ.get("SGLANG_PLUGINS")
     excluded = f" SGLANG_PLUGINS={allowed!r} must name kv_canary." if allowed else ""
     return (
-        "kv-canary: sglang-kv-canary is installed, but SGLang has not loaded its plugin in process "
-        f"{os.getpid()}, or it failed: see the log above.{excluded} The server does not start, because SGLang's own "
-        f"canary would take its place unnoticed. To use that one, set {BUILTIN_ENV}=1, or uninstall sglang-kv-canary. "
-        "To serve without KV protection, remove --kv-canary (Engine: kv_canary=...)."
+        f"kv-canary: SGLang has not loaded its plugin in process {os.getpid()}, or it failed: see the log "
+        f"above.{excluded} The server does not start. SGLang's own canary would take its place unnoticed. To use that "
+        f"one, set {BUILTIN_ENV}=1, or uninstall sglang-kv-canary. To serve without KV protection, remove --kv-canary "
+        "(Engine: kv_canary=...)."
     )

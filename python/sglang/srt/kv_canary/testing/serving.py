@@ -30,6 +30,7 @@ T = TypeVar("T")
 Asked = tuple[str, list[int], int]  # request id, prompt, output tokens
 STARTUP_TIMEOUT_S = consts.PROCESS_TIMEOUT_S
 REQUEST_TIMEOUT_S = 300.0
+SHOWN_OF_STDERR = 8000  # characters
 ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds for what an idle one does in milliseconds
 POLL_S = 0.01
 # A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
@@ -325,8 +326,15 @@ class CanaryServer(Serving):
             "input_ids": input_ids,
             "sampling_params": _sampling_params(max_new_tokens),
         }
-        async with self._session.post(f"{self.url}/generate", json=body) as answer:
-            return (await answer.json()).get("output_ids", [])
+        try:
+            async with self._session.post(f"{self.url}/generate", json=body) as answer:
+                return (await answer.json()).get("output_ids", [])
+        except asyncio.TimeoutError as error:
+            said = self.stderr[-SHOWN_OF_STDERR:]
+            raise TimeoutError(
+                f"request {request_id} ({len(input_ids)} + {max_new_tokens} tokens) has no answer after "
+                f"{REQUEST_TIMEOUT_S:g} s; the server said last:\n{said}"
+            ) from error
 
     async def generate_together(self, requests: Sequence[Asked]) -> list[list[int]]:
         async with self._session.post(f"{self.url}/generate", json=_together(requests)) as answer:

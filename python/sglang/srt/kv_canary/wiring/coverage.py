@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..pool_patcher.registry import Coverage
+from .path_support import PathSupport
 from .releases import release
-
-
-@dataclass(frozen=True, slots=True)
-class PathSupport:
-    """One way in which SGLang computes, moves or frees KV."""
-
-    name: str
-    status: Coverage
-    note: str = ""
 
 
 def paths() -> tuple[PathSupport, ...]:

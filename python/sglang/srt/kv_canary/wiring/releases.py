@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..runner.ranks import Ranks
-    from .coverage import PathSupport
+    from .path_support import PathSupport
     from .refusals import Refusal
 
 __all__ = ["FAMILIES", "SUPPORTED_SGLANG_VERSIONS", "Release", "release"]

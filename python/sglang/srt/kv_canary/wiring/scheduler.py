@@ -1,4 +1,4 @@
-"""Hooks on the scheduler: which requests are in a step, when its result arrives, which requests died in that time."""
+"""Hooks on the scheduler. They tell which requests are in a step, and when its result arrives."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...runner.ranks import Ranks
-from ..coverage import PathSupport
+from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..coverage import PathSupport
+from ..path_support import PathSupport
 
 _COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..coverage import PathSupport
+from ..path_support import PathSupport
 
 # Others, also subclasses of these, keep K and V in a layout of their own.
 POOLS = (
