@@ -181,7 +181,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "this device": {"device": "npu"},
 }
 # Asked for by the model, or by a variable of SGLang's.
-NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing"}
+NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing", "prefill CUDA graphs"}
 
 
 @has_seam
@@ -193,6 +193,35 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+@pytest.mark.parametrize(
+    ("backend", "refused"), [("full", True), ("breakable", True), ("disabled", False)]
+)
+def test_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    case = next(case for case in release().refusals() if case.name == "prefill CUDA graphs")
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    assert case.predicate(SimpleNamespace(device="cuda", cuda_graph_config=config)) is refused
+    assert not case.predicate(SimpleNamespace(device="cpu", cuda_graph_config=config))
+
+
+@has_seam
+def test_what_runs_without_graphs_is_planned_for_this_releases_batches() -> None:
+    """The kernels are compiled for made-up batches, which on a GPU alone reach the device."""
+    import torch
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang_kv_canary.plan.plan_input import PlanInput
+    from sglang_kv_canary.wiring.warm_up import EagerForwards
+
+    plan_input = PlanInput.allocate(torch.zeros(8, 16, dtype=torch.int32), False, 1, 1)
+    for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
+        plans = list(EagerForwards(mode, 1, 4, known=mode is ForwardMode.EXTEND).plans(plan_input))
+        assert plans
+        assert all(plan is not None for plan in plans)
 
 
 @has_seam

@@ -62,6 +62,8 @@ class Release:
     settled: Callable[[Any], Any]
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
     has_indexer: Callable[[Any], bool]
+    decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
+    pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
 

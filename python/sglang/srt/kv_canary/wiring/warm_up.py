@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.utils import require_mlp_sync
 
 from ..config import TokenCheck
 from ..kernels.triton.launch import one_batch_per_vector
@@ -35,6 +34,7 @@ from ..plan.plan_input import ForwardPlan, PlanInput
 from ..plan.speculation import SpeculationShape
 from ..runner.manager import CanaryManager
 from .context import context
+from .releases import release
 from .workers import draft_runner_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class EagerForwards:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         total = size * self.tokens
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=self.mode,
             batch_size=size,
             input_ids=of(0, total, self.ids),
@@ -80,11 +80,13 @@ class EagerForwards:
             seq_lens_sum=total,
             positions=of(0, total),
             out_cache_loc=of(0, total),
-            out_cache_loc_swa=of(0, total, torch.int32),  # only SWA groups read it
             extend_prefix_lens=of(0, size, self.lens),  # uniform plans read none of these
             extend_seq_lens=of(self.tokens, size, self.lens),
             extend_start_loc=torch.arange(0, total, self.tokens, dtype=torch.int32, device=device),
         )
+        # Only SWA groups read it, and newer releases have no such field.
+        batch.out_cache_loc_swa = of(0, total, torch.int32)
+        return batch
 
 
 def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
@@ -93,13 +95,13 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
     forwards = [_prefills(args, largest, known=True)]
     if not model_runner.is_generation:
         return forwards
-    first = _first_without(model_runner.graph_runner)
+    first = _first_without(release().decode_graphs_of(model_runner))
     if args.speculative_algorithm is None:
         forwards.append(EagerForwards(ForwardMode.DECODE, first, largest))
     else:
         tokens = SpeculationShape.from_server_args(args).draft_tokens
         forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, largest, tokens))
-    if require_mlp_sync(args):
+    if release().pads_to_other_ranks(args):
         # While another rank prefills, SGLang turns a decode into a prefill of one token each.
         forwards.append(EagerForwards(ForwardMode.EXTEND, 1, largest, lens=torch.int64))
     return forwards

@@ -73,6 +73,16 @@ def _has_indexer(hf_config: Any) -> bool:
     return is_deepseek_nsa(hf_config)
 
 
+def _decode_graphs_of(model_runner: Any) -> Any:
+    return model_runner.graph_runner
+
+
+def _pads_to_other_ranks(server_args: Any) -> bool:
+    from sglang.srt.utils import require_mlp_sync
+
+    return require_mlp_sync(server_args)
+
+
 def _schedulers_here(server_args: Any) -> int:
     from sglang.srt.entrypoints.engine import _calculate_rank_ranges
 
@@ -120,5 +130,7 @@ RELEASE = Release(
     queues_frees=_queues_frees,
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,
+    decode_graphs_of=_decode_graphs_of,
+    pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
 )

@@ -80,6 +80,16 @@ def _has_indexer(hf_config: Any) -> bool:
     return is_deepseek_dsa(hf_config)
 
 
+def _decode_graphs_of(model_runner: Any) -> Any:
+    return model_runner.decode_cuda_graph_runner
+
+
+def _pads_to_other_ranks(_: Any) -> bool:
+    from sglang.srt.utils.common import require_mlp_sync
+
+    return require_mlp_sync()
+
+
 def _schedulers_here(_: Any) -> int:
     from sglang.srt.entrypoints.engine import _calculate_rank_ranges
     from sglang.srt.runtime_context import get_parallel
@@ -125,5 +135,7 @@ RELEASE = Release(
     queues_frees=_queues_frees,
     settled=_settled,
     has_indexer=_has_indexer,
+    decode_graphs_of=_decode_graphs_of,
+    pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
 )

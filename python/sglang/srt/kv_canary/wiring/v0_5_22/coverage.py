@@ -23,7 +23,6 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("flush_cache", _COVERED, _ON_CPU),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor; never run on a GPU"),
     PathSupport("decode CUDA graphs", _PARTLY, _ON_CPU),
-    PathSupport("prefill CUDA graphs", _PARTLY, _ON_CPU),
     PathSupport("weight update, also under running requests", _COVERED, _ON_CPU),
     PathSupport(
         "tensor parallelism", _PARTLY, "each rank checks its own pool; no test has run it yet"

@@ -5,6 +5,8 @@ Newer releases have many ways to keep KV that no test of ours has run. They are 
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.environ import envs
 
 from ..refusals import COMMON, Refusal
@@ -32,6 +34,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.enable_kv_cache_sharding or args.enable_dsa_cache_layer_split,
         "slots are spread over ranks, and a slot of one rank stands for tokens of another.",
         "Remove --enable-kv-cache-sharding and --enable-dsa-cache-layer-split.",
+    ),
+    Refusal(
+        "prefill CUDA graphs",
+        lambda args: args.device == "cuda" and _has_prefill_graphs(args.cuda_graph_config),
+        _UNTESTED,
+        "Add --disable-prefill-cuda-graph.",
     ),
     Refusal(
         "unified memory",
@@ -102,3 +110,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove the bounded-replay flags.",
     ),
 )
+
+
+def _has_prefill_graphs(config: Any) -> bool:
+    """`config`: CudaGraphConfig; None for model_path "dummy", which captures nothing."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return config is not None and config.prefill.backend != Backend.DISABLED
