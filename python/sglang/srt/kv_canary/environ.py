@@ -15,7 +15,9 @@ from typing import Any
 
 from sglang.srt.environ import EnvBool, EnvField, EnvFloat, EnvInt, Envs, EnvStr
 
+from .builtin_settings import check_builtin_settings, is_builtin
 from .errors import CanaryConfigError
+from .seam_guard import BUILTIN_ENV
 
 __all__ = [
     "ENV_PREFIX",
@@ -258,6 +260,7 @@ def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
     does not exist: a misspelt one would otherwise be ignored.
     """
     environ = os.environ if environ is None else environ
+    check_builtin_settings(environ)
     _refuse_unknown_names(environ)
     return {s.config_field: _read(s, environ) for s in SETTINGS}
 
@@ -268,8 +271,9 @@ def _read(setting: EnvSetting, environ: Any) -> Any:
 
 
 def _refuse_unknown_names(environ: Any) -> None:
-    known = {setting.name for setting in SETTINGS}
-    unknown = sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in known)
+    known = {BUILTIN_ENV, *(setting.name for setting in SETTINGS)}
+    ours = (n for n in environ if n.startswith(ENV_PREFIX) and not is_builtin(n))
+    unknown = sorted(n for n in ours if n not in known)
     if not unknown:
         return
     name = unknown[0]
