@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 ENV_PREFIX = "SGLANG_KV_CANARY_"
+# They are read before SGLang is patched.
+_READ_ELSEWHERE = (BUILTIN_ENV, f"{ENV_PREFIX}ALLOW_UNTESTED_RELEASE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ def _read(setting: EnvSetting, environ: Any) -> Any:
 
 
 def _refuse_unknown_names(environ: Any) -> None:
-    known = {BUILTIN_ENV, *(setting.name for setting in SETTINGS)}
+    known = {*_READ_ELSEWHERE, *(setting.name for setting in SETTINGS)}
     ours = (n for n in environ if n.startswith(ENV_PREFIX) and not is_builtin(n))
     unknown = sorted(n for n in ours if n not in known)
     if not unknown:

@@ -8,6 +8,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.environ import read_settings
 from sglang_kv_canary.errors import CanaryConfigError
 from sglang_kv_canary.seam_guard import BUILTIN_ENV
+from sglang_kv_canary.wiring.releases import UNTESTED_ENV
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -39,7 +40,9 @@ def test_what_this_canary_does_otherwise_is_refused_with_what_to_use(key, instea
 
 def test_ours_stay_ours(tmp_path) -> None:
     """The names that begin alike, and the one that chooses between the canaries."""
-    settings = read_settings({f"{PREFIX}PERTURB_DIR": str(tmp_path), BUILTIN_ENV: "0"})
+    settings = read_settings(
+        {f"{PREFIX}PERTURB_DIR": str(tmp_path), BUILTIN_ENV: "0", UNTESTED_ENV: "0"}
+    )
     assert settings["perturb_dir"] == str(tmp_path)
     with pytest.raises(CanaryConfigError, match="there is no such variable"):
         read_settings({f"{PREFIX}ENABLE_MHA_W": "1"})

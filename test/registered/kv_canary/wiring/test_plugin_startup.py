@@ -193,6 +193,31 @@ def test_only_who_asked_is_stopped(argv, code, fresh):
     assert "sglang 9 is installed" in ended.stderr
 
 
+def test_an_untested_release_may_be_tried_and_names_the_hooks_that_it_lacks(fresh):
+    """This release stands in for one: it is not of the newest family."""
+    ended = fresh.run(
+        script(
+            LOAD,
+            """
+            import os
+            import sglang.version
+            os.environ["SGLANG_KV_CANARY_ALLOW_UNTESTED_RELEASE"] = "1"
+            sglang.version.__version__ = "9"
+            load_plugins()
+            from sglang_kv_canary.errors import CanaryStartupError
+            from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
+            try:
+                verify_hooks_applied()
+            except CanaryStartupError as error:
+                print(json.dumps(str(error)))
+            """,
+        )
+    )
+    assert "nobody has tried it with sglang 9" in ended.stderr
+    assert "SGLang did not apply the hooks on" in ended.result
+    assert "free_page_ids" in ended.result
+
+
 def test_error_while_registering_is_told_to_who_asks(fresh):
     ended = fresh.run(
         script(

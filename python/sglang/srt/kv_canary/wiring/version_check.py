@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..errors import CanaryStartupError
-from .releases import SUPPORTED_SGLANG_VERSIONS, release
+from ..seam_guard import is_set
+from .releases import SUPPORTED_SGLANG_VERSIONS, UNTESTED_ENV, release
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["SUPPORTED_SGLANG_VERSIONS", "check_sglang", "refusal"]
 
@@ -14,7 +19,13 @@ def check_sglang() -> None:
 
     installed = sglang.version.__version__
     if installed not in SUPPORTED_SGLANG_VERSIONS:
-        raise refusal(f"sglang {installed} is installed")
+        if not is_set(UNTESTED_ENV):
+            raise refusal(f"sglang {installed} is installed")
+        logger.warning(
+            "kv-canary: nobody has tried it with sglang %s, and %s is set: false alarms and gaps are possible",
+            installed,
+            UNTESTED_ENV,
+        )
     release().check()
 
 
@@ -24,5 +35,5 @@ def refusal(found: str) -> CanaryStartupError:
     return CanaryStartupError(
         f"kv-canary: {found}; sglang-kv-canary supports sglang {supported}. Nothing was patched, and the canary "
         f"protects no KV slot. Install sglang=={SUPPORTED_SGLANG_VERSIONS[-1]}, "
-        "or uninstall sglang-kv-canary."
+        f"or uninstall sglang-kv-canary. To try this one all the same, set {UNTESTED_ENV}=1."
     )
