@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import CanaryConfigError
+from .seam_guard import says_yes
 
 __all__ = ["check_builtin_settings", "is_builtin"]
 
 _PREFIX = "SGLANG_KV_CANARY_"
-_ON = ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_builtin_settings(environ: Mapping[str, str]) -> None:
         setting = _find(name)
         if setting is None:
             continue
-        if setting.means_on and environ[name].strip().lower() in _ON:
+        if setting.means_on and says_yes(environ[name]):
             continue
         raise CanaryConfigError(
             f"{name}={environ[name]!r} is refused: it belongs to SGLang's own canary. Instead: {setting.instead}."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["BUILTIN_ENV", "SEAM", "guard_seam", "is_set", "wants_builtin"]
+__all__ = ["BUILTIN_ENV", "SEAM", "guard_seam", "is_set", "says_yes", "wants_builtin"]
 
 SEAM = "sglang.srt.kv_canary.api.install_canary"
 BUILTIN_ENV = "SGLANG_KV_CANARY_USE_BUILTIN"
@@ -23,11 +23,16 @@ _MODULE, _, _FUNCTION = SEAM.rpartition(".")
 _ON = ("1", "true", "yes", "on")
 
 
+def says_yes(value: str) -> bool:
+    """Whether the value of an environment variable says yes."""
+    return value.strip().lower() in _ON
+
+
 def is_set(variable: str) -> bool:
     """Whether an environment variable says yes."""
     import os
 
-    return os.environ.get(variable, "").strip().lower() in _ON
+    return says_yes(os.environ.get(variable, ""))
 
 
 def wants_builtin() -> bool:

@@ -229,5 +229,24 @@ def test_each_refusal_is_tested() -> None:
     assert {case.name for case in release().refusals()} == ASKED.keys() | NOT_BY_AN_ARGUMENT
 
 
+@has_seam
+@pytest.mark.parametrize(
+    ("mode", "width", "refused"), [("log", 2, True), ("log", 1, False), ("none", 2, False)]
+)
+def test_requests_for_beam_search_are_refused(mode, width, refused, monkeypatch) -> None:
+    """The published arguments stand in for those of a server: nothing else of it is asked."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    load_plugins()
+    published = SimpleNamespace(kv_canary=mode)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: published)
+    request = GenerateReqInput(input_ids=[1, 2], sampling_params={"beam_width": width})
+    if refused:
+        with pytest.raises(ValueError, match="beam_width > 1 is refused"):
+            request.normalize_batch_and_arguments()
+    else:
+        request.normalize_batch_and_arguments()
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -66,5 +66,4 @@ class FlatWalker:
 
     def empty_result(self) -> RadixCacheWalkResult:
         """A chunk with n = 0."""
-        none = torch.empty(0, dtype=torch.int64, device=self.device)
-        return RadixCacheWalkResult(none, none, none, none.bool(), ())
+        return RadixCacheWalkResult.empty(self.device)

@@ -69,6 +69,12 @@ class RadixCacheWalkResult:
     node_ends: torch.Tensor  # bool[n]: last slot of a node; under overlap it may not be written yet
     segments: tuple[WalkSegment, ...]  # in order, without gaps
 
+    @classmethod
+    def empty(cls, device: torch.device) -> RadixCacheWalkResult:
+        """A chunk with n = 0."""
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(none, none, none, none.bool(), ())
+
     @property
     def num_slots(self) -> int:
         return self.slot_indices.shape[0]
@@ -143,8 +149,7 @@ class RadixCacheWalker:
 
     def empty_result(self) -> RadixCacheWalkResult:
         """A chunk with n = 0."""
-        none = torch.empty(0, dtype=torch.int64, device=self.device)
-        return RadixCacheWalkResult(none, none, none, none.bool(), ())
+        return RadixCacheWalkResult.empty(self.device)
 
     def _forget_what_moved(self) -> None:
         """Drop frames that cannot be continued: all frames after a flush, and those of merged nodes."""

@@ -20,7 +20,10 @@ def check_sglang() -> None:
     installed = sglang.version.__version__
     if installed not in SUPPORTED_SGLANG_VERSIONS:
         if not is_set(UNTESTED_ENV):
-            raise refusal(f"sglang {installed} is installed")
+            raise refusal(
+                f"sglang {installed} is installed",
+                f" To try it all the same, set {UNTESTED_ENV}=1.",
+            )
         logger.warning(
             "kv-canary: nobody has tried it with sglang %s, and %s is set: false alarms and gaps are possible",
             installed,
@@ -29,11 +32,11 @@ def check_sglang() -> None:
     release().check()
 
 
-def refusal(found: str) -> CanaryStartupError:
-    """The error for an SGLang that is not supported, of which `found` says why."""
+def refusal(found: str, way_out: str = "") -> CanaryStartupError:
+    """The error for an SGLang that is not supported. `found` says why, `way_out` what else may be done."""
     supported = ", ".join(SUPPORTED_SGLANG_VERSIONS)
     return CanaryStartupError(
         f"kv-canary: {found}; sglang-kv-canary supports sglang {supported}. Nothing was patched, and the canary "
         f"protects no KV slot. Install sglang=={SUPPORTED_SGLANG_VERSIONS[-1]}, "
-        f"or uninstall sglang-kv-canary. To try this one all the same, set {UNTESTED_ENV}=1."
+        f"or uninstall sglang-kv-canary.{way_out}"
     )

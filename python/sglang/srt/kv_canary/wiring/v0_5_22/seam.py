@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ...config import is_asked_for
 from ...errors import startup_error
+from ...pool_patcher.registry import qualified_name
 from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
@@ -46,7 +48,7 @@ def install(
     *, server_args: Any, model_runner: Any, token_oracle_manager: Any = None
 ) -> Seam | None:
     """In place of SGLang's `install_canary`. None with `--kv-canary none`."""
-    if server_args.kv_canary == "none":
+    if not is_asked_for(server_args):
         return None
     _refuse_unknown_pool(model_runner)
     if model_runner.model_config.is_encoder_decoder:
@@ -64,7 +66,7 @@ def install(
 
 def _refuse_unknown_pool(model_runner: Any) -> None:
     pool = type(model_runner.token_to_kv_pool)
-    name = f"{pool.__module__}.{pool.__qualname__}"
+    name = qualified_name(pool)
     if name not in POOLS:
         known = ", ".join(pool.rpartition(".")[2] for pool in POOLS)
         raise startup_error(
