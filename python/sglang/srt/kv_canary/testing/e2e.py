@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from ..buffer_group import Side
 from ..reports.violation import Violation, render
 from .mode_config import MODES
 from .serving import Asked, CanaryServer, Injection, Serving
@@ -146,20 +147,35 @@ class CanaryE2EBase:
     ) -> dict[str, Any]:
         """Assert at least one violation with this reason, tag and these event fields. Returns the first.
 
-        `expected`: fields of the event; `reader` and `writer` are compared with the request id.
+        `expected`: fields of the event; `reader` and `writer` are compared with the request id. A finding of the sweep
+        is waited for: a pass may be past the slot, and the next one starts some ticks later.
         """
-        found = self.violations()
-        for event in found:
-            fits = reason in event["reasons"] and tag in (None, event["tag"])
-            if fits and all(_field(event, name) == value for name, value in expected.items()):
-                return event
-        wanted = {"reason": reason, "tag": tag, **expected}
+
+        def first() -> dict[str, Any] | None:
+            return next((e for e in self.violations() if _fits(e, reason, tag, expected)), None)
+
+        try:
+            sweeps = tag is not None and tag.startswith(Side.SWEEP.value)
+            event = self.serving.wait_for(first, "the sweep found it") if sweeps else first()
+        except TimeoutError:
+            event = None
+        if event is not None:
+            return event
+        found, wanted = self.violations(), {"reason": reason, "tag": tag, **expected}
         raise AssertionError(f"no violation {wanted} among {len(found)}:\n{_rendered(found)}")
 
     def assert_all_explained(self, done: Mapping[str, Any]) -> None:
         """Assert that only requests and slots affected by the fault are reported. `done`: the injection's answer."""
         others = [event for event in self.violations() if not is_explained(event, done)]
         assert not others, f"{len(others)} violations not explained by {done}:\n{_rendered(others)}"
+
+
+def _fits(
+    event: Mapping[str, Any], reason: str, tag: str | None, fields: Mapping[str, Any]
+) -> bool:
+    if reason not in event["reasons"] or tag not in (None, event["tag"]):
+        return False
+    return all(_field(event, name) == value for name, value in fields.items())
 
 
 def _field(event: Mapping[str, Any], name: str) -> Any:
