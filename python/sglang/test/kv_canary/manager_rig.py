@@ -22,7 +22,7 @@ from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.plan_input import PlanInput
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.event_sink import EventSink
-from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
@@ -62,7 +62,8 @@ class ManagerRig:
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
         self.device = device
         self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
-        self.recorder = FlightRecorder()
+        self.steps = Steps()
+        self.recorder = FlightRecorder(steps=self.steps)
         settings = {"log_every_s": 0.0, "copy_every_s": 0.0, **settings}
         config = CanaryConfig(mode=mode, content_mode=content, **settings)
         groups = attach_canary_buffers(
@@ -230,7 +231,7 @@ class ManagerRig:
 
     def settle(self) -> list[Any]:
         """All results are in and all copies handed over; what was reported so far."""
-        for step in self.recorder.steps_in_flight:
+        for step in tuple(self.steps.in_flight):
             self.recorder.result_arrived(step)
         for _ in range(3):
             self.manager.on_idle()

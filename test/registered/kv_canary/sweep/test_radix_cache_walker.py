@@ -63,10 +63,11 @@ def walk_in_chunks(walker, **limits) -> list:
 def check_chunk(tree, result, swa_resident_only: bool = False) -> None:
     """Every entry is held right now, and position and predecessor are those that it was written with."""
     held = tree.held_owners()
-    for index, (slot, position, prev) in enumerate(entries(result)):
+    namespaces = [s.extra_key for s in result.segments for _ in range(s.length)]
+    for (slot, position, prev), namespace in zip(entries(result), namespaces, strict=True):
         assert slot in held, f"slot {slot} is not held by the tree"
         assert position == len(held[slot].path) - 1
-        assert result.segment_of(index).extra_key == held[slot].extra_key
+        assert namespace == held[slot].extra_key
         before = Owner(held[slot].path[:-1], held[slot].extra_key)
         if position == 0:
             assert prev == PREV_ANCHOR
@@ -84,7 +85,7 @@ def check_chunk(tree, result, swa_resident_only: bool = False) -> None:
 
 
 def check_segments(result) -> None:
-    """Segments cover the chunk in order, and their ends are what `node_ends` marks."""
+    """Segments cover the chunk in order."""
     starts = [segment.start for segment in result.segments]
     stops = [segment.start + segment.length for segment in result.segments]
     assert starts == [0, *stops[:-1]][: len(starts)]
@@ -92,8 +93,6 @@ def check_segments(result) -> None:
     for segment in result.segments:
         positions = result.positions[segment.start : segment.start + segment.length].tolist()
         assert positions == list(range(segment.position, segment.position + segment.length))
-    ends = [s.start + s.length - 1 for s in result.segments if s.ends_node]
-    assert result.node_ends.nonzero().flatten().tolist() == ends
 
 
 @every_tree
@@ -104,7 +103,6 @@ def test_a_walk_lists_every_slot_of_the_tree(kind, page):
     assert sorted(result.slot_indices.tolist()) == sorted(tree.held_slots())
     check_chunk(tree, result)
     check_segments(result)
-    assert all(segment.ends_node for segment in result.segments)
     assert {segment.extra_key for segment in result.segments} == {None, "lora-a"}
 
 
@@ -117,7 +115,6 @@ def test_chunks_add_up_to_the_whole_walk(kind, page, max_slots):
     chunks = walk_in_chunks(RadixCacheWalker(tree.cache, False, False), max_slots=max_slots)
     assert [e for chunk in chunks for e in entries(chunk)] == entries(whole)
     assert all(chunk.num_slots == max_slots for chunk in chunks[:-1])
-    assert torch.equal(torch.cat([chunk.node_ends for chunk in chunks]), whole.node_ends)
     for chunk in chunks:
         check_segments(chunk)
 
@@ -132,20 +129,6 @@ def test_results_are_int64_on_the_trees_device():
         for tensor in (result.slot_indices, result.positions, result.prev_slot_indices):
             assert tensor.dtype == torch.int64
             assert tensor.device == tree.cache.device
-        assert result.node_ends.dtype == torch.bool
-
-
-def test_segment_of_names_the_node_of_an_entry():
-    tree = make_tree("radix")
-    fill(tree)
-    result = walk_radix_cache_for_canary(tree.cache, False, False)
-    node = tree.match(blocks(1, 2, 4, 5, 50)).last_device_node
-    index = result.slot_indices.tolist().index(int(node.value[1]))
-    assert result.segment_of(index).node_id == node.id
-    with pytest.raises(IndexError, match="entry -1"):
-        result.segment_of(-1)
-    with pytest.raises(IndexError, match="slots"):
-        result.segment_of(result.num_slots)
 
 
 @every_tree

@@ -36,8 +36,7 @@ def walk_of(slots, prevs, positions=None, extra_key=None) -> RadixCacheWalkResul
         torch.tensor(slots),
         torch.tensor(positions),
         torch.tensor(prevs),
-        torch.zeros(len(slots), dtype=torch.bool),
-        (WalkSegment(0, len(slots), positions[0], 1, extra_key, True),),
+        (WalkSegment(0, len(slots), positions[0], extra_key),),
     )
 
 
@@ -232,7 +231,6 @@ def test_a_plan_never_waits_for_the_gpu():
         host.slot_indices.cuda(),
         host.positions.cuda(),
         host.prev_slot_indices.cuda(),
-        host.node_ends.cuda(),
         host.segments,
     )
     lut = torch.arange(256, dtype=torch.int32, device="cuda")

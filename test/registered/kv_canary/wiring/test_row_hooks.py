@@ -149,7 +149,6 @@ def test_chunks_that_nobody_else_has_are_never_told(kind, page_size, recorder) -
         while len(req.prefix_indices) < len(req.origin_input_ids):
             rows.prefill(req, page_size)
             assert rows.cache_it(req) == (False, False)
-    assert recorder.steps_in_flight == ()
 
 
 @pytest.mark.parametrize("kind", ["radix", "swa"])

@@ -35,12 +35,14 @@ class ForwardRecord:
 
 
 @dataclass(slots=True)
-class _Steps:
+class Steps:
     """The scheduler's steps, shared by all model runners of the process."""
 
     count: int = 0
     current: StepRecord | None = None
-    in_flight: deque[StepRecord] = field(default_factory=deque)
+    in_flight: deque[StepRecord] = field(
+        default_factory=deque
+    )  # whose result has not arrived, oldest first
 
 
 class FlightRecorder:
@@ -49,11 +51,11 @@ class FlightRecorder:
     Each model runner numbers its own forwards, so `for_runner` gives each a recorder.
     """
 
-    def __init__(self, max_forwards: int = MAX_FORWARDS, steps: _Steps | None = None) -> None:
+    def __init__(self, max_forwards: int = MAX_FORWARDS, steps: Steps | None = None) -> None:
         self._forwards: OrderedDict[int, ForwardRecord] = OrderedDict()  # oldest first
         self._newest = 0
         self._max_forwards = max_forwards
-        self._steps = _Steps() if steps is None else steps
+        self._steps = Steps() if steps is None else steps
         self.weights = WeightHistory()
 
     def for_runner(self, weight_version: str | None = None) -> FlightRecorder:
@@ -107,11 +109,6 @@ class FlightRecorder:
         """Some row events went unnoticed. Everything that forwards in flight see is moot."""
         for step in self._steps.in_flight:
             step.moot_rows.update(step.requests)
-
-    @property
-    def steps_in_flight(self) -> tuple[StepRecord, ...]:
-        """Steps whose result has not arrived, oldest first."""
-        return tuple(self._steps.in_flight)
 
     def find(self, forward: int) -> ForwardRecord | None:
         return self._forwards.get(forward)

@@ -21,8 +21,6 @@ from .radix_cache_walker import (
 
 __all__ = ["FlatWalker", "lists_its_own_slots"]
 
-_NO_NODE = -1
-
 
 def lists_its_own_slots(radix_cache: Any) -> bool:
     """Whether the cache has a tree core with a walk of its own."""
@@ -54,10 +52,8 @@ class FlatWalker:
         if not count:
             return self.empty_result()
         prev_slots.masked_fill_(prev_slots == PREV_ANCHOR, PREV_UNREACHABLE)
-        segment = WalkSegment(0, count, 1, _NO_NODE, None, True)
-        ends = torch.ones(count, dtype=torch.bool, device=self.device)
-        ends[:-1] = prev_slots[1:] != slots[:-1]
-        return RadixCacheWalkResult(slots, positions, prev_slots, ends, (segment,))
+        segment = WalkSegment(0, count, 1, None)
+        return RadixCacheWalkResult(slots, positions, prev_slots, (segment,))
 
     def refuse_pages_not_of(self, stride: int) -> None:
         """Raises UnsupportedRadixCacheError for slots that stand for several tokens."""

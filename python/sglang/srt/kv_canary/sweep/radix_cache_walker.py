@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,9 +49,7 @@ class WalkSegment(NamedTuple):
     start: int  # index of the first of them in the chunk's tensors
     length: int  # slots
     position: int  # position of the first of them
-    node_id: int
     extra_key: str | None  # the prefix's namespace (LoRA id, cache salt)
-    ends_node: bool  # False: the budget cut the node here
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,24 +63,17 @@ class RadixCacheWalkResult:
     slot_indices: torch.Tensor  # int64[n]
     positions: torch.Tensor  # int64[n]
     prev_slot_indices: torch.Tensor  # int64[n]
-    node_ends: torch.Tensor  # bool[n]: last slot of a node; under overlap it may not be written yet
     segments: tuple[WalkSegment, ...]  # in order, without gaps
 
     @classmethod
     def empty(cls, device: torch.device) -> RadixCacheWalkResult:
         """A chunk with n = 0."""
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return cls(none, none, none, none.bool(), ())
+        return cls(none, none, none, ())
 
     @property
     def num_slots(self) -> int:
         return self.slot_indices.shape[0]
-
-    def segment_of(self, index: int) -> WalkSegment:
-        """The segment that holds entry `index`. Raises IndexError outside 0 .. n-1."""
-        if not 0 <= index < self.num_slots:
-            raise IndexError(f"entry {index} of a chunk of {self.num_slots} slots")
-        return self.segments[bisect_right(self.segments, index, key=attrgetter("start")) - 1]
 
 
 class RadixCacheWalker:
@@ -188,9 +178,7 @@ class RadixCacheWalker:
         if first < end and self._is_wanted(node):
             stop = min(end, first + chunk.room)
             prev = self._prev_of(chunk, frame, value, first)
-            chunk.add(
-                node, _cut(value, first - frame.end, stop - frame.end), first, prev, stop == end
-            )
+            chunk.add(node, _cut(value, first - frame.end, stop - frame.end), first, prev)
             if stop < end:
                 frame.resume = stop
                 return
@@ -243,13 +231,10 @@ class RadixCacheWalker:
         prev_slots = table[:n].roll(1)
         prevs = torch.where(prevs < 0, n - 1 - prevs, prevs)
         prev_slots.index_copy_(0, starts, table.index_select(0, prevs))
-        node_ends = torch.zeros(n, dtype=torch.bool, device=self.device)
-        node_ends.index_fill_(0, (starts + lengths - 1)[: chunk.num_node_ends], True)
         result = RadixCacheWalkResult(
             slot_indices=table[:n],
             positions=torch.arange(n, device=self.device) + shifts,
             prev_slot_indices=prev_slots,
-            node_ends=node_ends,
             segments=tuple(chunk.segments),
         )
         spent = time.perf_counter_ns() - started - _GATHER_NS
@@ -273,7 +258,6 @@ class _Chunk:
         self.serial = serial
         self.room = sys.maxsize if max_slots is None else max_slots
         self.num_slots = 0
-        self.num_node_ends = 0
         self.pieces: list[torch.Tensor] = []
         self.outside: list[torch.Tensor] = []
         self.segments: list[WalkSegment] = []
@@ -281,18 +265,13 @@ class _Chunk:
         budget = float("inf") if max_us is None else max_us * 1000 - _GATHER_NS
         self._deadline = time.perf_counter_ns() + budget
 
-    def add(
-        self, node: Any, piece: torch.Tensor, position: int, prev: int, ends_node: bool
-    ) -> None:
+    def add(self, node: Any, piece: torch.Tensor, position: int, prev: int) -> None:
         start, length = self.num_slots, piece.numel()
         self.pieces.append(piece)
         self.columns.extend((start, length, position, prev))
-        self.segments.append(
-            WalkSegment(start, length, position, node.id, node.key.extra_key, ends_node)
-        )
+        self.segments.append(WalkSegment(start, length, position, node.key.extra_key))
         self.num_slots += length
         self.room -= length
-        self.num_node_ends += ends_node
 
     def add_outside(self, slot: torch.Tensor) -> int:
         """Reference to `slot`, int64[1], which is not an entry of this chunk."""
