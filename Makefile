@@ -11,7 +11,9 @@
 
 BASE_SGLANG = 0.5.12.post1
 SGLANG ?= $(BASE_SGLANG)
-VENV ?= .venv$(if $(filter-out $(BASE_SGLANG),$(SGLANG)),-$(SGLANG))
+# `make hooks` takes a folder.
+RELEASE = $(if $(findstring /,$(SGLANG)),$(BASE_SGLANG),$(SGLANG))
+VENV ?= .venv$(if $(filter-out $(BASE_SGLANG),$(RELEASE)),-$(RELEASE))
 JOBS ?= 2
 TORCH_INDEX_URL ?=
 ARGS ?=
@@ -23,7 +25,7 @@ PIP_FLAGS = --quiet --disable-pip-version-check
 PIP_INSTALL = $(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-warn-conflicts
 SHIM = tools/cpu_sgl_kernel
 DOCS_NEEDS = requirements/docs.txt
-SGLANG_NEEDS = requirements/sglang-$(SGLANG).txt
+SGLANG_NEEDS = requirements/sglang-$(RELEASE).txt
 ENGINE_NEEDS = requirements/torch.txt requirements/cpu.txt requirements/dev.txt $(SGLANG_NEEDS)
 SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
@@ -32,12 +34,12 @@ DOCS_STAMP = $(VENV)/.stamp-docs
 # One OpenMP thread: more of them fight for the cores with the engine's own processes.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
 
-.PHONY: help demo test mutants lint format docs wheel setup prometheus clean
+.PHONY: help demo test hooks mutants lint format docs wheel setup prometheus clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make setup | lint | format | docs | mutants | wheel | prometheus | clean'
+	@echo 'also: make hooks SGLANG=FOLDER; make setup | lint | format | docs | mutants | wheel | prometheus | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
@@ -49,6 +51,10 @@ test: $(READY_STAMP)
 # Not a part of `make test`: about 20 minutes on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
 mutants: $(READY_STAMP)
 	@$(ENGINE_ENV) PYTHONPATH=tools $(VENV)/bin/python -W ignore -m mutation_testing --jobs $(JOBS) $(ARGS)
+
+# SGLANG is a folder here, which holds sglang/: for example an unzipped wheel. Its source is read, never imported.
+hooks: $(READY_STAMP)
+	@$(ENGINE_ENV) $(VENV)/bin/python -W ignore tools/hook_targets.py $(SGLANG) $(ARGS)
 
 lint: $(READY_STAMP)
 	@$(VENV)/bin/ruff check .
@@ -84,14 +90,14 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -m pip --python $(VENV)/bin/python install $(PIP_FLAGS) pip -c requirements/dev.txt
 
 $(SGLANG_NEEDS):
-	@echo 'no environment for SGLANG=$(SGLANG); there are:' \
+	@echo 'no environment for SGLANG=$(RELEASE); there are:' \
 		$(patsubst requirements/sglang-%.txt,%,$(wildcard requirements/sglang-*.txt)) >&2; exit 1
 
 $(DEPS_STAMP): $(ENGINE_NEEDS) | $(VENV)/bin/pip
 	@echo "[setup 2/4] installing torch (about 200 MB)"
 	@$(PIP_INSTALL) -r requirements/torch.txt -c requirements/cpu.txt -c requirements/dev.txt \
 		$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
-	@echo "[setup 3/4] installing SGLang $(SGLANG) and what its CPU engine needs"
+	@echo "[setup 3/4] installing SGLang $(RELEASE) and what its CPU engine needs"
 	@$(PIP_INSTALL) --no-deps -r $(SGLANG_NEEDS) -r requirements/cpu.txt -r requirements/dev.txt
 	@touch $@
 

@@ -191,6 +191,7 @@ def test_only_who_asked_is_stopped(argv, code, fresh):
     )
     assert ended.returncode == code
     assert "sglang 9 is installed" in ended.stderr
+    assert "functions that the canary hooks in 0.5.23: gone" in ended.stderr
 
 
 def test_an_untested_release_may_be_tried_and_names_the_hooks_that_it_lacks(fresh):

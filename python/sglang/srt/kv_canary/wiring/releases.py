@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from .path_support import PathSupport
     from .refusals import Refusal
 
-__all__ = ["FAMILIES", "SUPPORTED_SGLANG_VERSIONS", "UNTESTED_ENV", "Release", "release"]
+__all__ = [
+    "FAMILIES",
+    "NEWEST_FAMILY",
+    "SUPPORTED_SGLANG_VERSIONS",
+    "UNTESTED_ENV",
+    "Release",
+    "release",
+]
 
 # Release of SGLang -> folder of its family.
 FAMILIES = {
@@ -27,6 +34,7 @@ FAMILIES = {
     "0.5.23": "v0_5_22",
 }
 SUPPORTED_SGLANG_VERSIONS = tuple(FAMILIES)
+NEWEST_FAMILY = FAMILIES[SUPPORTED_SGLANG_VERSIONS[-1]]
 # A release that nobody has tried gets the newest family. Hooks that find no target refuse it by name.
 UNTESTED_ENV = "SGLANG_KV_CANARY_ALLOW_UNTESTED_RELEASE"
 
@@ -79,5 +87,5 @@ def release() -> Release:
 
     version = sglang.version.__version__
     untested = is_set(UNTESTED_ENV) and version not in FAMILIES
-    family = FAMILIES[SUPPORTED_SGLANG_VERSIONS[-1] if untested else version]
+    family = NEWEST_FAMILY if untested else FAMILIES[version]
     return import_module(f".{family}", __package__).RELEASE

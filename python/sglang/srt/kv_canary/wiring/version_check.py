@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from ..errors import CanaryStartupError
 from ..seam_guard import is_set
-from .releases import SUPPORTED_SGLANG_VERSIONS, UNTESTED_ENV, release
+from .hook_targets import describe_moved, recorded_targets
+from .releases import NEWEST_FAMILY, SUPPORTED_SGLANG_VERSIONS, UNTESTED_ENV, release
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +22,11 @@ def check_sglang() -> None:
     installed = sglang.version.__version__
     if installed not in SUPPORTED_SGLANG_VERSIONS:
         if not is_set(UNTESTED_ENV):
+            root = Path(sglang.version.__file__).parents[1]
+            moved = describe_moved(root, recorded_targets(NEWEST_FAMILY))
             raise refusal(
                 f"sglang {installed} is installed",
-                f" To try it all the same, set {UNTESTED_ENV}=1.",
+                f" To try it all the same, set {UNTESTED_ENV}=1. {moved}",
             )
         logger.warning(
             "kv-canary: nobody has tried it with sglang %s, and %s is set: false alarms and gaps are possible",
