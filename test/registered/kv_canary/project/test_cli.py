@@ -117,18 +117,5 @@ def test_tables_of_the_documents_are_current(monkeypatch):
     assert tool["main"]() == 0, "run: .venv/bin/python tools/doc_tables.py"
 
 
-def test_demo_catches_its_faults_and_exits_with_0():
-    ended = subprocess.run(
-        [sys.executable, "-m", "kv_canary_cli", "demo", "--requests", "40"],
-        capture_output=True,
-        text=True,
-        timeout=consts.PROCESS_TIMEOUT_S,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    last = ended.stdout.rstrip().splitlines()[-1]
-    pattern = r"kv-canary demo: caught (\d+) of \1 injected faults, 0 false alarms in \d{4,} checked slots"
-    assert re.fullmatch(pattern, last), ended.stdout
-
-
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

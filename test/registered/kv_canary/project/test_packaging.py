@@ -23,8 +23,6 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.import_alias import OLD_NAME
-from sglang_kv_canary.testing.serving import free_port
-from sglang_kv_canary.testing.tiny_models import write_tiny_llama
 from sglang_kv_canary_rigs.checkout import REPO
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
@@ -262,41 +260,14 @@ def test_commands_answer(with_wheel: Environment) -> None:
     assert _run(*as_module, "--version") == _run(script, "--version")
 
 
-SERVE = """
-import json, sys
-if __name__ == "__main__":
-    import sglang_kv_canary
-    from sglang.srt.entrypoints.engine import Engine
-    with Engine(**json.loads(sys.argv[1])) as engine:
-        answer = engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
-        info = engine.get_server_info()
-    print(json.dumps({"tokens": len(answer["output_ids"]), "active": info["kv_canary_active"],
-        "folder": list(sglang_kv_canary.__path__)}))
-"""
-
-
-def test_engine_serves_under_the_canary_of_the_wheel(
-    with_wheel: Environment, tmp_path: Path
-) -> None:
-    flags = {
-        "model_path": write_tiny_llama(tmp_path / "llama"),
-        "kv_canary": "raise",
-        "kv_canary_real_data": "all",
-        "device": "cpu",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "attention_backend": "torch_native",
-        "max_total_tokens": 2048,
-        "mem_fraction_static": 0.99,
-        "dtype": "float32",
-        "nccl_port": free_port(),
-    }
-    (tmp_path / "serve.py").write_text(SERVE)
-    shown = _run(with_wheel.python, "-W", "ignore", str(tmp_path / "serve.py"), json.dumps(flags))
-    served = json.loads(shown.splitlines()[-1])
-    assert served["tokens"] == 4
-    assert [active["mode"] for active in served["active"]] == ["raise"]
-    assert served["folder"] == [str(with_wheel.site_packages / PACKAGE)]
+def test_the_demo_of_the_wheel_catches_its_faults(with_wheel: Environment) -> None:
+    """A real engine, served and damaged by what the wheel alone brings."""
+    where = with_wheel.query(f"import json, {PACKAGE} as p; print(json.dumps(list(p.__path__)))")
+    assert where == [str(with_wheel.site_packages / PACKAGE)]
+    script = str(with_wheel.root / "bin" / "kv-canary")
+    last = _run(script, "demo", "--requests", "40").rstrip().splitlines()[-1]
+    pattern = r"kv-canary demo: caught (\d+) of \1 injected faults, 0 false alarms in \d{4,} checked slots"
+    assert re.fullmatch(pattern, last), last
 
 
 def test_start_of_an_interpreter_imports_three_small_modules(with_wheel: Environment) -> None:
