@@ -66,10 +66,12 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",
     "e2e/test_e2e_mla.py",
+    "e2e/test_e2e_swa.py",
     "e2e/test_e2e_sweep.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
     "wiring/test_seam.py",
+    "wiring/test_swa_location.py",
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ def make_swa_pool(
 ) -> RealPool:
     """SWAKVPool with SWATokenToKVPoolAllocator; SWA layers have the even layer ids, as far as there are any."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     swa_ids, full_ids = _alternate(swa_layers, full_layers)
     pool = SWAKVPool(
@@ -170,15 +171,30 @@ def make_swa_pool(
         head_dim=head_dim,
         swa_attention_layer_ids=swa_ids,
         full_attention_layer_ids=full_ids,
-        enable_kvcache_transpose=False,
         device=device,
         token_to_kv_pool_class=sub_pool_class or MHATokenToKVPool,
+        **_taken_by(SWAKVPool.__init__, enable_kvcache_transpose=False),
         **kwargs,
     )
-    allocator = SWATokenToKVPoolAllocator(
+    allocator = swa_allocator_class()(
         size, size_swa, page_size, dtype, device, pool, need_sort=False
     )
     return RealPool(pool, allocator)
+
+
+def swa_allocator_class() -> type:
+    """SWATokenToKVPoolAllocator, which newer releases have moved."""
+    try:
+        from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    except ModuleNotFoundError:
+        from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator
+    return SWATokenToKVPoolAllocator
+
+
+def _taken_by(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of `arguments` that `function` names: newer releases have dropped some."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def _alternate(swa_layers: int, full_layers: int) -> tuple[list[int], list[int]]:

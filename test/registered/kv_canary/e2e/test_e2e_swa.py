@@ -1,7 +1,7 @@
 """SWA models on a real server: clean while the window slides and slots are reused, and every fault is caught.
 
-The clean traffic never lets running requests share a prefix, because this release of SGLang then frees slots that
-one of them reads; the last test shows that the canary reports that (see `family_traffic`).
+The clean traffic never lets running requests share a prefix, because SGLang 0.5.12.post1 then frees slots that one of
+them reads (see `family_traffic`). One test shows that the canary reports that, and that newer releases are right.
 """
 
 import random
@@ -26,6 +26,7 @@ from sglang_kv_canary.testing.fault_cases import (
     two_prompts,
 )
 from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
 from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs.swa_divergence_asserts import SwaDivergenceMixin
@@ -37,6 +38,9 @@ WINDOW = consts.SWA_WINDOW
 FULL, SWA = tags("HEAD TAIL", "K V", "FULL"), tags("HEAD TAIL", "K V", "SWA")
 HEAD, TAIL = tags("HEAD", "K V", "FULL", "SWA"), tags("TAIL", "K V", "FULL", "SWA")
 EXTEND = {"mode": "EXTEND", "min_prefix": 0}
+
+IS_NEWER = release().has_own_canary
+MARGIN = 0 if IS_NEWER else 1  # slots that SGLang's own eviction keeps beside the window
 
 CASES = [
     *content_cases("FULL", "K V", layers=2),
@@ -130,9 +134,9 @@ class TestSWAFaults(FaultCases):
         else:
             self.assert_no_violations()
 
-    @pytest.mark.parametrize(("slots", "caught"), [(1, False), (2, True)])
+    @pytest.mark.parametrize(("slots", "caught"), [(MARGIN, False), (MARGIN + 1, True)])
     def test_sglang_evicting_too_early(self, slots: int, caught: bool) -> None:
-        """Its own eviction keeps one slot more than the window: one less is still right, two are not."""
+        """Without its margin it is still right, with one slot less it is not."""
         self.inject("early_eviction", slots=slots).answer()
         try:
             self.serve_two(f"early-{slots}", answer=3 * WINDOW)
@@ -169,12 +173,13 @@ class TestSWAFaults(FaultCases):
         assert event["tag"] in SWA
 
     def test_fault_of_sglang_itself_is_reported(self) -> None:
-        """No injection. SGLang frees full slots of a prefix that a running request has locked and reads.
+        """No injection. SGLang 0.5.12.post1 frees full slots of a prefix that a running request has locked and reads.
 
         The cached prefix loses the SWA slots of its first 64 tokens; `reader` matches all of it, and `usurper`, whose
         prompt ends among those 64, computes them anew and has its own slots put into the tree instead.
         """
-        self.expect_violations()
+        if not IS_NEWER:
+            self.expect_violations()
         rng = random.Random("own fault")
         firsts = rng.sample(range(consts.FIRST_TOKEN, consts.VOCAB_SIZE), 6)
         prompts = [[first, *random_tokens(rng, 199)] for first in firsts]
@@ -186,6 +191,9 @@ class TestSWAFaults(FaultCases):
         reader = ("reader", shared + random_tokens(rng, 10), 60)
         usurper = ("usurper", shared[:40] + random_tokens(rng, 8), 2)
         self.generate_together([reader, usurper])
+        if IS_NEWER:
+            self.assert_no_violations()
+            return
         event = self.assert_violation("USE_AFTER_FREE", "HEAD_K_FULL", reader="reader")
         assert event["writer"]["request_id"] == "filler-0"
         assert event["freed"] is not None
@@ -214,7 +222,7 @@ class TestSWATritonAttention(FaultCases):
             self.generate(f"triton-{number}", [*prompt[:length], number, 7], 3)
         self.assert_no_violations()
         counters = self.settle()
-        assert counters["TAIL_V_SWA"]["content_checked"] > 200
+        assert counters["TAIL_V_SWA"]["content_checked"] > 150
         assert counters["TAIL_V_SWA"]["out_of_window"] > 100
 
     def test_stale_mapping(self) -> None:

@@ -1,6 +1,7 @@
 """Every way in which slots are freed is followed: paths of SGLang's real allocators, and methods that nobody knows."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -49,6 +51,14 @@ def _paged() -> PagedTokenToKVPoolAllocator:
 def _simple() -> TokenToKVPoolAllocator:
     allocator = TokenToKVPoolAllocator(64, torch.float32, "cpu", None, False)
     context.watch_allocator(allocator, PoolKind.FULL)
+    return allocator
+
+
+def _swa(page_size: int) -> Any:
+    """A pool of full and SWA slots, which differ."""
+    allocator = make_swa_pool(size=64, size_swa=64, page_size=page_size).allocator
+    allocator.swa_attn_allocator.alloc(3 * page_size)
+    watch_allocator(allocator)
     return allocator
 
 
@@ -92,6 +102,88 @@ def test_a_free_group_frees_at_its_end_only(make, way, freed) -> None:
     assert context.frees > 0  # a row may have been rewritten already
     allocator.free_group_end()
     assert freed == sorted({int(slot) // allocator.page_size for slot in slots})
+
+
+# SWA pools: one allocator of each kind. Their events are told apart.
+
+
+@pytest.fixture
+def freed_by_kind(monkeypatch: pytest.MonkeyPatch) -> dict[PoolKind, list[int]]:
+    """As `freed`, per pool kind."""
+    pages: dict[PoolKind, list[int]] = {PoolKind.FULL: [], PoolKind.SWA: []}
+
+    def note(allocator, kind, slots) -> None:
+        if kind is SlotEventKind.FREE:
+            found = {int(slot) // allocator.page_size for slot in slots}
+            pages[context.allocator_kinds[id(allocator)]].extend(sorted(found))
+
+    monkeypatch.setattr(type(context), "slot_event", staticmethod(note))
+    return pages
+
+
+def _tail(allocator: Any, slots: torch.Tensor) -> None:
+    """As a request whose window has slid past its first half: the SWA slots of that half are gone already."""
+    half = len(slots) // 2
+    allocator.free_swa_segment(slots[:half], start_pos=0)
+    allocator.free_full_segments([(slots[:half], 0)])
+    allocator.free_segments([(slots[half:], half)])
+
+
+BOTH, SWA_ONLY = (PoolKind.FULL, PoolKind.SWA), (PoolKind.SWA,)
+SWA_WAYS = [
+    pytest.param(BY_SLOTS["free"], BOTH, id="free"),
+    pytest.param(lambda a, slots: a.free_swa(slots), SWA_ONLY, id="free_swa"),
+    *(
+        pytest.param(way, kinds, id=name, marks=has_segments)
+        for name, kinds, way in (
+            ("free_segment", BOTH, BY_SEGMENTS["free_segment"]),
+            ("free_segments", BOTH, BY_SEGMENTS["free_segments"]),
+            ("free_swa_segment", SWA_ONLY, lambda a, s: a.free_swa_segment(s, start_pos=0)),
+            ("free_full_segments", BOTH, _tail),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize(("way", "kinds"), SWA_WAYS)
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_every_way_to_free_swa_slots_is_seen(
+    page_size, way, kinds, in_group, freed_by_kind
+) -> None:
+    allocator = _swa(page_size)
+    slots = _two_pages(allocator)
+    swa_slots = allocator.full_to_swa_index_mapping[slots].clone()
+    expected = {
+        PoolKind.FULL: sorted({int(slot) // page_size for slot in slots}),
+        PoolKind.SWA: sorted({int(slot) // page_size for slot in swa_slots}),
+    }
+    assert expected[PoolKind.FULL] != expected[PoolKind.SWA]
+    if in_group:
+        allocator.free_group_begin()
+    way(allocator, slots)
+    assert context.frees > 0  # a row may have been rewritten already
+    if in_group:
+        allocator.free_group_end()
+    seen = {kind: sorted(pages) for kind, pages in freed_by_kind.items()}
+    assert seen == {kind: expected[kind] if kind in kinds else [] for kind in expected}
+
+
+def _two_pages(allocator: Any) -> torch.Tensor:
+    """Full slots with SWA slots."""
+    parts = allocator.full_attn_allocator, allocator.swa_attn_allocator
+    slots, swa_slots = (part.alloc(2 * part.page_size) for part in parts)
+    allocator.set_full_to_swa_mapping(slots, swa_slots)
+    return slots
+
+
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_a_method_of_the_swa_allocator_that_nobody_knows_is_refused_by_name(page_size) -> None:
+    known = _swa(page_size)  # the clean twin
+    base = type(known)
+    known.__class__ = type(base.__name__, (base,), {"free_quietly": lambda self, slots: None})
+    with pytest.raises(CanaryStartupError, match="free_quietly"):
+        watch_allocator(known)
 
 
 @pytest.mark.parametrize("base", [TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator])

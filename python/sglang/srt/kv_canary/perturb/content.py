@@ -40,7 +40,7 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     if target is None:
         return None
     loc = torch.tensor([target.slot], dtype=torch.int64, device=scene.rows.device)
-    layers = _storing_layers(scene)
+    where, layers = _write_location(scene.pool, loc), _storing_layers(scene)
     for layer in layers:
         heads = layer.tp_k_head_num
         key = torch.full(
@@ -49,7 +49,7 @@ def write_outside_plan(scene: Scene, args: dict[str, Any]) -> Outcome | None:
         value = torch.full(
             (1, heads, layer.v_head_dim), 0.5, dtype=scene.pool.dtype, device=loc.device
         )
-        scene.pool.set_kv_buffer(layer, loc, key, value)
+        scene.pool.set_kv_buffer(layer, where, key, value)
     return Outcome(
         (target.slot,), target.request_ids, f"stored K/V of {len(layers)} layers into {target}"
     )
@@ -81,6 +81,16 @@ def slot_in(group: Any, full_slot: int) -> int:
     if group.swa_index_lut is not None:
         return int(group.swa_index_lut[full_slot])
     return full_slot // group.stride
+
+
+def _write_location(pool: Any, full_slots: torch.Tensor) -> Any:
+    """What `set_kv_buffer` takes: in newer releases SWA slots go with the full ones."""
+    from sglang.srt.mem_cache import memory_pool
+
+    both = getattr(memory_pool, "KVWriteLoc", None)
+    if both is None or getattr(pool, "full_to_swa_index_mapping", None) is None:
+        return full_slots
+    return both(full_slots, pool.translate_loc_from_full_to_swa(full_slots))
 
 
 def _storing_layers(scene: Scene) -> list[Any]:

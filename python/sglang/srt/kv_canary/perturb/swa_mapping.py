@@ -60,7 +60,10 @@ def early_eviction(scene: Scene, args: dict[str, Any]) -> Outcome:
     window = tree_cache.sliding_window_size
     if slots >= window:
         raise ValueError(f"the window has {window} tokens and cannot lose {slots}")
-    tree_cache.sliding_window_size = window - slots
+    # Newer releases have a property, which cannot be set.
+    is_property = isinstance(getattr(type(tree_cache), "sliding_window_size", None), property)
+    name = "_sliding_window_size" if is_property else "sliding_window_size"
+    setattr(tree_cache, name, window - slots)
     return Outcome(detail=f"SGLang keeps {tree_cache.sliding_window_size} tokens of the window")
 
 

@@ -152,6 +152,11 @@ class CanaryManager:
             self._capturing = was_capturing
             self._set_armed(was_armed and not self._blind)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether graphs are being captured, with made-up inputs."""
+        return self._capturing
+
     def attach_radix_cache(self, tree_cache: Any) -> None:
         """A step of the start-up: errors of observers are raised."""
         self.radix_cache = tree_cache

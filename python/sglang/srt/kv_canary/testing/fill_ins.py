@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,8 @@ def plugin_path(folder: str | Path, fill_ins: Sequence[Callable[[], None]]) -> s
     return os.pathsep.join([str(folder), before] if before else [str(folder)])
 
 
-# SWA pools: torch_native uses the slots of `req_to_token`, which are full slots, for every layer.
+# SWA pools: torch_native uses the slots of `req_to_token`, which are full slots, for every layer. Newer releases
+# accept no Gemma 4 on it.
 
 
 def swa_on_torch_native() -> None:
@@ -47,6 +49,25 @@ def swa_on_torch_native() -> None:
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     for method in ("forward_extend", "forward_decode"):
         HookRegistry.register(f"{backend}.{method}", _with_translated_rows, HookType.AROUND)
+    if find_spec("sglang.srt.arg_groups.model_hook") is not None:
+        adjustments = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+        HookRegistry.register(adjustments, _as_if_on_triton, HookType.AROUND)
+
+
+def _as_if_on_triton(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """SGLang's check of a model's attention backend takes torch_native for Triton."""
+    from sglang.srt.arg_groups import model_hook
+
+    real = model_hook.attention_backends_of
+
+    def instead(view: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == "torch_native" else name for name in real(view))
+
+    model_hook.attention_backends_of = instead
+    try:
+        original(*args, **kwargs)
+    finally:
+        model_hook.attention_backends_of = real
 
 
 def _with_translated_rows(
@@ -60,20 +81,21 @@ def _with_translated_rows(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    pool, rows = forward_batch.token_to_kv_pool, forward_batch.req_to_token_pool
+    holder = forward_batch if hasattr(forward_batch, "req_to_token_pool") else backend
+    pool, rows = holder.token_to_kv_pool, holder.req_to_token_pool
     indices = forward_batch.req_pool_indices
     if not _is_swa_layer(pool, layer):
         return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
     longest = int(forward_batch.seq_lens.max())
     full_slots = rows.req_to_token[indices.long(), :longest].long()
-    forward_batch.req_to_token_pool = SimpleNamespace(
+    holder.req_to_token_pool = SimpleNamespace(
         req_to_token=pool.full_to_swa_index_mapping[full_slots]
     )
     forward_batch.req_pool_indices = torch.arange(len(indices))
     try:
         return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
     finally:
-        forward_batch.req_to_token_pool, forward_batch.req_pool_indices = rows, indices
+        holder.req_to_token_pool, forward_batch.req_pool_indices = rows, indices
 
 
 def _is_swa_layer(pool: Any, layer: Any) -> bool:

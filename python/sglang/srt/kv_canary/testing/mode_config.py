@@ -81,6 +81,8 @@ MODES: dict[str, ModeConfig] = {
         },
         cpu_args={**_CPU, "attention_backend": "torch_native"},
         cuda_args=_CUDA,
+        # Newer releases evict every 128 tokens otherwise, and no answer is as long.
+        env={"SGLANG_SWA_EVICTION_INTERVAL": "1"},
         cpu_fill_ins=(swa_on_torch_native,),
     ),
     "mla": ModeConfig(

@@ -24,9 +24,10 @@ def watch_allocator(allocator: Any) -> None:
     """Follow `allocator` from now on. Raises CanaryStartupError for a class without hooks."""
     name = type(allocator).__name__
     if name in _SIMPLE:
-        _refuse_unknown_methods(allocator)
+        _refuse_unknown_methods(allocator, release().allocator_methods)
         context.watch_allocator(allocator, PoolKind.FULL)
     elif name == "SWATokenToKVPoolAllocator":
+        _refuse_unknown_methods(allocator, release().swa_allocator_methods)
         _refuse_unless_simple(allocator.full_attn_allocator)
         _refuse_unless_simple(allocator.swa_attn_allocator)
         context.watch_allocator(allocator.full_attn_allocator, PoolKind.FULL)
@@ -37,19 +38,19 @@ def watch_allocator(allocator: Any) -> None:
 
 def _refuse_unless_simple(allocator: Any) -> None:
     name = type(allocator).__name__
-    _refuse_unknown_methods(allocator)
     if name not in _SIMPLE:
         raise startup_error(
             f"the slot allocator {name} is of a class whose frees the canary cannot follow "
             f"(known: {', '.join(_SIMPLE)}, SWATokenToKVPoolAllocator).",
             FREES,
         )
+    _refuse_unknown_methods(allocator, release().allocator_methods)
 
 
-def _refuse_unknown_methods(allocator: Any) -> None:
+def _refuse_unknown_methods(allocator: Any, known: frozenset[str]) -> None:
     """A public method that nobody has read may be one more way to free slots, unseen by the hooks."""
     public = {name for name in dir(type(allocator)) if not name.startswith("_")}
-    if unknown := sorted(public - release().allocator_methods):
+    if unknown := sorted(public - known):
         raise startup_error(
             f"the slot allocator {type(allocator).__name__} has methods that the canary does not know: "
             f"{', '.join(unknown)}.",

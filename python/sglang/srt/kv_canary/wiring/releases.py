@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..seam_guard import is_set
 
 if TYPE_CHECKING:
+    import torch
+
     from ..runner.ranks import Ranks
     from .path_support import PathSupport
     from .refusals import Refusal
@@ -68,8 +70,10 @@ class Release:
     ranks_of: Callable[[Any], Ranks]  # of a model runner
     # Public methods of slot allocators that were read: all of them that free slots are hooked.
     allocator_methods: frozenset[str]
+    swa_allocator_methods: frozenset[str]  # the same, of the SWA allocator
     # Whether an allocator's free() is seen later: at the end of its free group, or page by page.
     queues_frees: Callable[[Any], bool]
+    swa_location: torch.dtype  # of the SWA slots in which attention stores new tokens
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.

@@ -85,7 +85,7 @@ class EagerForwards:
             extend_start_loc=torch.arange(0, total, self.tokens, dtype=torch.int32, device=device),
         )
         # Only SWA groups read it, and newer releases have no such field.
-        batch.out_cache_loc_swa = of(0, total, torch.int32)
+        batch.out_cache_loc_swa = of(0, total, release().swa_location)
         return batch
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...runner.ranks import Ranks
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
-from .allocator_methods import ALLOCATOR_METHODS
+from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
 
@@ -127,7 +129,9 @@ RELEASE = Release(
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
+    swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
+    swa_location=torch.int32,
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,
     decode_graphs_of=_decode_graphs_of,

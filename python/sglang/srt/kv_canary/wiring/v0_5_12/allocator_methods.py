@@ -1,4 +1,4 @@
-"""Public methods of the token and paged slot allocators. All that free slots lead to hooked ones."""
+"""Public methods of the slot allocators. All that free slots lead to hooked ones."""
 
 ALLOCATOR_METHODS = frozenset(
     {
@@ -18,5 +18,19 @@ ALLOCATOR_METHODS = frozenset(
         "merge_and_sort_free",
         "restore_state",
         "size_full",
+    }
+)
+
+# Beside these, of the SWA allocator.
+SWA_ALLOCATOR_METHODS = frozenset(
+    {
+        "alloc_extend_swa_tail",
+        "free_swa",
+        "full_available_size",
+        "set_full_to_swa_mapping",
+        "size",
+        "size_swa",
+        "swa_available_size",
+        "translate_loc_from_full_to_swa",
     }
 )

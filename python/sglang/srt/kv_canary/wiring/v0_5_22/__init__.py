@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...runner.ranks import Ranks
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
-from .allocator_methods import ALLOCATOR_METHODS
+from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
 
@@ -115,6 +117,7 @@ RELEASE = Release(
         "scheduler",
         "v0_5_22.scheduler",
         "v0_5_22.server_args",
+        "v0_5_22.swa_location",
         "token_oracle",
         "v0_5_22.weights",
         "farewell",  # after last_words: reports that it triggers come before the last words
@@ -132,7 +135,9 @@ RELEASE = Release(
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
+    swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
+    swa_location=torch.int64,
     settled=_settled,
     has_indexer=_has_indexer,
     decode_graphs_of=_decode_graphs_of,

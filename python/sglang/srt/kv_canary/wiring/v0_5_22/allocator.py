@@ -1,4 +1,4 @@
-"""Frees by page, which `free()` does not see, and the methods of allocators that are known."""
+"""Frees that `free()` does not see: by page, and of the SWA slots of some full slots."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
 
 
 @guarded
-def _before_free_pages(allocator: Any, page_ids: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Only counted: the pages become free in `_release_page_ids`."""
-    if page_ids.numel():
+def _count_free(_: Any, freed: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Only counted: pages become free in `_release_page_ids`, SWA slots in their own allocator."""
+    if freed.numel():
         context.frees += 1
 
 
 _PAGED = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+_SWA = "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator"
 HOOKS = (
     HookSpec(f"{_PAGED}._release_page_ids", _before_release, HookType.BEFORE, FREES),
-    HookSpec(f"{_PAGED}.free_page_ids", _before_free_pages, HookType.BEFORE, FREES),
+    HookSpec(f"{_PAGED}.free_page_ids", _count_free, HookType.BEFORE, FREES),
+    HookSpec(f"{_SWA}.free_swa", _count_free, HookType.BEFORE, FREES),
+    HookSpec(f"{_SWA}.free_swa_segment", _count_free, HookType.BEFORE, FREES),
 )

@@ -1,4 +1,4 @@
-"""Public methods of the token and paged slot allocators. All that free slots lead to hooked ones."""
+"""Public methods of the slot allocators. All that free slots lead to hooked ones."""
 
 ALLOCATOR_METHODS = frozenset(
     {
@@ -37,5 +37,27 @@ ALLOCATOR_METHODS = frozenset(
         "size_full",
         "translate_kv_indices_for_transfer",
         "verify_byte_accounting",
+    }
+)
+
+# Beside these, of the SWA allocator.
+SWA_ALLOCATOR_METHODS = frozenset(
+    {
+        "alloc_extend_swa_tail",
+        "clear_full_to_swa_mapping",
+        "free_swa",
+        "free_swa_segment",
+        "full_available_size",
+        "new_pages_available",
+        "reclaim_for_prealloc",
+        "set_full_to_swa_mapping",
+        "size",
+        "size_swa",
+        "swa_available_size",
+        "swa_capacity_and_available",
+        "swa_req_ring",
+        "swa_ring_cost_tokens",
+        "translate_loc_from_full_to_swa",
+        "translate_swa_indices_for_transfer",
     }
 )

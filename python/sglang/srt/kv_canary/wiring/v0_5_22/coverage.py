@@ -9,7 +9,11 @@ from ..path_support import PathSupport
 POOLS = (
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
+    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
 )
+
+# The pools inside of a SWAKVPool.
+SUB_POOLS = ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",)
 
 _COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
 _ON_CPU = "never run on a GPU"

@@ -16,7 +16,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-from .coverage import POOLS
+from .coverage import POOLS, SUB_POOLS
 
 
 class Seam:
@@ -65,13 +65,20 @@ def install(
 
 
 def _refuse_unknown_pool(model_runner: Any) -> None:
-    pool = type(model_runner.token_to_kv_pool)
-    name = qualified_name(pool)
-    if name not in POOLS:
-        known = ", ".join(pool.rpartition(".")[2] for pool in POOLS)
+    pool = model_runner.token_to_kv_pool
+    _refuse_unless_in(POOLS, pool, "the KV pool")
+    for part in ("full_kv_pool", "swa_kv_pool"):
+        if (sub_pool := getattr(pool, part, None)) is not None:
+            _refuse_unless_in(SUB_POOLS, sub_pool, f"{type(pool).__name__}.{part}")
+
+
+def _refuse_unless_in(pools: Sequence[str], pool: Any, what: str) -> None:
+    name = qualified_name(type(pool))
+    if name not in pools:
+        known = ", ".join(pool.rpartition(".")[2] for pool in pools)
         raise startup_error(
-            f"the canary does not know the KV pool {name} of this release (known: {known}).",
-            f"the KV pool {pool.__qualname__}",
+            f"the canary does not know {what} {name} of this release (known: {known}).",
+            f"{what} {type(pool).__qualname__}",
         )
 
 
