@@ -6,7 +6,7 @@ them reads (see `family_traffic`). One test shows that the canary reports that, 
 
 import random
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -199,6 +199,50 @@ class TestSWAFaults(FaultCases):
         assert event["freed"] is not None
         assert {e["reader"]["request_id"] for e in self.violations()} == {"reader"}
         assert all(e["expected_position"] <= 40 for e in self.violations())
+
+
+class TestSWASweep(CanaryE2EBase):
+    """The sweep goes through the mapping, and spares SWA slots that a cached prefix has given back."""
+
+    mode_name = "swa"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+    ANSWER = 3 * WINDOW  # so long that the prefix keeps its full slots only
+
+    def test_slots_that_a_prefix_has_given_back_are_not_swept(self) -> None:
+        prompt = random_tokens(random.Random("sweep"), 48)
+        answer = self.generate("slid", prompt, self.ANSWER)
+        self.inject("scramble_free_slots", kind="SWA").answer()
+        self.wait_for_passes(3)
+        self.assert_no_violations()
+        before = self.settle()
+        self.wait_for_passes(3)
+        swept = self.swept_since(before)
+        assert 0 < swept["SWA"] < swept["FULL"]
+        # The same server finds a byte of a slot that the prefix still has.
+        held = [*prompt, *answer[:-1]]
+        where = {"cached": held, "position": len(held) - 4}
+        self.inject("flip_bytes", kind="SWA", half="V", **where).answer()
+        found = self.assert_violation("CONTENT", "SWEEP_V_SWA")
+        assert found["expected_position"] == len(held) - 4
+
+    def swept_since(self, before: dict[str, Any]) -> dict[str, int]:
+        now = self.settle()
+        return {
+            kind: now[f"SWEEP_K_{kind}"]["checked"] - before[f"SWEEP_K_{kind}"]["checked"]
+            for kind in ("FULL", "SWA")
+        }
+
+    def wait_for_passes(self, count: int) -> None:
+        """One launch a pass for each pool kind: the tree is one chunk, or a small one."""
+        launches = self.settle()["SWEEP_K_SWA"]["launches"]
+        self.serving.wait_for(
+            lambda: self.settle()["SWEEP_K_SWA"]["launches"] >= launches + count,
+            "the sweep goes on",
+        )
 
 
 @pytest.mark.skipif(

@@ -25,6 +25,9 @@ So `window = W` covers all that any backend reads, and all that SGLang promises 
   still in place, because only a later forward rewrites the slots. This is no alarm.
   SGLANG_OPT_SWA_RELEASE_LEAF_LOCK_AFTER_WINDOW (off by default) has no margin either. It unlocks the prompt while the
   running forward still reads its last position.
+
+SGLang 0.5.22 and 0.5.23 count with the same W. They evict below n - W without a margin, every SGLANG_SWA_EVICTION_INTERVAL
+tokens. The forward that reads from n - W on still finds all of it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,12 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("extend (prefill)", _COVERED, _ON_CPU),
     PathSupport("chunked prefill", _COVERED, _ON_CPU),
     PathSupport("overlap scheduling", _COVERED, _ON_CPU),
+    PathSupport(
+        "sliding-window layers",
+        _PARTLY,
+        "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha were read, never run; "
+        "other backends are refused, and so are models without a full-attention layer",
+    ),
     PathSupport("retraction and resume", _COVERED, _ON_CPU),
     PathSupport("flush_cache", _COVERED, _ON_CPU),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor; never run on a GPU"),
