@@ -227,7 +227,7 @@ class TestSWASweep(CanaryE2EBase):
         where = {"cached": held, "position": len(held) - 4}
         self.inject("flip_bytes", kind="SWA", half="V", **where).answer()
         found = self.assert_violation("CONTENT", "SWEEP_V_SWA")
-        assert found["expected_position"] == len(held) - 4
+        assert len(held) - 4 in (found["expected_position"], found["stored_position"])
 
     def swept_since(self, before: dict[str, Any]) -> dict[str, int]:
         now = self.settle()

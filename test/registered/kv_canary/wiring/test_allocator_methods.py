@@ -186,6 +186,17 @@ def test_a_method_of_the_swa_allocator_that_nobody_knows_is_refused_by_name(page
         watch_allocator(known)
 
 
+@has_segments
+def test_the_allocator_of_a_model_without_full_attention_is_refused_by_name() -> None:
+    """Its full and SWA slots are the same, and come from one allocator."""
+    from sglang.srt.mem_cache.allocator.swa import PureSWATokenToKVPoolAllocator
+
+    pool = make_swa_pool().pool
+    allocator = PureSWATokenToKVPoolAllocator(48, 1, torch.float32, "cpu", pool, False)
+    with pytest.raises(CanaryStartupError, match="PureSWATokenToKVPoolAllocator"):
+        watch_allocator(allocator)
+
+
 @pytest.mark.parametrize("base", [TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator])
 def test_a_method_that_nobody_knows_is_refused_by_name(base) -> None:
     known = _paged() if base is PagedTokenToKVPoolAllocator else _simple()

@@ -19,6 +19,7 @@ from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
 from sglang_kv_canary.testing import MODES
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 from sglang_kv_canary_rigs.warm import FreshServer
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -112,6 +113,18 @@ def test_the_plugin_replaces_sglangs_own_canary() -> None:
             model_runner=SimpleNamespace(token_to_kv_pool=NewPool()),
             token_oracle_manager=None,
         )
+
+
+@has_seam
+def test_an_swa_pool_over_other_pools_than_mha_is_refused_by_name() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang_kv_canary.wiring.v0_5_22.seam import _refuse_unknown_pool
+
+    _refuse_unknown_pool(SimpleNamespace(token_to_kv_pool=make_swa_pool().pool))
+    newer = type("NewLayout", (MHATokenToKVPool,), {})
+    pool = make_swa_pool(sub_pool_class=newer).pool
+    with pytest.raises(CanaryStartupError, match=r"SWAKVPool.full_kv_pool .*NewLayout"):
+        _refuse_unknown_pool(SimpleNamespace(token_to_kv_pool=pool))
 
 
 @has_seam

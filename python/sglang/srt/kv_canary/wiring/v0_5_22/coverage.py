@@ -26,8 +26,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "sliding-window layers",
         _PARTLY,
-        "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha were read, never run; "
-        "other backends are refused, and so are models without a full-attention layer",
+        "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "
+        "refused: other backends, models without full attention",
     ),
     PathSupport("retraction and resume", _COVERED, _ON_CPU),
     PathSupport("flush_cache", _COVERED, _ON_CPU),

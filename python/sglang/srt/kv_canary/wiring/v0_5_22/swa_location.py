@@ -1,8 +1,8 @@
 """Shows HEAD in which SWA slots attention stores a forward's new tokens.
 
-These releases translate new slots once per forward, where the attention backend makes its metadata, and keep no
-translation for the next one. So the canary replaces nothing. It passes on the tensor that the layers read, and HEAD
-compares it with the mapping. In a captured graph that tensor is the backend's buffer, which each replay fills again.
+These releases translate new slots once per forward, where the attention backend makes its metadata. They keep nothing
+for the next forward. So the canary replaces nothing. It passes on the tensor that the layers read, and HEAD compares it
+with the mapping. In a captured graph that tensor is the backend's buffer, which each replay fills again.
 
 The tensor's place is a matter of the backend. A backend that nobody has read is refused.
 """
