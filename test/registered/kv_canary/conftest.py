@@ -65,6 +65,7 @@ def servers_are_forked() -> Iterator[None]:
 ON_NEWER_RELEASES = (
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",
+    "e2e/test_e2e_mha_variants.py",
     "e2e/test_e2e_mla.py",
     "e2e/test_e2e_swa.py",
     "e2e/test_e2e_sweep.py",

@@ -22,6 +22,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("decode", _COVERED, _ON_CPU),
     PathSupport("extend (prefill)", _COVERED, _ON_CPU),
     PathSupport("chunked prefill", _COVERED, _ON_CPU),
+    PathSupport("mixed batches (--enable-mixed-chunk)", _COVERED, _ON_CPU),
     PathSupport("overlap scheduling", _COVERED, _ON_CPU),
     PathSupport(
         "sliding-window layers",
@@ -35,7 +36,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("decode CUDA graphs", _PARTLY, _ON_CPU),
     PathSupport("weight update, also under running requests", _COVERED, _ON_CPU),
     PathSupport(
-        "tensor parallelism", _PARTLY, "each rank checks its own pool; no test has run it yet"
+        "tensor parallelism", _COVERED, "each rank checks its own pool; never run on a GPU"
     ),
     PathSupport(
         "sweep of cached prefixes",
