@@ -62,8 +62,8 @@ class ManagerRig:
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
         self.device = device
         self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
-        self.steps = Steps()
-        self.recorder = FlightRecorder(steps=self.steps)
+        self.scheduler_steps = Steps()
+        self.recorder = FlightRecorder(steps=self.scheduler_steps)
         settings = {"log_every_s": 0.0, "copy_every_s": 0.0, **settings}
         config = CanaryConfig(mode=mode, content_mode=content, **settings)
         groups = attach_canary_buffers(
@@ -231,7 +231,7 @@ class ManagerRig:
 
     def settle(self) -> list[Any]:
         """All results are in and all copies handed over; what was reported so far."""
-        for step in tuple(self.steps.in_flight):
+        for step in tuple(self.scheduler_steps.in_flight):
             self.recorder.result_arrived(step)
         for _ in range(3):
             self.manager.on_idle()

@@ -39,6 +39,22 @@ def test_a_forward_fed_with_another_token(scene):
     )
 
 
+@fires(Reason.WRITE_TOKEN)
+@pytest.mark.parametrize("wide", [3446792626080035902, (1 << 62) + 7])
+def test_padding_of_images_is_compared_by_its_low_32_bits(mha, wide):
+    """SGLang 0.5.22 pads with a hash of 62 bits; the lists that the forward is compared with keep 32."""
+    low = (wide + (1 << 31)) % (1 << 32) - (1 << 31)
+    assert_clean(mha.prefill(1, [5, wide, wide], known=[5, low, low]))
+    assert_clean(mha.decode(1, wide, known=[5, low, low, low]))
+    assert_violation(
+        mha.decode(1, wide, known=[5, low, low, low, low + 1]),
+        Reason.WRITE_TOKEN,
+        mha.tags(*WRITES),
+        expected_token=low + 1,
+        stored_token=low,
+    )
+
+
 @fires(Reason.WRITE_POSITION)
 def test_a_forward_fed_with_another_position(scene):
     assert_clean(scene.prefill(1, [5, 6, 8], positions=[0, 1, 2]))

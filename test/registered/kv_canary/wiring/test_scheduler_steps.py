@@ -60,12 +60,12 @@ def loop(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Loo
 
 def test_each_result_settles_its_own_step(loop: Loop) -> None:
     first, second = loop.launch(1, damage=True), loop.launch(2)
-    assert len(loop.rig.steps.in_flight) == 2
+    assert len(loop.rig.scheduler_steps.in_flight) == 2
     loop.process(second)
-    assert [s.requests for s in loop.rig.steps.in_flight] == [{1: "request-1"}]
+    assert [s.requests for s in loop.rig.scheduler_steps.in_flight] == [{1: "request-1"}]
     assert loop.rig.reported == []
     loop.process(first)
-    assert not loop.rig.steps.in_flight
+    assert not loop.rig.scheduler_steps.in_flight
     assert {v.reader.request_id for v in loop.rig.reported} == {"request-1"}
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
 
 def test_overlap_processes_a_copy_of_the_batch(loop: Loop) -> None:
     loop.process(loop.launch(1).copy())
-    assert not loop.rig.steps.in_flight
+    assert not loop.rig.scheduler_steps.in_flight
 
 
 def test_row_released_under_one_of_two_batches_is_moot_there_only(loop: Loop) -> None:

@@ -122,7 +122,8 @@ def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int
     in_chunk = torch.arange(request_index.shape[0], device=ext.device)
     in_chunk = in_chunk - (ext.cumsum(0) - ext)[request_index]
     token_index = requests.starts[request_index] + in_chunk
-    tokens = write.input_ids[token_index].long()
+    # The low 32 bits, signed, as records and lists keep them: padding of images may be wider.
+    tokens = write.input_ids[token_index].int().long()
     positions = write.positions[token_index].long()
     identity = hashing.pack_identity(tokens, positions)
     parents, depths = tree.parents_and_depths(write, token_index, in_chunk)

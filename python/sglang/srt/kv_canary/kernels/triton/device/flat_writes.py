@@ -8,7 +8,7 @@ from ..jit import jit, max_of, sum_of
 from .record import MULTIPLIER, UNKNOWN, mix64, pack_identity, store_record, translate, writer_word
 from .rows import RememberedLanes, check_rows, remember, store_rows
 from .spans import known_token, request_at
-from .writes import Tokens, chain_of, identity_at, report_inputs, slot_before
+from .writes import Tokens, chain_of, identity_at, report_inputs, slot_before, token_at
 
 
 @jit
@@ -36,7 +36,7 @@ def flat_tokens(launch, index, SINGLE: tl.constexpr):
     request = index if SINGLE else index // tl.maximum(batch.tokens_per_request, 1)
     row, prefix, _, valid = request_at(batch, request)
     lanes = valid & (index < inputs.num_tokens)
-    token = tl.load(inputs.input_ids + index, mask=lanes, other=0).to(tl.int64)
+    token = token_at(inputs, index, lanes)
     position = tl.load(inputs.positions + index, mask=lanes, other=0).to(tl.int64)
     full = tl.load(inputs.out_cache_loc + index, mask=lanes, other=0).to(tl.int64)
     anchor = tl.load(launch.anchors + tl.where(lanes, row, 0))

@@ -18,7 +18,7 @@ from .record import (
 )
 from .rows import check_rows, remember, store_rows
 from .spans import known_token
-from .writes import Tokens, chain_of, identity_at, report_inputs, slot_before
+from .writes import Tokens, chain_of, identity_at, report_inputs, slot_before, token_at
 
 
 class Powers(NamedTuple):
@@ -109,7 +109,7 @@ def write_tile(launch, powers, index, tile, TILE: tl.constexpr):
     slot, reasons = translate(launch.space, full)
     keep = lanes & (reasons == 0)
     # The input words again, at full width: identity keeps 32 bits of each.
-    token = tl.load(inputs.input_ids + at, mask=lanes, other=0).to(tl.int64)
+    token = token_at(inputs, at, lanes)
     position = tl.load(inputs.positions + at, mask=lanes, other=0).to(tl.int64)
     tokens = Tokens(at, index, lanes, row, prefix, token, position, full, anchor)
     expected_position = prefix + in_chunk

@@ -74,6 +74,12 @@ def report_inputs(launch, tokens, slot, slot_reasons, expected_position, expecte
 
 
 @jit
+def token_at(inputs, at, lanes):
+    """The low 32 bits, signed, as records and lists keep them: padding of images may be wider."""
+    return tl.load(inputs.input_ids + at, mask=lanes, other=0).to(tl.int32).to(tl.int64)
+
+
+@jit
 def identity_at(inputs, at, lanes):
     token = tl.load(inputs.input_ids + at, mask=lanes, other=0)
     return pack_identity(token, tl.load(inputs.positions + at, mask=lanes, other=0))
