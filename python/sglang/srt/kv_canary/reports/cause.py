@@ -62,6 +62,7 @@ class Cause:
     history: History = field(default_factory=History)
     earlier: Violation | None = None  # first finding of an older cause of the same slot
     tags: dict[str, None] = field(default_factory=dict)  # in the order of discovery
+    first_tags: dict[str, None] = field(default_factory=dict)  # of the forward that found it first
     readers: dict[Reader, Actor] = field(default_factory=dict)
     has_more_readers: bool = False
     findings: int = 0  # repeats included
@@ -86,6 +87,8 @@ class Cause:
         self.findings += 1
         self.last_forward = violation.reader.forward
         self.tags[violation.tag] = None
+        if violation.reader.forward == self.first.reader.forward:
+            self.first_tags[violation.tag] = None
         self._widen(violation)
         if not _has_reader(violation):
             return

@@ -315,8 +315,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "written while in use",
         BugClass.ALIASING,
-        lambda e: _written_by_another(e) and e.written_since,
-        "another request stored to the slot while the reader held it, so both have it",
+        lambda e: _written_by_another(e) and e.written_since and e.has(Reason.POSITION),
+        "another request stored a token of another position to the slot while the reader ran",
         LIKELY,
     ),
     Rule(
@@ -378,12 +378,21 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def decide(evidence: Evidence) -> Rule:
+    """The first rule that fits, or that of the cause from which this one follows."""
+    found = _began(evidence)
+    return next(rule for rule in RULES if rule.fits(found))
+
+
 def classify(evidence: Evidence) -> Guess:
-    """The guess of the first rule that fits, or that of the cause from which this one follows."""
-    found = evidence
-    while found.origin is not None:
-        found = found.origin
-    guess = next(rule.guess for rule in RULES if rule.fits(found))
+    """The guess about a cause."""
+    guess, found = decide(evidence).guess, _began(evidence)
     if found is evidence:
         return guess
     return replace(guess, reason=f"it follows from cause #{found.first.cause}: {guess.reason}")
+
+
+def _began(evidence: Evidence) -> Evidence:
+    while evidence.origin is not None:
+        evidence = evidence.origin
+    return evidence

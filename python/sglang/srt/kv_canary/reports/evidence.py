@@ -39,7 +39,7 @@ class Evidence:
     """One cause, and what other causes say about it."""
 
     first: Violation
-    tags: tuple[str, ...] = ()  # of all findings; empty: of `first` alone
+    tags: tuple[str, ...] = ()  # in the forward that found it; empty: that of `first`
     readers: int = 1  # distinct requests
     history: History = History()
     halves: tuple[str, ...] = ()  # that the pool kind has; empty: unknown

@@ -70,7 +70,7 @@ class Neighbours:
             origin = self.evidence_of(other, is_complete, depth - 1)
         return Evidence(
             first=cause.first,
-            tags=tuple(cause.tags),
+            tags=tuple(cause.first_tags),
             readers=len(cause.readers),
             history=cause.history,
             halves=self.halves.get(cause.kind, ()),

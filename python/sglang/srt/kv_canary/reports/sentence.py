@@ -57,10 +57,11 @@ def _at(position: int | None) -> str:
 
 def _reads(e: Evidence) -> str:
     v = e.first
+    where = _at(v.stored_position if v.expected_position is None else v.expected_position)
     if e.is_sweep:
-        return f"the sweep finds {_slot(e)} in the prefix cache{_at(v.expected_position)}"
+        return f"the sweep finds {_slot(e)} in the prefix cache{where}"
     what = "no readable slot" if v.slot is None else _slot(e)
-    return f"{_subject(e)}{_at(v.expected_position)} reads {what}"
+    return f"{_subject(e)}{where} reads {what}"
 
 
 # When
@@ -101,11 +102,9 @@ def _holds(e: Evidence) -> str:
     v, freed = e.first, e.freed_before
     if e.in_one_record:
         return f"{_reads(e)}, and only one of its canary records does not fit ({v.tag})"
-    again = freed is not None or (e.is_foreign and e.written_since)
-    return (
-        f"{_reads(e)}, {_which_wrote(e, 'rewrote' if again else 'wrote')}{_instead(e)}"
-        f"{'' if freed is None else _after_free(freed)}"
-    )
+    if freed is None:
+        return f"{_reads(e)}, {_which_wrote(e)}{_instead(e)}"
+    return f"{_reads(e)}, {_which_wrote(e, 'rewrote')}{_instead(e)}{_after_free(freed)}"
 
 
 def _instead(e: Evidence) -> str:
