@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +16,15 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, StaleWeights
+from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.record import Reason
+from sglang_kv_canary.reports import neighbours, violation_reporter
 from sglang_kv_canary.reports.cause import Cause
-from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Confidence, classify, decide
-from sglang_kv_canary.reports.evidence import ALL_ZERO, Evidence
+from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, decide
+from sglang_kv_canary.reports.evidence import Evidence
+from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
-from sglang_kv_canary.reports.neighbours import MAX_NOTED, Neighbours
 from sglang_kv_canary.reports.sentence import sentence
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
@@ -248,6 +247,13 @@ def foreign_free_slot() -> ManagerRig:
     return rig
 
 
+def foreign_free_slot_written() -> ManagerRig:
+    rig = foreign_free_slot()
+    store_in(rig, 3, rig.slot(1, 5))
+    rig.decode([1])
+    return rig
+
+
 def shared_swa_slot(full_too: bool = False) -> ManagerRig:
     rig = swa()
     mapping = rig.pool.full_to_swa_index_mapping
@@ -393,6 +399,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         written_over,
         "written while in use",
     ),
+    "free slot, written since": (
+        lambda: evidence_of(foreign_free_slot_written(), 2),
+        lambda: evidence_of(written_over(frees=True), 2),
+        "written after a free",
+    ),
     "writer was dead": (
         lambda: written_over(dead=True),
         written_over,
@@ -467,6 +478,378 @@ def test_classes_and_faults_are_covered() -> None:
     assert {*TITLES} == {*BugClass} == {rule.bug for rule in RULES}
     assert {*EXPECTED_GUESS.values()} <= {*BugClass}
     assert RULES[-1].bug is BugClass.UNKNOWN
+
+
+# Sentences
+
+SENTENCES = {
+    "stale weights": (
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 3 forwards earlier, with '
+        "older weights"
+    ),
+    "double free": (
+        'slot 6 was freed again after forward 3, and was free since forward 2; "req-1" wrote it last'
+    ),
+    "wrong position": 'request "req-1" is fed a new token at position 21 instead of 20',
+    "altered token": 'request "req-1" is fed token 0 at position 0 instead of 9',
+    "stale location": (
+        'request "req-1" stores its token at position 20 in SWA slot 70, but full slot 41 is mapped to '
+        "SWA slot 41"
+    ),
+    "wrong inputs": "a forward is given row 99, which no request has",
+    "wrong length": 'request "req-1" is given length 18, but its last forward left 21',
+    "damaged state": ('request "req-1" at position 5 reads slot 6, whose canary record is damaged'),
+    "one record": (
+        'request "req-1" at position 5 reads slot 6, and only one of its canary records does not fit '
+        "(HEAD_K_FULL)"
+    ),
+    "one bit of a fingerprint": (
+        'request "req-1" at position 5 reads slot 6, whose K fingerprint does not fit its bytes; the '
+        "request wrote them itself 2 forwards earlier"
+    ),
+    "stored after the fingerprint": (
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "bytes of one half": (
+        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "bytes of all halves": (
+        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the request '
+        "wrote them itself 1 forward earlier"
+    ),
+    "bytes": (
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "evicted in the window": (
+        'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping says '
+        "that the SWA slot is evicted"
+    ),
+    "padding slot": 'request "req-1" at position 5 is led to slot 0, which is padding',
+    "out of the pool": 'request "req-1" at position 5 is led to slot 5000, out of the pool',
+    "mapped out of the pool": (
+        'request "req-1" at position 10 is led to full slot 11, out of the pool'
+    ),
+    "row of another prefix": (
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
+        'ends in slot 40, which "req-2" wrote 1 forward earlier'
+    ),
+    "row of another prefix, slot damaged": (
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
+        "ends in slot 20, which it wrote itself 2 forwards earlier"
+    ),
+    "never stored": (
+        'request "req-1" at position 5 reads slot 300, which no forward has written since the start'
+    ),
+    "freed while in use": (
+        'request "req-1" at position 5 reads slot 6, which was freed after forward 2; the request wrote '
+        "it itself 2 forwards earlier at position 5"
+    ),
+    "own slot freed while in use": (
+        'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request wrote '
+        "it itself 2 forwards earlier at position 6"
+    ),
+    "free slot of somebody else": (
+        'request "req-1" at position 5 reads slot 26, which was freed after forward 2; "req-2" wrote it '
+        "1 forward earlier at position 5"
+    ),
+    "shared SWA slot": (
+        'request "req-1" at position 10 reads SWA slot 31 (full slot 11), which "req-2" wrote 1 forward '
+        "earlier at this position of another prefix"
+    ),
+    "written after a free": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" rewrote 1 forward earlier at position'
+        " 20, after it was freed after forward 3 (cause #1)"
+    ),
+    "free slot, written since": (
+        'request "req-1" at position 5 reads slot 26, which "req-3" rewrote 1 forward earlier at '
+        "position 0, after it was freed after forward 2 (cause #1)"
+    ),
+    "writer was dead": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
+        "20"
+    ),
+    "written while in use": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
+        "20"
+    ),
+    "entry changed since the last read": (
+        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this '
+        "position of another prefix"
+    ),
+    "another request's slot": (
+        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at this '
+        "position of another prefix"
+    ),
+    "entries exchanged": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
+        "position 7"
+    ),
+    "own slot of another position": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 3 forwards earlier at '
+        "position 7"
+    ),
+    "own slot written again": (
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 1 forward earlier at position'
+        " 21"
+    ),
+    "own slot, other position": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
+        "position 7"
+    ),
+    "own slot, other token": (
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 1 forward earlier, with token'
+        " 0 instead of 9"
+    ),
+    "unknown": (
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 2 forwards earlier at this '
+        "position, but not after what slot 5 holds now"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sentence_says_what_happened(name: str) -> None:
+    found = CASES[name][0]()
+    evidence = found if isinstance(found, Evidence) else evidence_of(found)
+    assert sentence(evidence) == SENTENCES[name]
+
+
+def test_each_reason_has_a_sentence_of_its_own() -> None:
+    """Only the slot is known. No reason is left out, and nothing is made up."""
+    evidence = evidence_of(freed(5))
+    nothing = dict.fromkeys(("writer", "freed", "stored_position", "expected_token"))
+    said = {
+        reason: sentence(
+            replace(evidence, first=replace(evidence.first, reasons=(reason.name,), **nothing))
+        )
+        for reason in Reason
+    }
+    assert len({*said.values()}) >= len(said) - 3  # POSITION, TOKEN and CHAIN without a writer
+    assert not [text for text in said.values() if '"req-2"' in text or "\n" in text]
+
+
+def test_a_writer_that_is_not_on_record_is_not_named() -> None:
+    evidence = evidence_of(written_over())
+    nameless = replace(evidence.first.writer, request_id=None)
+    said = sentence(replace(evidence, first=replace(evidence.first, writer=nameless)))
+    assert said.endswith(
+        "slot 6, which a request not on record wrote 1 forward earlier at position 20"
+    )
+    unread = replace(evidence.first.reader, request_id=None)
+    said = sentence(replace(evidence, first=replace(evidence.first, reader=unread)))
+    assert said.startswith("a request not on record at position 5 reads slot 6, which")
+    assert decide(replace(evidence, first=replace(evidence.first, reader=unread))).name == "unknown"
+
+
+def test_a_sweep_has_no_reader() -> None:
+    evidence = evidence_of(bytes_changed("k_buffer", "v_buffer"))
+    first = replace(evidence.first, tag="SWEEP_K_FULL", expected_position=5)
+    first = replace(first, reader=replace(first.reader, row=0, request_id=None))
+    swept = replace(evidence, first=first, tags=("SWEEP_K_FULL", "SWEEP_V_FULL"), readers=0)
+    wrote = 'since "req-1" wrote them 1 forward earlier'
+    expected = (
+        "the sweep finds slot 6 in the prefix cache at position 5, whose K and V bytes have changed"
+    )
+    assert sentence(swept) == f"{expected} {wrote}"
+    assert sentence(replace(swept, readers=2)).endswith("; 2 requests read it, too")
+    assert decide(swept).name == "bytes of all halves"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [([1], "at position 5"), ([1, 3], "; 1 more request reads it, too")]
+)
+def test_readers_of_one_cause_are_counted_in_its_sentence(rows: list[int], said: str) -> None:
+    rig = mha()
+    rig.rows.req_to_token[3] = rig.rows.req_to_token[1]
+    rig.lengths[3] = 20
+    free(rig, rig.slot(1, 5))
+    rig.decode(rows)
+    assert sentence(evidence_of(rig)).endswith(said)
+
+
+def test_request_ids_are_made_safe_in_sentences_and_in_events(tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events"))
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin(
+        (row, f"{row}{HOSTILE}") for row, _ in requests
+    )
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    rig.decode([1])
+    store_in(rig, 2, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = (e for e in events_of(rig, tmp_path) if e["slot"] == rig.slot(1, 5))
+    assert event["sentence"].count('\\"\\n[2026') == 2
+    assert event["sentence"].isprintable()
+    assert event["guess"]["class"] == "aliasing"
+
+
+# Extent, events and reports
+
+
+def events_of(rig: ManagerRig, folder: Path) -> list[dict[str, Any]]:
+    rig.settle()
+    events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+    return [event for event in events if event["event"] == "cause"]
+
+
+def test_each_cause_has_an_event_as_soon_as_it_is_found(tmp_path: Path) -> None:
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=1e9)
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = events_of(rig, tmp_path)
+    evidence = evidence_of(rig)
+    assert event["sentence"] == sentence(evidence)
+    assert event["guess"] == {
+        "class": "use_after_free",
+        "confidence": "sure",
+        "reason": "the slot still holds the reader's own prefix, so it was freed too early",
+    }
+    assert event["extent"] == {
+        "slots": 1,
+        "more_slots": False,
+        "first_position": 5,
+        "last_position": 5,
+        "sides": ["HEAD", "TAIL"],
+        "halves": ["K", "V"],
+        "groups": ["FULL"],
+        "readers": 1,
+        "more_readers": False,
+        "first_forward": 3,
+        "last_forward": 3,
+        "findings": 4,
+    }
+
+
+def test_the_last_event_of_a_cause_has_its_whole_extent(tmp_path: Path) -> None:
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=1e9)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.rows.req_to_token[3, 7] = rig.slot(1, 5)
+    rig.rows.req_to_token[3, 5] = rig.slot(1, 7)
+    rig.lengths[3] = 20
+    free(rig, rig.slot(1, 5))
+    for rows in ([1], [1, 3], [1]):
+        rig.result(rig.decode(rows))
+    rig.manager.finish(1.0)
+    event = [event for event in events_of(rig, tmp_path) if event["cause"] == 1][-1]
+    extent = event["extent"]
+    assert (extent["first_position"], extent["last_position"]) == (5, 7)
+    assert (extent["first_forward"], extent["last_forward"]) == (3, 5)
+    assert (extent["readers"], extent["slots"]) == (2, 1)
+    assert extent["findings"] == event["findings"] == 4 + 8 + 4
+
+
+def test_slots_of_one_cause_are_counted_up_to_a_bound() -> None:
+    rig = mha()
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    first = evidence_of(rig).first
+    seen = Cause(1, first)
+    for slot in range(70):
+        seen.fold(replace(first, slot=slot, expected_position=slot))
+    assert (seen.extent.slots, seen.extent.more_slots) == (MAX_SLOTS, True)
+    assert seen.extent.text(seen.tags).startswith("at least 64 slots, positions 0 to 69; HEAD")
+
+
+@pytest.mark.parametrize("mode", [CanaryMode.LOG, CanaryMode.RAISE])
+def test_a_report_begins_with_sentence_and_guess(
+    mode: CanaryMode, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    rig = mha(mode=mode, event_file=str(tmp_path / "events"))
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    if mode is CanaryMode.RAISE:
+        with pytest.raises(CanaryViolationError) as raised:
+            rig.settle()
+        report = str(raised.value)
+    else:
+        rig.settle()
+        report = next(r.getMessage() for r in caplog.records if "violation #1" in r.getMessage())
+    machine, header, first, second, third = report.splitlines()[:5]
+    assert machine.startswith("kv_canary violation: launch_tag=")
+    assert header.startswith("kv-canary violation #1: USE_AFTER_FREE at HEAD_K_FULL, slot 6")
+    assert first == f"  {SENTENCES['freed while in use']}"
+    assert second.startswith("  guess      use after free (sure): the slot still holds")
+    assert third == (
+        "  extent     1 slot, position 5; HEAD and TAIL, K and V of FULL; 1 reader; forward 3; 4 findings"
+    )
+    (event,) = events_of(rig, tmp_path)
+    assert f"  {event['sentence']}" == first
+
+
+def test_while_findings_wait_to_be_read_nothing_is_concluded_from_their_absence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 30 wrong slots the first step reads only some endpoints. They must not look like damaged records."""
+    monkeypatch.setattr(violation_reporter, "READ_PER_STEP", 4)
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=0.0)
+    for position in range(2, 20, 2):
+        rig.rows.req_to_token[1, position] = rig.slot(2, position)
+    rig.recorder.result_arrived(rig.decode([1]))
+    rig.manager.drain()
+    reporter = rig.manager.violations._reporter
+    assert reporter._unread
+    early = [reporter._evidence_of(cause) for cause in reporter._causes.values()]
+    assert early
+    assert not [e for e in early if e.is_complete or decide(e).bug is BugClass.RECORDS_DAMAGED]
+    events = events_of(rig, tmp_path)
+    assert len(events) == len(causes_of(rig)) == 18
+    assert {event["guess"]["class"] for event in events} == {"row_substitution"}
+
+
+# Bounds
+
+
+def recorded(*requests: str) -> FlightRecorder:
+    """Forwards from 1 on, each with one request in row 1."""
+    recorder = FlightRecorder()
+    for number, request in enumerate(requests, start=1):
+        recorder.begin_step([(1, request)])
+        recorder.note_forward(number, "DECODE")
+        recorder.end_step()
+    return recorder
+
+
+def test_the_previous_forward_is_that_of_the_same_request() -> None:
+    recorder = recorded("ada", "bob", "ada")
+    assert recorder.previous_of(3, 1).forward == 1
+    assert recorder.previous_of(1, 1) is None
+    assert recorder.previous_of(2, 1) is None
+    assert recorder.previous_of(3, 2) is None
+
+
+@pytest.mark.parametrize(("others", "found"), [(LOOK_BACK - 1, True), (LOOK_BACK, False)])
+def test_a_previous_forward_is_looked_for_in_a_bounded_past(others: int, found: bool) -> None:
+    recorder = recorded("ada", *["bob"] * others, "ada")
+    assert (recorder.previous_of(others + 2, 1) is not None) is found
+
+
+def test_indexes_of_related_causes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "MAX_NOTED", 8)
+    rig = mha()
+    for position in range(2, 20):
+        rig.rows.req_to_token[1, position] = rig.slot(2, position - 1)
+    rig.decode([1])
+    assert len(causes_of(rig)) > 8
+    found = rig.manager.violations._reporter._neighbours
+    for index in (found._at_slot, found._of_entry, found._holding):
+        assert len(index) == 8
+
+
+def test_a_chain_of_causes_is_followed_back_a_bounded_way() -> None:
+    rig = mha()
+    for position in (5, 6, 7):
+        for found in all_records(rig):
+            found[rig.slot(1, position), record.WORD_CHAIN] ^= 1 << position
+    rig.decode([1])
+    last = causes_of(rig)[3]
+    reporter = rig.manager.violations._reporter
+    assert reporter._evidence_of(last).origin.origin.origin.first.cause == 1
+    bounded = reporter._neighbours.evidence_of(last, is_complete=True, depth=1)
+    assert bounded.origin.origin is None
 
 
 if __name__ == "__main__":

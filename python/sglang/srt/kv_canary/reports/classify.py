@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
         "bytes of all halves",
         BugClass.LATE_WRITE,
         lambda e: _bytes_only(e) and len(e.halves_seen) > 1,
-        "K and V have both changed, as a store of a whole token does; no forward that is on record owned the slot",
+        "K and V have both changed, as a store of a whole token does, and no forward on record made it",
         LIKELY,
     ),
     Rule(
@@ -301,9 +301,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "written after a free",
         BugClass.USE_AFTER_FREE,
-        lambda e: _holds_something_else(e) and e.freed_before is not None,
+        lambda e: _holds_something_else(e) and e.was_held,
         "the slot was freed while the reader held it, and has been written since",
         SURE,
+    ),
+    Rule(
+        "free slot, written since",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _holds_something_else(e) and e.freed_before is not None,
+        "the slot was free at an earlier read, and it is not known that it ever was the reader's",
+        UNSURE,
     ),
     Rule(
         "writer was dead",

@@ -125,6 +125,14 @@ class Evidence:
         came_first = earlier.reader.forward <= self.first.reader.forward
         return earlier if came_first and earlier.freed.forward <= writer.forward else None
 
+    @property
+    def was_held(self) -> bool:
+        """Whether the reader had its own prefix in the slot when it was found freed."""
+        earlier = self.freed_before
+        if earlier is None or not is_same(earlier.reader, self.first.reader):
+            return False
+        return Evidence(earlier).same_position and Evidence(earlier).same_chain
+
     # What it holds
 
     @property

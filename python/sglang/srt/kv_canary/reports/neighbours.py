@@ -104,6 +104,9 @@ class Neighbours:
         before = self._at_slot.get((cause.kind, v.prev_slot))
         if before is None or before is cause or cause.tags.keys().isdisjoint(before.tags):
             return None
+        # Another request's slot behind one of the reader's own is wrong by itself.
+        if Evidence(v).is_foreign and Evidence(before.first).is_own:
+            return None
         return before if _goes_on(before, cause) else None
 
     def _swapped_with(self, cause: Cause) -> Violation | None:

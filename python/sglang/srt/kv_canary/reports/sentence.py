@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..buffer_group import PoolKind
 from ..record import PREV_ANCHOR, Reason
-from .evidence import ALL_ZERO, Evidence, is_same
+from .evidence import ALL_ZERO, Evidence
 from .safe_text import safe_text
 from .violation import Actor, Violation
 
@@ -73,7 +73,7 @@ def _ago(e: Evidence) -> str:
         return ""
     if forwards == 0:
         return " in the same forward"
-    return f" {forwards} forward{'s' * (forwards > 1)} before"
+    return f" {forwards} forward{'s' * (forwards > 1)} earlier"
 
 
 def _which_wrote(e: Evidence, verb: str = "wrote") -> str:
@@ -133,8 +133,11 @@ def _freed(e: Evidence) -> str:
 
 
 def _content(e: Evidence) -> str:
-    v = e.first
-    halves = " and ".join(e.halves_seen)
+    v, halves = e.first, " and ".join(e.halves_seen)
+    if e.one_bit_of_content:
+        return (
+            f"{_reads(e)}, whose {halves} fingerprint does not fit its bytes; {_wrote(e, 'them')}"
+        )
     now = ", to zero," if v.content_now == ALL_ZERO else ""
     return f"{_reads(e)}, whose {halves} bytes have changed{now} since {_wrote(e, 'them')}"
 
@@ -147,9 +150,7 @@ def _double_free(e: Evidence) -> str:
 
 
 def _stale_weights(e: Evidence) -> str:
-    v = e.first
-    writer = "itself" if is_same(v.writer, v.reader) else _name(v.writer)
-    return f"{_reads(e)}, which was written by {writer} with older weights"
+    return f"{_reads(e)}, {_which_wrote(e)}, with older weights"
 
 
 def _location(e: Evidence) -> str:
@@ -204,8 +205,9 @@ def _length_range(e: Evidence) -> str:
 
 def _entry(e: Evidence) -> str:
     v = e.first
-    where = "the sweep" if e.is_sweep else _subject(e)
-    return f"{where}{_at(v.expected_position)} is led to full slot {v.full_slot}"
+    who = "the sweep" if e.is_sweep else _subject(e)
+    slot = "slot" if e.kind is PoolKind.FULL else "full slot"
+    return f"{who}{_at(v.expected_position)} is led to {slot} {v.full_slot}"
 
 
 _SAYINGS: tuple[tuple[Reason, Callable[[Evidence], str]], ...] = (
@@ -218,7 +220,7 @@ _SAYINGS: tuple[tuple[Reason, Callable[[Evidence], str]], ...] = (
     (Reason.ROW_LENGTH, _row_length),
     (Reason.ROW_OUT_OF_RANGE, _row_range),
     (Reason.LENGTH_OUT_OF_RANGE, _length_range),
-    (Reason.SLOT_OUT_OF_RANGE, lambda e: f"{_entry(e)}, which leads out of the pool"),
+    (Reason.SLOT_OUT_OF_RANGE, lambda e: f"{_entry(e)}, out of the pool"),
     (Reason.UNMAPPED_SLOT, lambda e: f"{_entry(e)}, which is padding"),
     (
         Reason.SWA_EVICTED_IN_WINDOW,
