@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +22,14 @@ from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports import neighbours, violation_reporter
 from sglang_kv_canary.reports.cause import Cause
-from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, decide
+from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Guess, classify, decide
 from sglang_kv_canary.reports.evidence import Evidence
 from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.sentence import sentence
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
+from sglang_kv_canary_rigs.checkout import DOCS
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
@@ -238,6 +240,14 @@ def freed(*positions: int) -> ManagerRig:
     return rig
 
 
+def forgotten_predecessor() -> Evidence:
+    """Two slots in a row are freed, and the cause of the first is no longer remembered."""
+    rig = freed(5, 6)
+    causes_of(rig)[1].is_continuous = False  # as before its first event
+    rig.manager.violations._reporter._neighbours._at_slot.clear()
+    return evidence_of(rig, 2)
+
+
 def foreign_free_slot() -> ManagerRig:
     rig = mha()
     slot = rig.slot(2, 5)
@@ -384,8 +394,8 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
     ),
     "freed while in use": (lambda: freed(5), foreign_free_slot, "free slot of somebody else"),
     "own slot freed while in use": (
+        forgotten_predecessor,
         lambda: evidence_of(freed(5, 6), 2),
-        lambda: freed(5),
         "freed while in use",
     ),
     "free slot of somebody else": (foreign_free_slot, lambda: freed(5), "freed while in use"),
@@ -703,6 +713,7 @@ def test_each_cause_has_an_event_as_soon_as_it_is_found(tmp_path: Path) -> None:
     (event,) = events_of(rig, tmp_path)
     evidence = evidence_of(rig)
     assert event["sentence"] == sentence(evidence)
+    assert Guess.from_event(event["guess"]) == classify(evidence)
     assert event["guess"] == {
         "class": "use_after_free",
         "confidence": "sure",
@@ -839,6 +850,36 @@ def test_indexes_of_related_causes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert len(index) == 8
 
 
+def test_a_run_of_freed_slots_is_followed_back_to_one_whose_chain_was_checked() -> None:
+    rig = freed(*range(5, 15))
+    assert {decide(evidence_of(rig, number)).name for number in range(1, 11)} == {
+        "freed while in use"
+    }
+
+
+def test_a_freed_slot_that_does_not_continue_the_freed_one_before_it_is_not_the_reader_s() -> None:
+    rig = mha()
+    theirs = rig.slot(2, 6)
+    free(rig, rig.slot(1, 5), theirs)
+    rig.rows.req_to_token[1, 6] = theirs
+    rig.decode([1])
+    assert decide(evidence_of(rig, 1)).name == "freed while in use"
+    assert decide(evidence_of(rig, 2)).name == "free slot of somebody else"
+
+
+def test_a_long_run_of_freed_slots_is_followed_back_a_bounded_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(neighbours, "MAX_RUN", 4)
+    rig = freed(*range(5, 15))
+    causes = causes_of(rig)
+    for cause in causes:  # as if none of them had been reported yet
+        cause.is_continuous = False
+    assert decide(evidence_of(rig, 10)).name == "own slot freed while in use"
+    assert decide(evidence_of(rig, 4)).name == "freed while in use"
+    assert decide(evidence_of(rig, 7)).name == "freed while in use"
+
+
 def test_a_chain_of_causes_is_followed_back_a_bounded_way() -> None:
     rig = mha()
     for position in (5, 6, 7):
@@ -850,6 +891,41 @@ def test_a_chain_of_causes_is_followed_back_a_bounded_way() -> None:
     assert reporter._evidence_of(last).origin.origin.origin.first.cause == 1
     bounded = reporter._neighbours.evidence_of(last, is_complete=True, depth=1)
     assert bounded.origin.origin is None
+
+
+# Documents
+
+# The scene and the cause whose report docs/alarms.md shows for each class
+EXAMPLES: dict[BugClass, tuple[Callable[[], ManagerRig], int]] = {
+    BugClass.ALIASING: (written_over, 1),
+    BugClass.ROW_SUBSTITUTION: (lambda: repointed(reads_before=True), 1),
+    BugClass.USE_AFTER_FREE: (lambda: written_over(frees=True), 2),
+    BugClass.DOUBLE_FREE: (double_free, 1),
+    BugClass.SWA_MAPPING: (shared_swa_slot, 1),
+    BugClass.BYTES_DAMAGED: (lambda: bytes_changed("v_buffer"), 1),
+    BugClass.LATE_WRITE: (lambda: bytes_changed("k_buffer", "v_buffer"), 1),
+    BugClass.NEVER_STORED: (lambda: entry(300), 1),
+    BugClass.WRONG_POSITION: (wrong_position, 1),
+    BugClass.ALTERED_TOKEN: (wrong_token, 1),
+    BugClass.RECORDS_DAMAGED: (lambda: damaged_record(CHAIN, 8), 1),
+    BugClass.WRONG_INPUTS: (wrong_length, 1),
+    BugClass.STALE_WEIGHTS: (stale_weights, 1),
+    BugClass.UNKNOWN: (lambda: damaged_record(CHAIN, 8, where=4), 1),
+}
+HASH = re.compile(r"0x[0-9a-f]{16}")
+
+
+def report_of(rig: ManagerRig, number: int = 1) -> str:
+    """The report for people about a cause, with hashes as in the documents."""
+    cause = next(cause for cause in causes_of(rig) if cause.number == number)
+    return HASH.sub("0x...", cause.text(evidence_of(rig, number)))
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the documents are not here")
+@pytest.mark.parametrize("bug", BugClass, ids=lambda bug: bug.value)
+def test_the_runbook_shows_a_real_report_of_each_class(bug: BugClass) -> None:
+    scene, number = EXAMPLES[bug]
+    assert report_of(scene(), number) in (DOCS / "alarms.md").read_text()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports import violation_reporter
+from ..reports.classify import Guess
 from ..reports.violation import Violation, render
 from ..testing.e2e import is_explained
 from ..testing.mode_config import MODES
@@ -77,7 +78,7 @@ class Demo:
             f"{report.flushes} cache flushes: {len(alarms)} violations in {self.checked_slots()} checked slots"
         )
         for event in alarms[:3]:
-            say(render(Violation.from_event(event)), indent=6)
+            say(self._report(event), indent=6)
 
     def inject(self, number: int, fault: DemoFault) -> None:
         say(f"\n  {number}. {fault.title}")
@@ -95,10 +96,19 @@ class Demo:
             say(f"NOT CAUGHT: no {fault.reason} among {len(found)} violations", indent=5)
         else:
             say(f"caught:        {_count(explained)}, the first that shows the fault:\n", indent=5)
-            say(render(Violation.from_event(story)), indent=7)
+            say(self._report(story), indent=7)
         for event in found:
             if event not in explained:
-                say(f"FALSE ALARM:\n{render(Violation.from_event(event))}", indent=5)
+                say(f"FALSE ALARM:\n{self._report(event)}", indent=5)
+
+    def _report(self, event: dict[str, Any]) -> str:
+        """The report about a finding, with what is known of its cause."""
+        causes = {cause["cause"]: cause for cause in self._engine.events("cause")}
+        cause = causes.get(event["cause"])
+        if cause is None:
+            return render(Violation.from_event(event))
+        guess = Guess.from_event(cause["guess"]).text()
+        return render(Violation.from_event(event), sentence=cause["sentence"], guess=guess)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

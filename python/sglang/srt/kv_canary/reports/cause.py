@@ -71,6 +71,7 @@ class Cause:
     reported: int = 0  # findings at the time of the last event about this cause
     slots: set[int] = field(default_factory=set)
     has_more_slots: bool = False
+    is_continuous: bool = False  # known to continue the reader's prefix through causes before it
     positions: tuple[int, int] | None = None  # first and last
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -75,6 +75,11 @@ class Guess:
             "confidence": self.confidence.value,
             "reason": self.reason,
         }
+
+    @classmethod
+    def from_event(cls, guess: Mapping[str, str]) -> Guess:
+        """The inverse of `as_dict`."""
+        return cls(BugClass(guess["class"]), guess["reason"], Confidence(guess["confidence"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
-from ..record import CONTENT_BASE, Mode, Reason, to_signed64, to_unsigned64
+from ..record import CONTENT_BASE, Mode, Reason, chain_step, to_signed64, to_unsigned64
 from .extent import parts_of
 from .flight_recorder import FlightRecorder
 from .violation import Actor, Violation
@@ -46,6 +46,7 @@ class Evidence:
     is_complete: bool = False  # every endpoint of the forward that found it has been read
     same_slot: Violation | None = None  # another cause, of the same slot
     swapped: Violation | None = None  # another cause: the two slots hold each other's positions
+    is_continuous: bool = False  # it continues the slots before it, which have causes of their own
     origin: Evidence | None = None  # the cause from which this one follows
 
     @property
@@ -143,8 +144,7 @@ class Evidence:
     @property
     def same_chain(self) -> bool:
         """Whether the slot is known to continue the reader's prefix."""
-        v = self.first
-        return v.stored_chain is not None and v.stored_chain == v.expected_chain
+        return self.is_continuous or continues(self.first)
 
     @property
     def one_bit_of_content(self) -> bool:
@@ -153,6 +153,15 @@ class Evidence:
         if v.content_written is None or v.content_now is None:
             return False
         return to_unsigned64(v.content_written ^ v.content_now).bit_count() == 1
+
+
+def continues(v: Violation, before: Violation | None = None) -> bool:
+    """Whether the slot continues its predecessor, or what the finding `before` says about that one."""
+    if before is None:
+        return v.stored_chain is not None and v.stored_chain == v.expected_chain
+    if None in (v.stored_chain, v.stored_token, v.stored_position, before.stored_chain):
+        return False
+    return v.stored_chain == chain_step(before.stored_chain, v.stored_token, v.stored_position)
 
 
 def is_same(one: Actor | None, other: Actor | None) -> bool:

@@ -10,10 +10,11 @@ from ..buffer_group import PoolKind
 from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from .cause import Cause
-from .evidence import Evidence, is_same
+from .evidence import Evidence, continues, is_same
 from .violation import Violation
 
 MAX_NOTED = 4096  # entries of each index; the oldest is forgotten
+MAX_RUN = 64  # freed slots in a row that are followed back
 MAX_ORIGINS = 8  # causes followed back to the one where it began
 
 K = TypeVar("K")
@@ -21,6 +22,9 @@ Halves = Mapping[PoolKind, tuple[str, ...]]  # that each pool kind has
 
 _WRONG_WRITES = frozenset(
     reason.name for reason in (Reason.WRITE_TOKEN, Reason.WRITE_POSITION, Reason.WRITE_LOCATION)
+)
+_LIFETIME = frozenset(
+    reason.name for reason in (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
 )
 # Reasons that a wrong row entry, or a slot that changed hands, has in every pool kind
 _OF_AN_ENTRY = frozenset(
@@ -77,6 +81,7 @@ class Neighbours:
             is_complete=is_complete,
             same_slot=same_slot,
             swapped=self._swapped_with(cause),
+            is_continuous=self._is_continuous(cause),
             origin=origin,
         )
 
@@ -109,6 +114,24 @@ class Neighbours:
             return None
         return before if _goes_on(before, cause) else None
 
+    def _is_continuous(self, cause: Cause) -> bool:
+        """Whether a freed slot continues freed slots before it, back to one whose chain was checked.
+
+        A check does not step from a freed record. But freed records keep their chains, and the causes have them.
+        """
+        run: list[Cause] = []
+        while not (cause.is_continuous or continues(cause.first)):
+            before = self._at_slot.get((cause.kind, cause.first.prev_slot or -1))
+            if before is None or len(run) >= MAX_RUN or not continues(cause.first, before.first):
+                return False
+            if not (_goes_on(before, cause) and _is_freed(before) and _is_freed(cause)):
+                return False
+            run.append(cause)
+            cause = before
+        for known in run:
+            known.is_continuous = True
+        return True
+
     def _swapped_with(self, cause: Cause) -> Violation | None:
         """The finding about the slot that holds this position, if this slot holds that one's."""
         v = cause.first
@@ -118,6 +141,10 @@ class Neighbours:
         if other is None or other is cause or not is_same(other.first.writer, v.reader):
             return None
         return other.first if other.first.expected_position == v.stored_position else None
+
+
+def _is_freed(cause: Cause) -> bool:
+    return not _LIFETIME.isdisjoint(cause.first.reasons)
 
 
 def _goes_on(other: Cause, cause: Cause) -> bool:
