@@ -762,7 +762,9 @@ def test_slots_of_one_cause_are_counted_up_to_a_bound() -> None:
     for slot in range(70):
         seen.fold(replace(first, slot=slot, expected_position=slot))
     assert (seen.extent.slots, seen.extent.more_slots) == (MAX_SLOTS, True)
-    assert seen.extent.text(seen.tags).startswith("at least 64 slots, positions 0 to 69; HEAD")
+    assert seen.extent.text(tuple(seen.tags)).startswith(
+        "at least 64 slots, positions 0 to 69; HEAD"
+    )
 
 
 @pytest.mark.parametrize("mode", [CanaryMode.LOG, CanaryMode.RAISE])

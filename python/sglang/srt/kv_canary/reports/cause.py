@@ -112,7 +112,7 @@ class Cause:
 
     @property
     def extent(self) -> Extent:
-        sides, halves, groups = parts_of(self.tags)
+        sides, halves, groups = parts_of(tuple(self.tags))
         low, high = self.positions or (None, None)
         return Extent(
             slots=len(self.slots),
@@ -149,7 +149,7 @@ class Cause:
             self.first,
             sentence=sentence(evidence),
             guess=classify(evidence).text(),
-            extent=self.extent.text(self.tags) if self.findings > 1 else "",
+            extent=self.extent.text(tuple(self.tags)) if self.findings > 1 else "",
             other_readers=others[: READERS_SHOWN - 1],
         )
 

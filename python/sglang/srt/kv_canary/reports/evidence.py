@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
@@ -55,11 +56,11 @@ class Evidence:
 
     def has(self, *reasons: Reason) -> bool:
         """Whether the cause has one of `reasons`."""
-        return any(reason.name in self.first.reasons for reason in reasons)
+        return not _names(reasons).isdisjoint(self.first.reasons)
 
     def only(self, *reasons: Reason) -> bool:
         """Whether the cause has no other reasons than these."""
-        return {*self.first.reasons} <= {reason.name for reason in reasons}
+        return _names(reasons).issuperset(self.first.reasons)
 
     # Where it was seen
 
@@ -153,6 +154,11 @@ class Evidence:
         if v.content_written is None or v.content_now is None:
             return False
         return to_unsigned64(v.content_written ^ v.content_now).bit_count() == 1
+
+
+@cache
+def _names(reasons: tuple[Reason, ...]) -> frozenset[str]:
+    return frozenset(reason.name for reason in reasons)
 
 
 def continues(v: Violation, before: Violation | None = None) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..buffer_group import Side
@@ -31,14 +31,15 @@ class Extent:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        values = ((name, getattr(self, name)) for name in self.__slots__)
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
 
-    def text(self, tags: Iterable[str]) -> str:
+    def text(self, tags: tuple[str, ...]) -> str:
         """One line. `tags`: the launch tags of the cause's findings."""
         parts = [f"{_count(self.slots, 'slot', self.more_slots)}{self._positions()}"]
         if not self.slots:
             parts = [f"no readable slot{self._positions()}"]
-        parts.append(folded(tuple(tags)))
+        parts.append(folded(tags))
         if self.readers:
             parts.append(_count(self.readers, "reader", self.more_readers))
         parts.append(_range("forward", self.first_forward, self.last_forward))
@@ -51,7 +52,8 @@ class Extent:
         return f", {_range('position', self.first_position, self.last_position)}"
 
 
-def parts_of(tags: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+@lru_cache(maxsize=1024)
+def parts_of(tags: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """(sides, halves, pool kinds) of launch tags, each without duplicates and in a fixed order."""
     split = [tag.split("_", 2) for tag in tags]
     order = [side.value for side in Side]
