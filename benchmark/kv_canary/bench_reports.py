@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from sglang_kv_canary.reports.cause import Cause
 from sglang_kv_canary.reports.evidence import History
+from sglang_kv_canary.reports.story import Story
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -59,9 +60,9 @@ def _measure(rig: ManagerRig, cause: Cause, rounds: int) -> tuple[float, ...]:
     works = (
         lambda: History.of(cause.first, rig.recorder),
         lambda: reporter._evidence_of(cause),
-        lambda: cause.text(evidence),
+        lambda: cause.text(Story.of(evidence)),
         lambda: render(cause.first),
-        lambda: json.dumps(cause.summary(evidence)),
+        lambda: json.dumps(cause.summary(Story.of(evidence))),
     )
     return tuple(_median_us(work, rounds) for work in works)
 

@@ -20,13 +20,15 @@ from sglang_kv_canary.config import CanaryMode, StaleWeights
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.record import Reason
-from sglang_kv_canary.reports import neighbours, violation_reporter
+from sglang_kv_canary.reports import neighbours, story, violation_reporter
 from sglang_kv_canary.reports.cause import Cause
 from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Guess, classify, decide
 from sglang_kv_canary.reports.evidence import Evidence
 from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.sentence import sentence
+from sglang_kv_canary.reports.story import Story, report_of
+from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
 from sglang_kv_canary_rigs.checkout import DOCS
@@ -791,6 +793,28 @@ def test_a_report_begins_with_sentence_and_guess(
     )
     (event,) = events_of(rig, tmp_path)
     assert f"  {event['sentence']}" == first
+    found = json.loads((tmp_path / "events").read_text().splitlines()[0])
+    without_extent = report.replace(f"{machine}\n", "").replace(f"{third}\n", "")
+    assert report_of(found, [event]) == without_extent
+    old = {name: event[name] for name in event if name not in ("sentence", "guess", "extent")}
+    assert report_of(found, [old]) == report_of(found, []) == render(Violation.from_event(found))
+
+
+def test_a_cause_that_cannot_be_explained_is_reported_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(evidence: Evidence) -> None:
+        raise KeyError("no\nsuch class")
+
+    monkeypatch.setattr(story, "classify", broken)
+    rig = mha(event_file=str(tmp_path / "events"))
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = events_of(rig, tmp_path)
+    assert (event["sentence"], event["guess"], event["extent"]["slots"]) == (None, None, 1)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "kv-canary cannot explain cause #1: KeyError: 'no\\\\nsuch class'" in text
+    assert "\nkv-canary violation #1: USE_AFTER_FREE at HEAD_K_FULL, slot 6" in text
 
 
 def test_while_findings_wait_to_be_read_nothing_is_concluded_from_their_absence(
@@ -917,17 +941,17 @@ EXAMPLES: dict[BugClass, tuple[Callable[[], ManagerRig], int]] = {
 HASH = re.compile(r"0x[0-9a-f]{16}")
 
 
-def report_of(rig: ManagerRig, number: int = 1) -> str:
+def shown(rig: ManagerRig, number: int = 1) -> str:
     """The report for people about a cause, with hashes as in the documents."""
     cause = next(cause for cause in causes_of(rig) if cause.number == number)
-    return HASH.sub("0x...", cause.text(evidence_of(rig, number)))
+    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number))))
 
 
 @pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the documents are not here")
 @pytest.mark.parametrize("bug", BugClass, ids=lambda bug: bug.value)
 def test_the_runbook_shows_a_real_report_of_each_class(bug: BugClass) -> None:
     scene, number = EXAMPLES[bug]
-    assert report_of(scene(), number) in (DOCS / "alarms.md").read_text()
+    assert shown(scene(), number) in (DOCS / "alarms.md").read_text()
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
-from sglang_kv_canary.reports.evidence import Evidence
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.safe_text import safe_text
+from sglang_kv_canary.reports.story import Story
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -127,7 +127,7 @@ def test_where_a_cause_was_seen_is_told_in_words(tags: list[str], words: str) ->
     for tag in tags:
         seen.fold(replace(found, tag=tag))
     seen.findings += 1  # a repeat
-    (extent,) = re.findall(r"^  extent +(.*)$", seen.text(Evidence(seen.first)), re.M)
+    (extent,) = re.findall(r"^  extent +(.*)$", seen.text(Story()), re.M)
     findings = len(tags) + 1
     assert extent == f"1 slot, position 5; {words}; 1 reader; forward 2; {findings} findings"
 

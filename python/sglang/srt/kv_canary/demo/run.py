@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports import violation_reporter
-from ..reports.classify import Guess
-from ..reports.violation import Violation, render
+from ..reports.story import report_of
 from ..testing.e2e import is_explained
 from ..testing.mode_config import MODES
 from ..testing.serving import CanaryEngine, Serving
@@ -103,12 +102,7 @@ class Demo:
 
     def _report(self, event: dict[str, Any]) -> str:
         """The report about a finding, with what is known of its cause."""
-        causes = {cause["cause"]: cause for cause in self._engine.events("cause")}
-        cause = causes.get(event["cause"])
-        if cause is None:
-            return render(Violation.from_event(event))
-        guess = Guess.from_event(cause["guess"]).text()
-        return render(Violation.from_event(event), sentence=cause["sentence"], guess=guess)
+        return report_of(event, self._engine.events("cause"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

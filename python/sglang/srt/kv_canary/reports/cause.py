@@ -8,10 +8,9 @@ from typing import Any
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import Reason
-from .classify import classify
-from .evidence import Evidence, History
+from .evidence import History
 from .extent import MAX_SLOTS, Extent, parts_of
-from .sentence import sentence
+from .story import Story
 from .violation import Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
@@ -129,9 +128,9 @@ class Cause:
             findings=self.findings,
         )
 
-    def report(self, evidence: Evidence) -> str:
+    def report(self, story: Story) -> str:
         """The line for machines, then the report for people."""
-        return f"{self.line()}\n{self.text(evidence)}"
+        return f"{self.line()}\n{self.text(story)}"
 
     def line(self) -> str:
         """One line for log tools. -1 stands for an unknown number."""
@@ -142,24 +141,24 @@ class Cause:
             f"slot={_number(v.slot)} position={_number(position)}"
         )
 
-    def text(self, evidence: Evidence) -> str:
+    def text(self, story: Story) -> str:
         mine = _reader(self.first.reader) if _has_reader(self.first) else None
         others = [actor.text() for reader, actor in self.readers.items() if reader != mine]
         return render(
             self.first,
-            sentence=sentence(evidence),
-            guess=classify(evidence).text(),
+            sentence=story.sentence,
+            guess=story.guess_text,
             extent=self.extent.text(tuple(self.tags)) if self.findings > 1 else "",
             other_readers=others[: READERS_SHOWN - 1],
         )
 
-    def summary(self, evidence: Evidence) -> dict[str, Any]:
+    def summary(self, story: Story) -> dict[str, Any]:
         """The event about the cause as a whole."""
         return {
             "event": "cause",
             "cause": self.number,
-            "sentence": sentence(evidence),
-            "guess": classify(evidence).as_dict(),
+            "sentence": story.sentence or None,
+            "guess": None if story.guess is None else story.guess.as_dict(),
             "reasons": list(self.first.reasons),
             "pool": self.kind.value,
             "slot": self.first.slot,

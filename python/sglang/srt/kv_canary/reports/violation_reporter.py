@@ -21,8 +21,10 @@ from .cause import MAX_EVENTS, Cause, CauseKey
 from .event_sink import EventSink
 from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
+from .internal_errors import describe_error
 from .known_findings import KnownFindings, finding_keys
 from .neighbours import Halves, Neighbours
+from .story import Story
 from .violation import Violation, decode_row
 
 logger = logging.getLogger(__name__)
@@ -204,7 +206,17 @@ class ViolationReporter:
         self._say_dropped()
 
     def _report(self, cause: Cause) -> str:
-        return cause.report(self._evidence_of(cause))
+        return cause.report(self._story_of(cause))
+
+    def _story_of(self, cause: Cause) -> Story:
+        """Never raises: a report without a story is better than no report."""
+        try:
+            return Story.of(self._evidence_of(cause))
+        except Exception as error:
+            logger.error(
+                "kv-canary cannot explain cause #%d: %s", cause.number, describe_error(error)
+            )
+            return Story()
 
     def _evidence_of(self, cause: Cause) -> Evidence:
         return self._neighbours.evidence_of(cause, self._is_complete(cause))
@@ -224,7 +236,7 @@ class ViolationReporter:
 
     def _write_summary(self, cause: Cause) -> None:
         cause.reported = cause.findings
-        self._sink.emit(cause.summary(self._evidence_of(cause)))
+        self._sink.emit(cause.summary(self._story_of(cause)))
 
     def _sum_up(self, limit: int) -> None:
         """Write events about causes whose findings have doubled since their last event."""
