@@ -837,6 +837,157 @@ def test_while_findings_wait_to_be_read_nothing_is_concluded_from_their_absence(
     assert {event["guess"]["class"] for event in events} == {"row_substitution"}
 
 
+# Which causes belong together, and which do not
+
+
+def origin_of(rig: ManagerRig, wanted: int | str) -> Evidence | None:
+    return evidence_of(rig, wanted).origin
+
+
+def test_damaged_bytes_of_the_full_slot_do_not_explain_a_wrong_swa_slot() -> None:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    mapping[rig.slot(1, 10)] = mapping[rig.slot(2, 10)]
+    rig.pool.full_kv_pool.k_buffer[0][rig.slot(1, 10)] += 1
+    rig.decode([1])
+    assert evidence_of(rig, "CONTENT").kind is PoolKind.FULL
+    assert origin_of(rig, "CHAIN") is None
+
+
+def test_padding_in_the_row_of_another_request_explains_nothing() -> None:
+    rig = swa()
+    rig.rows.req_to_token[1:3, 10] = 0
+    rig.decode([1, 2])
+    of_swa = [evidence_of(rig, c.number) for c in causes_of(rig) if c.kind is PoolKind.SWA]
+    assert len(of_swa) == 2
+    rows = [(e.first.reader.row, e.origin and e.origin.first.reader.row) for e in of_swa]
+    assert all(theirs in (None, mine) for mine, theirs in rows)
+
+
+def damaged(rig: ManagerRig, position: int, word: int, bits: int, *where: int) -> None:
+    """`bits` flipped in a word of records of a slot of row 1, by index in `all_records`."""
+    every = all_records(rig)
+    for index in where or range(len(every)):
+        every[index][rig.slot(1, position), word] ^= bits
+
+
+def test_damaged_bytes_of_the_slot_before_do_not_explain_a_wrong_chain() -> None:
+    rig = mha()
+    rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    damaged(rig, 6, CHAIN, 8)
+    rig.decode([1])
+    assert evidence_of(rig, "CONTENT").first.slot == rig.slot(1, 5)
+    assert evidence_of(rig, "CHAIN").first.prev_slot == rig.slot(1, 5)
+    assert origin_of(rig, "CHAIN") is None
+
+
+@pytest.mark.parametrize(("where", "follows"), [(3, False), (0, True)])
+def test_a_record_follows_from_the_record_before_it_at_the_same_endpoint(
+    where: int, follows: bool
+) -> None:
+    rig = mha()
+    damaged(rig, 5, IDENTITY, 1, 0)  # a token: the next chain is not affected
+    damaged(rig, 6, CHAIN, 8, where)
+    rig.decode([1])
+    before, after = (c for c in causes_of(rig) if c.first.expected_position in (5, 6))
+    assert before.first.slot == rig.slot(1, 5)
+    assert (origin_of(rig, after.number) is not None) is follows
+
+
+def test_a_cause_that_is_over_explains_nothing() -> None:
+    rig = mha()
+    damaged(rig, 5, IDENTITY, 1)
+    rig.decode([1])
+    damaged(rig, 5, IDENTITY, 1)  # repaired
+    damaged(rig, 6, CHAIN, 8)
+    rig.decode([1])
+    after = next(c for c in causes_of(rig) if c.first.expected_position == 6)
+    assert after.first.prev_slot == rig.slot(1, 5)
+    assert origin_of(rig, after.number) is None
+
+
+def test_a_wrong_position_explains_only_what_that_forward_wrote() -> None:
+    rig = mha()
+    on_next_batch(rig, lambda batch: batch.positions.add_(1))
+    rig.decode([1])
+    store_in(rig, 2, rig.slot(1, 20))
+    rig.rows.req_to_token[3, :21] = rig.rows.req_to_token[1, :21]
+    rig.lengths[3] = 21
+    rig.decode([3])
+    found = evidence_of(rig, "CHAIN")
+    assert found.same_slot.reasons == ("WRITE_POSITION",)
+    assert found.origin is None
+    assert evidence_of(wrong_position(), "POSITION").origin.has(Reason.WRITE_POSITION)
+
+
+def test_a_cycle_of_entries_is_no_exchange() -> None:
+    rig = shifted((5, 7), (7, 9), (9, 5))
+    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+
+
+def test_another_request_s_slot_is_no_exchange() -> None:
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = rig.slot(1, 7)
+    rig.rows.req_to_token[1, 7] = rig.slot(2, 5)
+    rig.decode([1])
+    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+
+
+def test_a_later_free_does_not_explain_an_earlier_write() -> None:
+    rig = written_over()
+    assert evidence_of(rig, 1).freed_before is None
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    found = evidence_of(rig, 1)
+    assert found.same_slot.reasons == ("USE_AFTER_FREE",)
+    assert found.freed_before is None
+
+
+def test_a_free_under_another_reader_is_not_that_of_this_one() -> None:
+    rig = mha()
+    slot = rig.slot(1, 5)
+    free(rig, slot)
+    rig.decode([1])
+    store_in(rig, 2, slot)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[3] = 20
+    rig.decode([3])
+    found = evidence_of(rig, "POSITION")
+    assert found.first.reader.request_id == "req-3"
+    assert found.freed_before.reader.request_id == "req-1"
+    assert decide(found).name == "free slot, written since"
+
+
+@pytest.mark.parametrize(
+    ("halves", "tags", "one"),
+    [
+        (("K", "V"), ("HEAD_K_FULL",), True),
+        (("K", "V"), ("SWEEP_K_FULL",), True),
+        (("K", "V"), ("HEAD_K_FULL", "SWEEP_K_FULL"), True),
+        (("K", "V"), ("HEAD_K_FULL", "HEAD_V_FULL"), False),
+        (("K", "V"), ("HEAD_K_FULL", "TAIL_K_FULL"), False),
+        (("K",), ("HEAD_K_FULL",), True),
+        (("K",), ("SWEEP_K_FULL",), False),  # the sweep does not say which side it was
+        ((), ("HEAD_K_FULL",), False),
+    ],
+)
+def test_one_record_is_concluded_only_where_others_were_checked(
+    halves: tuple[str, ...], tags: tuple[str, ...], one: bool
+) -> None:
+    found = replace(evidence_of(damaged_record(CHAIN, 8)), halves=halves, tags=tags)
+    assert found.in_one_record is one
+
+
+def test_what_other_forwards_find_later_does_not_change_where_it_began() -> None:
+    rig = mha()
+    for record_of in all_records(rig):
+        record_of[rig.slot(1, 5)] = 0
+        rig.result(rig.decode([1]))
+    (cause,) = causes_of(rig)
+    assert len(cause.tags) == 4
+    assert decide(evidence_of(rig)).name == "one record"
+
+
 # Bounds
 
 
