@@ -11,6 +11,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.demo.faults import DemoFault
 from sglang_kv_canary.demo.run import Demo, Tally
+from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary.testing.fault_cases import DECODE, Case, FaultCases, record_cases, two_prompts
 from sglang_kv_canary.testing.serving import Serving
@@ -102,6 +103,7 @@ class TestMHAFaults(FaultCases):
         )
         assert "POSITION" in event["reasons"]
         self.assert_all_explained(done)
+        self.assert_guessed("free_live_slot", BugClass.ALIASING)
 
     def test_same_slot_freed_twice_again_later_is_reported_again(self) -> None:
         slots = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang_kv_canary.reports.violation import Violation, render
+from sglang_kv_canary.reports.story import report_of
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 
@@ -93,7 +93,7 @@ class TestMHARaise(CanaryE2EBase):
         violations = self.serving.events("violation")
         assert [v["reasons"] for v in violations] == [["CONTENT"]]
         assert violations[0]["reader"]["request_id"] == "victim"
-        report = render(Violation.from_event(violations[0]))
+        report = report_of(violations[0], self.serving.events("cause"))
         assert self.serving.stderr.rstrip().endswith(report)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
@@ -144,6 +145,7 @@ class TestSWAFaults(FaultCases):
             self.inject("early_eviction", slots=-slots).answer()
         if caught:
             self.assert_reported_at("SWA_EVICTED_IN_WINDOW", SWA)
+            self.assert_guessed("early_eviction")
         else:
             self.assert_no_violations()
 
@@ -171,6 +173,7 @@ class TestSWAFaults(FaultCases):
         slot = injection.answer()["slots"][0]
         event = self.assert_violation("CHAIN", slot=slot, reader="victim", writer="heir")
         assert event["tag"] in SWA
+        self.assert_guessed("free_live_slot", BugClass.ALIASING, BugClass.SWA_MAPPING)
 
     def test_fault_of_sglang_itself_is_reported(self) -> None:
         """No injection. SGLang 0.5.12.post1 frees full slots of a prefix that a running request has locked and reads.
@@ -199,6 +202,8 @@ class TestSWAFaults(FaultCases):
         assert event["freed"] is not None
         assert {e["reader"]["request_id"] for e in self.violations()} == {"reader"}
         assert all(e["expected_position"] <= 40 for e in self.violations())
+        # What SWARadixCache does is a use after free; later the slots are stored to again.
+        self.assert_guessed("free_live_slot")
 
 
 class TestSWASweep(CanaryE2EBase):

@@ -22,6 +22,7 @@ from sglang_kv_canary.record import PREV_ANCHOR, PREV_UNREACHABLE, Column
 from sglang_kv_canary.reports import cause, known_findings, violation_reporter
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.safe_text import safe_text
+from sglang_kv_canary.reports.story import Story
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -97,7 +98,7 @@ def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path:
     rig.settle()
     assert log.slots.count(slot) == 1
     report = next(r for r in log.text.split("kv_canary violation:") if "USE_AFTER_FREE" in r)
-    assert "seen at    HEAD and TAIL, K and V of FULL" in report
+    assert "; HEAD and TAIL, K and V of FULL; 2 readers; forward 3; 8 findings" in report
     assert 'checked by request "req-1"' in report
     assert '  written by request "req-1"' in report
     assert '             request "req-2"' in report
@@ -109,7 +110,7 @@ def test_halves_sides_and_readers_of_one_fault_are_one_cause(log: Log, tmp_path:
 @pytest.mark.parametrize(
     ("tags", "words"),
     [
-        (["TAIL_K_FULL"], ""),
+        (["TAIL_K_FULL"], "TAIL, K of FULL"),
         (["TAIL_K_FULL", "TAIL_V_FULL"], "TAIL, K and V of FULL"),
         (["TAIL_V_SWA", "HEAD_V_SWA"], "HEAD and TAIL, V of SWA"),
         (["SWEEP_K_SWA", "HEAD_K_SWA", "TAIL_K_SWA"], "HEAD, TAIL and SWEEP, K of SWA"),
@@ -125,7 +126,10 @@ def test_where_a_cause_was_seen_is_told_in_words(tags: list[str], words: str) ->
     seen = cause.Cause(1, replace(found, tag=tags[0]))
     for tag in tags:
         seen.fold(replace(found, tag=tag))
-    assert re.findall(r"seen at +(.*)", seen.text()) == ([words] if words else [])
+    seen.findings += 1  # a repeat
+    (extent,) = re.findall(r"^  extent +(.*)$", seen.text(Story()), re.M)
+    findings = len(tags) + 1
+    assert extent == f"1 slot, position 5; {words}; 1 reader; forward 2; {findings} findings"
 
 
 @pytest.mark.parametrize(
@@ -403,19 +407,20 @@ def test_events_of_a_cause_are_bounded_and_summed_up(
         rig.result(rig.decode([row]))
     assert len(_events(path, "violation")) == 3
     rig.result(rig.decode([1]))
-    assert _events(path, "cause") == []  # the interval has not ended
+    (told,) = _events(path, "cause")  # when it was found; since then, the interval has not ended
+    assert (told["findings"], told["extent"]["readers"]) == (1, 1)
     _let_the_interval_end(rig)
     rig.result(rig.decode([1]))
-    (summary,) = _events(path, "cause")
+    _, summary = _events(path, "cause")
     assert (summary["cause"], summary["slot"], summary["reasons"]) == (1, slot, ["CONTENT"])
     assert (summary["findings"], summary["tags"]) == (6, ["TAIL_K_FULL"])
     assert [reader["request_id"] for reader in summary["readers"]] == ["req-1", "req-2"]
     assert summary["more_readers"]
     _let_the_interval_end(rig)
     rig.result(rig.decode([1]))
-    assert len(_events(path, "cause")) == 1  # not until there are twice as many
+    assert len(_events(path, "cause")) == 2  # not until there are twice as many
     rig.manager.finish(1.0)
-    assert [event["findings"] for event in _events(path, "cause")] == [6, 8]
+    assert [event["findings"] for event in _events(path, "cause")] == [1, 6, 8]
 
 
 def test_many_readers_are_counted_in_the_report(log: Log) -> None:
@@ -428,7 +433,7 @@ def test_many_readers_are_counted_in_the_report(log: Log) -> None:
     rig.decode(range(1, 8))
     rig.settle()
     assert len(re.findall(r'request "req-\d" \(row \d\), forward 2 ', log.text)) == 4
-    assert "             and 3 more readers" in log.text
+    assert "; 7 readers; " in log.text
 
 
 # Words
@@ -534,7 +539,9 @@ def test_a_request_id_cannot_write_to_the_log(log: Log, tmp_path: Path) -> None:
     assert len(log.lines) == 1
     lines = [line for line in log.text.splitlines() if "11:38:51" in line]
     assert lines
-    assert all(line.startswith(("  checked by request", "  written by")) for line in lines)
+    assert all(
+        line.startswith(("  request", "  checked by request", "  written by")) for line in lines
+    )
     assert log.text.replace("\n", "").isprintable()
     (event,) = _events(path, "violation")
     assert event["reader"]["request_id"] == HOSTILE

@@ -231,7 +231,7 @@ def test_raise_ends_with_the_report_and_the_event_is_on_disk_first(tmp_path: Pat
     with pytest.raises(CanaryViolationError, match=r"CHAIN at HEAD_K_FULL.*position 4"):
         rig.settle()
     written = [json.loads(line) for line in events.read_text().splitlines()]
-    assert {event["event"] for event in written} == {"violation"}
+    assert {event["event"] for event in written} == {"violation", "cause"}
     assert written[0]["reasons"] == ["CHAIN"]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports import violation_reporter
-from ..reports.violation import Violation, render
+from ..reports.story import report_of
 from ..testing.e2e import is_explained
 from ..testing.mode_config import MODES
 from ..testing.serving import CanaryEngine, Serving
@@ -77,7 +77,7 @@ class Demo:
             f"{report.flushes} cache flushes: {len(alarms)} violations in {self.checked_slots()} checked slots"
         )
         for event in alarms[:3]:
-            say(render(Violation.from_event(event)), indent=6)
+            say(self._report(event), indent=6)
 
     def inject(self, number: int, fault: DemoFault) -> None:
         say(f"\n  {number}. {fault.title}")
@@ -95,10 +95,14 @@ class Demo:
             say(f"NOT CAUGHT: no {fault.reason} among {len(found)} violations", indent=5)
         else:
             say(f"caught:        {_count(explained)}, the first that shows the fault:\n", indent=5)
-            say(render(Violation.from_event(story)), indent=7)
+            say(self._report(story), indent=7)
         for event in found:
             if event not in explained:
-                say(f"FALSE ALARM:\n{render(Violation.from_event(event))}", indent=5)
+                say(f"FALSE ALARM:\n{self._report(event)}", indent=5)
+
+    def _report(self, event: dict[str, Any]) -> str:
+        """The report about a finding, with what is known of its cause."""
+        return report_of(event, self._engine.events("cause"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import Reason
+from .evidence import History
+from .extent import MAX_SLOTS, Extent, parts_of
+from .story import Story
 from .violation import Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
@@ -55,13 +58,24 @@ class Cause:
 
     number: int  # from 1, in the order of discovery
     first: Violation
+    history: History = field(default_factory=History)
+    earlier: Violation | None = None  # first finding of an older cause of the same slot
     tags: dict[str, None] = field(default_factory=dict)  # in the order of discovery
+    first_tags: dict[str, None] = field(default_factory=dict)  # of the forward that found it first
     readers: dict[Reader, Actor] = field(default_factory=dict)
     has_more_readers: bool = False
     findings: int = 0  # repeats included
     last_forward: int = 0
     events: int = 0  # violation events written
     reported: int = 0  # findings at the time of the last event about this cause
+    slots: set[int] = field(default_factory=set)
+    has_more_slots: bool = False
+    is_continuous: bool = False  # known to continue the reader's prefix through causes before it
+    positions: tuple[int, int] | None = None  # first and last
+
+    @property
+    def kind(self) -> PoolKind:
+        return CanaryLaunchTag.kind_of(self.first.tag)
 
     @property
     def has_doubled(self) -> bool:
@@ -73,6 +87,9 @@ class Cause:
         self.findings += 1
         self.last_forward = violation.reader.forward
         self.tags[violation.tag] = None
+        if violation.reader.forward == self.first.reader.forward:
+            self.first_tags[violation.tag] = None
+        self._widen(violation)
         if not _has_reader(violation):
             return
         reader = _reader(violation.reader)
@@ -81,9 +98,39 @@ class Cause:
         else:
             self.readers.setdefault(reader, violation.reader)
 
-    def report(self) -> str:
+    def _widen(self, v: Violation) -> None:
+        if v.slot is not None and v.slot not in self.slots:
+            if len(self.slots) < MAX_SLOTS:
+                self.slots.add(v.slot)
+            else:
+                self.has_more_slots = True
+        position = v.stored_position if v.expected_position is None else v.expected_position
+        if position is not None:
+            low, high = self.positions or (position, position)
+            self.positions = min(low, position), max(high, position)
+
+    @property
+    def extent(self) -> Extent:
+        sides, halves, groups = parts_of(tuple(self.tags))
+        low, high = self.positions or (None, None)
+        return Extent(
+            slots=len(self.slots),
+            more_slots=self.has_more_slots,
+            first_position=low,
+            last_position=high,
+            sides=sides,
+            halves=halves,
+            groups=groups,
+            readers=len(self.readers),
+            more_readers=self.has_more_readers,
+            first_forward=self.first.reader.forward,
+            last_forward=self.last_forward,
+            findings=self.findings,
+        )
+
+    def report(self, story: Story) -> str:
         """The line for machines, then the report for people."""
-        return f"{self.line()}\n{self.text()}"
+        return f"{self.line()}\n{self.text(story)}"
 
     def line(self) -> str:
         """One line for log tools. -1 stands for an unknown number."""
@@ -94,28 +141,32 @@ class Cause:
             f"slot={_number(v.slot)} position={_number(position)}"
         )
 
-    def text(self) -> str:
-        seen_at = _folded(tuple(self.tags)) if len(self.tags) > 1 else ""
+    def text(self, story: Story) -> str:
         mine = _reader(self.first.reader) if _has_reader(self.first) else None
         others = [actor.text() for reader, actor in self.readers.items() if reader != mine]
-        shown, hidden = others[: READERS_SHOWN - 1], len(others[READERS_SHOWN - 1 :])
-        if hidden:
-            at_least = "at least " if self.has_more_readers else ""
-            shown.append(f"and {at_least}{hidden} more reader{'s' * (hidden > 1)}")
-        return render(self.first, seen_at, shown)
+        return render(
+            self.first,
+            sentence=story.sentence,
+            guess=story.guess_text,
+            extent=self.extent.text(tuple(self.tags)) if self.findings > 1 else "",
+            other_readers=others[: READERS_SHOWN - 1],
+        )
 
-    def summary(self) -> dict[str, Any]:
-        """The event that shows how a cause has grown."""
+    def summary(self, story: Story) -> dict[str, Any]:
+        """The event about the cause as a whole."""
         return {
             "event": "cause",
             "cause": self.number,
+            "sentence": story.sentence or None,
+            "guess": None if story.guess is None else story.guess.as_dict(),
             "reasons": list(self.first.reasons),
-            "pool": CanaryLaunchTag.kind_of(self.first.tag).value,
+            "pool": self.kind.value,
             "slot": self.first.slot,
             "tags": list(self.tags),
             "findings": self.findings,
             "first_forward": self.first.reader.forward,
             "last_forward": self.last_forward,
+            "extent": self.extent.as_dict(),
             "readers": [actor.as_dict() for actor in self.readers.values()],
             "more_readers": self.has_more_readers,
         }
@@ -136,18 +187,3 @@ def _has_reader(violation: Violation) -> bool:
 
 def _number(value: int | None) -> int:
     return -1 if value is None else value
-
-
-def _folded(tags: tuple[str, ...]) -> str:
-    """`tags` of one pool kind. In words if they are all combinations of some sides and halves."""
-    # Three parts each: the allocator finds alone what it finds, so its tag is never one of several.
-    parts = [tag.split("_", 2) for tag in tags]
-    sides = [side.value for side in Side if any(part[0] == side.value for part in parts)]
-    halves = sorted({part[1] for part in parts})
-    if len(tags) < len(sides) * len(halves):
-        return ", ".join(tags)
-    return f"{_and(sides)}, {_and(halves)} of {parts[0][2]}"
-
-
-def _and(words: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

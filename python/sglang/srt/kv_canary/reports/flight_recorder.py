@@ -14,6 +14,7 @@ from ..record import FORWARD_MASK
 from .weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still look up
+LOOK_BACK = 64  # forwards in which a request's previous forward is looked for
 
 
 @dataclass(slots=True)
@@ -125,6 +126,16 @@ class FlightRecorder:
     def was_rewritten(self, forward: int, row: int) -> bool:
         found = self._forwards.get(forward)
         return found is not None and found.step is not None and row in found.step.rewritten_rows
+
+    def previous_of(self, forward: int, row: int) -> ForwardRecord | None:
+        """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK."""
+        request = self.request_id(forward, row)
+        if request is None:
+            return None
+        for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
+            if self.request_id(earlier, row) == request:
+                return self._forwards[earlier]
+        return None
 
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)

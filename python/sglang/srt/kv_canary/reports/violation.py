@@ -201,10 +201,17 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     )
 
 
-def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str] = ()) -> str:
+def render(
+    violation: Violation,
+    *,
+    sentence: str = "",
+    guess: str = "",
+    extent: str = "",
+    other_readers: Sequence[str] = (),
+) -> str:
     """The violation as text for people, several lines.
 
-    `seen_at` and `other_readers`: the other findings of its cause.
+    `sentence`, `guess`, `extent` and `other_readers`: what its cause adds.
     """
     v = violation
     where = f"slot {v.slot}" if v.slot is not None else "no readable slot"
@@ -217,8 +224,12 @@ def render(violation: Violation, seen_at: str = "", other_readers: Sequence[str]
     if Reason.DOUBLE_FREE.name in v.reasons:
         place = f"by the allocator, {where} of {CanaryLaunchTag.kind_of(v.tag).value}"
     lines = [f"kv-canary violation{number}: {' + '.join(v.reasons)} {place}"]
-    if seen_at:
-        lines.append(f"  seen at    {seen_at}")
+    if sentence:
+        lines.append(f"  {sentence}")
+    if guess:
+        lines.append(f"  guess      {guess}")
+    if extent:
+        lines.append(f"  extent     {extent}")
     lines += [f"  what       {REASON_HELP[Reason[name]]}" for name in v.reasons]
     lines += _differences(v)
     lines.append(_finder(v))

@@ -19,8 +19,12 @@ from ..errors import CanaryViolationError
 from ..record import Column
 from .cause import MAX_EVENTS, Cause, CauseKey
 from .event_sink import EventSink
+from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
+from .internal_errors import describe_error
 from .known_findings import KnownFindings, finding_keys
+from .neighbours import Halves, Neighbours
+from .story import Story
 from .violation import Violation, decode_row
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,7 @@ class ViolationReporter:
         sink: EventSink,
         log_every_s: float,
         numbers: Iterator[int] | None = None,  # shared by the runners of a process
+        halves: Halves | None = None,  # that each pool kind has; None: unknown
     ) -> None:
         self._mode = mode
         self._sink = sink
@@ -64,9 +69,11 @@ class ViolationReporter:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._known = KnownFindings()
         self._causes: dict[CauseKey, Cause] = {}
+        self._neighbours = Neighbours({} if halves is None else halves)
         self._unread: dict[bytes, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
         self._grown: dict[int, Cause] = {}  # due for a summary event
+        self._untold: deque[Cause] = deque()  # without a summary event, oldest first
         self._interval_began = float("-inf")
         self._room = 0  # causes that may still be named in this interval
         self._said_wait = False
@@ -108,18 +115,18 @@ class ViolationReporter:
         touched: dict[int, Cause] = {}
         for key in list(itertools.islice(self._unread, limit)):
             unread = self._unread.pop(key)
-            cause = self._fold(decode_row(unread.row, unread.recorder))
+            cause = self._fold(decode_row(unread.row, unread.recorder), unread.recorder)
             cause.findings += unread.repeats
             self._known.add(key, cause)
             touched[cause.number] = cause
         return list(touched.values())
 
-    def _fold(self, violation: Violation) -> Cause:
+    def _fold(self, violation: Violation, recorder: FlightRecorder) -> Cause:
         self.distinct += 1
         key = CauseKey.of(violation)
         cause = self._causes.get(key)
         if cause is None:
-            cause = self._new_cause(key, violation)
+            cause = self._new_cause(key, violation, recorder)
         cause.fold(violation)
         if cause.events < MAX_EVENTS:
             cause.events += 1
@@ -129,9 +136,12 @@ class ViolationReporter:
             self._grown[cause.number] = cause
         return cause
 
-    def _new_cause(self, key: CauseKey, violation: Violation) -> Cause:
+    def _new_cause(self, key: CauseKey, violation: Violation, recorder: FlightRecorder) -> Cause:
         number = next(self._numbers)
-        cause = Cause(number, replace(violation, cause=number))
+        history = History.of(violation, recorder)
+        cause = Cause(number, replace(violation, cause=number), history)
+        self._neighbours.note(cause)
+        self._untold.append(cause)
         if len(self._causes) >= MAX_CAUSES:
             self._causes.pop(next(iter(self._causes)))
         self._causes[key] = cause
@@ -141,7 +151,8 @@ class ViolationReporter:
         return cause
 
     def _raise(self, causes: list[Cause]) -> None:
-        text = "\n".join(cause.report() for cause in causes[:4])
+        self._tell(len(self._untold))
+        text = "\n".join(self._report(cause) for cause in causes[:4])
         if len(causes) > 4:
             text += (
                 f"\nkv-canary: and {len(causes) - 4} more causes in the same step{self._where()}"
@@ -153,9 +164,12 @@ class ViolationReporter:
 
     def name_waiting(self, idle: bool = False) -> None:
         """Name the causes whose turn it is. Called after each step, and while the server idles."""
-        if not (self._unread or self._waiting or self._grown or self._dropped):
+        due = self._unread or self._untold or self._waiting or self._grown or self._dropped
+        if not due:
             return
-        self._read(READ_PER_IDLE_TICK if idle else READ_PER_STEP)
+        limit = READ_PER_IDLE_TICK if idle else READ_PER_STEP
+        self._read(limit)
+        self._tell(limit)
         now = time.monotonic()
         interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
         if now - self._interval_began >= interval:
@@ -164,7 +178,7 @@ class ViolationReporter:
             self._say_dropped()
         while self._waiting and self._room:
             self._room -= 1
-            logger.error("%s", self._waiting[0].report())
+            logger.error("%s", self._report(self._waiting[0]))
             self._waiting.popleft()  # only now: after an interruption it is named twice rather than never
         if self._waiting and not self._said_wait:
             self._said_wait = True
@@ -178,8 +192,9 @@ class ViolationReporter:
     def name_all(self) -> None:
         """The process ends. Name every waiting cause; those beyond MAX_NAMED get one line each."""
         self._read(len(self._unread))
+        self._tell(len(self._untold))
         for cause in itertools.islice(self._waiting, MAX_NAMED):
-            logger.error("%s", cause.report())
+            logger.error("%s", self._report(cause))
         rest = [cause.line() for cause in itertools.islice(self._waiting, MAX_NAMED, None)]
         if rest:
             logger.error(
@@ -190,12 +205,43 @@ class ViolationReporter:
         self._sum_up(len(self._grown))
         self._say_dropped()
 
+    def _report(self, cause: Cause) -> str:
+        return cause.report(self._story_of(cause))
+
+    def _story_of(self, cause: Cause) -> Story:
+        """Never raises: a report without a story is better than no report."""
+        try:
+            return Story.of(self._evidence_of(cause))
+        except Exception as error:
+            logger.error(
+                "kv-canary cannot explain cause #%d: %s", cause.number, describe_error(error)
+            )
+            return Story()
+
+    def _evidence_of(self, cause: Cause) -> Evidence:
+        return self._neighbours.evidence_of(cause, self._is_complete(cause))
+
+    def _is_complete(self, cause: Cause) -> bool:
+        """Whether every finding of the forward that first found `cause` has been read."""
+        if not self._unread:
+            return True
+        oldest = next(iter(self._unread.values()))
+        return int(oldest.row[Column.READER_FORWARD]) > cause.first.reader.forward
+
+    def _tell(self, limit: int) -> None:
+        """Write the first event about new causes, as soon as all endpoints of the forward have been read."""
+        while self._untold and limit and self._is_complete(self._untold[0]):
+            limit -= 1
+            self._write_summary(self._untold.popleft())
+
+    def _write_summary(self, cause: Cause) -> None:
+        cause.reported = cause.findings
+        self._sink.emit(cause.summary(self._story_of(cause)))
+
     def _sum_up(self, limit: int) -> None:
         """Write events about causes whose findings have doubled since their last event."""
         for number in list(itertools.islice(self._grown, limit)):
-            cause = self._grown.pop(number)
-            cause.reported = cause.findings
-            self._sink.emit(cause.summary())
+            self._write_summary(self._grown.pop(number))
 
     def _say_dropped(self) -> None:
         if not self._dropped:

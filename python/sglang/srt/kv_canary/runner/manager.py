@@ -86,7 +86,8 @@ class CanaryManager:
         backend = select_backend(identity.device)
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
         self.ledger = SlotLedger(backend, groups, self.state)
-        reporter = ViolationReporter(config.mode, sink, config.log_every_s, cause_numbers)
+        halves = {group.kind: group.halves for group in groups}
+        reporter = ViolationReporter(config.mode, sink, config.log_every_s, cause_numbers, halves)
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []

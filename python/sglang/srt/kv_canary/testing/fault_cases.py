@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from ..perturb.faults import FAULTS
+from ..reports.classify import BugClass, Confidence
 from .e2e import CanaryE2EBase
 from .traffic import random_tokens
 
@@ -19,6 +21,31 @@ __all__ = ["DECODE", "Case", "FaultCases", "content_cases", "record_cases", "tag
 DECODE = {"mode": "DECODE"}
 # Their damage would crash the model, so it is undone as soon as HEAD has seen it.
 UNDONE_AFTER_HEAD = ("slot_out_of_range", "wrong_row", "wrong_length")
+# The class of bug that each fault of the tables stages (`reports.classify`). "unsure" is never wrong.
+EXPECTED_GUESS = {
+    "allocate_live_slot": BugClass.USE_AFTER_FREE,
+    "damage_record": BugClass.RECORDS_DAMAGED,
+    "double_free": BugClass.DOUBLE_FREE,
+    "early_eviction": BugClass.SWA_MAPPING,
+    "evicted_in_window": BugClass.SWA_MAPPING,
+    "flip_bytes": BugClass.BYTES_DAMAGED,
+    "free_live_slot": BugClass.USE_AFTER_FREE,
+    "freed_slot": BugClass.ROW_SUBSTITUTION,
+    "never_written_slot": BugClass.NEVER_STORED,
+    "other_requests_row": BugClass.ROW_SUBSTITUTION,
+    "other_requests_slot": BugClass.ROW_SUBSTITUTION,
+    "padding_slot": BugClass.ROW_SUBSTITUTION,
+    "shared_swa_slot": BugClass.SWA_MAPPING,
+    "slot_out_of_range": BugClass.ROW_SUBSTITUTION,
+    "stale_location": BugClass.SWA_MAPPING,
+    "stale_mapping": BugClass.SWA_MAPPING,
+    "swap_entries": BugClass.ROW_SUBSTITUTION,
+    "write_outside_plan": BugClass.LATE_WRITE,
+    "wrong_length": BugClass.WRONG_INPUTS,
+    "wrong_position": BugClass.WRONG_POSITION,
+    "wrong_row": BugClass.WRONG_INPUTS,
+    "wrong_token": BugClass.ALTERED_TOKEN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +121,18 @@ def content_cases(kind: str, halves: str, layers: int) -> list[Case]:
 class FaultCases(CanaryE2EBase):
     """Runs cases on one server, each with its own traffic."""
 
+    tally: ClassVar[Counter[str]]  # guesses about the causes of all cases so far
+
+    @classmethod
+    def setup_class(cls) -> None:
+        super().setup_class()
+        cls.tally = Counter()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        print(f"\nguesses of {cls.__name__}: {dict(cls.tally)}")  # shown by pytest -s
+
     def serve_two(self, name: str, length: int = 30, answer: int = 24) -> None:
         """Two concurrent requests with nothing in common. Each is prefilled at once and decodes for a while."""
         prompts = two_prompts(name, length)
@@ -114,7 +153,31 @@ class FaultCases(CanaryE2EBase):
         done = injection.answer()
         self.assert_reported_at(case.reason, case.tags)
         self.assert_all_explained(done)
+        self.assert_guessed(case.fault)
         return done
+
+    def guesses(self) -> list[dict[str, Any]]:
+        """The last event about each cause that was found since the test began."""
+        found = {event["cause"] for event in self.violations()}
+        events = {event["cause"]: event for event in self.serving.events("cause")}
+        assert found <= events.keys(), "a cause without an event of its own"
+        return [events[number] for number in sorted(found)]
+
+    def assert_guessed(self, fault: str, *others: BugClass) -> None:
+        """Assert that the guess about each cause is the class that `fault` stages, or unsure.
+
+        `others`: classes that are right, too, because the fault does more in this test.
+        """
+        expected = {bug.value for bug in (EXPECTED_GUESS[fault], *others)}
+        wrong = []
+        for event in self.guesses():
+            guess = event["guess"]
+            unsure = guess["confidence"] == Confidence.UNSURE.value
+            right = guess["class"] in expected
+            type(self).tally["unsure" if unsure else "right" if right else "wrong"] += 1
+            if not (unsure or right):
+                wrong.append(f"{event['sentence']}: {guess}")
+        assert not wrong, f"{fault} stages {expected}, but: {wrong}"
 
     def assert_reported_at(self, reason: str, expected_tags: Sequence[str]) -> None:
         """Assert `reason` at exactly these endpoints."""

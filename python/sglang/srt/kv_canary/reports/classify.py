@@ -1,0 +1,410 @@
+"""A guess at the class of bug behind a cause, from an ordered table of rules. A wrong guess is worse than none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ..buffer_group import PoolKind
+from ..record import Reason
+from .evidence import ALL_ZERO, Evidence
+
+
+class BugClass(str, Enum):
+    """Classes of bugs. The value is the name in events."""
+
+    ALIASING = "aliasing"
+    ROW_SUBSTITUTION = "row_substitution"
+    USE_AFTER_FREE = "use_after_free"
+    DOUBLE_FREE = "double_free"
+    SWA_MAPPING = "swa_mapping"
+    BYTES_DAMAGED = "bytes_damaged"
+    LATE_WRITE = "late_write"
+    NEVER_STORED = "never_stored"
+    WRONG_POSITION = "wrong_position"
+    ALTERED_TOKEN = "altered_token"
+    RECORDS_DAMAGED = "records_damaged"
+    WRONG_INPUTS = "wrong_inputs"
+    STALE_WEIGHTS = "stale_weights"
+    UNKNOWN = "unknown"
+
+
+TITLES: dict[BugClass, str] = {
+    BugClass.ALIASING: "slot mapped twice",
+    BugClass.ROW_SUBSTITUTION: "wrong entries in the request's row",
+    BugClass.USE_AFTER_FREE: "use after free",
+    BugClass.DOUBLE_FREE: "double free",
+    BugClass.SWA_MAPPING: "wrong full-to-SWA mapping",
+    BugClass.BYTES_DAMAGED: "bytes damaged in place",
+    BugClass.LATE_WRITE: "late or stray write",
+    BugClass.NEVER_STORED: "never stored",
+    BugClass.WRONG_POSITION: "wrong position on write",
+    BugClass.ALTERED_TOKEN: "altered token",
+    BugClass.RECORDS_DAMAGED: "the canary's records damaged",
+    BugClass.WRONG_INPUTS: "wrong row or length of a forward",
+    BugClass.STALE_WEIGHTS: "KV kept across a weight update",
+    BugClass.UNKNOWN: "unknown",
+}
+
+
+class Confidence(str, Enum):
+    """How sure a guess is."""
+
+    SURE = "sure"  # what was found admits nothing else
+    LIKELY = "likely"
+    UNSURE = "unsure"  # the class is only a first suspicion
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A class of bug, the reason for it, and how sure it is."""
+
+    bug: BugClass
+    reason: str
+    confidence: Confidence
+
+    def text(self) -> str:
+        """One line."""
+        return f"{TITLES[self.bug]} ({self.confidence.value}): {self.reason}"
+
+    def as_dict(self) -> dict[str, str]:
+        """JSON-ready."""
+        return {
+            "class": self.bug.value,
+            "confidence": self.confidence.value,
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_event(cls, guess: Mapping[str, str]) -> Guess:
+        """The inverse of `as_dict`."""
+        return cls(BugClass(guess["class"]), guess["reason"], Confidence(guess["confidence"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """If `fits`, the guess is `bug`. The first rule of the table that fits decides."""
+
+    name: str
+    bug: BugClass
+    fits: Callable[[Evidence], bool]
+    reason: str
+    confidence: Confidence
+
+    @property
+    def guess(self) -> Guess:
+        return Guess(self.bug, self.reason, self.confidence)
+
+
+_SLOT_HOLDS = (Reason.POSITION, Reason.TOKEN, Reason.CHAIN)
+_LIFETIME = (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
+
+
+def _holds_something_else(e: Evidence) -> bool:
+    return e.has(*_SLOT_HOLDS) and e.only(*_SLOT_HOLDS)
+
+
+def _written_by_another(e: Evidence) -> bool:
+    return _holds_something_else(e) and e.is_foreign
+
+
+def _own_position(e: Evidence) -> bool:
+    return _holds_something_else(e) and e.is_own and e.has(Reason.POSITION)
+
+
+def _bytes_only(e: Evidence) -> bool:
+    return e.has(Reason.CONTENT) and e.only(Reason.CONTENT)
+
+
+SURE, LIKELY, UNSURE = Confidence
+# Order matters. What the forward was given comes first, then what can be seen of the slot alone, then what takes the
+# history of reader and writer.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "stale weights",
+        BugClass.STALE_WEIGHTS,
+        lambda e: e.has(Reason.STALE_WEIGHTS),
+        "the weights were updated between write and read, without a flush",
+        SURE,
+    ),
+    Rule(
+        "double free",
+        BugClass.DOUBLE_FREE,
+        lambda e: e.has(Reason.DOUBLE_FREE),
+        "the allocator was given a slot that was already free",
+        SURE,
+    ),
+    Rule(
+        "wrong position",
+        BugClass.WRONG_POSITION,
+        lambda e: e.has(Reason.WRITE_POSITION),
+        "the forward was given a position that does not continue the request",
+        SURE,
+    ),
+    Rule(
+        "altered token",
+        BugClass.ALTERED_TOKEN,
+        lambda e: e.has(Reason.WRITE_TOKEN),
+        "the forward was given a token that is not the request's",
+        SURE,
+    ),
+    Rule(
+        "stale location",
+        BugClass.SWA_MAPPING,
+        lambda e: e.has(Reason.WRITE_LOCATION),
+        "attention uses a translation that the mapping does not have, or no longer has",
+        LIKELY,
+    ),
+    Rule(
+        "wrong inputs",
+        BugClass.WRONG_INPUTS,
+        lambda e: e.has(Reason.ROW_OUT_OF_RANGE, Reason.LENGTH_OUT_OF_RANGE),
+        "the forward was given a row or length that no request has",
+        LIKELY,
+    ),
+    Rule(
+        "wrong length",
+        BugClass.WRONG_INPUTS,
+        lambda e: e.has(Reason.ROW_LENGTH),
+        "the forward was given a length that the request's last forward did not leave",
+        LIKELY,
+    ),
+    Rule(
+        "damaged state",
+        BugClass.RECORDS_DAMAGED,
+        lambda e: e.has(Reason.BAD_STATE),
+        "the canary never writes such a writer word",
+        SURE,
+    ),
+    Rule(
+        "one record",
+        BugClass.RECORDS_DAMAGED,
+        lambda e: (
+            e.in_one_record
+            and (_holds_something_else(e) or e.only(Reason.NEVER_WRITTEN) or e.only(*_LIFETIME))
+        ),
+        "only one of the slot's records is wrong; a wrong slot would make all of them wrong",
+        LIKELY,
+    ),
+    Rule(
+        "one bit of a fingerprint",
+        BugClass.RECORDS_DAMAGED,
+        lambda e: _bytes_only(e) and e.one_bit_of_content,
+        "the fingerprints differ in a single bit, so the record changed rather than the bytes",
+        LIKELY,
+    ),
+    Rule(
+        "stored after the fingerprint",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and e.first.content_written == ALL_ZERO,
+        "the bytes were all zero after the writer's forward and came later",
+        LIKELY,
+    ),
+    Rule(
+        "bytes of one half",
+        BugClass.BYTES_DAMAGED,
+        lambda e: (
+            _bytes_only(e) and e.is_complete and len(e.halves) > 1 and len(e.halves_seen) == 1
+        ),
+        "only one half has changed; a store of a whole token would change both",
+        LIKELY,
+    ),
+    Rule(
+        "bytes of all halves",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and len(e.halves_seen) > 1,
+        "K and V have both changed, as a store of a whole token does, and no forward on record made it",
+        LIKELY,
+    ),
+    Rule(
+        "bytes",
+        BugClass.BYTES_DAMAGED,
+        _bytes_only,
+        "a stray store of a token or a memory error; what is known of the halves cannot tell",
+        UNSURE,
+    ),
+    Rule(
+        "evicted in the window",
+        BugClass.SWA_MAPPING,
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW),
+        "the full slot is intact and the mapping has no SWA slot for it: evicted too early, or its entry was cleared",
+        LIKELY,
+    ),
+    Rule(
+        "padding slot",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(Reason.UNMAPPED_SLOT),
+        "the row holds the padding slot inside the request's length",
+        LIKELY,
+    ),
+    Rule(
+        "out of the pool",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(Reason.SLOT_OUT_OF_RANGE) and e.kind is PoolKind.FULL,
+        "the row holds a number that is no slot",
+        LIKELY,
+    ),
+    Rule(
+        "mapped out of the pool",
+        BugClass.SWA_MAPPING,
+        lambda e: e.has(Reason.SLOT_OUT_OF_RANGE) and e.kind is PoolKind.SWA,
+        "the row or the mapping holds a number that is no slot",
+        UNSURE,
+    ),
+    Rule(
+        "row of another prefix",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(Reason.ROW_CHAIN) and e.same_slot is None,
+        "the slots agree with each other, but lead to another prefix than the request's last forward left",
+        LIKELY,
+    ),
+    Rule(
+        "row of another prefix, slot damaged",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(Reason.ROW_CHAIN),
+        "the row's last slot has a cause of its own, which may explain it",
+        UNSURE,
+    ),
+    Rule(
+        "never stored",
+        BugClass.NEVER_STORED,
+        lambda e: e.has(Reason.NEVER_WRITTEN),
+        "no forward has stored to the slot: its forward did not run, or the row's entry was never filled in",
+        LIKELY,
+    ),
+    Rule(
+        "freed while in use",
+        BugClass.USE_AFTER_FREE,
+        lambda e: e.has(*_LIFETIME) and e.same_position and e.same_chain,
+        "the slot still holds the reader's own prefix, so it was freed too early",
+        SURE,
+    ),
+    Rule(
+        "own slot freed while in use",
+        BugClass.USE_AFTER_FREE,
+        lambda e: (
+            e.has(*_LIFETIME) and e.same_position and e.is_own and e.first.expected_chain is None
+        ),
+        "the reader itself wrote the slot, at this position, before it was freed",
+        LIKELY,
+    ),
+    Rule(
+        "free slot of somebody else",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(*_LIFETIME),
+        "the free slot holds nothing of the reader's: a wrong entry in its row, or a store that is missing",
+        UNSURE,
+    ),
+    Rule(
+        "shared SWA slot",
+        BugClass.SWA_MAPPING,
+        lambda e: _holds_something_else(e) and e.kind is PoolKind.SWA and e.is_complete,
+        "the full slot is right and the SWA slot that it maps to is not",
+        LIKELY,
+    ),
+    Rule(
+        "written after a free",
+        BugClass.USE_AFTER_FREE,
+        lambda e: _holds_something_else(e) and e.was_held,
+        "the slot was freed while the reader held it, and has been written since",
+        SURE,
+    ),
+    Rule(
+        "free slot, written since",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _holds_something_else(e) and e.freed_before is not None,
+        "the slot was free at an earlier read, and it is not known that it ever was the reader's",
+        UNSURE,
+    ),
+    Rule(
+        "writer was dead",
+        BugClass.LATE_WRITE,
+        lambda e: _written_by_another(e) and e.history.writer_was_dead,
+        "the writer's request had already ended when its forward stored",
+        LIKELY,
+    ),
+    Rule(
+        "written while in use",
+        BugClass.ALIASING,
+        lambda e: _written_by_another(e) and e.written_since and e.has(Reason.POSITION),
+        "another request stored a token of another position to the slot while the reader ran",
+        LIKELY,
+    ),
+    Rule(
+        "entry changed since the last read",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _written_by_another(e) and e.read_between,
+        "the slot has not changed since the reader's last forward, which found its prefix intact",
+        LIKELY,
+    ),
+    Rule(
+        "another request's slot",
+        BugClass.ROW_SUBSTITUTION,
+        _written_by_another,
+        "a wrong entry in the row, a wrong prefix hit, or a slot mapped twice: when the entry changed is not known",
+        UNSURE,
+    ),
+    Rule(
+        "entries exchanged",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _own_position(e) and e.swapped is not None,
+        "two slots of the row hold each other's positions",
+        SURE,
+    ),
+    Rule(
+        "own slot of another position",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _own_position(e) and e.read_between,
+        "the slot has not changed since the reader's last forward, which found its prefix intact",
+        LIKELY,
+    ),
+    Rule(
+        "own slot written again",
+        BugClass.ALIASING,
+        lambda e: _own_position(e) and e.written_since,
+        "the reader stored a later token to a slot that it still holds",
+        LIKELY,
+    ),
+    Rule(
+        "own slot, other position",
+        BugClass.ROW_SUBSTITUTION,
+        _own_position,
+        "entries that were exchanged or shifted, or one slot for two positions",
+        UNSURE,
+    ),
+    Rule(
+        "own slot, other token",
+        BugClass.ALTERED_TOKEN,
+        lambda e: _holds_something_else(e) and e.is_own and e.has(Reason.TOKEN),
+        "the reader itself stored a token that is not in its list",
+        LIKELY,
+    ),
+    Rule(
+        "unknown",
+        BugClass.UNKNOWN,
+        lambda e: True,
+        "what was found fits several classes",
+        UNSURE,
+    ),
+)
+
+
+def decide(evidence: Evidence) -> Rule:
+    """The first rule that fits, or that of the cause from which this one follows."""
+    found = _began(evidence)
+    return next(rule for rule in RULES if rule.fits(found))
+
+
+def classify(evidence: Evidence) -> Guess:
+    """The guess about a cause."""
+    guess, found = decide(evidence).guess, _began(evidence)
+    if found is evidence:
+        return guess
+    return replace(guess, reason=f"it follows from cause #{found.first.cause}: {guess.reason}")
+
+
+def _began(evidence: Evidence) -> Evidence:
+    while evidence.origin is not None:
+        evidence = evidence.origin
+    return evidence

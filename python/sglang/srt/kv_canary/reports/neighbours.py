@@ -1,0 +1,171 @@
+"""Finds the causes that bear on a cause: of its slot, of the slot before it, of its row entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ..buffer_group import PoolKind
+from ..endpoint import CanaryLaunchTag
+from ..record import Reason
+from .cause import Cause
+from .evidence import Evidence, continues, is_same
+from .violation import Violation
+
+MAX_NOTED = 4096  # entries of each index; the oldest is forgotten
+MAX_RUN = 64  # freed slots in a row that are followed back
+MAX_ORIGINS = 8  # causes followed back to the one where it began
+
+K = TypeVar("K")
+Halves = Mapping[PoolKind, tuple[str, ...]]  # that each pool kind has
+
+_WRONG_WRITES = frozenset(
+    reason.name for reason in (Reason.WRITE_TOKEN, Reason.WRITE_POSITION, Reason.WRITE_LOCATION)
+)
+_LIFETIME = frozenset(
+    reason.name for reason in (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
+)
+# Reasons that a wrong row entry, or a slot that changed hands, has in every pool kind
+_OF_AN_ENTRY = frozenset(
+    reason.name
+    for reason in (
+        Reason.NEVER_WRITTEN,
+        Reason.USE_AFTER_FREE,
+        Reason.UNWRITTEN_SINCE_ALLOC,
+        Reason.POSITION,
+        Reason.TOKEN,
+        Reason.CHAIN,
+        Reason.SLOT_OUT_OF_RANGE,
+        Reason.UNMAPPED_SLOT,
+        Reason.SWA_EVICTED_IN_WINDOW,
+    )
+)
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """Finds related causes by slot, by row entry, and by the position that a slot holds instead."""
+
+    halves: Halves = field(default_factory=dict)
+    _at_slot: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)  # the newest cause
+    _of_entry: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)
+    _holding: dict[tuple[PoolKind, int, str | None, int], Cause] = field(default_factory=dict)
+
+    def note(self, cause: Cause) -> None:
+        """A new cause. It takes the place of an older one of its slot."""
+        v, kind = cause.first, cause.kind
+        if v.slot is not None:
+            earlier = self._at_slot.get((kind, v.slot))
+            cause.earlier = None if earlier is None else earlier.first
+            _put(self._at_slot, (kind, v.slot), cause)
+        if v.full_slot is not None:
+            _put(self._of_entry, (kind, v.full_slot), cause)
+        if Reason.POSITION.name in v.reasons and v.stored_position is not None:
+            _put(self._holding, _position_key(v, v.stored_position), cause)
+
+    def evidence_of(self, cause: Cause, is_complete: bool, depth: int = MAX_ORIGINS) -> Evidence:
+        """What is known of `cause` now. `is_complete`: as in `Evidence`."""
+        same_slot = self._other_at_slot(cause)
+        origin = None
+        if _is_wrong_write(same_slot, cause.first):
+            origin = Evidence(same_slot)
+        elif depth and (other := self._in_full(cause) or self._before(cause)):
+            origin = self.evidence_of(other, is_complete, depth - 1)
+        return Evidence(
+            first=cause.first,
+            tags=tuple(cause.first_tags),
+            readers=len(cause.readers),
+            history=cause.history,
+            halves=self.halves.get(cause.kind, ()),
+            is_complete=is_complete,
+            same_slot=same_slot,
+            swapped=self._swapped_with(cause),
+            is_continuous=self._is_continuous(cause),
+            origin=origin,
+        )
+
+    def _other_at_slot(self, cause: Cause) -> Violation | None:
+        if cause.first.slot is None:
+            return None
+        newest = self._at_slot.get((cause.kind, cause.first.slot))
+        return cause.earlier if newest is None or newest is cause else newest.first
+
+    def _in_full(self, cause: Cause) -> Cause | None:
+        """The cause of the same row entry in the full pool. The translation is then not at fault."""
+        v = cause.first
+        if cause.kind is PoolKind.FULL or v.full_slot is None:
+            return None
+        full = self._of_entry.get((PoolKind.FULL, v.full_slot))
+        if full is None or (v.slot is None and full.first.reader.row != v.reader.row):
+            return None
+        return full if _goes_on(full, cause) else None
+
+    def _before(self, cause: Cause) -> Cause | None:
+        """The cause of the predecessor slot, if this slot itself is where and what it should be."""
+        v = cause.first
+        if v.reasons != (Reason.CHAIN.name,) or v.prev_slot is None:
+            return None
+        before = self._at_slot.get((cause.kind, v.prev_slot))
+        if before is None or before is cause or cause.tags.keys().isdisjoint(before.tags):
+            return None
+        # Another request's slot behind one of the reader's own is wrong by itself.
+        if Evidence(v).is_foreign and Evidence(before.first).is_own:
+            return None
+        return before if _goes_on(before, cause) else None
+
+    def _is_continuous(self, cause: Cause) -> bool:
+        """Whether a freed slot continues freed slots before it, back to one whose chain was checked.
+
+        A check does not step from a freed record. But freed records keep their chains, and the causes have them.
+        """
+        run: list[Cause] = []
+        while not (cause.is_continuous or continues(cause.first)):
+            before = self._at_slot.get((cause.kind, cause.first.prev_slot or -1))
+            if before is None or len(run) >= MAX_RUN or not continues(cause.first, before.first):
+                return False
+            if not (_goes_on(before, cause) and _is_freed(before) and _is_freed(cause)):
+                return False
+            run.append(cause)
+            cause = before
+        for known in run:
+            known.is_continuous = True
+        return True
+
+    def _swapped_with(self, cause: Cause) -> Violation | None:
+        """The finding about the slot that holds this position, if this slot holds that one's."""
+        v = cause.first
+        if v.expected_position is None:
+            return None
+        other = self._holding.get(_position_key(v, v.expected_position))
+        if other is None or other is cause or not is_same(other.first.writer, v.reader):
+            return None
+        return other.first if other.first.expected_position == v.stored_position else None
+
+
+def _is_freed(cause: Cause) -> bool:
+    return not _LIFETIME.isdisjoint(cause.first.reasons)
+
+
+def _goes_on(other: Cause, cause: Cause) -> bool:
+    """Whether `other` was still found when `cause` was, and is about an entry, too."""
+    ours, theirs = cause.first.reasons, other.first.reasons
+    both = _OF_AN_ENTRY.issuperset(ours) and _OF_AN_ENTRY.issuperset(theirs)
+    return both and other.last_forward >= cause.first.reader.forward
+
+
+def _is_wrong_write(earlier: Violation | None, now: Violation) -> bool:
+    """Whether `earlier` is about the wrong input of the forward that wrote what is found now."""
+    if earlier is None or now.writer is None or _WRONG_WRITES.isdisjoint(earlier.reasons):
+        return False
+    return earlier.reader.forward == now.writer.forward
+
+
+def _position_key(v: Violation, position: int) -> tuple[PoolKind, int, str | None, int]:
+    return CanaryLaunchTag.kind_of(v.tag), v.reader.row, v.reader.request_id, position
+
+
+def _put(index: dict[K, Cause], key: K, cause: Cause) -> None:
+    if key not in index and len(index) >= MAX_NOTED:
+        index.pop(next(iter(index)))
+    index[key] = cause

@@ -1,0 +1,43 @@
+"""What a report says first: one sentence, and a guess at the class of bug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .classify import Guess, classify
+from .evidence import Evidence
+from .sentence import sentence
+from .violation import Violation, render
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Empty if the canary failed to tell it."""
+
+    sentence: str = ""
+    guess: Guess | None = None
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Story:
+        return cls(sentence(evidence), classify(evidence))
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> Story:
+        """From a `cause` event. Empty for those of older versions."""
+        guess = event.get("guess")
+        return cls(event.get("sentence") or "", None if guess is None else Guess.from_event(guess))
+
+    @property
+    def guess_text(self) -> str:
+        """One line, or empty."""
+        return "" if self.guess is None else self.guess.text()
+
+
+def report_of(violation: Mapping[str, Any], causes: Iterable[Mapping[str, Any]]) -> str:
+    """The report about a `violation` event, with what the last `cause` event about its cause says."""
+    about = [event for event in causes if event["cause"] == violation["cause"]]
+    story = Story.from_event(about[-1]) if about else Story()
+    found = Violation.from_event(dict(violation))
+    return render(found, sentence=story.sentence, guess=story.guess_text)

@@ -1,0 +1,1109 @@
+"""From a cause to its sentence and its guess: each rule on a real finding, and a twin that another rule decides."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.config import CanaryMode, StaleWeights
+from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.record import Reason
+from sglang_kv_canary.reports import neighbours, story, violation_reporter
+from sglang_kv_canary.reports.cause import Cause
+from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Guess, classify, decide
+from sglang_kv_canary.reports.evidence import Evidence
+from sglang_kv_canary.reports.extent import MAX_SLOTS
+from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
+from sglang_kv_canary.reports.sentence import sentence
+from sglang_kv_canary.reports.story import Story, report_of
+from sglang_kv_canary.reports.violation import Violation, render
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
+from sglang_kv_canary_rigs.checkout import DOCS
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
+
+register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
+
+TOKENS, OTHERS = range(20), range(100, 120)
+HOSTILE = 'x"\n[2026-11-20 11:38:51] kv-canary violation #7\x1b[2J'
+
+
+def mha(**settings: Any) -> ManagerRig:
+    """Rows 1 and 2 have 20 tokens each, with nothing in common."""
+    rig = ManagerRig(**settings)
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    return rig
+
+
+def swa(**settings: Any) -> ManagerRig:
+    """The same on a pool with a window of 16."""
+    real = make_swa_pool(size=128, size_swa=96, head_num=2, head_dim=8)
+    return mha(real=real, sliding_window_size=16, **settings)
+
+
+def causes_of(rig: ManagerRig) -> list[Cause]:
+    rig.settle()
+    return list(rig.manager.violations._reporter._causes.values())
+
+
+def evidence_of(rig: ManagerRig, wanted: int | str = 1) -> Evidence:
+    """What is known of a cause: by its number, or the first with a reason."""
+    cause = next(c for c in causes_of(rig) if wanted in (c.number, *c.first.reasons))
+    return rig.manager.violations._reporter._evidence_of(cause)
+
+
+def free(rig: ManagerRig, *slots: int, kind: PoolKind = PoolKind.FULL) -> None:
+    rig.manager.ledger.record(SlotEventKind.FREE, kind, torch.tensor(slots), len(slots))
+
+
+def store_in(rig: ManagerRig, row: int, slot: int) -> Any:
+    """The next token of `row` goes to `slot`, as if the allocator had handed it out."""
+    rig._alloc_decode = lambda rows: torch.tensor([slot])
+    step = rig.decode([row])
+    del rig._alloc_decode
+    return step
+
+
+def records(rig: ManagerRig, half: str = "K", side: Side = Side.HEAD) -> torch.Tensor:
+    return rig.manager.groups[0].records(half, side)
+
+
+def all_records(rig: ManagerRig) -> list[torch.Tensor]:
+    return [records(rig, half, side) for half in "KV" for side in (Side.HEAD, Side.TAIL)]
+
+
+def on_next_batch(rig: ManagerRig, change: Callable[[Any], None]) -> None:
+    def once(batch: Any) -> None:
+        rig.on_batch = lambda _: None
+        change(batch)
+
+    rig.on_batch = once
+
+
+# Scenes. The first cause, or the one that is named in the table, is looked at.
+
+
+def double_free(times: int = 2) -> ManagerRig:
+    rig = mha()
+    for _ in range(times):
+        free(rig, rig.slot(1, 5))
+        rig.decode([2])
+    rig.decode([1])
+    return rig
+
+
+def stale_weights(damages: bool = False) -> ManagerRig:
+    rig = mha(stale_weights=StaleWeights.REPORT)
+    rig.manager.note_weight_update("new")
+    rig.lengths[2] = 0
+    rig.extend(2, OTHERS)
+    if damages:
+        records(rig)[rig.slot(2, 0), record.WORD_CHAIN] ^= 7
+        rig.decode([2])
+    else:
+        rig.decode([1])
+    return rig
+
+
+def wrong_position() -> ManagerRig:
+    rig = mha()
+    on_next_batch(rig, lambda batch: batch.positions.add_(1))
+    rig.decode([1])
+    rig.decode([1])
+    return rig
+
+
+def wrong_token(reads_it: bool = False) -> ManagerRig:
+    rig = ManagerRig()
+    told = [9, *TOKENS[1:]]
+
+    def expected(batch: Any) -> ExpectedTokens:
+        new = batch.extend_prefix_lens_cpu is not None
+        known = KnownTokens(0, told, 0) if new and not reads_it else KnownTokens(0, told)
+        return ExpectedTokens.from_lists([known], "cpu")
+
+    if reads_it:
+        rig.extend(1, TOKENS)
+    rig.expected = expected
+    if reads_it:
+        rig.decode([1])
+    else:
+        rig.extend(1, TOKENS)
+    return rig
+
+
+def stale_location() -> ManagerRig:
+    rig = swa()
+    rig.after_translation = lambda batch: batch.out_cache_loc_swa.fill_(70)
+    rig.decode([1])
+    return rig
+
+
+def wrong_row() -> ManagerRig:
+    rig = mha()
+    on_next_batch(rig, lambda batch: batch.req_pool_indices.fill_(99))
+    rig.decode([1])
+    return rig
+
+
+def wrong_length() -> ManagerRig:
+    rig = mha()
+    rig.decode([1])
+    on_next_batch(rig, lambda batch: batch.seq_lens.sub_(3))
+    rig.decode([1])
+    return rig
+
+
+def damaged_record(word: int, bits: int, where: int = 1) -> ManagerRig:
+    """`bits` flipped in a word of the first `where` records of a slot."""
+    rig = mha()
+    for found in all_records(rig)[:where]:
+        found[rig.slot(1, 5), word] ^= record.to_signed64(bits)
+    rig.decode([1])
+    return rig
+
+
+def damaged_fingerprint(bits: int) -> ManagerRig:
+    rig = mha()
+    records(rig, "K", Side.TAIL)[rig.slot(1, 5), record.WORD_CONTENT] ^= bits
+    rig.decode([1])
+    return rig
+
+
+def bytes_changed(*buffers: str, empty: bool = False) -> ManagerRig:
+    """Other bytes in these halves. `empty`: the model had stored zeros."""
+    rig = ManagerRig()
+    if empty:
+        store = rig.pool.set_kv_buffer
+        rig.pool.set_kv_buffer = lambda layer, slots, *kv: store(
+            layer, slots, *(torch.zeros_like(each) for each in kv)
+        )
+    rig.extend(1, TOKENS)
+    for name in buffers:
+        getattr(rig.pool, name)[1][rig.slot(1, 5)] += 1
+    rig.decode([1])
+    return rig
+
+
+def evicted(frees: bool = False) -> ManagerRig:
+    rig = swa()
+    slot = rig.slot(1, 10)
+    rig.pool.full_to_swa_index_mapping[slot] = 0
+    if frees:
+        free(rig, slot)
+    rig.decode([1])
+    return rig
+
+
+def entry(value: int | Callable[[ManagerRig], int], make: Callable[..., Any] = mha) -> ManagerRig:
+    """One entry of row 1 is replaced before its first decode."""
+    rig = make()
+    rig.rows.req_to_token[1, 5] = value if isinstance(value, int) else value(rig)
+    rig.decode([1])
+    return rig
+
+
+def mapped_out() -> ManagerRig:
+    rig = swa()
+    rig.pool.full_to_swa_index_mapping[rig.slot(1, 10)] = 5000
+    rig.decode([1])
+    return rig
+
+
+def other_row(damages_last: bool = False) -> ManagerRig:
+    rig = mha()
+    if damages_last:
+        for found in all_records(rig):
+            found[rig.slot(1, 19), record.WORD_CHAIN] ^= 7
+    else:
+        rig.rows.req_to_token[1, :20] = rig.rows.req_to_token[2, :20]
+    rig.decode([1])
+    return rig
+
+
+def freed(*positions: int) -> ManagerRig:
+    rig = mha()
+    free(rig, *(rig.slot(1, position) for position in positions))
+    rig.decode([1])
+    return rig
+
+
+def forgotten_predecessor() -> Evidence:
+    """Two slots in a row are freed, and the cause of the first is no longer remembered."""
+    rig = freed(5, 6)
+    causes_of(rig)[1].is_continuous = False  # as before its first event
+    rig.manager.violations._reporter._neighbours._at_slot.clear()
+    return evidence_of(rig, 2)
+
+
+def foreign_free_slot() -> ManagerRig:
+    rig = mha()
+    slot = rig.slot(2, 5)
+    free(rig, slot)
+    rig.rows.req_to_token[1, 5] = slot
+    rig.decode([1])
+    return rig
+
+
+def foreign_free_slot_written() -> ManagerRig:
+    rig = foreign_free_slot()
+    store_in(rig, 3, rig.slot(1, 5))
+    rig.decode([1])
+    return rig
+
+
+def shared_swa_slot(full_too: bool = False) -> ManagerRig:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    if full_too:
+        rig.rows.req_to_token[1, 10] = rig.slot(2, 10)
+    else:
+        mapping[rig.slot(1, 10)] = mapping[rig.slot(2, 10)]
+    rig.decode([1])
+    return rig
+
+
+def written_over(frees: bool = False, dead: bool = False, writer: int = 2) -> ManagerRig:
+    """Row 1 has decoded, then `writer` stores its next token in a slot of row 1."""
+    rig = mha()
+    rig.decode([1])
+    slot = rig.slot(1, 5)
+    if frees:
+        free(rig, slot)
+        rig.decode([1])
+    if writer == 2 and dead:
+        rig.settle()
+        store_in(rig, 2, slot)
+        rig.recorder.row_released(2)
+    else:
+        store_in(rig, writer, slot)
+    rig.decode([1])
+    return rig
+
+
+def repointed(reads_before: bool, position: int = 5) -> ManagerRig:
+    """An entry of row 1 becomes a slot of row 2, after a decode of row 1 or at once."""
+    rig = mha()
+    if reads_before:
+        rig.decode([1])
+    rig.rows.req_to_token[1, 5] = rig.slot(2, position)
+    rig.decode([1])
+    return rig
+
+
+def shifted(*pairs: tuple[int, int], reads_before: bool = False) -> ManagerRig:
+    """Entries of row 1 become other slots of it: (position, position of the slot)."""
+    rig = mha()
+    if reads_before:
+        rig.decode([1])
+    row = rig.rows.req_to_token[1].clone()
+    for position, source in pairs:
+        rig.rows.req_to_token[1, position] = row[source]
+    rig.decode([1])
+    return rig
+
+
+def of_one_half(rig: ManagerRig) -> Evidence:
+    return replace(evidence_of(rig), halves=("K",))
+
+
+CHAIN, IDENTITY, WRITER = record.WORD_CHAIN, record.WORD_IDENTITY, record.WORD_WRITER
+Scene = Callable[[], ManagerRig | Evidence]
+# Rule: a scene that it decides, its twin, and the rule that decides the twin
+CASES: dict[str, tuple[Scene, Scene, str]] = {
+    "stale weights": (stale_weights, lambda: stale_weights(damages=True), "one record"),
+    "double free": (double_free, lambda: double_free(1), "freed while in use"),
+    "wrong position": (wrong_position, wrong_length, "wrong length"),
+    "altered token": (wrong_token, lambda: wrong_token(reads_it=True), "own slot, other token"),
+    "stale location": (stale_location, evicted, "evicted in the window"),
+    "wrong inputs": (wrong_row, wrong_length, "wrong length"),
+    "wrong length": (wrong_length, wrong_row, "wrong inputs"),
+    "damaged state": (
+        lambda: damaged_record(WRITER, 8 << record.WRITER_STATE_SHIFT),
+        lambda: damaged_record(CHAIN, 8),
+        "one record",
+    ),
+    "one record": (
+        lambda: damaged_record(CHAIN, 8),
+        lambda: damaged_record(CHAIN, 8, where=4),
+        "unknown",
+    ),
+    "one bit of a fingerprint": (
+        lambda: damaged_fingerprint(1 << 20),
+        lambda: damaged_fingerprint(7 << 20),
+        "bytes of one half",
+    ),
+    "stored after the fingerprint": (
+        lambda: bytes_changed("k_buffer", empty=True),
+        lambda: bytes_changed("k_buffer"),
+        "bytes of one half",
+    ),
+    "bytes of one half": (
+        lambda: bytes_changed("v_buffer"),
+        lambda: bytes_changed("k_buffer", "v_buffer"),
+        "bytes of all halves",
+    ),
+    "bytes of all halves": (
+        lambda: bytes_changed("k_buffer", "v_buffer"),
+        lambda: bytes_changed("k_buffer"),
+        "bytes of one half",
+    ),
+    "bytes": (
+        lambda: of_one_half(bytes_changed("k_buffer")),
+        lambda: bytes_changed("k_buffer"),
+        "bytes of one half",
+    ),
+    "evicted in the window": (
+        evicted,
+        lambda: evidence_of(evicted(frees=True), 2),
+        "freed while in use",
+    ),
+    "padding slot": (lambda: entry(0), lambda: entry(5000), "out of the pool"),
+    "out of the pool": (lambda: entry(5000), mapped_out, "mapped out of the pool"),
+    "mapped out of the pool": (
+        mapped_out,
+        lambda: evidence_of(entry(5000, swa), 2),
+        "out of the pool",
+    ),
+    "row of another prefix": (
+        other_row,
+        lambda: evidence_of(other_row(damages_last=True), "ROW_CHAIN"),
+        "row of another prefix, slot damaged",
+    ),
+    "row of another prefix, slot damaged": (
+        lambda: evidence_of(other_row(damages_last=True), "ROW_CHAIN"),
+        other_row,
+        "row of another prefix",
+    ),
+    "never stored": (
+        lambda: entry(300),
+        lambda: damaged_record(IDENTITY, 1 << 33),
+        "one record",
+    ),
+    "freed while in use": (lambda: freed(5), foreign_free_slot, "free slot of somebody else"),
+    "own slot freed while in use": (
+        forgotten_predecessor,
+        lambda: evidence_of(freed(5, 6), 2),
+        "freed while in use",
+    ),
+    "free slot of somebody else": (foreign_free_slot, lambda: freed(5), "freed while in use"),
+    "shared SWA slot": (
+        shared_swa_slot,
+        lambda: evidence_of(shared_swa_slot(full_too=True), 3),
+        "another request's slot",
+    ),
+    "written after a free": (
+        lambda: evidence_of(written_over(frees=True), 2),
+        written_over,
+        "written while in use",
+    ),
+    "free slot, written since": (
+        lambda: evidence_of(foreign_free_slot_written(), 2),
+        lambda: evidence_of(written_over(frees=True), 2),
+        "written after a free",
+    ),
+    "writer was dead": (
+        lambda: written_over(dead=True),
+        written_over,
+        "written while in use",
+    ),
+    "written while in use": (
+        written_over,
+        lambda: repointed(reads_before=True),
+        "entry changed since the last read",
+    ),
+    "entry changed since the last read": (
+        lambda: repointed(reads_before=True),
+        lambda: repointed(reads_before=False),
+        "another request's slot",
+    ),
+    "another request's slot": (
+        lambda: repointed(reads_before=False),
+        lambda: repointed(reads_before=True),
+        "entry changed since the last read",
+    ),
+    "entries exchanged": (
+        lambda: shifted((5, 7), (7, 5)),
+        lambda: shifted((5, 7)),
+        "own slot, other position",
+    ),
+    "own slot of another position": (
+        lambda: shifted((5, 7), reads_before=True),
+        lambda: shifted((5, 7)),
+        "own slot, other position",
+    ),
+    "own slot written again": (
+        lambda: written_over(writer=1),
+        lambda: shifted((5, 7), reads_before=True),
+        "own slot of another position",
+    ),
+    "own slot, other position": (
+        lambda: shifted((5, 7)),
+        lambda: shifted((5, 7), reads_before=True),
+        "own slot of another position",
+    ),
+    "own slot, other token": (
+        lambda: wrong_token(reads_it=True),
+        wrong_token,
+        "altered token",
+    ),
+    "unknown": (
+        lambda: damaged_record(CHAIN, 8, where=4),
+        lambda: damaged_record(CHAIN, 8),
+        "one record",
+    ),
+}
+
+
+def deciding(scene: Scene) -> str:
+    found = scene()
+    return decide(found if isinstance(found, Evidence) else evidence_of(found)).name
+
+
+def test_every_rule_has_a_case() -> None:
+    assert [*CASES] == [rule.name for rule in RULES]
+    assert {case[2] for case in CASES.values()} <= CASES.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_decides_its_scene_and_not_the_twin(name: str) -> None:
+    scene, twin, instead = CASES[name]
+    assert deciding(scene) == name
+    assert deciding(twin) == instead
+
+
+def test_classes_and_faults_are_covered() -> None:
+    assert {*TITLES} == {*BugClass} == {rule.bug for rule in RULES}
+    assert {*EXPECTED_GUESS.values()} <= {*BugClass}
+    assert RULES[-1].bug is BugClass.UNKNOWN
+
+
+# Sentences
+
+SENTENCES = {
+    "stale weights": (
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 3 forwards earlier, with '
+        "older weights"
+    ),
+    "double free": (
+        'slot 6 was freed again after forward 3, and was free since forward 2; "req-1" wrote it last'
+    ),
+    "wrong position": 'request "req-1" is fed a new token at position 21 instead of 20',
+    "altered token": 'request "req-1" is fed token 0 at position 0 instead of 9',
+    "stale location": (
+        'request "req-1" stores its token at position 20 in SWA slot 70, but full slot 41 is mapped to '
+        "SWA slot 41"
+    ),
+    "wrong inputs": "a forward is given row 99, which no request has",
+    "wrong length": 'request "req-1" is given length 18, but its last forward left 21',
+    "damaged state": ('request "req-1" at position 5 reads slot 6, whose canary record is damaged'),
+    "one record": (
+        'request "req-1" at position 5 reads slot 6, and only one of its canary records does not fit '
+        "(HEAD_K_FULL)"
+    ),
+    "one bit of a fingerprint": (
+        'request "req-1" at position 5 reads slot 6, whose K fingerprint does not fit its bytes; the '
+        "request wrote them itself 2 forwards earlier"
+    ),
+    "stored after the fingerprint": (
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "bytes of one half": (
+        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "bytes of all halves": (
+        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the request '
+        "wrote them itself 1 forward earlier"
+    ),
+    "bytes": (
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
+        "them itself 1 forward earlier"
+    ),
+    "evicted in the window": (
+        'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping says '
+        "that the SWA slot is evicted"
+    ),
+    "padding slot": 'request "req-1" at position 5 is led to slot 0, which is padding',
+    "out of the pool": 'request "req-1" at position 5 is led to slot 5000, out of the pool',
+    "mapped out of the pool": (
+        'request "req-1" at position 10 is led to full slot 11, out of the pool'
+    ),
+    "row of another prefix": (
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
+        'ends in slot 40, which "req-2" wrote 1 forward earlier'
+    ),
+    "row of another prefix, slot damaged": (
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
+        "ends in slot 20, which it wrote itself 2 forwards earlier"
+    ),
+    "never stored": (
+        'request "req-1" at position 5 reads slot 300, which no forward has written since the start'
+    ),
+    "freed while in use": (
+        'request "req-1" at position 5 reads slot 6, which was freed after forward 2; the request wrote '
+        "it itself 2 forwards earlier at position 5"
+    ),
+    "own slot freed while in use": (
+        'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request wrote '
+        "it itself 2 forwards earlier at position 6"
+    ),
+    "free slot of somebody else": (
+        'request "req-1" at position 5 reads slot 26, which was freed after forward 2; "req-2" wrote it '
+        "1 forward earlier at position 5"
+    ),
+    "shared SWA slot": (
+        'request "req-1" at position 10 reads SWA slot 31 (full slot 11), which "req-2" wrote 1 forward '
+        "earlier at this position of another prefix"
+    ),
+    "written after a free": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" rewrote 1 forward earlier at position'
+        " 20, after it was freed after forward 3 (cause #1)"
+    ),
+    "free slot, written since": (
+        'request "req-1" at position 5 reads slot 26, which "req-3" rewrote 1 forward earlier at '
+        "position 0, after it was freed after forward 2 (cause #1)"
+    ),
+    "writer was dead": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
+        "20"
+    ),
+    "written while in use": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
+        "20"
+    ),
+    "entry changed since the last read": (
+        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this '
+        "position of another prefix"
+    ),
+    "another request's slot": (
+        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at this '
+        "position of another prefix"
+    ),
+    "entries exchanged": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
+        "position 7"
+    ),
+    "own slot of another position": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 3 forwards earlier at '
+        "position 7"
+    ),
+    "own slot written again": (
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 1 forward earlier at position'
+        " 21"
+    ),
+    "own slot, other position": (
+        'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
+        "position 7"
+    ),
+    "own slot, other token": (
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 1 forward earlier, with token'
+        " 0 instead of 9"
+    ),
+    "unknown": (
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 2 forwards earlier at this '
+        "position, but not after what slot 5 holds now"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sentence_says_what_happened(name: str) -> None:
+    found = CASES[name][0]()
+    evidence = found if isinstance(found, Evidence) else evidence_of(found)
+    assert sentence(evidence) == SENTENCES[name]
+
+
+def test_each_reason_has_a_sentence_of_its_own() -> None:
+    """Only the slot is known. No reason is left out, and nothing is made up."""
+    evidence = evidence_of(freed(5))
+    nothing = dict.fromkeys(("writer", "freed", "stored_position", "expected_token"))
+    said = {
+        reason: sentence(
+            replace(evidence, first=replace(evidence.first, reasons=(reason.name,), **nothing))
+        )
+        for reason in Reason
+    }
+    assert len({*said.values()}) >= len(said) - 3  # POSITION, TOKEN and CHAIN without a writer
+    assert not [text for text in said.values() if '"req-2"' in text or "\n" in text]
+
+
+def test_a_writer_that_is_not_on_record_is_not_named() -> None:
+    evidence = evidence_of(written_over())
+    nameless = replace(evidence.first.writer, request_id=None)
+    said = sentence(replace(evidence, first=replace(evidence.first, writer=nameless)))
+    assert said.endswith(
+        "slot 6, which a request not on record wrote 1 forward earlier at position 20"
+    )
+    unread = replace(evidence.first.reader, request_id=None)
+    said = sentence(replace(evidence, first=replace(evidence.first, reader=unread)))
+    assert said.startswith("a request not on record at position 5 reads slot 6, which")
+    assert decide(replace(evidence, first=replace(evidence.first, reader=unread))).name == "unknown"
+
+
+def test_a_sweep_has_no_reader() -> None:
+    evidence = evidence_of(bytes_changed("k_buffer", "v_buffer"))
+    first = replace(evidence.first, tag="SWEEP_K_FULL", expected_position=5)
+    first = replace(first, reader=replace(first.reader, row=0, request_id=None))
+    swept = replace(evidence, first=first, tags=("SWEEP_K_FULL", "SWEEP_V_FULL"), readers=0)
+    wrote = 'since "req-1" wrote them 1 forward earlier'
+    expected = (
+        "the sweep finds slot 6 in the prefix cache at position 5, whose K and V bytes have changed"
+    )
+    assert sentence(swept) == f"{expected} {wrote}"
+    assert sentence(replace(swept, readers=2)).endswith("; 2 requests read it, too")
+    assert decide(swept).name == "bytes of all halves"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [([1], "at position 5"), ([1, 3], "; 1 more request reads it, too")]
+)
+def test_readers_of_one_cause_are_counted_in_its_sentence(rows: list[int], said: str) -> None:
+    rig = mha()
+    rig.rows.req_to_token[3] = rig.rows.req_to_token[1]
+    rig.lengths[3] = 20
+    free(rig, rig.slot(1, 5))
+    rig.decode(rows)
+    assert sentence(evidence_of(rig)).endswith(said)
+
+
+def test_request_ids_are_made_safe_in_sentences_and_in_events(tmp_path: Path) -> None:
+    rig = ManagerRig(event_file=str(tmp_path / "events"))
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin(
+        (row, f"{row}{HOSTILE}") for row, _ in requests
+    )
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    rig.decode([1])
+    store_in(rig, 2, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = (e for e in events_of(rig, tmp_path) if e["slot"] == rig.slot(1, 5))
+    assert event["sentence"].count('\\"\\n[2026') == 2
+    assert event["sentence"].isprintable()
+    assert event["guess"]["class"] == "aliasing"
+
+
+# Extent, events and reports
+
+
+def events_of(rig: ManagerRig, folder: Path) -> list[dict[str, Any]]:
+    rig.settle()
+    events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+    return [event for event in events if event["event"] == "cause"]
+
+
+def test_each_cause_has_an_event_as_soon_as_it_is_found(tmp_path: Path) -> None:
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=1e9)
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = events_of(rig, tmp_path)
+    evidence = evidence_of(rig)
+    assert event["sentence"] == sentence(evidence)
+    assert Guess.from_event(event["guess"]) == classify(evidence)
+    assert event["guess"] == {
+        "class": "use_after_free",
+        "confidence": "sure",
+        "reason": "the slot still holds the reader's own prefix, so it was freed too early",
+    }
+    assert event["extent"] == {
+        "slots": 1,
+        "more_slots": False,
+        "first_position": 5,
+        "last_position": 5,
+        "sides": ["HEAD", "TAIL"],
+        "halves": ["K", "V"],
+        "groups": ["FULL"],
+        "readers": 1,
+        "more_readers": False,
+        "first_forward": 3,
+        "last_forward": 3,
+        "findings": 4,
+    }
+
+
+def test_the_last_event_of_a_cause_has_its_whole_extent(tmp_path: Path) -> None:
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=1e9)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.rows.req_to_token[3, 7] = rig.slot(1, 5)
+    rig.rows.req_to_token[3, 5] = rig.slot(1, 7)
+    rig.lengths[3] = 20
+    free(rig, rig.slot(1, 5))
+    for rows in ([1], [1, 3], [1]):
+        rig.result(rig.decode(rows))
+    rig.manager.finish(1.0)
+    event = [event for event in events_of(rig, tmp_path) if event["cause"] == 1][-1]
+    extent = event["extent"]
+    assert (extent["first_position"], extent["last_position"]) == (5, 7)
+    assert (extent["first_forward"], extent["last_forward"]) == (3, 5)
+    assert (extent["readers"], extent["slots"]) == (2, 1)
+    assert extent["findings"] == event["findings"] == 4 + 8 + 4
+
+
+def test_slots_of_one_cause_are_counted_up_to_a_bound() -> None:
+    rig = mha()
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    first = evidence_of(rig).first
+    seen = Cause(1, first)
+    for slot in range(70):
+        seen.fold(replace(first, slot=slot, expected_position=slot))
+    assert (seen.extent.slots, seen.extent.more_slots) == (MAX_SLOTS, True)
+    assert seen.extent.text(tuple(seen.tags)).startswith(
+        "at least 64 slots, positions 0 to 69; HEAD"
+    )
+
+
+@pytest.mark.parametrize("mode", [CanaryMode.LOG, CanaryMode.RAISE])
+def test_a_report_begins_with_sentence_and_guess(
+    mode: CanaryMode, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    rig = mha(mode=mode, event_file=str(tmp_path / "events"))
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    if mode is CanaryMode.RAISE:
+        with pytest.raises(CanaryViolationError) as raised:
+            rig.settle()
+        report = str(raised.value)
+    else:
+        rig.settle()
+        report = next(r.getMessage() for r in caplog.records if "violation #1" in r.getMessage())
+    machine, header, first, second, third = report.splitlines()[:5]
+    assert machine.startswith("kv_canary violation: launch_tag=")
+    assert header.startswith("kv-canary violation #1: USE_AFTER_FREE at HEAD_K_FULL, slot 6")
+    assert first == f"  {SENTENCES['freed while in use']}"
+    assert second.startswith("  guess      use after free (sure): the slot still holds")
+    assert third == (
+        "  extent     1 slot, position 5; HEAD and TAIL, K and V of FULL; 1 reader; forward 3; 4 findings"
+    )
+    (event,) = events_of(rig, tmp_path)
+    assert f"  {event['sentence']}" == first
+    found = json.loads((tmp_path / "events").read_text().splitlines()[0])
+    without_extent = report.replace(f"{machine}\n", "").replace(f"{third}\n", "")
+    assert report_of(found, [event]) == without_extent
+    old = {name: event[name] for name in event if name not in ("sentence", "guess", "extent")}
+    assert report_of(found, [old]) == report_of(found, []) == render(Violation.from_event(found))
+
+
+def test_a_cause_that_cannot_be_explained_is_reported_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(evidence: Evidence) -> None:
+        raise KeyError("no\nsuch class")
+
+    monkeypatch.setattr(story, "classify", broken)
+    rig = mha(event_file=str(tmp_path / "events"))
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    (event,) = events_of(rig, tmp_path)
+    assert (event["sentence"], event["guess"], event["extent"]["slots"]) == (None, None, 1)
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "kv-canary cannot explain cause #1: KeyError: 'no\\\\nsuch class'" in text
+    assert "\nkv-canary violation #1: USE_AFTER_FREE at HEAD_K_FULL, slot 6" in text
+
+
+def test_while_findings_wait_to_be_read_nothing_is_concluded_from_their_absence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 30 wrong slots the first step reads only some endpoints. They must not look like damaged records."""
+    monkeypatch.setattr(violation_reporter, "READ_PER_STEP", 4)
+    rig = mha(event_file=str(tmp_path / "events"), log_every_s=0.0)
+    for position in range(2, 20, 2):
+        rig.rows.req_to_token[1, position] = rig.slot(2, position)
+    rig.recorder.result_arrived(rig.decode([1]))
+    rig.manager.drain()
+    reporter = rig.manager.violations._reporter
+    assert reporter._unread
+    early = [reporter._evidence_of(cause) for cause in reporter._causes.values()]
+    assert early
+    assert not [e for e in early if e.is_complete or decide(e).bug is BugClass.RECORDS_DAMAGED]
+    events = events_of(rig, tmp_path)
+    assert len(events) == len(causes_of(rig)) == 18
+    assert {event["guess"]["class"] for event in events} == {"row_substitution"}
+
+
+# Which causes belong together, and which do not
+
+
+def origin_of(rig: ManagerRig, wanted: int | str) -> Evidence | None:
+    return evidence_of(rig, wanted).origin
+
+
+def test_damaged_bytes_of_the_full_slot_do_not_explain_a_wrong_swa_slot() -> None:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    mapping[rig.slot(1, 10)] = mapping[rig.slot(2, 10)]
+    rig.pool.full_kv_pool.k_buffer[0][rig.slot(1, 10)] += 1
+    rig.decode([1])
+    assert evidence_of(rig, "CONTENT").kind is PoolKind.FULL
+    assert origin_of(rig, "CHAIN") is None
+
+
+def test_padding_in_the_row_of_another_request_explains_nothing() -> None:
+    rig = swa()
+    rig.rows.req_to_token[1:3, 10] = 0
+    rig.decode([1, 2])
+    of_swa = [evidence_of(rig, c.number) for c in causes_of(rig) if c.kind is PoolKind.SWA]
+    assert len(of_swa) == 2
+    rows = [(e.first.reader.row, e.origin and e.origin.first.reader.row) for e in of_swa]
+    assert all(theirs in (None, mine) for mine, theirs in rows)
+
+
+def damaged(rig: ManagerRig, position: int, word: int, bits: int, *where: int) -> None:
+    """`bits` flipped in a word of records of a slot of row 1, by index in `all_records`."""
+    every = all_records(rig)
+    for index in where or range(len(every)):
+        every[index][rig.slot(1, position), word] ^= bits
+
+
+def test_damaged_bytes_of_the_slot_before_do_not_explain_a_wrong_chain() -> None:
+    rig = mha()
+    rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    damaged(rig, 6, CHAIN, 8)
+    rig.decode([1])
+    assert evidence_of(rig, "CONTENT").first.slot == rig.slot(1, 5)
+    assert evidence_of(rig, "CHAIN").first.prev_slot == rig.slot(1, 5)
+    assert origin_of(rig, "CHAIN") is None
+
+
+@pytest.mark.parametrize(("where", "follows"), [(3, False), (0, True)])
+def test_a_record_follows_from_the_record_before_it_at_the_same_endpoint(
+    where: int, follows: bool
+) -> None:
+    rig = mha()
+    damaged(rig, 5, IDENTITY, 1, 0)  # a token: the next chain is not affected
+    damaged(rig, 6, CHAIN, 8, where)
+    rig.decode([1])
+    before, after = (c for c in causes_of(rig) if c.first.expected_position in (5, 6))
+    assert before.first.slot == rig.slot(1, 5)
+    assert (origin_of(rig, after.number) is not None) is follows
+
+
+def test_a_cause_that_is_over_explains_nothing() -> None:
+    rig = mha()
+    damaged(rig, 5, IDENTITY, 1)
+    rig.decode([1])
+    damaged(rig, 5, IDENTITY, 1)  # repaired
+    damaged(rig, 6, CHAIN, 8)
+    rig.decode([1])
+    after = next(c for c in causes_of(rig) if c.first.expected_position == 6)
+    assert after.first.prev_slot == rig.slot(1, 5)
+    assert origin_of(rig, after.number) is None
+
+
+def test_a_wrong_position_explains_only_what_that_forward_wrote() -> None:
+    rig = mha()
+    on_next_batch(rig, lambda batch: batch.positions.add_(1))
+    rig.decode([1])
+    store_in(rig, 2, rig.slot(1, 20))
+    rig.rows.req_to_token[3, :21] = rig.rows.req_to_token[1, :21]
+    rig.lengths[3] = 21
+    rig.decode([3])
+    found = evidence_of(rig, "CHAIN")
+    assert found.same_slot.reasons == ("WRITE_POSITION",)
+    assert found.origin is None
+    assert evidence_of(wrong_position(), "POSITION").origin.has(Reason.WRITE_POSITION)
+
+
+def test_a_cycle_of_entries_is_no_exchange() -> None:
+    rig = shifted((5, 7), (7, 9), (9, 5))
+    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+
+
+def test_another_request_s_slot_is_no_exchange() -> None:
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = rig.slot(1, 7)
+    rig.rows.req_to_token[1, 7] = rig.slot(2, 5)
+    rig.decode([1])
+    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+
+
+def test_a_later_free_does_not_explain_an_earlier_write() -> None:
+    rig = written_over()
+    assert evidence_of(rig, 1).freed_before is None
+    free(rig, rig.slot(1, 5))
+    rig.decode([1])
+    found = evidence_of(rig, 1)
+    assert found.same_slot.reasons == ("USE_AFTER_FREE",)
+    assert found.freed_before is None
+
+
+def test_a_free_under_another_reader_is_not_that_of_this_one() -> None:
+    rig = mha()
+    slot = rig.slot(1, 5)
+    free(rig, slot)
+    rig.decode([1])
+    store_in(rig, 2, slot)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[3] = 20
+    rig.decode([3])
+    found = evidence_of(rig, "POSITION")
+    assert found.first.reader.request_id == "req-3"
+    assert found.freed_before.reader.request_id == "req-1"
+    assert decide(found).name == "free slot, written since"
+
+
+@pytest.mark.parametrize(
+    ("halves", "tags", "one"),
+    [
+        (("K", "V"), ("HEAD_K_FULL",), True),
+        (("K", "V"), ("SWEEP_K_FULL",), True),
+        (("K", "V"), ("HEAD_K_FULL", "SWEEP_K_FULL"), True),
+        (("K", "V"), ("HEAD_K_FULL", "HEAD_V_FULL"), False),
+        (("K", "V"), ("HEAD_K_FULL", "TAIL_K_FULL"), False),
+        (("K",), ("HEAD_K_FULL",), True),
+        (("K",), ("SWEEP_K_FULL",), False),  # the sweep does not say which side it was
+        ((), ("HEAD_K_FULL",), False),
+    ],
+)
+def test_one_record_is_concluded_only_where_others_were_checked(
+    halves: tuple[str, ...], tags: tuple[str, ...], one: bool
+) -> None:
+    found = replace(evidence_of(damaged_record(CHAIN, 8)), halves=halves, tags=tags)
+    assert found.in_one_record is one
+
+
+def test_what_other_forwards_find_later_does_not_change_where_it_began() -> None:
+    rig = mha()
+    for record_of in all_records(rig):
+        record_of[rig.slot(1, 5)] = 0
+        rig.result(rig.decode([1]))
+    (cause,) = causes_of(rig)
+    assert len(cause.tags) == 4
+    assert decide(evidence_of(rig)).name == "one record"
+
+
+# Bounds
+
+
+def recorded(*requests: str) -> FlightRecorder:
+    """Forwards from 1 on, each with one request in row 1."""
+    recorder = FlightRecorder()
+    for number, request in enumerate(requests, start=1):
+        recorder.begin_step([(1, request)])
+        recorder.note_forward(number, "DECODE")
+        recorder.end_step()
+    return recorder
+
+
+def test_the_previous_forward_is_that_of_the_same_request() -> None:
+    recorder = recorded("ada", "bob", "ada")
+    assert recorder.previous_of(3, 1).forward == 1
+    assert recorder.previous_of(1, 1) is None
+    assert recorder.previous_of(2, 1) is None
+    assert recorder.previous_of(3, 2) is None
+
+
+@pytest.mark.parametrize(("others", "found"), [(LOOK_BACK - 1, True), (LOOK_BACK, False)])
+def test_a_previous_forward_is_looked_for_in_a_bounded_past(others: int, found: bool) -> None:
+    recorder = recorded("ada", *["bob"] * others, "ada")
+    assert (recorder.previous_of(others + 2, 1) is not None) is found
+
+
+def test_indexes_of_related_causes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "MAX_NOTED", 8)
+    rig = mha()
+    for position in range(2, 20):
+        rig.rows.req_to_token[1, position] = rig.slot(2, position - 1)
+    rig.decode([1])
+    assert len(causes_of(rig)) > 8
+    found = rig.manager.violations._reporter._neighbours
+    for index in (found._at_slot, found._of_entry, found._holding):
+        assert len(index) == 8
+
+
+def test_a_run_of_freed_slots_is_followed_back_to_one_whose_chain_was_checked() -> None:
+    rig = freed(*range(5, 15))
+    assert {decide(evidence_of(rig, number)).name for number in range(1, 11)} == {
+        "freed while in use"
+    }
+
+
+def test_a_freed_slot_that_does_not_continue_the_freed_one_before_it_is_not_the_reader_s() -> None:
+    rig = mha()
+    theirs = rig.slot(2, 6)
+    free(rig, rig.slot(1, 5), theirs)
+    rig.rows.req_to_token[1, 6] = theirs
+    rig.decode([1])
+    assert decide(evidence_of(rig, 1)).name == "freed while in use"
+    assert decide(evidence_of(rig, 2)).name == "free slot of somebody else"
+
+
+def test_a_long_run_of_freed_slots_is_followed_back_a_bounded_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(neighbours, "MAX_RUN", 4)
+    rig = freed(*range(5, 15))
+    causes = causes_of(rig)
+    for cause in causes:  # as if none of them had been reported yet
+        cause.is_continuous = False
+    assert decide(evidence_of(rig, 10)).name == "own slot freed while in use"
+    assert decide(evidence_of(rig, 4)).name == "freed while in use"
+    assert decide(evidence_of(rig, 7)).name == "freed while in use"
+
+
+def test_a_chain_of_causes_is_followed_back_a_bounded_way() -> None:
+    rig = mha()
+    for position in (5, 6, 7):
+        for found in all_records(rig):
+            found[rig.slot(1, position), record.WORD_CHAIN] ^= 1 << position
+    rig.decode([1])
+    last = causes_of(rig)[3]
+    reporter = rig.manager.violations._reporter
+    assert reporter._evidence_of(last).origin.origin.origin.first.cause == 1
+    bounded = reporter._neighbours.evidence_of(last, is_complete=True, depth=1)
+    assert bounded.origin.origin is None
+
+
+# Documents
+
+# The scene and the cause whose report docs/alarms.md shows for each class
+EXAMPLES: dict[BugClass, tuple[Callable[[], ManagerRig], int]] = {
+    BugClass.ALIASING: (written_over, 1),
+    BugClass.ROW_SUBSTITUTION: (lambda: repointed(reads_before=True), 1),
+    BugClass.USE_AFTER_FREE: (lambda: written_over(frees=True), 2),
+    BugClass.DOUBLE_FREE: (double_free, 1),
+    BugClass.SWA_MAPPING: (shared_swa_slot, 1),
+    BugClass.BYTES_DAMAGED: (lambda: bytes_changed("v_buffer"), 1),
+    BugClass.LATE_WRITE: (lambda: bytes_changed("k_buffer", "v_buffer"), 1),
+    BugClass.NEVER_STORED: (lambda: entry(300), 1),
+    BugClass.WRONG_POSITION: (wrong_position, 1),
+    BugClass.ALTERED_TOKEN: (wrong_token, 1),
+    BugClass.RECORDS_DAMAGED: (lambda: damaged_record(CHAIN, 8), 1),
+    BugClass.WRONG_INPUTS: (wrong_length, 1),
+    BugClass.STALE_WEIGHTS: (stale_weights, 1),
+    BugClass.UNKNOWN: (lambda: damaged_record(CHAIN, 8, where=4), 1),
+}
+HASH = re.compile(r"0x[0-9a-f]{16}")
+
+
+def shown(rig: ManagerRig, number: int = 1) -> str:
+    """The report for people about a cause, with hashes as in the documents."""
+    cause = next(cause for cause in causes_of(rig) if cause.number == number)
+    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number))))
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the documents are not here")
+@pytest.mark.parametrize("bug", BugClass, ids=lambda bug: bug.value)
+def test_the_runbook_shows_a_real_report_of_each_class(bug: BugClass) -> None:
+    scene, number = EXAMPLES[bug]
+    assert shown(scene(), number) in (DOCS / "alarms.md").read_text()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
