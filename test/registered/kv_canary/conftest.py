@@ -63,12 +63,18 @@ def servers_are_forked() -> Iterator[None]:
 
 # What runs on releases other than the first: the files that depend on SGLang and whose paths are covered there.
 ON_NEWER_RELEASES = (
+    "e2e/test_e2e_clean_servers.py",
+    "e2e/test_e2e_dp_attention.py",
+    "e2e/test_e2e_farewell.py",
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",
     "e2e/test_e2e_mha_variants.py",
     "e2e/test_e2e_mla.py",
+    "e2e/test_e2e_pipeline.py",
+    "e2e/test_e2e_sessions.py",
     "e2e/test_e2e_swa.py",
     "e2e/test_e2e_sweep.py",
+    "e2e/test_e2e_weight_update.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
     "wiring/test_seam.py",

@@ -95,9 +95,8 @@ def _build_manager(
     rows = model_runner.req_to_token_pool.req_to_token
     ranks = release().ranks_of(model_runner)
     pp_rank = ranks.pp if server_args.pp_size > 1 else None
-    dp_rank = ranks.dp if server_args.dp_size > 1 else None
     if context.sink is None:
-        context.sink = EventSink(config.event_file, ranks.tp, pp_rank, dp_rank)
+        context.sink = EventSink(config.event_file, ranks.tp, pp_rank, ranks.dp)
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(
@@ -105,7 +104,7 @@ def _build_manager(
             rank=ranks.tp,
             device=str(groups[0].k_head.device),
             pp_rank=pp_rank,
-            dp_rank=dp_rank,
+            dp_rank=ranks.dp,
         ),
         groups=groups,
         plan_input=PlanInput.allocate(

@@ -94,5 +94,35 @@ class TestDPAttention(CanaryE2EBase):
         self.assert_all_explained(done)
 
 
+class TestReplicas(CanaryE2EBase):
+    """Without DP attention: replicas of the model behind one front end."""
+
+    flags: ClassVar = {
+        "dp_size": 2,
+        "nccl_port": None,  # one for each replica: SGLang chooses
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+    env: ClassVar = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+    def test_clean_requests_raise_no_alarm_on_either(self) -> None:
+        report = self.serve(TrafficShape(40, seed=29, flushes=0))
+        assert report.requests == 40
+        assert sorted(e["dp_rank"] for e in self.serving.events("active")) == RANKS
+        assert len(self.serving.get("/server_info")["kv_canary_active"]) == 2
+        self.assert_no_violations()
+
+    def test_damage_is_found_where_it_is(self) -> None:
+        """The replicas share an address, so either of them takes the fault; it says which requests it has."""
+        injection = self.inject("flip_bytes", half="V", source=0, **DECODE)
+        rng = random.Random("replicas")
+        self.generate_together([(f"replica-{i}", random_tokens(rng, 30), 24) for i in range(4)])
+        slot = injection.answer()["slots"][0]
+        found = self.serving.wait_for(self.violations, "the damage was reported")
+        assert {(e["reasons"][0], e["slot"]) for e in found} == {("CONTENT", slot)}
+        assert len({e["dp_rank"] for e in found}) == 1
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -26,7 +26,7 @@ DECODE = {"mode": "DECODE"}
 ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
 
 
-BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
+BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
 
 
 class TestPipelineAsyncDepthClean(CanaryE2EBase):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.error import HTTPError
@@ -61,6 +62,18 @@ class WeightUpdates(CanaryE2EBase):
         if flush:
             self.settle()
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Newer releases take weights from memory in a session only."""
+        from sglang.srt.managers import io_struct
+
+        needed = hasattr(io_struct, "BeginWeightUpdateReqInput")
+        if needed:
+            assert self.serving.post("/begin_weight_update", {})["success"]
+        yield
+        if needed:
+            assert self.serving.post("/end_weight_update", {})["success"]
+
     def update_from_disk(self, seed: int, flush: bool, **fields: Any) -> None:
         self.ready_to_update(flush)
         path = write_tiny_llama_checkpoint(self.serving.folder / f"weights{seed}", seed)
@@ -76,7 +89,8 @@ class WeightUpdates(CanaryE2EBase):
         named = list(tiny_llama_weights(seed).items())
         serialized = MultiprocessingSerializer.serialize(named, output_str=True)
         body = {"serialized_named_tensors": [serialized], "flush_cache": flush}
-        assert self.serving.post("/update_weights_from_tensor", body)["success"]
+        with self.session():
+            assert self.serving.post("/update_weights_from_tensor", body)["success"]
 
     def update_from_distributed(self, seed: int, flush: bool) -> None:
         from sglang.srt.utils import init_custom_process_group
@@ -104,12 +118,13 @@ class WeightUpdates(CanaryE2EBase):
             "group_name": name,
             "flush_cache": flush,
         }
-        updating = _in_background(
-            lambda: self.serving.post("/update_weights_from_distributed", body)
-        )
-        for weight in weights.values():
-            torch.distributed.broadcast(weight, 0, group=ours)
-        assert updating()["success"]
+        with self.session():
+            updating = _in_background(
+                lambda: self.serving.post("/update_weights_from_distributed", body)
+            )
+            for weight in weights.values():
+                torch.distributed.broadcast(weight, 0, group=ours)
+            assert updating()["success"]
         torch.distributed.destroy_process_group(ours)
 
     def update(self, way: str, seed: int, flush: bool) -> None:

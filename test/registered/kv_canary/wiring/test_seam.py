@@ -17,9 +17,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
 from sglang_kv_canary.testing import MODES
+from sglang_kv_canary.testing.tiny_models import write_tiny_whisper
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
-from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 from sglang_kv_canary_rigs.warm import FreshServer
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -171,9 +172,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "external cache linker": {"enable_unified_cache_external_linker": True},
     "FlexKV": {"enable_flexkv": True},
     "session radix cache": {"enable_session_radix_cache": True},
-    "streaming sessions": {"enable_streaming_session": True},
-    "pipeline parallelism": {"pp_size": 2},
-    "data parallelism": {"attn_dp_size": 2},
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
     "PD disaggregation": {"disaggregation_mode": "prefill"},
@@ -219,6 +217,36 @@ def test_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     assert case.predicate(SimpleNamespace(device="cuda", cuda_graph_config=config)) is refused
     assert not case.predicate(SimpleNamespace(device="cpu", cuda_graph_config=config))
+
+
+@has_seam
+def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    case = next(case for case in release().refusals() if case.name == "post-capture KV sizing")
+    args = ServerArgs(model_path="dummy", device="cpu")
+    assert not case.predicate(args)
+    with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
+        assert case.predicate(args)
+
+
+@has_seam
+def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
+    """ServerArgs of these releases do not hold the model, so the seam is the first to see it."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    load_plugins()
+    HookRegistry.apply_hooks()
+    with pytest.raises(CanaryStartupError, match="an encoder-decoder model"):
+        pkgutil.resolve_name(SEAM)(
+            server_args=SimpleNamespace(kv_canary="log"),
+            model_runner=SimpleNamespace(
+                token_to_kv_pool=make_mha_pool().pool,
+                model_config=ModelConfig(model_path=write_tiny_whisper(tmp_path)),
+            ),
+            token_oracle_manager=None,
+        )
 
 
 @has_seam

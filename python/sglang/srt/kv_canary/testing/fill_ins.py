@@ -129,7 +129,8 @@ def dp_attention_on_torch_native() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
+    for device in ("cpu", "cuda"):  # from 0.5.22 on the CPU has a name of its own
+        setattr(TorchNativeAttnBackend, f"get_{device}_graph_seq_len_fill_value", lambda _: 1)
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     replaced = {
         f"{group}.all_gather_into_tensor": _all_gather_into_tensor,

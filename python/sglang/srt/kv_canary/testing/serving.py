@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from urllib.error import HTTPError
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -299,8 +300,12 @@ class CanaryServer(Serving):
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            text = answer.read().decode()
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        except HTTPError as error:
+            error.msg = f"{error.msg}: {error.read(4096).decode(errors='replace')}"
+            raise
         try:
             return json.loads(text)
         except json.JSONDecodeError:
@@ -365,13 +370,13 @@ class CanaryServer(Serving):
 
 
 def command_line(server_args: Mapping[str, Any]) -> list[str]:
-    """`ServerArgs` fields as flags. True gives a bare flag, False none."""
+    """`ServerArgs` fields as flags. True gives a bare flag, False and None give none."""
     flags: list[str] = []
     for name, value in server_args.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
             flags.append(flag)
-        elif value is not False:
+        elif value is not False and value is not None:
             flags += [flag, str(value)]
     return flags
 

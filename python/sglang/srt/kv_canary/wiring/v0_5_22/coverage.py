@@ -39,6 +39,15 @@ SERVED: tuple[PathSupport, ...] = (
         "tensor parallelism", _COVERED, "each rank checks its own pool; never run on a GPU"
     ),
     PathSupport(
+        "pipeline parallelism",
+        _COVERED,
+        "each stage checks its own layers, and decode inputs against the last stage's samples; "
+        "never run on a GPU",
+    ),
+    PathSupport("data-parallel attention (idle batches)", _COVERED, _ON_CPU),
+    PathSupport("data parallelism (replicas)", _COVERED, _ON_CPU),
+    PathSupport("streaming sessions", _COVERED, _ON_CPU),
+    PathSupport(
         "sweep of cached prefixes",
         _PARTLY,
         "the unified tree in one chunk a pass; the first slot of a prefix without its chain",

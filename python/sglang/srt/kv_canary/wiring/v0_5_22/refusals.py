@@ -78,24 +78,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --enable-session-radix-cache.",
     ),
     Refusal(
-        "streaming sessions",
-        lambda args: args.enable_streaming_session,
-        _UNTESTED,
-        "Remove --enable-streaming-session.",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda args: args.pp_size > 1,
-        _UNTESTED,
-        "Remove --pp-size.",
-    ),
-    Refusal(
-        "data parallelism",
-        lambda args: args.dp_size > 1 or args.attn_dp_size > 1,
-        _UNTESTED,
-        "Remove --dp-size and --attn-dp-size.",
-    ),
-    Refusal(
         "elastic expert parallelism",
         lambda args: args.elastic_ep_backend is not None or args.ep_join_mode is not None,
         "ranks join and leave while the server runs.",
