@@ -12,6 +12,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -104,7 +105,7 @@ class TestReplicas(CanaryE2EBase):
         "kv_canary_real_data": "all",
         "kv_canary_sweep_interval": 1,
     }
-    env: ClassVar = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    env: ClassVar = bind_each_rank(2)
 
     def test_clean_requests_raise_no_alarm_on_either(self) -> None:
         report = self.serve(TrafficShape(40, seed=29, flushes=0))

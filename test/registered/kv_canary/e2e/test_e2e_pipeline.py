@@ -12,6 +12,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -26,7 +27,7 @@ DECODE = {"mode": "DECODE"}
 ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
 
 
-BIND = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+BIND = bind_each_rank(2)
 
 
 class TestPipelineAsyncDepthClean(CanaryE2EBase):
