@@ -151,8 +151,11 @@ def test_a_backend_that_nobody_has_read_is_refused_by_name(rig: Rig) -> None:
 
 
 def test_a_server_without_swa_pool_or_canary_may_have_any_backend(rig: Rig) -> None:
-    swa_location._after_backends_exist(None, Runner(NewBackend(), rig.pool.full_kv_pool))
-    swa_location._after_backends_exist(None, Runner(NewBackend(), rig.pool, managed=False))
+    # Both live, as in a server: managers are found by the runner's id.
+    without_swa = Runner(NewBackend(), rig.pool.full_kv_pool)
+    without_canary = Runner(NewBackend(), rig.pool, managed=False)
+    for runner in (without_swa, without_canary):
+        swa_location._after_backends_exist(None, runner)
 
 
 @pytest.mark.parametrize("armed", [True, False])
