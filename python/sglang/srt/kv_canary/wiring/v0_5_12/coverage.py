@@ -35,7 +35,7 @@ SERVED: tuple[PathSupport, ...] = (
     ),
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
-    PathSupport("data parallelism (replicas)", _COVERED),
+    PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
