@@ -56,6 +56,25 @@ def make_mha_pool(
     return RealPool(pool, make_allocator(pool))
 
 
+def make_decode_batch(rows: Any, allocator: Any, count: int, **fields: Any) -> Any:
+    """A ForwardBatch with the first token of `count` requests, in new slots and in rows 1 .. count of `rows`."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    slots = allocator.alloc(count)
+    rows.req_to_token[1 : count + 1, 0] = slots.int()
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=count,
+        input_ids=torch.arange(count, device=slots.device),
+        req_pool_indices=torch.arange(1, count + 1, device=slots.device),
+        seq_lens=torch.ones(count, dtype=torch.int64, device=slots.device),
+        out_cache_loc=slots,
+        seq_lens_sum=count,
+        positions=torch.zeros(count, dtype=torch.int64, device=slots.device),
+        **fields,
+    )
+
+
 def make_allocator(pool: Any) -> Any:
     """The allocator that SGLang uses for a pool with one slot space: token-wise, or paged."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator

@@ -13,12 +13,12 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_decode_batch, make_swa_pool
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -49,18 +49,7 @@ class Rig:
         self.layer = RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, SWA_LAYER, sliding_window_size=8)
 
     def decode_batch(self, count: int = 3) -> ForwardBatch:
-        slots = self.allocator.alloc(count)
-        self.rows.req_to_token[1 : count + 1, 0] = slots.int()
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count,
-            input_ids=torch.arange(count),
-            req_pool_indices=torch.arange(1, count + 1),
-            seq_lens=torch.ones(count, dtype=torch.int64),
-            out_cache_loc=slots,
-            seq_lens_sum=count,
-            positions=torch.zeros(count, dtype=torch.int64),
-        )
+        return make_decode_batch(self.rows, self.allocator, count)
 
     def run_layer(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the keys that the layer stored, [tokens, heads, head_dim]."""

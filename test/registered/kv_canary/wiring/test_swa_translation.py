@@ -24,7 +24,7 @@ from sglang_kv_canary.wiring.swa_translation import (
 )
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once, use_running_translation
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.pool_fixtures import make_dsv4_pool, make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_decode_batch, make_dsv4_pool, make_swa_pool
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
@@ -64,17 +64,10 @@ class Rig:
         return RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, layer_id, sliding_window_size=window)
 
     def decode_batch(self, count: int = 3) -> ForwardBatch:
-        slots = self.allocator.alloc(count)
-        self.rows.req_to_token[1 : count + 1, 0] = slots.int()
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count,
-            input_ids=torch.arange(count, device=self.device),
-            req_pool_indices=torch.arange(1, count + 1, device=self.device),
-            seq_lens=torch.ones(count, dtype=torch.int64, device=self.device),
-            out_cache_loc=slots,
-            seq_lens_sum=count,
-            positions=torch.zeros(count, dtype=torch.int64, device=self.device),
+        return make_decode_batch(
+            self.rows,
+            self.allocator,
+            count,
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
         )
