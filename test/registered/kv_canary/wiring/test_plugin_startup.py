@@ -1,5 +1,6 @@
 """Never silently off: whatever keeps the canary from starting ends the server's start, and says why."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -386,6 +387,21 @@ except SystemExit as end:
 (report,) = [json.loads(path.read_text()) for path in pathlib.Path(folder).iterdir()]
 print(json.dumps({{"code": code, "pipe": reader.recv(), **report}}))
 """
+
+
+def test_an_engines_own_scheduler_function_may_pass_its_arguments_on():
+    """`Engine.run_scheduler_process_func` may be any function that takes what SGLang's takes."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang_kv_canary.wiring.startup_check import _bound
+
+    def own(*args, **kwargs):
+        return run_scheduler_process(*args, **kwargs)
+
+    names = list(inspect.signature(run_scheduler_process).parameters)
+    values = tuple(f"the {name}" for name in names)
+    assert _bound(own, values, {}).arguments == dict(zip(names, values, strict=True))
+    assert _bound(own, values[:-1], {names[-1]: 7}).arguments["pipe_writer"] is not None
+    assert _bound(run_scheduler_process, values, {}).args == values
 
 
 def test_scheduler_with_the_canary_becomes_ready(fresh):

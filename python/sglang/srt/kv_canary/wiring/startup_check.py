@@ -145,7 +145,7 @@ def run_guarded_scheduler_process(
 
     The arguments are those of SGLang's `run_scheduler_process`. Exits with code 1 after a refusal.
     """
-    call = inspect.signature(run).bind(*args, **kwargs)
+    call = _bound(run, args, kwargs)
     pipe, rank = call.arguments["pipe_writer"], _rank_name(call.arguments)
     context.scheduler_start.guarded = True
     try:
@@ -157,6 +157,18 @@ def run_guarded_scheduler_process(
         _Report(rank, refusal=str(error)).write(launch.folder)
         _end_the_launch(launch.main_pid, pipe)
         sys.exit(1)
+
+
+def _bound(
+    run: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of `run` by name. An engine's own function may pass `*args` on to SGLang's."""
+    call = inspect.signature(run).bind(*args, **kwargs)
+    if "pipe_writer" in call.arguments:
+        return call
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    return inspect.signature(run_scheduler_process).bind(*args, **kwargs)
 
 
 def _load_and_verify() -> None:
