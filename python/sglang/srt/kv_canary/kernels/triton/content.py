@@ -18,11 +18,11 @@ from ...state import CanaryDeviceState
 from ..layout import content_unit
 from .device.content import TABLE_COLUMNS
 from .device.content_kernel import content_kernel, content_list_kernel, fingerprint_kernel
+from .kernel_launcher import KernelLauncher
 from .launch import (
     INT32_MAX,
     batch_arguments,
     batch_vector,
-    by_name,
     dense,
     grid_of,
     report_arguments,
@@ -39,9 +39,9 @@ PROGRAMS_PER_SM = 8
 # the warps only.
 FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
 
-_launch_forward = by_name(content_kernel)
-_launch_list = by_name(content_list_kernel)
-_launch_fingerprints = by_name(fingerprint_kernel)
+_launch_forward = KernelLauncher(content_kernel)
+_launch_list = KernelLauncher(content_list_kernel)
+_launch_fingerprints = KernelLauncher(fingerprint_kernel)
 
 
 @dataclass(frozen=True, slots=True)

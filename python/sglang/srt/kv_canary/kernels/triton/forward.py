@@ -11,11 +11,11 @@ from ...state import CanaryDeviceState
 from ..layout import WRITE_TILE
 from . import strided
 from .device.forward_kernel import forward_kernel
+from .kernel_launcher import KernelLauncher
 from .launch import (
     NUM_WARPS,
     PROGRAMS_PER_SM,
     batch_arguments,
-    by_name,
     dense,
     forward_arguments,
     grid_of,
@@ -27,7 +27,7 @@ TILE_WARPS = 8  # of launches that scan chunks
 # One token per thread: a thread's loads for a second one would follow the first one's.
 WRITE_BLOCK = 128
 LONGEST_WALK = 64
-_launch = by_name(forward_kernel)
+_launch = KernelLauncher(forward_kernel)
 
 
 def _tile_bits(write: WritePlan) -> int:

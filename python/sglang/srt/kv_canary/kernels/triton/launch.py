@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -69,19 +67,6 @@ def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
     if plan.verify.already_verified:
         return 0
     return NO_WINDOW if group.window is None else group.window
-
-
-def by_name(kernel: Any) -> Callable[..., None]:
-    """Launches `kernel` with arguments by name, compile-time ones included; names that it does not have are ignored.
-
-    Triton is given them in order: it copies what has a name three times a launch.
-    """
-    in_order = itemgetter(*kernel.arg_names)
-
-    def launch(grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
-        kernel[grid](*in_order(arguments), num_warps=num_warps)
-
-    return launch
 
 
 def batch_arguments(

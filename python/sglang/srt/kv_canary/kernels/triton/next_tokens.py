@@ -9,10 +9,11 @@ import torch
 from ...buffer_group import CanaryBufferGroup
 from ...state import CanaryDeviceState
 from .device.next_tokens_kernel import next_tokens_kernel
-from .launch import by_name, dense
+from .kernel_launcher import KernelLauncher
+from .launch import dense
 
 BLOCK = 128
-_launch = by_name(next_tokens_kernel)
+_launch = KernelLauncher(next_tokens_kernel)
 
 
 def note_next_tokens(

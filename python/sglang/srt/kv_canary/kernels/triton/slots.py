@@ -9,14 +9,15 @@ from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState
 from .device.slots_kernel import copy_kernel, slot_event_kernel
-from .launch import by_name, dense, grid_of, record_arguments, report_arguments
+from .kernel_launcher import KernelLauncher
+from .launch import dense, grid_of, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
 ONE_PROGRAM_SLOTS = 2048  # a FREE of at most so many slots is checked and marked in one launch
 COPY_SLOTS = 2048  # moved in one launch, at most
-_launch_event, _launch_copy = by_name(slot_event_kernel), by_name(copy_kernel)
+_launch_event, _launch_copy = KernelLauncher(slot_event_kernel), KernelLauncher(copy_kernel)
 
 _WRITES: dict[SlotEventKind, tuple[Mode, State]] = {
     SlotEventKind.ALLOC: (Mode.NONE, State.ALLOCATED),

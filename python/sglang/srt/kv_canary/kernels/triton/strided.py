@@ -8,11 +8,11 @@ from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .device.strided_kernel import strided_kernel
+from .kernel_launcher import KernelLauncher
 from .launch import (
     NUM_WARPS,
     PROGRAMS_PER_SM,
     batch_arguments,
-    by_name,
     forward_arguments,
     full_limit_of,
     grid_of,
@@ -20,7 +20,7 @@ from .launch import (
     verify_items,
 )
 
-_launch = by_name(strided_kernel)
+_launch = KernelLauncher(strided_kernel)
 
 
 def check_and_write(

@@ -6,12 +6,13 @@ from ...buffer_group import CanaryBufferGroup, Side
 from ...plan.plan_input import SweepVerifyPlan
 from ...state import CanaryDeviceState
 from .device.sweep_kernel import list_kernel
-from .launch import by_name, dense, grid_of, record_arguments, report_arguments
+from .kernel_launcher import KernelLauncher
+from .launch import dense, grid_of, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
-_launch = by_name(list_kernel)
+_launch = KernelLauncher(list_kernel)
 
 
 def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDeviceState) -> None:

@@ -1,0 +1,74 @@
+"""Launches kernels by name. A variant that has run before is launched without Triton's own look-up.
+
+Triton looks at every argument twice per launch, and asks the driver about each pointer. That is most of a launch's host
+time for kernels of 30 arguments. A variant is told by what Triton compiles for: see `variant_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+import triton
+
+from .jit import INTERPRET
+
+__all__ = ["KernelLauncher", "variant_of"]
+
+# `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
+_KNOWN_TRITON = ("3.6",)
+_CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
+_ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
+_INT32 = range(-(2**31), 2**31)
+
+
+class KernelLauncher:
+    """Launches `kernel` with arguments by name, compile-time ones included; names that it does not have are ignored."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        # Triton is given them in order: it copies what has a name three times a launch.
+        self._in_order = itemgetter(*kernel.arg_names)
+        self._only_types = _only_types(kernel) if _CAN_SKIP else ()
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
+        values = self._in_order(arguments)
+        if not _CAN_SKIP:
+            self._kernel[grid](*values, num_warps=num_warps)
+            return
+        variant, plain = variant_of(values, self._only_types)
+        key = (torch.cuda.current_device(), num_warps, *variant)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
+        else:
+            compiled[(grid[0], 1, 1)](*plain)
+
+
+def _only_types(kernel: Any) -> tuple[bool, ...]:
+    """Which parameters of `kernel` are compiled for the type of an integer, and not for its value."""
+    return tuple(p.do_not_specialize and not p.is_constexpr for p in kernel.params)
+
+
+def variant_of(
+    values: Sequence[Any], only_types: Sequence[bool]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """(what Triton compiles for, the arguments with pointers as integers) of the arguments `values`.
+
+    Of a tensor: its dtype and whether it is aligned. Of an integer: its type where `only_types`, else its value.
+    """
+    variant: list[Any] = []
+    plain: list[Any] = []
+    for value, only_type in zip(values, only_types, strict=True):
+        if isinstance(value, torch.Tensor):
+            pointer = value.data_ptr()
+            variant.append((value.dtype, pointer % _ALIGNED == 0))
+            plain.append(pointer)
+        else:
+            variant.append(value in _INT32 if only_type and value is not None else value)
+            plain.append(value)
+    return tuple(variant), plain

@@ -1,0 +1,101 @@
+"""Which launches are of one compiled variant, and that a variant does the same when Triton's look-up is skipped."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.kernels.triton import kernel_launcher
+from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_tokens_kernel
+from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher, variant_of
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
+
+WORDS = torch.zeros(64, dtype=torch.int64)
+
+
+def _variant(*values: object, only_types: tuple[bool, ...] | None = None) -> tuple:
+    return variant_of(values, only_types or (False,) * len(values))[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (WORDS, WORDS.int()),
+        (WORDS, WORDS[1:]),
+        (WORDS, None),
+        (3, 4),
+        (0, None),
+        (True, False),
+    ],
+    ids=["dtype", "alignment", "no tensor", "constant", "no constant", "flag"],
+)
+def test_what_triton_compiles_for_tells_variants_apart(one: object, other: object) -> None:
+    assert _variant(WORDS, one) != _variant(WORDS, other)
+
+
+def test_launches_that_differ_in_addresses_and_lengths_only_are_of_one_variant() -> None:
+    assert _variant(WORDS, None, 256) == _variant(WORDS.clone(), None, 256)
+    assert _variant(WORDS) == _variant(WORDS[2:])
+
+
+def test_an_integer_that_is_compiled_for_its_type_counts_by_its_width() -> None:
+    small, large, wide = (_variant(value, only_types=(True,)) for value in (1, 2**31 - 1, 2**31))
+    assert small == large != wide
+    assert _variant(-(2**31), only_types=(True,)) == small
+
+
+def test_pointers_become_integers_and_nothing_else_changes() -> None:
+    _, plain = variant_of((WORDS, None, 7, True), (False,) * 4)
+    assert plain == [WORDS.data_ptr(), None, 7, True]
+
+
+def test_triton_says_which_integers_it_compiles_for_their_type_only(monkeypatch) -> None:
+    """Read from a compiled kernel's own parameters, as on a GPU."""
+    import triton
+
+    kernel = triton.JITFunction(next_tokens_kernel.fn, do_not_specialize=["batch_size"])
+    only_types = dict(zip(kernel.arg_names, kernel_launcher._only_types(kernel), strict=True))
+    assert [name for name, only in only_types.items() if only] == ["batch_size"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_variant_that_has_run_is_launched_without_the_lookup_and_does_the_same(
+    monkeypatch,
+) -> None:
+    launch = KernelLauncher(next_tokens_kernel)
+    outcomes = []
+    for turn in range(3):
+        arguments = {
+            "row_words": torch.ones(64, 8, dtype=torch.int64, device="cuda"),
+            "sampled": torch.zeros(64, dtype=torch.int64, device="cuda"),
+            "rows": torch.arange(8, device="cuda"),
+            "tokens": torch.arange(8, device="cuda") + 100,
+            "counts": None,
+            "batch_size": 8,
+            "num_rows": 64,
+            "tokens_each": 1,
+            "KINDS": 1,
+            "BLOCK": 128,
+        }
+        if turn == 1:
+            monkeypatch.setattr(type(launch._kernel), "run", _not_again)
+        launch((1,), 4, arguments)
+        outcomes.append((arguments["row_words"].cpu(), arguments["sampled"].cpu()))
+    assert len(launch._compiled) == 1
+    assert outcomes[0][1].any()
+    for words, sampled in outcomes[1:]:
+        assert torch.equal(words, outcomes[0][0])
+        assert torch.equal(sampled, outcomes[0][1])
+
+
+def _not_again(*_: object, **__: object) -> None:
+    raise AssertionError("Triton looked the kernel up again")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
