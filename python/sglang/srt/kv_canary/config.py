@@ -125,6 +125,7 @@ class CanaryConfig:
     health_check_interval: int = default_of("HEALTH_CHECK_INTERVAL")
     sweep_budget_slots: int = default_of("SWEEP_BUDGET_SLOTS")
     sweep_budget_us: int = default_of("SWEEP_BUDGET_US")
+    sweep_every_n_steps: int = default_of("SWEEP_EVERY_N_STEPS")
     sweep_report_every_s: float = default_of("SWEEP_REPORT_EVERY_S")
     perturb_dir: str = default_of("PERTURB_DIR")  # "" is off
     token_oracle: bool = default_of("TOKEN_ORACLE")

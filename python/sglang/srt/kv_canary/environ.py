@@ -188,9 +188,9 @@ SETTINGS: tuple[EnvSetting, ...] = (
     EnvSetting(
         "COPY_EVERY_S",
         EnvFloat,
-        0.01,
+        0.05,
         "Minimum seconds between copies of the counters to the host, which reveal findings. Copies are immediate when "
-        "idle, while findings arrive, during a sweep, and in mode raise.",
+        "idle, while findings arrive, after each part of a sweep, and in mode raise.",
         minimum=0,
     ),
     EnvSetting(
@@ -226,6 +226,14 @@ SETTINGS: tuple[EnvSetting, ...] = (
         EnvInt,
         500,
         "Maximum host microseconds that the sweep spends in one step.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "SWEEP_EVERY_N_STEPS",
+        EnvInt,
+        16,
+        "Steps from one part of a sweep to the next while requests run. Fewer steps find damage sooner and cost more "
+        "host time.",
         minimum=1,
     ),
     EnvSetting(

@@ -30,7 +30,8 @@ POOLS = {"mha": make_mha_pool, "mla": make_mla_pool, "swa": make_swa_pool}
 class TreeRig(ManagerRig):
     """`kind`: "mha" or "mla" (their pools, RadixCache) or "swa" (SWAKVPool, SWARadixCache with a window of WINDOW).
 
-    Sweeps have all the time they want, unless `sweep_budget_us` is given: else a slow machine's would end early.
+    Sweeps have all the time they want, unless `sweep_budget_us` is given: else a slow machine's would end early. They
+    go on in each step, unless `sweep_every_n_steps` is given.
     """
 
     def __init__(self, kind: str = "mha", size: int = 256, size_swa: int = 96, **kw: Any) -> None:
@@ -38,6 +39,7 @@ class TreeRig(ManagerRig):
 
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=1))
         kw.setdefault("sweep_budget_us", 10**9)
+        kw.setdefault("sweep_every_n_steps", 1)
         make, sizes = POOLS[kind], {"size": size}
         self.is_swa = kind == "swa"
         if self.is_swa:

@@ -320,6 +320,33 @@ def test_content_shrinks_the_chunks_of_busy_steps_and_less_those_of_idle_ticks()
     assert sizes[1] == 2 * IDLE_CONTENT_FACTOR
 
 
+def test_a_busy_server_sweeps_in_every_nth_step_and_an_idle_one_in_each_tick() -> None:
+    """What a part may re-read grows with the steps between two parts, so that a pass takes no more of them."""
+    (leg,) = legs_of(SweptRig().manager.groups, ContentMode.ALL)
+    each = leg.content_bytes_per_slot
+    rig = SweptRig(sweep_budget_slots=1000, content_budget_bytes=each, sweep_every_n_steps=3)
+    for i in range(20):
+        rig.serve([1000 + i, *PROMPT])
+    rig.passes(1)
+    while rig.sweep.is_between_passes:
+        rig.idle(1)
+    sizes: list[int] = []
+    rig.manager.launcher = _Spy(rig.manager.launcher, sizes)
+    per_step = []
+    request = rig.admit([1, 2, 3, 4])
+    for token in range(9):
+        before = len(sizes)
+        rig.decode_request(request, token)
+        per_step.append(len(sizes) - before)
+    assert set(sizes) == {3}
+    assert sorted(per_step) == [0] * 6 + [1] * 3
+    assert per_step[:6] == per_step[3:]
+    before = len(sizes)
+    rig.idle(4)
+    assert len(sizes) - before == 4
+    assert rig.settle() == []
+
+
 class _Spy:
     """Passes launches on and notes the number of slots of each."""
 

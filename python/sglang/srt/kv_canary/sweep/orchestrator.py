@@ -1,6 +1,6 @@
 """The sweep: repeatedly checks every slot that the prefix cache holds, even if no request reads it.
 
-A pass walks the tree in chunks, at most one chunk a step. Each chunk has a budget of slots and of host time. A pass
+A pass walks the tree in chunks, one every few steps. Each chunk has a budget of slots and of host time. A pass
 covers every pool kind, all halves and sides. It checks slots of the tree and slots reached through the full-to-SWA
 mapping. It also checks slots that stand for several tokens (DeepSeek-V4's c4 and c128). The tree holds their pages
 whole.
@@ -58,7 +58,7 @@ from .walkers import Walker, walker_of
 
 logger = logging.getLogger(__name__)
 
-IDLE_CONTENT_FACTOR = 16  # times the content budget of a step: when idle, no step gets longer
+IDLE_CONTENT_FACTOR = 16  # times the content budget of a forward: when idle, no step gets longer
 PATIENCE_TICKS = 16  # how long a pass waits until its last findings are decoded
 CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
 
@@ -104,10 +104,11 @@ class SweepPass:
 
 
 class SweepOrchestrator(StepObserver):
-    """Starts a pass every `interval` ticks and drives it, one chunk a tick.
+    """Starts a pass every `interval` ticks and drives it, chunk by chunk.
 
     A tick is a step. When the server is idle, it is an idle tick of the scheduler (every 10 ms), so passes go on
-    without any request. If a pass takes longer than the interval, the next one follows at once.
+    without any request. Between two chunks of a pass, `sweep_every_n_steps` steps go by, but no idle ticks. If a pass
+    takes longer than the interval, the next one follows at once.
 
     Target runners only: a draft pool's slots in the prefix cache may never have been written.
     """
@@ -127,6 +128,7 @@ class SweepOrchestrator(StepObserver):
         self._closing: deque[SweepPass] = deque(maxlen=8)
         self._tick = 0
         self._next_start = config.sweep_interval
+        self._next_chunk = 0  # tick, on a busy server
         self._begun = 0
         self._said_nothing = False
         self._reporter = SweepReporter(sink, config.sweep_report_every_s)
@@ -149,8 +151,8 @@ class SweepOrchestrator(StepObserver):
         self._tree = tree_cache
 
     def after_forwards(self, manager: Observed) -> bool:
-        self.maybe_run_sweep(manager)
-        return self._pass is not None or bool(self._closing)
+        launched = self.maybe_run_sweep(manager)
+        return launched or bool(self._closing)
 
     def on_idle(self, manager: Observed) -> bool:
         return self.maybe_run_sweep(manager, idle=True)
@@ -175,6 +177,9 @@ class SweepOrchestrator(StepObserver):
                 self._say_nothing_to_walk("no prefix cache is attached")
                 return False
             self._begin(manager)
+        elif self._tick < self._next_chunk and not idle:
+            return False
+        self._next_chunk = self._tick + self._config.sweep_every_n_steps
         try:
             return self._advance(manager, idle)
         except Exception:
@@ -237,10 +242,11 @@ class SweepOrchestrator(StepObserver):
         return bool(plans)
 
     def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:
-        """Slots of one chunk. Re-reading K and V costs device time, which must not lengthen a step."""
+        """Slots of one chunk. Re-reading K and V costs device time, which steps must not notice on average."""
         allowed = self._config.sweep_budget_slots
         if leg.content_bytes_per_slot:
-            budget = self._config.content_budget_bytes * (IDLE_CONTENT_FACTOR if idle else 1)
+            factor = IDLE_CONTENT_FACTOR if idle else self._config.sweep_every_n_steps
+            budget = self._config.content_budget_bytes * factor
             allowed = min(allowed, max(1, budget // leg.content_bytes_per_slot))
         return allowed
 
