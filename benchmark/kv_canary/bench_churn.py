@@ -1,0 +1,265 @@
+"""Cost of the canary under churn: a full pool, shared prefixes, requests that come and go, evictions in every step.
+
+    python benchmark/kv_canary/bench_churn.py MODEL_DIR [--pairs 5] [--seconds 15] [--clients 320]
+        [--engine '{"max_total_tokens": 200000}'] [--profile] [--out results.jsonl]
+
+One server, in which the canary is taken out and put back between runs, see `bench_switch.py`. Every client sends its
+next request as soon as the last one is answered. Prompts have 16 to 1,536 tokens, of which a part is shared. The two
+runs of a pair have the same prompts. Prints a JSON line per run and, last, the mean of the pairs' ratios with its
+95 % interval: output tokens per second, time to first token (TTFT) and time between tokens (ITL), median and p90.
+The host's share is the time in the canary's own code in the scheduler's thread, per step. With `--profile`, one more
+run samples that thread's stack every millisecond, and says where this time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import bench_switch
+
+SAMPLE_S = 0.001
+FAMILIES = 48  # of prompts that share a prefix
+PROMPT = (16, 1536)
+SHARED = (0, 1024)
+OUTPUT = (32, 256)
+RAMP_S = 5.0  # until the pool is full
+
+FIGURES = ("tokens_per_s", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+
+
+# In the scheduler process
+
+
+@dataclass(slots=True)
+class HostSamples:
+    """Samples of the scheduler thread's stack that lie in the canary's own code."""
+
+    total: int = 0
+    ours: int = 0
+    where: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def start(self) -> None:
+        signal.signal(signal.SIGALRM, self._sample)
+        signal.setitimer(signal.ITIMER_REAL, SAMPLE_S, SAMPLE_S)
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _sample(self, _: int, frame: FrameType | None) -> None:
+        self.total += 1
+        chain = []
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if "kv_canary" in path:
+                chain.append(f"{Path(path).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+            elif "/sglang/" in path:
+                break  # called by SGLang, or SGLang called by one of our hooks
+            frame = frame.f_back
+        if chain:
+            self.ours += 1
+            self.where[" < ".join(chain[:4])] += 1
+
+
+class Meter:
+    """Steps and host time of the canary since the last call."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._switch = bench_switch.CanarySwitch(scheduler)
+        self._manager = self._switch._installed["managers"][0]
+        self._samples: HostSamples | None = None
+        self._forward_ct = scheduler.forward_ct
+        self._spent = 0
+
+    def to(self, scheduler: Any, state: str, path: str) -> None:
+        """Write what was measured to `path`, then switch. `profile` is `all` with samples."""
+        if self._samples is not None:
+            self._samples.stop()
+        steps = scheduler.forward_ct - self._forward_ct
+        spent = self._manager.clock.spent_ns - self._spent
+        line: dict[str, Any] = {"steps": steps, "clock_us_a_step": spent / 1000 / max(1, steps)}
+        if (samples := self._samples) is not None:
+            line |= {
+                "sampled_us_a_step": samples.ours * SAMPLE_S * 1e6 / max(1, steps),
+                "share": samples.ours / max(1, samples.total),
+                "where": [
+                    (round(n * SAMPLE_S * 1e6 / max(1, steps), 1), w)
+                    for w, n in samples.where.most_common(60)
+                ],
+            }
+        Path(path).write_text(json.dumps(line))
+        self._switch.to("all" if state == "profile" else state)
+        self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
+        self._samples = HostSamples() if state == "profile" else None
+        if self._samples is not None:
+            self._samples.start()
+
+
+def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process with one more remote call, `canary_to(state, path)`."""
+    from sglang.srt.managers import scheduler
+
+    def canary_to(self: Any, state: str, path: str) -> None:
+        if not hasattr(self, "_canary_meter"):
+            self._canary_meter = Meter(self)
+        self._canary_meter.to(self, state, path)
+
+    scheduler.Scheduler.canary_to = canary_to
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+# In the main process
+
+
+class Prompts:
+    """The same endless sequence for equal seeds."""
+
+    def __init__(self, seed: int, vocabulary: int) -> None:
+        self._rng, self._vocabulary = random.Random(seed), vocabulary
+        shared = random.Random(17)
+        self._families = [
+            [shared.randrange(10, vocabulary) for _ in range(shared.randint(*SHARED))]
+            for _ in range(FAMILIES)
+        ]
+
+    def next(self) -> tuple[list[int], int]:
+        """(prompt, tokens to generate)."""
+        rng, length = self._rng, self._rng.randint(*PROMPT)
+        prefix = rng.choice(self._families)[: length - 8]
+        tail = [rng.randrange(10, self._vocabulary) for _ in range(length - len(prefix))]
+        return prefix + tail, rng.randint(*OUTPUT)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the clients measured within the window."""
+
+    tokens: int = 0
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        return {
+            "tokens_per_s": self.tokens / seconds,
+            **_quantiles("ttft", self.ttft),
+            **_quantiles("itl", self.itl),
+        }
+
+
+def _quantiles(name: str, values: list[float]) -> dict[str, float]:
+    deciles = statistics.quantiles(values, n=10)
+    return {f"{name}_p50": statistics.median(values), f"{name}_p90": deciles[8]}
+
+
+async def _client(engine: Any, prompts: Prompts, seen: Seen, window: tuple[float, float]) -> None:
+    while time.perf_counter() < window[1]:
+        tokens, output = prompts.next()
+        params = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
+        sent, last, done = time.perf_counter(), 0.0, 0
+        stream = await engine.async_generate(input_ids=tokens, sampling_params=params, stream=True)
+        async for chunk in stream:
+            now, count = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
+            if window[0] <= now < window[1]:
+                seen.tokens += count - done
+                if not done:
+                    seen.ttft.append(now - sent)
+                elif count > done:
+                    seen.itl += [(now - last) / (count - done)] * (count - done)
+            last, done = now, count
+
+
+async def _traffic(engine: Any, seed: int, options: argparse.Namespace) -> Seen:
+    start, seen = time.perf_counter() + RAMP_S, Seen()
+    window, prompts = (start, start + options.seconds), Prompts(seed, options.vocabulary)
+    tasks = [
+        asyncio.ensure_future(_client(engine, prompts, seen, window))
+        for _ in range(options.clients)
+    ]
+    await asyncio.gather(*tasks)
+    return seen
+
+
+def _measure(
+    engine: Any, state: str, seed: int, options: argparse.Namespace, path: str
+) -> dict[str, Any]:
+    bench_switch._empty(engine)
+    engine.collective_rpc("canary_to", state=state, path=path)
+    seen = engine.loop.run_until_complete(_traffic(engine, seed, options))
+    bench_switch._empty(engine)
+    engine.collective_rpc("canary_to", state="off", path=path)
+    figures = {k: round(v, 5) for k, v in seen.figures(options.seconds).items()}
+    line = {"state": state, "seed": seed, **figures, **json.loads(Path(path).read_text())}
+    print(json.dumps(line), flush=True)
+    if options.out:
+        with open(options.out, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return line
+
+
+def _table(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    from scipy.stats import t
+
+    print(f"{'figure':<14}{'off':>12}{'on / off - 1':>26}")
+    for name in FIGURES:
+        ratios = [100 * (on[name] / off[name] - 1) for off, on in pairs]
+        half = float("nan")
+        if len(ratios) > 1:
+            error = statistics.stdev(ratios) / len(ratios) ** 0.5
+            half = error * t.ppf(0.975, len(ratios) - 1)
+        off = statistics.median(off[name] for off, _ in pairs)
+        print(f"{name:<14}{off:>12.5g}{statistics.mean(ratios):>+14.2f} +- {half:.2f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--clients", type=int, default=320)
+    parser.add_argument("--vocabulary", type=int, default=1000, help="tokens of prompts are below")
+    parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    args = {
+        **bench_switch.ENGINE_ARGS,
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 20,
+        "max_total_tokens": 200_000,
+        "max_running_requests": 256,
+        "cuda_graph_max_bs": 256,
+        "disable_piecewise_cuda_graph": True,
+        "stream_interval": 1,
+        **json.loads(options.engine),
+    }
+    engine = bench_switch.switchable_engine(run_metered_scheduler, options.model, args)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "host.json")
+        for state in ("off", "all"):  # capture, compile, warm up
+            _measure(engine, state, 0, options, path)
+        pairs = []
+        for pair in range(1, options.pairs + 1):
+            order = ("off", "all") if pair % 2 else ("all", "off")
+            lines = {state: _measure(engine, state, pair, options, path) for state in order}
+            pairs.append((lines["off"], lines["all"]))
+        if options.profile:
+            _measure(engine, "profile", 1, options, path)
+    engine.shutdown()
+    if pairs:
+        _table(pairs)
+
+
+if __name__ == "__main__":
+    main()
