@@ -1,7 +1,7 @@
 """Launches kernels by name. A variant that has run before is launched without Triton's own look-up.
 
-Triton looks at every argument twice per launch, and asks the driver about each pointer. That is most of a launch's host
-time for kernels of 30 arguments. A variant is told by what Triton compiles for: see `variant_of`.
+That look-up takes most of a launch's host time. It looks at every argument twice, and asks the driver about each
+pointer. `variant_of` says what tells variants apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INT32 = range(-(2**31), 2**31)
 
 
 class KernelLauncher:
-    """Launches `kernel` with arguments by name, compile-time ones included; names that it does not have are ignored."""
+    """Launches `kernel` with arguments by name, compile-time ones included. Names that it does not have are ignored."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
