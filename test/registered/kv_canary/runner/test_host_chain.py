@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.plan.host_chain import chain_of_tokens
+from sglang_kv_canary.plan.host_chain import chain_of_tokens, first_links
 from sglang_kv_canary.record import chain_step
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -35,6 +36,18 @@ def test_the_chain_of_a_list_is_that_of_its_steps(tokens, anchor) -> None:
 def test_long_lists(count) -> None:
     tokens = [(7 * i) % 151643 for i in range(count)]
     assert chain_of_tokens(tokens, -3) == _walked(tokens, -3)
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(0, 1 << 31)), max_size=20
+    )
+)
+def test_first_links_are_one_step_from_0(records) -> None:
+    words = np.array(records, dtype=np.int64).reshape(-1, 2)
+    found = first_links(words[:, 0].copy(), words[:, 1].copy())
+    assert found.tolist() == [chain_step(0, token, position) for token, position in records]
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
+import numpy as np
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.record import Column, Reason
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.moot import are_moot, are_settled
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -95,6 +101,35 @@ def test_only_a_swa_record_whose_chain_starts_from_0_is_moot(kind, seed, is_moot
     expected = {row} | {(place, ("CHAIN",)) for place in places if not is_moot}
     assert {(v.tag, v.reasons) for v in rig.settle()} == expected
     assert rig.manager.violations.moot == (4 if is_moot else 0)
+
+
+def test_each_of_many_rows_is_judged_by_itself() -> None:
+    """Dead readers beside living ones, in two forwards, rewritten rows, and records with and without a seed."""
+    recorder = FlightRecorder()
+    rows = np.zeros((96, record.VIOLATION_COLUMNS), dtype=np.int64)
+    for forward in (1, 2):
+        step = recorder.begin_step([(row, f"r{row}") for row in range(1, 5)])
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+        recorder.row_released(forward)
+        recorder.row_rewritten(3)
+        if forward == 1:
+            recorder.result_arrived(step)
+    tags = [CanaryLaunchTag(kind, "K", Side.HEAD).id for kind in (PoolKind.FULL, PoolKind.SWA)]
+    reasons = (Reason.CHAIN, Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+    for row, values in zip(rows, product((1, 2), (1, 2, 3, 4), tags, reasons, (0, 5)), strict=True):
+        forward, reader, tag, reason, seed = values
+        row[Column.READER_FORWARD], row[Column.READER_ROW] = forward, reader
+        row[Column.TAG], row[Column.REASONS] = tag, reason
+        row[Column.STORED_TOKEN], row[Column.STORED_POSITION] = 77, 9
+        row[Column.STORED_CHAIN] = record.chain_step(seed, 77, 9)
+    alone = [bool(are_moot(row[None], recorder)[0]) for row in rows]
+    assert are_moot(rows, recorder).tolist() == alone
+    assert 0 < sum(alone) < len(alone)
+    dead = rows[:, Column.READER_ROW] == rows[:, Column.READER_FORWARD]  # each released one row
+    assert all(np.array(alone)[dead])
+    settled = are_settled(rows, recorder)
+    assert settled.tolist() == (rows[:, Column.READER_FORWARD] == 1).tolist()
 
 
 @pytest.fixture

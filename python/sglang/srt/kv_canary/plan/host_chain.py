@@ -28,6 +28,13 @@ def chain_of_tokens(tokens: Sequence[int], anchor: int) -> int:
     return record.to_signed64(first + int(weighted.sum(dtype=np.uint64)))
 
 
+def first_links(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int64[n]: the chain one step after 0, for int64[n] `tokens` and `positions`."""
+    low = np.uint64(0xFFFFFFFF)
+    identity = tokens.view(np.uint64) & low | (positions.view(np.uint64) & low) << np.uint64(32)
+    return _mix64(identity).view(np.int64)
+
+
 def _mix64(x: np.ndarray) -> np.ndarray:
     """`record.mix64` of every element."""
     x = x + np.uint64(record.MIX_INCREMENT)

@@ -7,6 +7,7 @@ import numpy as np
 from ..record import Column
 from .cause import Cause
 from .flight_recorder import FlightRecorder
+from .moot import readers_of
 
 MAX_KNOWN = 16384  # findings remembered
 
@@ -52,9 +53,5 @@ def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> list[bytes]:
 
 def _requests(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
     """A hash of each row's request id, looked up once per forward and request row."""
-    forwards, readers = rows[:, Column.READER_FORWARD], rows[:, Column.READER_ROW]
-    _, first, each = np.unique((forwards << 21) ^ readers, return_index=True, return_inverse=True)
-    pairs = zip(forwards[first].tolist(), readers[first].tolist(), strict=True)
-    return np.array([hash(recorder.request_id(*pair)) for pair in pairs], dtype=np.int64)[
-        each.ravel()
-    ]
+    pairs, each = readers_of(rows)
+    return np.array([hash(recorder.request_id(*pair)) for pair in pairs], dtype=np.int64)[each]

@@ -8,21 +8,16 @@ from collections import Counter
 import numpy as np
 import torch
 
-from ..buffer_group import PoolKind
-from ..endpoint import CanaryLaunchTag
-from ..record import VIOLATION_COLUMNS, Column, Reason, chain_fold, chain_step
+from ..record import VIOLATION_COLUMNS, Column
 from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
 from .flight_recorder import FlightRecorder
+from .moot import are_moot, are_settled
 from .violation import reason_names, tag_name
 from .violation_reporter import ViolationReporter
 
 logger = logging.getLogger(__name__)
 
-# The schedule stream unmaps a duplicate before it re-points the row, while forwards are queued. A reader in between
-# sees 0. For a chunk of the row itself, slots may be unmapped, or mapped again for other requests, between the
-# translation that its attention uses and HEAD.
-_SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
 _NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
 
 
@@ -97,10 +92,11 @@ class ViolationManager:
     def _settle(self) -> None:
         if not len(self._unsettled):
             return
-        forwards = self._unsettled[:, Column.READER_FORWARD].tolist()
-        settled = np.array([self._recorder.is_settled(forward) for forward in forwards])
+        settled = are_settled(self._unsettled, self._recorder)
         rows, self._unsettled = self._unsettled[settled], self._unsettled[~settled]
-        rows = rows[np.array([not self._is_moot(row) for row in rows], dtype=bool)]
+        moot = are_moot(rows, self._recorder)
+        self.moot += int(moot.sum())
+        rows = rows[~moot]
         self.reported += len(rows)
         self._count(rows)
         if len(rows):
@@ -115,31 +111,3 @@ class ViolationManager:
             self.by_tag[tag] += count
             for reason in reason_names(reasons):
                 self.by_tag_and_reason[tag, reason] += count
-
-    def _is_moot(self, row: np.ndarray) -> bool:
-        forward, reader = int(row[Column.READER_FORWARD]), int(row[Column.READER_ROW])
-        moot = self._recorder.is_moot(forward, reader)
-        if int(row[Column.REASONS]) in _SEEN_OF_A_REWRITTEN_ROW:
-            moot = moot or self._recorder.was_rewritten(forward, reader)
-        moot = moot or _has_no_seed(row)
-        self.moot += moot
-        return moot
-
-
-def _has_no_seed(row: np.ndarray) -> bool:
-    """Whether the record or its predecessor was written when no predecessor could be read.
-
-    SGLang unmaps an SWA slot before it re-points the row. A queued draft forward then finds no predecessor and starts
-    from 0; target forwards start from the row memory. Such a record's words show it: its chain is one step from 0.
-    Compressed slots fold chains of SWA slots.
-    """
-    # The first record of a chain steps from an anchor, which is 0 for most requests.
-    if int(row[Column.REASONS]) != Reason.CHAIN or int(row[Column.PREV_SLOT]) < 0:
-        return False
-    kind = CanaryLaunchTag.from_id(int(row[Column.TAG])).kind
-    token, chain = int(row[Column.STORED_TOKEN]), int(row[Column.STORED_CHAIN])
-    if kind is PoolKind.SWA:
-        return chain == chain_step(0, token, int(row[Column.STORED_POSITION]))
-    if kind.is_compressed:
-        return chain_fold(chain, 0, kind.stride) in (token, int(row[Column.EXPECTED_TOKEN]))
-    return False

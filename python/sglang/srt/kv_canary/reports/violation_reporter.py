@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -93,22 +93,30 @@ class ViolationReporter:
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
         keys = finding_keys(rows, recorder)
-        forwards = rows[:, Column.READER_FORWARD].tolist()
-        for index, key in enumerate(keys):
-            cause = self._known.get(key)
-            if cause is not None:
-                self.repeats += 1
-                cause.findings += 1
-                cause.last_forward = forwards[index]
-                if cause.has_doubled:
-                    self._grown[cause.number] = cause
-            elif key in self._unread:
+        causes = list(map(self._known.get, keys))
+        self._count_repeats(causes, rows[:, Column.READER_FORWARD])
+        for index in [i for i, cause in enumerate(causes) if cause is None]:
+            key = keys[index]
+            if key in self._unread:
                 self.repeats += 1
                 self._unread[key].repeats += 1
             elif len(self._waiting) + len(self._unread) >= MAX_WAITING:
                 self._dropped += 1
             else:
                 self._unread[key] = _Unread(rows[index], recorder)
+
+    def _count_repeats(self, causes: list[Cause | None], forwards: np.ndarray) -> None:
+        """Damage that stays gives the same rows each step. So Python looks at each cause once, and not at each row."""
+        numbers = [0 if cause is None else cause.number for cause in causes]
+        last = {number: index for index, number in enumerate(numbers) if number}
+        counts = Counter(numbers)
+        for number, index in last.items():
+            cause = causes[index]
+            self.repeats += counts[number]
+            cause.findings += counts[number]
+            cause.last_forward = int(forwards[index])
+            if cause.has_doubled:
+                self._grown[number] = cause
 
     def _read(self, limit: int) -> list[Cause]:
         """Fold the oldest new findings into causes, and return those causes."""
