@@ -31,8 +31,9 @@ SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
 READY_STAMP = $(VENV)/.stamp-ready
 DOCS_STAMP = $(VENV)/.stamp-docs
-# One OpenMP thread: more of them fight for the cores with the engine's own processes.
-ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
+# One OpenMP thread: more of them fight for the cores with the engine's own processes. Bytecode is kept, also where
+# the machine says otherwise: each of several hundred processes would compile our package anew.
+ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help demo test hooks mutants lint format docs wheel setup prometheus clean
 .DELETE_ON_ERROR:
