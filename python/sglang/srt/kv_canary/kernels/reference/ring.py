@@ -22,7 +22,7 @@ class Report:
     forward: int
 
     def count(self, counter: TagCounter, amount: torch.Tensor | int) -> None:
-        self.state.counters[self.tag, counter] += amount
+        self.state.counters[self.tag, counter].add_(amount)
 
     def append(self, reasons: torch.Tensor, **columns: Values | Callable[[], Values]) -> None:
         """Append a row for each lane whose `reasons` (int64[n]) is not 0.
