@@ -26,7 +26,7 @@ def prepare(group: CanaryBufferGroup) -> None:
 
 
 def _word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -> torch.Tensor:
-    """Unsigned values int64[n, m] of the `words` of each slot's row, `unit` bytes a word; 0 beyond the row."""
+    """Unsigned values int64[n, m] of the `words` of each slot's row. A word has `unit` bytes. Beyond the row: 0."""
     data = source.data
     storage = data.untyped_storage()
     flat = torch.empty(0, dtype=WORDS[unit], device=data.device).set_(storage)
@@ -39,7 +39,7 @@ def _word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -
 
 
 def _words_read(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
-    """Word indices int64[n, m] of a row that `mode` reads, or int64[1, m] where all rows have the same."""
+    """Word indices int64[n, m] of a row that `mode` reads. int64[1, m] where all rows have the same."""
     count = -(-source.row_bytes // unit)
     if mode is ContentMode.ALL:
         return torch.arange(count, device=slots.device)[None]
