@@ -31,10 +31,11 @@ SHIM_FILES = $(wildcard $(SHIM)/pyproject.toml $(SHIM)/sgl_kernel/*.py)
 DEPS_STAMP = $(VENV)/.stamp-deps
 READY_STAMP = $(VENV)/.stamp-ready
 DOCS_STAMP = $(VENV)/.stamp-docs
-# One OpenMP thread: more of them fight for the cores with the engine's own processes.
-ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1
+# One OpenMP thread: more of them fight for the cores with the engine's own processes. Bytecode is kept, also where
+# the machine says otherwise: each of several hundred processes would compile our package anew.
+ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help demo test hooks mutants lint format docs wheel setup prometheus clean
+.PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus clean
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +75,9 @@ wheel: $(READY_STAMP)
 	@ls dist/*.whl
 
 setup: $(READY_STAMP)
+
+# The longest part of setup, which writes to $(VENV) only: two of them may run at a time.
+deps: $(DEPS_STAMP)
 
 # Prometheus 2 and 3 for the tests that run one; without it they are skipped.
 prometheus:

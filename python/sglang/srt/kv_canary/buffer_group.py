@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 
 import torch
 
@@ -18,6 +19,7 @@ class Side(str, Enum):
     SWEEP = "SWEEP"
 
     @property
+    @cache
     def index(self) -> int:
         return list(Side).index(self)
 
@@ -33,6 +35,7 @@ class PoolKind(str, Enum):
     INDEXER = "INDEXER"
 
     @property
+    @cache
     def index(self) -> int:
         return list(PoolKind).index(self)
 

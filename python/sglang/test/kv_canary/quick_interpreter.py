@@ -1,4 +1,4 @@
-"""Triton's interpreter builds the same few types for every operation, which takes most of its time: here, once.
+"""Triton's interpreter works out the same types for every operation, which takes most of its time: here, once each.
 
 Kernels compute what they would. It is a plugin of SGLang, too, for servers whose kernels are interpreted.
 """
@@ -13,10 +13,16 @@ from typing import Any
 from triton.language import core
 from triton.runtime import interpreter
 
-__all__ = ["quick_interpreter"]
+from .replayed_operations import replaying
+
+__all__ = ["quick_interpreter", "tritons_patch_attr"]
+
+tritons_patch_attr = interpreter._patch_attr
 
 _np_dtypes: dict[str, Any] = {}
 _original_np_dtype = interpreter._get_np_dtype
+_original_to_tensor = interpreter.interpreter_semantic.to_tensor
+_replaying = cache(replaying)
 
 
 def quick_interpreter() -> None:
@@ -24,6 +30,8 @@ def quick_interpreter() -> None:
     interpreter._get_np_dtype = _np_dtype
     core.tensor.__init__ = _init_tensor
     core.block_type.__init__ = _init_block_type
+    interpreter._patch_attr = _patch_attr
+    interpreter.interpreter_semantic.to_tensor = _to_tensor
 
 
 def _np_dtype(dtype: Any) -> Any:
@@ -58,3 +66,12 @@ def _init_block_type(self: core.block_type, element_ty: core.dtype, shape: Seque
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
     self.shape, self.numel, self.name = _block(str(element_ty), sizes)
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    scope.set_attr(obj, name, _replaying(member, builder))
+
+
+def _to_tensor(value: Any, check_type: bool = True) -> Any:
+    """Each assignment in a kernel asks for this, mostly of a tensor."""
+    return value if type(value) is core.tensor else _original_to_tensor(value, check_type)

@@ -13,7 +13,6 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
 from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
-from sglang_kv_canary_rigs.warm import FreshServer
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -95,7 +94,6 @@ class TestMixedChunkOverlap(Variant):
 
 
 class TestTwoRanks(CanaryE2EBase):
-    transport = FreshServer
     flags: ClassVar = {**LOG_ALL, "tp_size": 2}
     env: ClassVar = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 

@@ -82,6 +82,42 @@ def test_another_value_of_what_imports_have_read_needs_another_host() -> None:
     assert not reads_the_same(read, {"OMP": "1", "SGLANG_PLATFORM": "mine"})
 
 
+@pytest.mark.parametrize(
+    ("value", "same"), [("0", True), ("False", True), ("1", False), ("perhaps", False)]
+)
+def test_of_what_sglang_parses_only_the_meaning_counts(value: str, same: bool) -> None:
+    read, env = {"SGLANG_IS_IN_CI": None}, {"SGLANG_IS_IN_CI": value}
+    assert reads_the_same(read, env, parsed=["SGLANG_IS_IN_CI"]) == same
+    assert not reads_the_same(read, env)
+
+
+CHANGE_AND_LAUNCH = """
+import multiprocessing, os, sys
+multiprocessing.set_start_method("spawn", force=True)
+os.environ.update([sys.argv[1:]])
+code = "import sys; sys.exit(10 + ('sglang.srt.managers.scheduler' in sys.modules))"
+child = multiprocessing.Process(target=exec, args=(code,))
+child.start()
+child.join()
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "forked"),
+    [
+        ("SGLANG_IS_IN_CI", "0", True),  # read through SGLang's parser only
+        ("SGLANG_IS_IN_CI", "1", False),
+        ("SGLANG_USE_AITER", "0", False),  # read as a string, too
+    ],
+)
+def test_a_variable_set_after_the_imports(
+    tmp_path: Path, name: str, value: str, forked: bool
+) -> None:
+    process = start(tmp_path, CHANGE_AND_LAUNCH, name, value)
+    assert process.wait(600) == 10 + forked, (tmp_path / "err").read_text()
+
+
 def test_only_this_interpreter_is_forked() -> None:
     with pytest.raises(ValueError, match="not a command that can be forked"):
         shared().popen(["bash", "-W", "ignore", "-c", ""], stdout=None, stderr=None, env=os.environ)

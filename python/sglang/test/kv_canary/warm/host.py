@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 from typing import Any, ClassVar
@@ -92,7 +92,7 @@ def ask(connection: socket.socket, order: Order, fds: Sequence[int]) -> int:
 
 
 def hello(connection: socket.socket) -> dict[str, Any]:
-    """The host's first word: which variables were read at import, and with which values; "" where it cannot fork."""
+    """The host's first word, see `_main`; nothing where it cannot fork."""
     answer = connection.recv(MOST_BYTES)
     return json.loads(answer) if answer else {}
 
@@ -100,9 +100,34 @@ def hello(connection: socket.socket) -> dict[str, Any]:
 # The variables that imports read
 
 
-def reads_the_same(read: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
-    """Whether imports in a process with `env` would read `read`, or what is read again."""
-    return all(env.get(name) == value for name, value in read.items() if name not in READ_AGAIN)
+def reads_the_same(
+    read: Mapping[str, str | None], env: Mapping[str, str], parsed: Collection[str] = ()
+) -> bool:
+    """Whether imports in a process with `env` would read `read`, or what is read again.
+
+    Of the names in `parsed`, imports have seen only what SGLang makes of the value: unset may be as good as "0".
+    """
+    changed = (n for n, value in read.items() if env.get(n) != value and n not in READ_AGAIN)
+    return all(n in parsed and _parse(n, read[n]) == _parse(n, env.get(n)) for n in changed)
+
+
+def _parse(name: str, value: str | None) -> Any:
+    """`value` as SGLang's declaration of `name` has it; itself where there is none, or it is wrong."""
+    from sglang.srt.environ import envs
+
+    field = getattr(envs, name, None)
+    if field is None:
+        return value
+    try:
+        return field.default if value is None else field.parse(value)
+    except ValueError:
+        return value
+
+
+def _sglang_parses() -> bool:
+    """Whether `EnvField.get` of SGLang asks `os.getenv` for a variable: it sees the parsed value only."""
+    frame = sys._getframe(4)  # behind __getitem__, Mapping.get and os.getenv
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("sglang.srt.environ", "get")
 
 
 class _Watched(os._Environ):
@@ -112,6 +137,7 @@ class _Watched(os._Environ):
     """
 
     names: ClassVar[set[str]] = set()
+    as_strings: ClassVar[set[str]] = set()  # of `names`: not asked for by SGLang's parser only
     to_come: ClassVar[list[str]] = []  # of those that are met, last one first
 
     def __iter__(self) -> Iterator[str]:
@@ -125,6 +151,8 @@ class _Watched(os._Environ):
         else:
             self.to_come.clear()
             self.names.add(key)
+            if not _sglang_parses():
+                self.as_strings.add(key)
         return super().__getitem__(key)
 
 
@@ -149,6 +177,7 @@ class _Warm:
 
     read: dict[str, str | None]
     changed: dict[str, str]
+    parsed: list[str]
 
 
 def _main(descriptor: int) -> None:
@@ -159,13 +188,15 @@ def _main(descriptor: int) -> None:
 
     sys.path.pop(0)
     _Warm.read, _Warm.changed = _import_everything()
+    _Warm.parsed = sorted(_Watched.names - _Watched.as_strings)
     tempfile.tempdir = None
     _save_time()
     gc.collect()
     gc.freeze()  # else each child's first collection copies all pages
     if len(os.listdir("/proc/self/task")) > 1:
         return  # a fork would lose the other threads
-    connection.send(json.dumps({"read": _Warm.read, "changed": _Warm.changed}).encode())
+    said = {"read": _Warm.read, "changed": _Warm.changed, "parsed": _Warm.parsed}
+    connection.send(json.dumps(said).encode())
     _serve(connection)
 
 
@@ -274,7 +305,8 @@ def _forking_for_spawn(
     """In place of `multiprocessing.util.spawnv_passfds`, which launches a fresh interpreter."""
 
     def spawnv_passfds(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
-        if "--multiprocessing-fork" not in args or not reads_the_same(_Warm.read, os.environ):
+        as_before = reads_the_same(_Warm.read, os.environ, _Warm.parsed)
+        if "--multiprocessing-fork" not in args or not as_before:
             return launch(path, args, passfds)
         fds = sorted(map(int, passfds))
         argv = [*args[args.index("-c") :]]

@@ -15,12 +15,13 @@ class ModuleIndex:
 
     def __init__(self) -> None:
         self._places: dict[int, list[tuple[ModuleType, str]]] = {}
-        self._sizes: dict[int, int] = {}
+        self._indexed: list[tuple[ModuleType, dict[str, Any], int]] = []  # with its size then
         for module in _modules():
-            self._sizes[id(module)] = len(vars(module))
+            self._indexed.append((module, vars(module), len(vars(module))))
             for name, value in vars(module).items():
                 if callable(value):
                     self._places.setdefault(id(value), []).append((module, name))
+        self._ids = {id(module) for module, _, _ in self._indexed}
 
     def propagate(self, original: object, wrapped: object, source_module: object) -> int:
         """`sglang.srt.plugins.hook_registry._propagate_patch`."""
@@ -33,10 +34,12 @@ class ModuleIndex:
         for module, name in self._places.get(id(value), ()):
             if vars(module).get(name) is value:
                 yield module, name
-        for module in _modules():
-            if self._sizes.get(id(module)) != len(vars(module)):
+        grown = [module for module, names, size in self._indexed if len(names) != size]
+        new = [module for module in [*sys.modules.values()] if id(module) not in self._ids]
+        for module in [*grown, *new]:
+            if isinstance(module, ModuleType):
                 yield from ((module, n) for n, v in [*vars(module).items()] if v is value)
 
 
-def _modules() -> Iterator[Any]:
+def _modules() -> Iterator[ModuleType]:
     return (module for module in [*sys.modules.values()] if isinstance(module, ModuleType))

@@ -92,6 +92,7 @@ class _Host:
         self.can_fork = bool(said)
         self._read: dict[str, str | None] = said.get("read", {})
         self._changed: dict[str, str] = said.get("changed", {})
+        self._parsed: list[str] = said.get("parsed", [])
 
     @property
     def alive(self) -> bool:
@@ -100,7 +101,8 @@ class _Host:
     def fits(self, env: Mapping[str, str]) -> bool:
         """Whether a fresh process with `env` would import the same."""
         same_libraries = _for_libraries(env) == _for_libraries(self._env)
-        return same_libraries and protocol.reads_the_same(self._read, {**self._changed, **env})
+        now = {**self._changed, **env}
+        return same_libraries and protocol.reads_the_same(self._read, now, self._parsed)
 
     def start(self, order: Order, fds: Sequence[int]) -> WarmProcess:
         return WarmProcess(protocol.ask(self._connection, order, fds), order.argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,34 +33,32 @@ def translate(
     group: CanaryBufferGroup, full_slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(slot in the group's space, reasons) of full slots; lanes with reasons have slot 0."""
-    reasons = torch.zeros_like(full_slots)
     lut = group.swa_index_lut
     limit = group.num_slots * group.stride if lut is None else lut.shape[0]
     bad = (full_slots < 0) | (full_slots >= limit)
-    reasons[bad] = int(Reason.SLOT_OUT_OF_RANGE)
-    unmapped = ~bad & (full_slots < group.stride)  # slot 0 of the group's own space
-    reasons[unmapped] = int(Reason.UNMAPPED_SLOT)
-    safe = torch.where(bad | unmapped, 0, full_slots)
+    below = full_slots < group.stride  # slot 0 of the group's own space
+    reasons = torch.where(below, int(Reason.UNMAPPED_SLOT), 0)
+    reasons = torch.where(bad, int(Reason.SLOT_OUT_OF_RANGE), reasons)
+    safe = torch.where(bad | below, 0, full_slots)
     if lut is None:
         return torch.div(safe, group.stride, rounding_mode="floor"), reasons
-    slots = lut.long()[safe]
-    fine = reasons == 0
-    evicted = fine & (slots == 0)
-    reasons[evicted] = int(Reason.SWA_EVICTED_IN_WINDOW)
-    outside = fine & ((slots < 0) | (slots >= group.num_slots))
-    reasons[outside] = int(Reason.SLOT_OUT_OF_RANGE)
+    slots = lut[safe].long()
+    outside = (slots < 0) | (slots >= group.num_slots)
+    mapped = torch.where(slots == 0, int(Reason.SWA_EVICTED_IN_WINDOW), 0)
+    mapped = torch.where(outside, int(Reason.SLOT_OUT_OF_RANGE), mapped)
+    reasons = torch.where(reasons == 0, mapped, reasons)
     return torch.where(reasons == 0, slots, 0), reasons
 
 
 def state_reasons(states: torch.Tensor, unfills: bool) -> torch.Tensor:
     """Reason bits of record states other than live. With `unfills`, an unfilled record has none."""
-    reasons = torch.full_like(states, int(Reason.BAD_STATE))
+    reasons = [int(Reason.BAD_STATE)] * (record.DAMAGED + 1)
     if unfills:
-        reasons[states == record.State.UNFILLED] = 0
-    reasons[states == record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)
-    reasons[states == record.State.FREED] = int(Reason.USE_AFTER_FREE)
-    reasons[states == record.State.ALLOCATED] = int(Reason.UNWRITTEN_SINCE_ALLOC)
-    return reasons
+        reasons[record.State.UNFILLED] = 0
+    reasons[record.State.NEVER_WRITTEN] = int(Reason.NEVER_WRITTEN)
+    reasons[record.State.FREED] = int(Reason.USE_AFTER_FREE)
+    reasons[record.State.ALLOCATED] = int(Reason.UNWRITTEN_SINCE_ALLOC)
+    return torch.tensor(reasons, device=states.device)[states]
 
 
 def check_lanes(
@@ -109,10 +108,13 @@ def check_lanes(
     reasons = torch.where(states == record.State.LIVE, reasons, not_live)
     reasons = torch.where(readable, reasons, lanes.reasons)
 
-    def stored(value: torch.Tensor) -> torch.Tensor:
-        return torch.where(readable, value, record.UNKNOWN)
+    def stored(value: torch.Tensor, otherwise: torch.Tensor | int = record.UNKNOWN) -> Callable:
+        return lambda: torch.where(readable, value, otherwise)
 
-    freed = not_live & int(Reason.USE_AFTER_FREE | Reason.UNWRITTEN_SINCE_ALLOC)
+    def last_writer() -> torch.Tensor:
+        freed = not_live & int(Reason.USE_AFTER_FREE | Reason.UNWRITTEN_SINCE_ALLOC)
+        return torch.where(readable & (freed != 0), words[:, record.WORD_CONTENT], 0)
+
     report.append(
         reasons,
         slot=stored(lanes.slots),
@@ -120,13 +122,13 @@ def check_lanes(
         prev_slot=lanes.prev_slots,
         expected_position=lanes.positions,
         stored_position=stored(position),
-        expected_token=torch.where(readable, expected_token, lanes.expected_tokens),
+        expected_token=stored(expected_token, lanes.expected_tokens),
         stored_token=stored(token),
-        expected_chain=torch.where(readable, expected_chain, record.UNKNOWN),
+        expected_chain=stored(expected_chain),
         stored_chain=stored(chain),
         reader_row=lanes.rows,
         writer=stored(writer),
-        last_writer=torch.where(readable & (freed != 0), words[:, record.WORD_CONTENT], 0),
+        last_writer=last_writer,
     )
 
 

@@ -18,37 +18,31 @@ from . import hashing
 from .ring import Report
 from .spans import Launch, completed_slots, requests_of, slots_at
 
+WORDS = {1: torch.uint8, 4: torch.int32}  # by their bytes
+
 
 def prepare(group: CanaryBufferGroup) -> None:
     """Nothing here needs to be done before the first forward."""
 
 
-def _bytes_of(source: ContentSource, slots: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """uint8 values at byte `offsets` int64[n, m] of the rows of `slots` int64[n]; 0 beyond the row."""
+def _word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -> torch.Tensor:
+    """Unsigned values int64[n, m] of the `words` of each slot's row. A word has `unit` bytes. Beyond the row: 0."""
     data = source.data
     storage = data.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage)
+    flat = torch.empty(0, dtype=WORDS[unit], device=data.device).set_(storage)
     first = data.storage_offset() * data.element_size() + source.offset
     start = (slots // source.page_size) * source.page_stride
     start = start + (slots % source.page_size) * source.token_stride + first
-    inside = offsets < source.row_bytes
-    index = torch.where(inside, start[:, None] + offsets, first)
-    return torch.where(inside, flat[index].long(), 0)
-
-
-def _word_values(source: ContentSource, slots, words, unit: int) -> torch.Tensor:
-    """Unsigned value of word `words` int64[n, m] of each slot's row, `unit` bytes a word."""
-    value = torch.zeros_like(words)
-    for byte in range(unit):
-        value |= _bytes_of(source, slots, words * unit + byte) << (8 * byte)
-    return value
+    inside = words * unit < source.row_bytes
+    index = torch.where(inside, start[:, None] // unit + words, first // unit)
+    return torch.where(inside, flat[index].long() & ((1 << (8 * unit)) - 1), 0)
 
 
 def _words_read(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
-    """Word indices int64[n, m] of a row that `mode` reads."""
+    """Word indices int64[n, m] of a row that `mode` reads. int64[1, m] where all rows have the same."""
     count = -(-source.row_bytes // unit)
     if mode is ContentMode.ALL:
-        return torch.arange(count, device=slots.device).expand(slots.shape[0], count)
+        return torch.arange(count, device=slots.device)[None]
     per_sector = record.SECTOR_BYTES // unit
     sectors = -(-source.row_bytes // record.SECTOR_BYTES)
     mixed = hashing.shift_right(hashing.mix64((slots << 16) + index), 33)
@@ -138,8 +132,8 @@ def _compare(
         torch.where(has & (now != stored), int(Reason.CONTENT), 0),
         slot=slots,
         full_slot=reads.full_slots,
-        stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
-        stored_token=hashing.stored_token(words[:, record.WORD_IDENTITY]),
+        stored_position=lambda: hashing.stored_position(words[:, record.WORD_IDENTITY]),
+        stored_token=lambda: hashing.stored_token(words[:, record.WORD_IDENTITY]),
         stored_chain=words[:, record.WORD_CHAIN],
         expected_content=now,
         stored_content=stored,

@@ -53,8 +53,8 @@ def check_and_write(
 def _verify(launch: Launch) -> None:
     group = launch.group
     request_index, positions = visited_positions(launch)
+    lanes = _lanes(launch, request_index, positions)
     for half in group.halves:
-        lanes = _lanes(launch, request_index, positions)
         reports_stale = (half, launch.side) == ("K", Side.HEAD)
         check.check_lanes(lanes, group, launch.records(half), launch.report(half), reports_stale)
         count_checked(launch, half, lanes)

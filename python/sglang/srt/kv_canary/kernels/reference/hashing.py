@@ -6,6 +6,10 @@ import torch
 
 from ... import record
 
+INCREMENT = record.to_signed64(record.MIX_INCREMENT)
+MULTIPLIERS = tuple(map(record.to_signed64, (record.MIX_MULTIPLIER_1, record.MIX_MULTIPLIER_2)))
+MODES, STATES = len(record.Mode), len(record.State)
+
 
 def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64 (torch's `>>` is arithmetic)."""
@@ -14,9 +18,9 @@ def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
     """`record.mix64` of every element, int64."""
-    x = x + record.to_signed64(record.MIX_INCREMENT)
-    x = (x ^ shift_right(x, 30)) * record.to_signed64(record.MIX_MULTIPLIER_1)
-    x = (x ^ shift_right(x, 27)) * record.to_signed64(record.MIX_MULTIPLIER_2)
+    x = x + INCREMENT
+    x = (x ^ shift_right(x, 30)) * MULTIPLIERS[0]
+    x = (x ^ shift_right(x, 27)) * MULTIPLIERS[1]
     return x ^ shift_right(x, 31)
 
 
@@ -39,8 +43,8 @@ def state_of(writer: torch.Tensor) -> torch.Tensor:
     """State of a record: DAMAGED where the writer word is not one that the canary writes, nor 0."""
     state = shift_right(writer, record.WRITER_STATE_SHIFT)
     mode = (writer >> record.WRITER_MODE_SHIFT) & record.WRITER_MODE_MASK
-    known = (_nibbles_off(writer) == 0) & (mode < len(record.Mode))
-    known &= (state > record.State.NEVER_WRITTEN) & (state < len(record.State))
+    known = (_nibbles_off(writer) == 0) & (mode < MODES)
+    known &= (state > record.State.NEVER_WRITTEN) & (state < STATES)
     state = torch.where(known, state, record.DAMAGED)
     return torch.where(writer == 0, int(record.State.NEVER_WRITTEN), state)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ...record import UNKNOWN, VIOLATION_COLUMNS, Column
 from ...state import CanaryDeviceState, TagCounter
+
+Values = torch.Tensor | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +22,13 @@ class Report:
     forward: int
 
     def count(self, counter: TagCounter, amount: torch.Tensor | int) -> None:
-        self.state.counters[self.tag, counter] += amount
+        self.state.counters[self.tag, counter].add_(amount)
 
-    def append(self, reasons: torch.Tensor, **columns: torch.Tensor | int) -> None:
+    def append(self, reasons: torch.Tensor, **columns: Values | Callable[[], Values]) -> None:
         """Append a row for each lane whose `reasons` (int64[n]) is not 0.
 
         `columns`: lower-case `Column` names with int64[n] or a number; what is not given is UNKNOWN, a writer 0.
+        Functions are called only where there is a row to append, which is almost never.
         """
         bad = reasons != 0
         count = int(bad.sum())
@@ -37,6 +41,7 @@ class Report:
         rows[:, Column.REASONS] = reasons[bad]
         for name, value in columns.items():
             column = Column[name.upper()]
+            value = value() if callable(value) else value
             rows[:, column] = value[bad] if isinstance(value, torch.Tensor) else value
         ring = self.state.violations
         sequence = int(ring.total) + torch.arange(count, device=rows.device)

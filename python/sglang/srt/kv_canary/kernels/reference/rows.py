@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,8 +91,8 @@ def check_rows(launch: Launch, remembered: Remembered) -> None:
     reasons = torch.where(wrong_chain, int(Reason.ROW_CHAIN), 0)
     reasons = torch.where(wrong_length, int(Reason.ROW_LENGTH), reasons)
 
-    def of_chain(value: torch.Tensor) -> torch.Tensor:
-        return torch.where(wrong_chain, value, record.UNKNOWN)
+    def of_chain(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: torch.where(wrong_chain, value, record.UNKNOWN)
 
     identity = words[:, record.WORD_IDENTITY]
     launch.report().append(
