@@ -40,11 +40,6 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
             "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "
             "refused: other backends, models without full attention",
         ),
-        PathSupport(
-            "sweep of cached prefixes",
-            _PARTLY,
-            "the unified tree in one chunk a pass; the first slot of a prefix without its chain",
-        ),
     )
 
 

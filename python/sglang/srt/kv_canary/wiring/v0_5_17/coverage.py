@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from ...pool_patcher.registry import Coverage
 from ..from_0_5_17.coverage import served
 from ..path_support import PathSupport
 
-SERVED: tuple[PathSupport, ...] = served()
+SERVED: tuple[PathSupport, ...] = (
+    *served(),
+    PathSupport(
+        "sweep of cached prefixes",
+        Coverage.PARTLY,
+        "the unified tree (sliding-window models) in one chunk a pass, which waits for the GPU; there the first slot "
+        "of a prefix without its chain",
+    ),
+)

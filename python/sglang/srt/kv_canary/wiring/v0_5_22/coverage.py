@@ -9,6 +9,11 @@ from ..path_support import PathSupport
 SERVED: tuple[PathSupport, ...] = (
     *served(),
     PathSupport(
+        "sweep of cached prefixes",
+        Coverage.PARTLY,
+        "the unified tree in one chunk a pass; the first slot of a prefix without its chain",
+    ),
+    PathSupport(
         "beam search",
         Coverage.REFUSED,
         "requests with beam_width are answered with an error: a beam's rows belong to no request",
