@@ -6,8 +6,20 @@ from ...pool_patcher.registry import Coverage
 from ..from_0_5_17.coverage import served
 from ..path_support import PathSupport
 
+_ON_GPU = (
+    "decode",
+    "extend (prefill)",
+    "chunked prefill",
+    "mixed batches (--enable-mixed-chunk)",
+    "overlap scheduling",
+    "retraction and resume",
+    "flush_cache",
+    "decode CUDA graphs",
+    "streaming sessions",
+)
+
 SERVED: tuple[PathSupport, ...] = (
-    *served(),
+    *served(*_ON_GPU),
     PathSupport(
         "sweep of cached prefixes",
         Coverage.PARTLY,
