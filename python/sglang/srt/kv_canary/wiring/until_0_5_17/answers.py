@@ -1,10 +1,10 @@
-"""What requests, arguments and launches of these releases tell."""
+"""What requests, prefix caches, arguments and launches of these releases tell."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["namespace_of", "pads_to_other_ranks", "row_of", "schedulers_here"]
+__all__ = ["cached_slots", "namespace_of", "pads_to_other_ranks", "row_of", "schedulers_here"]
 
 
 def row_of(request: Any) -> int | None:
@@ -15,6 +15,15 @@ def row_of(request: Any) -> int | None:
 def namespace_of(request: Any) -> str | None:
     """LoRA and cache salt."""
     return request.extra_key
+
+
+def cached_slots(tree_cache: Any, token_ids: Any) -> list[int]:
+    """Full slots of the longest cached prefix. `token_ids` are of the type that the release's RadixKey takes."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(token_ids)))
+    return found.device_indices.tolist()
 
 
 def pads_to_other_ranks(server_args: Any) -> bool:

@@ -11,7 +11,13 @@ from ...runner.ranks import Ranks
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
-from ..until_0_5_17.answers import namespace_of, pads_to_other_ranks, row_of, schedulers_here
+from ..until_0_5_17.answers import (
+    cached_slots,
+    namespace_of,
+    pads_to_other_ranks,
+    row_of,
+    schedulers_here,
+)
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
@@ -46,11 +52,7 @@ def _tokens_of(request: Any) -> Sequence[int]:
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
-    return found.device_indices.tolist()
+    return cached_slots(tree_cache, list(tokens))
 
 
 def _ranks_of(model_runner: Any) -> Ranks:

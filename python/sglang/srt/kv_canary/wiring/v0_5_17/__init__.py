@@ -14,7 +14,13 @@ from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
-from ..until_0_5_17.answers import namespace_of, pads_to_other_ranks, row_of, schedulers_here
+from ..until_0_5_17.answers import (
+    cached_slots,
+    namespace_of,
+    pads_to_other_ranks,
+    row_of,
+    schedulers_here,
+)
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
@@ -33,11 +39,7 @@ def _refusals() -> tuple[Refusal, ...]:
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-    return found.device_indices.tolist()
+    return cached_slots(tree_cache, array("q", tokens))
 
 
 def _ranks_of(model_runner: Any) -> Ranks:
