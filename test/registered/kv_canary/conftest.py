@@ -70,6 +70,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_mha_raise.py",
     "e2e/test_e2e_mha_variants.py",
     "e2e/test_e2e_mla.py",
+    "e2e/test_e2e_no_sync.py",
     "e2e/test_e2e_pipeline.py",
     "e2e/test_e2e_sessions.py",
     "e2e/test_e2e_swa.py",

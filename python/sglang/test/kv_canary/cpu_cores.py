@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_kv_canary.wiring.releases import release
+from inspect import signature
+
+from sglang.srt.utils import numa_utils
 
 __all__ = ["bind_each_rank"]
 
@@ -10,8 +12,8 @@ __all__ = ["bind_each_rank"]
 def bind_each_rank(ranks: int) -> dict[str, str]:
     """The variable for `ranks` pipeline stages or replicas without tensor parallelism.
 
-    Releases from 0.5.22 on bind each of them. 0.5.12.post1 binds tensor-parallel ranks only, here one.
+    Releases from 0.5.22 on bind each of them. Earlier ones bind tensor-parallel ranks only, here one.
     """
-    return {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * (ranks if release().has_own_canary else 1))
-    }
+    bind = getattr(numa_utils, "init_threads_binding", bind_each_rank)
+    binds_all = "world_size" in signature(bind).parameters
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * (ranks if binds_all else 1))}

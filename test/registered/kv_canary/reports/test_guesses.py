@@ -978,6 +978,17 @@ def test_one_record_is_concluded_only_where_others_were_checked(
     assert found.in_one_record is one
 
 
+@pytest.mark.parametrize(("forwards_ago", "one"), [(0, False), (1, True)])
+def test_one_record_is_not_concluded_while_the_slot_is_being_written(
+    forwards_ago: int, one: bool
+) -> None:
+    """One launch checks K and V and writes, so on a GPU it may check K before another request's write and V after."""
+    found = replace(evidence_of(damaged_record(CHAIN, 8)), tags=("HEAD_K_FULL",))
+    first = found.first
+    writer = replace(first.writer, forward=first.reader.forward - forwards_ago)
+    assert replace(found, first=replace(first, writer=writer)).in_one_record is one
+
+
 def test_what_other_forwards_find_later_does_not_change_where_it_began() -> None:
     rig = mha()
     for record_of in all_records(rig):

@@ -38,7 +38,7 @@ from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.hook_spec import HookType
 from sglang_kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary.wiring.v0_5_12 import scheduler as rows
+from sglang_kv_canary.wiring.until_0_5_17 import rows
 from sglang_kv_canary_rigs.manager_rig import ManagerRig, RigRequest
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 

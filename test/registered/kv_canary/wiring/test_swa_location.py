@@ -28,7 +28,7 @@ if not release().has_own_canary:
         allow_module_level=True,
     )
 
-from sglang_kv_canary.wiring.v0_5_22 import swa_location  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17 import swa_location  # noqa: E402
 
 HEADS, HEAD_DIM = 2, 8
 SWA_LAYER = 0

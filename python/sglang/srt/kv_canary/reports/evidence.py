@@ -80,6 +80,9 @@ class Evidence:
         sides = tuple(side for side in sides if side != Side.SWEEP.value)
         if not self.is_complete or len(halves) > 1 or len(sides) > 1:
             return False
+        # The other records may have been checked just before this forward wrote them.
+        if self.forwards_ago == 0:
+            return False
         return len(self.halves) > 1 or (len(self.halves) == 1 and len(sides) == 1)
 
     # Who wrote it, and when

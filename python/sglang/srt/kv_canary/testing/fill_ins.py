@@ -7,7 +7,8 @@ a distribution that is not installed. Processes find it through PYTHONPATH.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,22 +53,41 @@ def swa_on_torch_native() -> None:
     if find_spec("sglang.srt.arg_groups.model_hook") is not None:
         adjustments = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
         HookRegistry.register(adjustments, _as_if_on_triton, HookType.AROUND)
+    else:  # 0.5.17; 0.5.12.post1 takes any backend
+        adjustments = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+        HookRegistry.register(adjustments, _args_as_if_on_triton, HookType.AROUND)
 
 
 def _as_if_on_triton(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """SGLang's check of a model's attention backend takes torch_native for Triton."""
     from sglang.srt.arg_groups import model_hook
 
-    real = model_hook.attention_backends_of
-
-    def instead(view: Any) -> tuple[str, ...]:
-        return tuple("triton" if name == "torch_native" else name for name in real(view))
-
-    model_hook.attention_backends_of = instead
-    try:
+    with _renamed_backends(model_hook, "attention_backends_of"):
         original(*args, **kwargs)
+
+
+def _args_as_if_on_triton(original: Callable[..., None], args: Any) -> None:
+    """The same, where `ServerArgs` checks."""
+    if not hasattr(args, "_resolved_attention_backends"):
+        original(args)
+        return
+    with _renamed_backends(type(args), "_resolved_attention_backends"):
+        original(args)
+
+
+@contextmanager
+def _renamed_backends(owner: Any, function: str) -> Iterator[None]:
+    """`function` of `owner`, which names attention backends, says Triton for torch_native."""
+    real = getattr(owner, function)
+
+    def instead(*args: Any) -> tuple[str, ...]:
+        return tuple("triton" if name == "torch_native" else name for name in real(*args))
+
+    setattr(owner, function, instead)
+    try:
+        yield
     finally:
-        model_hook.attention_backends_of = real
+        setattr(owner, function, real)
 
 
 def _with_translated_rows(

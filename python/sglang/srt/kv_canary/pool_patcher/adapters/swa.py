@@ -26,8 +26,9 @@ So `window = W` covers all that any backend reads, and all that SGLang promises 
   SGLANG_OPT_SWA_RELEASE_LEAF_LOCK_AFTER_WINDOW (off by default) has no margin either. It unlocks the prompt while the
   running forward still reads its last position.
 
-SGLang 0.5.22 and 0.5.23 count with the same W. They evict below n - W, without a margin, and only every
-SGLANG_SWA_EVICTION_INTERVAL tokens. The forward that reads from n - W on still finds all of it.
+SGLang 0.5.17, 0.5.22 and 0.5.23 count with the same W. They evict below n - W, without a margin, and only every
+SGLANG_SWA_EVICTION_INTERVAL tokens. 0.5.17 keeps a page if that is more than W. The forward that reads from n - W on
+still finds all of it.
 """
 
 from __future__ import annotations

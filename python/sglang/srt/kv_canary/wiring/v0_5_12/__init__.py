@@ -11,6 +11,13 @@ from ...runner.ranks import Ranks
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
+from ..until_0_5_17.answers import (
+    cached_slots,
+    namespace_of,
+    pads_to_other_ranks,
+    row_of,
+    schedulers_here,
+)
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
@@ -44,20 +51,8 @@ def _tokens_of(request: Any) -> Sequence[int]:
     return request.fill_ids
 
 
-def _row_of(request: Any) -> int | None:
-    return request.req_pool_idx
-
-
-def _namespace_of(request: Any) -> str | None:
-    return request.extra_key
-
-
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
-    return found.device_indices.tolist()
+    return cached_slots(tree_cache, list(tokens))
 
 
 def _ranks_of(model_runner: Any) -> Ranks:
@@ -79,22 +74,6 @@ def _decode_graphs_of(model_runner: Any) -> Any:
     return model_runner.graph_runner
 
 
-def _pads_to_other_ranks(server_args: Any) -> bool:
-    from sglang.srt.utils import require_mlp_sync
-
-    return require_mlp_sync(server_args)
-
-
-def _schedulers_here(server_args: Any) -> int:
-    from sglang.srt.entrypoints.engine import _calculate_rank_ranges
-
-    pp_ranks, tp_ranks, _, _ = _calculate_rank_ranges(
-        server_args.nnodes, server_args.pp_size, server_args.tp_size, server_args.node_rank
-    )
-    copies = 1 if server_args.enable_dp_attention else server_args.dp_size
-    return len(pp_ranks) * len(tp_ranks) * copies
-
-
 RELEASE = Release(
     hook_modules=(
         "allocator",
@@ -108,6 +87,7 @@ RELEASE = Release(
         "v0_5_12.sampled_tokens",
         "schedule_stream",
         "scheduler",
+        "until_0_5_17.rows",
         "v0_5_12.scheduler",
         "v0_5_12.speculative",
         "v0_5_12.swa_location",
@@ -123,9 +103,9 @@ RELEASE = Release(
     known_pools=lambda: None,
     refusals=_refusals,
     install_flags=_install_flags,
-    row_of=_row_of,
+    row_of=row_of,
     tokens_of=_tokens_of,
-    namespace_of=_namespace_of,
+    namespace_of=namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
     allocator_methods=ALLOCATOR_METHODS,
@@ -135,6 +115,6 @@ RELEASE = Release(
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,
     decode_graphs_of=_decode_graphs_of,
-    pads_to_other_ranks=_pads_to_other_ranks,
-    schedulers_here=_schedulers_here,
+    pads_to_other_ranks=pads_to_other_ranks,
+    schedulers_here=schedulers_here,
 )

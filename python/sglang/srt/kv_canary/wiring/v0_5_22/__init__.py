@@ -9,18 +9,14 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
+from ..from_0_5_17.answers import decode_graphs_of, has_indexer, tokens_of
+from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 __all__ = ["RELEASE"]
-
-
-def _known_pools() -> tuple[str, ...]:
-    from .coverage import POOLS
-
-    return POOLS
 
 
 def _served() -> tuple[PathSupport, ...]:
@@ -37,10 +33,6 @@ def _refusals() -> tuple[Refusal, ...]:
 
 def _row_of(request: Any) -> int | None:
     return request.kv.req_pool_idx
-
-
-def _tokens_of(request: Any) -> Sequence[int]:
-    return request.get_fill_ids()
 
 
 def _namespace_of(request: Any) -> str | None:
@@ -76,16 +68,6 @@ def _settled(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
-def _has_indexer(hf_config: Any) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-
-    return is_deepseek_dsa(hf_config)
-
-
-def _decode_graphs_of(model_runner: Any) -> Any:
-    return model_runner.decode_cuda_graph_runner
-
-
 def _pads_to_other_ranks(_: Any) -> bool:
     from sglang.srt.utils.common import require_mlp_sync
 
@@ -107,17 +89,17 @@ RELEASE = Release(
         "allocator",
         "v0_5_22.allocator",
         "v0_5_22.beam_search",
-        "v0_5_22.cuda_graph",
+        "from_0_5_17.cuda_graph",
         "last_words",
         "memory",
-        "v0_5_22.seam",
+        "from_0_5_17.seam",
         "model_runner",
         "sampled_tokens",
         "schedule_stream",
         "scheduler",
         "v0_5_22.scheduler",
-        "v0_5_22.server_args",
-        "v0_5_22.swa_location",
+        "from_0_5_17.server_args",
+        "from_0_5_17.swa_location",
         "token_oracle",
         "v0_5_22.weights",
         "farewell",  # after last_words: reports that it triggers come before the last words
@@ -126,11 +108,11 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=_known_pools,
+    known_pools=lambda: POOLS,
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=_row_of,
-    tokens_of=_tokens_of,
+    tokens_of=tokens_of,
     namespace_of=_namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
@@ -139,8 +121,8 @@ RELEASE = Release(
     queues_frees=_queues_frees,
     swa_location=torch.int64,
     settled=_settled,
-    has_indexer=_has_indexer,
-    decode_graphs_of=_decode_graphs_of,
+    has_indexer=has_indexer,
+    decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
 )

@@ -2,39 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
+from ..from_0_5_17.allocator import PAGED, SWA, free_hooks
 
-import torch
-
-from ...slot_event import SlotEventKind
-from ..allocator import FREES
-from ..context import context
-from ..guard import guarded
-from ..hook_spec import HookSpec, HookType
-
-
-@guarded
-def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
-    """Pages become free: those of `free_page_ids` and `free_segment`, at once or at the end of a free group."""
-    if id(allocator) not in context.allocator_kinds:
-        return
-    for pages in page_ids:
-        first_slots = pages.detach() * allocator.page_size
-        context.slot_event(allocator, SlotEventKind.FREE, first_slots)
-
-
-@guarded
-def _count_free(_: Any, freed: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Only counted: pages become free in `_release_page_ids`, SWA slots in their own allocator."""
-    if freed.numel():
-        context.frees += 1
-
-
-_PAGED = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
-_SWA = "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator"
-HOOKS = (
-    HookSpec(f"{_PAGED}._release_page_ids", _before_release, HookType.BEFORE, FREES),
-    HookSpec(f"{_PAGED}.free_page_ids", _count_free, HookType.BEFORE, FREES),
-    HookSpec(f"{_SWA}.free_swa", _count_free, HookType.BEFORE, FREES),
-    HookSpec(f"{_SWA}.free_swa_segment", _count_free, HookType.BEFORE, FREES),
-)
+HOOKS = free_hooks(f"{PAGED}.free_page_ids", f"{SWA}.free_swa", f"{SWA}.free_swa_segment")

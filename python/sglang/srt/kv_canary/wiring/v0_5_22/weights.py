@@ -1,31 +1,7 @@
-"""The classes that update weights."""
+"""The methods that update weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from ..from_0_5_17.weights import update_hooks
 
-from ..hook_spec import HookSpec, HookType
-from ..weights import STALE, after_update, around_request
-
-
-def _after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
-    after_update(result, updater.get_model_runner())
-
-
-_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-HOOKS = (
-    *(
-        HookSpec(f"{_SCHEDULER}.update_weights_from_{way}", around_request, HookType.AROUND, STALE)
-        for way in ("disk", "tensor", "distributed", "ipc")
-    ),
-    *(
-        HookSpec(f"{_RUNNER}.{method}", _after_update, HookType.AFTER, STALE)
-        for method in (
-            "update_weights_from_disk",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-            "load_weights_from_distributed",
-        )
-    ),
-)
+HOOKS = update_hooks("load_weights_from_distributed")

@@ -16,7 +16,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-from .coverage import POOLS, SUB_POOLS
+from .pools import POOLS, SUB_POOLS
 
 
 class Seam:

@@ -1,0 +1,50 @@
+"""The paths of SGLang that are covered on all releases with SGLang's seam. Each family says what has run on a GPU."""
+
+from __future__ import annotations
+
+from ...pool_patcher.registry import Coverage
+from ..path_support import PathSupport
+
+__all__ = ["NO_GPU", "served"]
+
+_COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
+NO_GPU = "never run on a GPU"
+
+# Name -> what is said besides what has run on a GPU.
+_PATHS: dict[str, str] = {
+    "decode": "",
+    "extend (prefill)": "",
+    "chunked prefill": "",
+    "mixed batches (--enable-mixed-chunk)": "",
+    "overlap scheduling": "",
+    "retraction and resume": "",
+    "flush_cache": "",
+    "LoRA and cache salts": "by the chain's anchor",
+    "decode CUDA graphs": "",
+    "weight update, also under running requests": "",
+    "tensor parallelism": "each rank checks its own pool",
+    "pipeline parallelism": "each stage checks its own layers, and decode inputs against the last stage's samples",
+    "data-parallel attention (idle batches)": "",
+    "data parallelism (replicas)": "",
+    "streaming sessions": "",
+}
+
+
+def served(*on_gpu: str) -> tuple[PathSupport, ...]:
+    """`on_gpu`: the paths that have run on a GPU."""
+    return (
+        *(_path(name, what, name in on_gpu) for name, what in _PATHS.items()),
+        PathSupport(
+            "sliding-window layers",
+            _PARTLY,
+            "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "
+            "refused: other backends, models without full attention",
+        ),
+    )
+
+
+def _path(name: str, what: str, on_gpu: bool) -> PathSupport:
+    note = "; ".join(part for part in (what, "" if on_gpu else NO_GPU) if part)
+    # Captured launches exist on a GPU only.
+    partly = name == "decode CUDA graphs" and not on_gpu
+    return PathSupport(name, _PARTLY if partly else _COVERED, note)

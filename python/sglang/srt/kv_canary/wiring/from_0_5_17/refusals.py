@@ -1,0 +1,87 @@
+"""Setups that are refused on all releases with SGLang's seam. A family may add its own.
+
+Newer releases have many ways to keep KV that no test of ours has run. They are refused until one has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from ..refusals import COMMON, Refusal
+
+__all__ = ["SHARED"]
+
+_UNTESTED = "no test of the canary has run it on this release yet."
+
+SHARED: tuple[Refusal, ...] = (
+    *COMMON,
+    Refusal(
+        "speculative decoding",
+        lambda args: args.speculative_algorithm is not None,
+        _UNTESTED,
+        "Remove --speculative-algorithm.",
+    ),
+    Refusal(
+        "decode and prefill context parallelism",
+        lambda args: args.attn_cp_size > 1 or args.dcp_size > 1 or args.enable_prefill_cp,
+        "each rank computes tokens other than those whose KV it stores.",
+        "Remove --attn-cp-size, --dcp-size and --enable-prefill-cp.",
+    ),
+    Refusal(
+        "DSA cache split by layers",
+        lambda args: args.enable_dsa_cache_layer_split,
+        "slots are spread over ranks, and a slot of one rank stands for tokens of another.",
+        "Remove --enable-dsa-cache-layer-split.",
+    ),
+    Refusal(
+        "prefill CUDA graphs",
+        lambda args: args.device == "cuda" and _has_prefill_graphs(args.cuda_graph_config),
+        _UNTESTED,
+        "Add --disable-prefill-cuda-graph.",
+    ),
+    Refusal(
+        "unified memory",
+        lambda args: args.enable_unified_memory,
+        "its pages move to other addresses while requests run.",
+        "Remove --enable-unified-memory.",
+    ),
+    Refusal(
+        "page-major KV layout",
+        lambda args: args.enable_page_major_kv_layout,
+        _UNTESTED,
+        "Remove --enable-page-major-kv-layout.",
+    ),
+    Refusal(
+        "post-capture KV sizing",
+        lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        "the pool gets other buffers after the records are beside it.",
+        "Unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.",
+    ),
+    Refusal(
+        "FlexKV",
+        lambda args: args.enable_flexkv,
+        "KV that FlexKV loads into the pool arrives without records.",
+        "Remove --enable-flexkv.",
+    ),
+    Refusal(
+        "session radix cache",
+        lambda args: args.enable_session_radix_cache,
+        _UNTESTED,
+        "Remove --enable-session-radix-cache.",
+    ),
+    Refusal(
+        "elastic expert parallelism",
+        lambda args: args.elastic_ep_backend is not None or args.ep_join_mode is not None,
+        "ranks join and leave while the server runs.",
+        "Remove --elastic-ep-backend and --ep-join-mode.",
+    ),
+)
+
+
+def _has_prefill_graphs(config: Any) -> bool:
+    """`config`: CudaGraphConfig; None for model_path "dummy", which captures nothing."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return config is not None and config.prefill.backend != Backend.DISABLED

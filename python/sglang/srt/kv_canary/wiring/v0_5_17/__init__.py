@@ -1,0 +1,95 @@
+"""SGLang 0.5.17, the newest release for torch 2.11. It ships a canary of its own, whose seam the plugin takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...runner.ranks import Ranks
+from ..from_0_5_17.answers import decode_graphs_of, has_indexer, tokens_of
+from ..from_0_5_17.pools import POOLS
+from ..path_support import PathSupport
+from ..refusals import Refusal
+from ..releases import Release
+from ..until_0_5_17.answers import (
+    cached_slots,
+    namespace_of,
+    pads_to_other_ranks,
+    row_of,
+    schedulers_here,
+)
+from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+
+__all__ = ["RELEASE"]
+
+
+def _served() -> tuple[PathSupport, ...]:
+    from .coverage import SERVED
+
+    return SERVED
+
+
+def _refusals() -> tuple[Refusal, ...]:
+    from ..from_0_5_17.refusals import SHARED
+
+    return SHARED
+
+
+def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
+    return cached_slots(tree_cache, array("q", tokens))
+
+
+def _ranks_of(model_runner: Any) -> Ranks:
+    ranks = model_runner.ps
+    return Ranks(ranks.tp_rank, ranks.pp_rank, ranks.dp_rank, ranks.moe_ep_rank)
+
+
+def _queues_frees(allocator: Any) -> bool:
+    # Freed pages are seen in `_release_page_ids`, whichever call frees them.
+    return not allocator.is_not_in_free_group or hasattr(allocator, "_release_page_ids")
+
+
+RELEASE = Release(
+    hook_modules=(
+        "allocator",
+        "v0_5_17.allocator",
+        "from_0_5_17.cuda_graph",
+        "last_words",
+        "memory",
+        "from_0_5_17.seam",
+        "model_runner",
+        "sampled_tokens",
+        "schedule_stream",
+        "scheduler",
+        "until_0_5_17.rows",
+        "from_0_5_17.server_args",
+        "from_0_5_17.swa_location",
+        "token_oracle",
+        "v0_5_17.weights",
+        "farewell",  # after last_words: reports that it triggers come before the last words
+        "startup_check",  # last, so that it sees every error
+    ),
+    has_own_canary=True,
+    check=lambda: None,
+    served=_served,
+    known_pools=lambda: POOLS,
+    refusals=_refusals,
+    install_flags=lambda: None,  # SGLang has them
+    row_of=row_of,
+    tokens_of=tokens_of,
+    namespace_of=namespace_of,
+    cached_slots=_cached_slots,
+    ranks_of=_ranks_of,
+    allocator_methods=ALLOCATOR_METHODS,
+    swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
+    queues_frees=_queues_frees,
+    swa_location=torch.int64,
+    settled=lambda server_args: server_args,
+    has_indexer=has_indexer,
+    decode_graphs_of=decode_graphs_of,
+    pads_to_other_ranks=pads_to_other_ranks,
+    schedulers_here=schedulers_here,
+)

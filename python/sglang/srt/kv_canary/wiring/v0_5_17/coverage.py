@@ -1,0 +1,29 @@
+"""The paths of SGLang that are covered: those that a test has run on this release."""
+
+from __future__ import annotations
+
+from ...pool_patcher.registry import Coverage
+from ..from_0_5_17.coverage import served
+from ..path_support import PathSupport
+
+_ON_GPU = (
+    "decode",
+    "extend (prefill)",
+    "chunked prefill",
+    "mixed batches (--enable-mixed-chunk)",
+    "overlap scheduling",
+    "retraction and resume",
+    "flush_cache",
+    "decode CUDA graphs",
+    "streaming sessions",
+)
+
+SERVED: tuple[PathSupport, ...] = (
+    *served(*_ON_GPU),
+    PathSupport(
+        "sweep of cached prefixes",
+        Coverage.PARTLY,
+        "the unified tree (sliding-window models) in one chunk a pass, which waits for the GPU; there the first slot "
+        "of a prefix without its chain",
+    ),
+)
