@@ -34,6 +34,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "demo", "demo.run", "serve with a real engine under the canary, then catch injected faults"
     ),
+    Command("doctor", "cli.doctor", "would a server with these arguments be protected here"),
     Command(
         "faults",
         "cli.faults",
