@@ -54,7 +54,7 @@ def test_pointers_become_integers_and_nothing_else_changes() -> None:
     assert plain == [WORDS.data_ptr(), None, 7, True]
 
 
-def test_triton_says_which_integers_it_compiles_for_their_type_only(monkeypatch) -> None:
+def test_triton_says_which_integers_it_compiles_for_their_type_only() -> None:
     """Read from a compiled kernel's own parameters, as on a GPU."""
     import triton
 

@@ -17,14 +17,12 @@ from ..errors import CanaryConfigError, CanaryStartupError
 from ..seam_guard import BUILTIN_ENV, wants_builtin
 from ..wiring.context import context
 from ..wiring.releases import SUPPORTED_SGLANG_VERSIONS, release
-from ..wiring.server_args import add_canary_args
+from ..wiring.server_args import add_canary_args, refused_setups
 from ..wiring.startup_check import verify_hooks_applied
-
-_WIDTH = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """One line of the answer."""
 
     what: str
@@ -32,7 +30,7 @@ class Finding:
     is_problem: bool = False
 
     def line(self) -> str:
-        return f"{'PROBLEM' if self.is_problem else 'ok':<8}{self.what:<{_WIDTH}}{self.text}"
+        return f"{'PROBLEM' if self.is_problem else 'ok':<8}{self.what:<9}{self.text}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _, server_argv = parser.parse_known_args(argv)
     found = False
-    for finding in _findings(server_argv):
-        print(finding.line(), flush=True)
-        found |= finding.is_problem
+    for diagnosis in _diagnoses(server_argv):
+        print(diagnosis.line(), flush=True)
+        found |= diagnosis.is_problem
     return int(found)
 
 
-def _findings(server_argv: list[str]) -> Iterator[Finding]:
+def _diagnoses(server_argv: list[str]) -> Iterator[Diagnosis]:
     yield _release()
     yield _versions()
     yield _device()
@@ -59,93 +57,93 @@ def _findings(server_argv: list[str]) -> Iterator[Finding]:
     try:
         yield _settings(server_argv)
     except CanaryConfigError as error:
-        yield Finding("settings", str(error), is_problem=True)
+        yield Diagnosis("settings", str(error), is_problem=True)
     if not server_argv:
-        yield Finding("server", "no arguments given: nothing is said of a particular server")
+        yield Diagnosis("server", "no arguments given: nothing is said of a particular server")
     elif not hooks.is_problem:
         yield from _server(server_argv)
 
 
-def _release() -> Finding:
+def _release() -> Diagnosis:
     import sglang.version
 
     installed = sglang.version.__version__
     if installed in SUPPORTED_SGLANG_VERSIONS:
-        return Finding("release", f"sglang {installed} is supported")
-    return Finding("release", f"nobody has tried sglang {installed}", is_problem=True)
+        return Diagnosis("release", f"sglang {installed} is supported")
+    return Diagnosis("release", f"nobody has tried sglang {installed}", is_problem=True)
 
 
-def _versions() -> Finding:
+def _versions() -> Diagnosis:
     import torch
     import triton
 
-    return Finding(
+    return Diagnosis(
         "versions",
         f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}",
     )
 
 
-def _device() -> Finding:
+def _device() -> Diagnosis:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("device", "no GPU: SGLang's CPU engine, the torch reference checks")
+        return Diagnosis("device", "no GPU: SGLang's CPU engine, the torch reference checks")
     count = torch.cuda.device_count()
     major, minor = torch.cuda.get_device_capability()
     runtime = torch.version.cuda or torch.version.hip
-    return Finding(
+    return Diagnosis(
         "device",
         f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, runtime {runtime}",
     )
 
 
-def _hooks() -> Finding:
+def _hooks() -> Diagnosis:
     """Loads the plugin as SGLang does, and looks for each hook in what SGLang will call."""
     from sglang.srt.plugins import load_plugins
 
     if release().has_own_canary and wants_builtin():
         text = f"{BUILTIN_ENV} is set, so SGLang's own canary would be in charge"
-        return Finding("hooks", text, is_problem=True)
+        return Diagnosis("hooks", text, is_problem=True)
     try:
         load_plugins()
         verify_hooks_applied()
     except CanaryStartupError as error:
-        return Finding("hooks", str(error), is_problem=True)
-    return Finding("hooks", f"all {len(context.registration.hooks or ())} are in place")
+        return Diagnosis("hooks", str(error), is_problem=True)
+    return Diagnosis("hooks", f"all {len(context.registration.hooks or ())} are in place")
 
 
-def _settings(server_argv: list[str]) -> Finding:
+def _settings(server_argv: list[str]) -> Diagnosis:
     """The canary's flags and environment variables. Raises CanaryConfigError for a wrong one."""
-    CanaryConfig.from_server_args(_flags(server_argv))
+    flags, _ = _split(server_argv)
+    if flags.kv_canary == CanaryMode.NONE.value:
+        flags.kv_canary = CanaryMode.LOG.value  # as if the canary were asked for
+    CanaryConfig.from_server_args(flags)
     given = [s.name for s in SETTINGS if s.name in os.environ]
-    return Finding("settings", ", ".join(given) or "no environment variable is set")
+    return Diagnosis("settings", ", ".join(given) or "no environment variable is set")
 
 
-def _flags(server_argv: list[str]) -> argparse.Namespace:
-    """The canary's own flags; without `--kv-canary`, as if it were asked for."""
+def _split(server_argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(the canary's own flags, SGLang's arguments without them)."""
     parser = argparse.ArgumentParser(add_help=False, prog="kv-canary doctor", allow_abbrev=False)
     add_canary_args(parser)
-    flags, _ = parser.parse_known_args(server_argv)
-    if flags.kv_canary == CanaryMode.NONE.value:
-        flags.kv_canary = CanaryMode.LOG.value
-    return flags
+    return parser.parse_known_args(server_argv)
 
 
-def _server(server_argv: list[str]) -> Iterator[Finding]:
+def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
     from sglang.srt.server_args import prepare_server_args
 
-    # With the canary off, SGLang speaks of its own arguments only, and every refusal can be named.
-    server_args = _attempt(lambda: prepare_server_args(_without_canary(server_argv)))
-    if isinstance(server_args, Finding):
+    # Without the canary's flags, SGLang speaks of its own arguments only, and every refusal can be named.
+    _, own = _split(server_argv)
+    server_args = _attempt(lambda: prepare_server_args(own))
+    if isinstance(server_args, Diagnosis):
         yield server_args
         return
-    settled = release().settled(server_args)
-    refused = [case for case in release().refusals() if case.predicate(settled)]
+    refused = refused_setups(server_args)
     for case in refused:
         text = f"{case.name} cannot be protected: {case.why} {case.how_to_go_on}"
-        yield Finding("server", text, is_problem=True)
+        yield Diagnosis("server", text, is_problem=True)
     if not refused:
-        yield Finding(
+        yield Diagnosis(
             "server",
             "no argument is refused. The model's KV pool is checked at start-up; `kv-canary pools` lists pools",
         )
@@ -161,11 +159,4 @@ def _attempt(prepare: Callable[[], Any]) -> Any:
         why = (said.getvalue().strip() or "it does not say why").splitlines()[-1]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-    return Finding("server", f"SGLang refuses these arguments: {why}", is_problem=True)
-
-
-def _without_canary(server_argv: list[str]) -> list[str]:
-    """SGLang's own arguments. Content and sweep without a mode are refused, so all flags of the canary go."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_canary_args(parser)
-    return parser.parse_known_args(server_argv)[1]
+    return Diagnosis("server", f"SGLang refuses these arguments: {why}", is_problem=True)

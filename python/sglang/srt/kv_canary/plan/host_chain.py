@@ -21,9 +21,8 @@ def chain_of_tokens(tokens: Sequence[int], anchor: int) -> int:
     if not count:
         return anchor
     powers = _powers(max(_MIN_POWERS, 1 << count.bit_length()))
-    identity = np.asarray(tokens, dtype=np.int64).view(np.uint64) & np.uint64(0xFFFFFFFF)
-    identity |= np.arange(count, dtype=np.uint64) << np.uint64(32)
-    weighted = _mix64(identity) * powers[count - 1 :: -1]
+    links = first_links(np.asarray(tokens, dtype=np.int64), np.arange(count))
+    weighted = links.view(np.uint64) * powers[count - 1 :: -1]
     first = record.to_unsigned64(anchor) * int(powers[count])
     return record.to_signed64(first + int(weighted.sum(dtype=np.uint64)))
 

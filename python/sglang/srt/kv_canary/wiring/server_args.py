@@ -15,10 +15,11 @@ from ..config import (
     parse_interval,
 )
 from ..errors import GO_ON_WITHOUT, CanaryConfigError, CanaryStartupError
+from .refusals import Refusal
 from .releases import release
 from .startup_check import verify_hooks_applied
 
-__all__ = ["FIELDS", "add_canary_args", "check_request"]
+__all__ = ["FIELDS", "add_canary_args", "check_request", "refused_setups"]
 
 # Field name -> (type, default).
 FIELDS: dict[str, tuple[type, Any]] = {
@@ -63,6 +64,12 @@ def _interval_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def refused_setups(server_args: Any) -> list[Refusal]:
+    """Every reason why the canary cannot protect a server with these arguments."""
+    settled = release().settled(server_args)
+    return [case for case in release().refusals() if case.predicate(settled)]
+
+
 def check_request(server_args: Any) -> None:
     """Check the canary's settings and setup. Does nothing if the canary is off.
 
@@ -72,8 +79,7 @@ def check_request(server_args: Any) -> None:
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:
         return
-    settled = release().settled(server_args)
-    if cases := [case for case in release().refusals() if case.predicate(settled)]:
+    if cases := refused_setups(server_args):
         reasons = "; ".join(f"{case.name}: {case.why} {case.how_to_go_on}" for case in cases)
         raise CanaryStartupError(
             f"kv-canary: {FLAG_MODE} {config.mode} cannot protect this server. {reasons} "

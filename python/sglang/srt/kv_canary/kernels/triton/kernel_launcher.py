@@ -41,11 +41,8 @@ class KernelLauncher:
             self._kernel[grid](*values, num_warps=num_warps)
             return
         variant, plain = variant_of(values, self._only_types)
-        key = (
-            values[0].device.index,
-            num_warps,
-            *variant,
-        )  # every kernel's first argument is a tensor
+        device = values[0].device.index  # every kernel's first argument is a tensor
+        key = (device, num_warps, *variant)
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
