@@ -159,6 +159,11 @@ class Seen:
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float]:
+    if len(values) < 2:
+        raise RuntimeError(
+            f"expected answers within the window, got {len(values)} values of {name}; a first run also compiles "
+            "kernels: run it again, or raise --seconds"
+        )
     deciles = statistics.quantiles(values, n=10)
     return {f"{name}_p50": statistics.median(values), f"{name}_p90": deciles[8]}
 
