@@ -35,12 +35,12 @@ DOCS_STAMP = $(VENV)/.stamp-docs
 # the machine says otherwise: each of several hundred processes would compile our package anew.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus clean
+.PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus transport clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make hooks SGLANG=FOLDER; make setup | lint | format | docs | mutants | wheel | prometheus | clean'
+	@echo 'also: make hooks SGLANG=FOLDER; make setup | lint | format | docs | mutants | wheel | prometheus | transport | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
@@ -82,6 +82,10 @@ deps: $(DEPS_STAMP)
 # Prometheus 2 and 3 for the tests that run one; without it they are skipped.
 prometheus:
 	@tools/fetch_prometheus.sh .prometheus
+
+# What the Mooncake transport links to, for the tests of prefill-decode disaggregation; without it they are skipped.
+transport:
+	@tools/fetch_transport.sh .transport
 
 clean:
 	rm -rf build dist $(SHIM)/build

@@ -64,6 +64,7 @@ class Mode(IntEnum):
     DLLM_EXTEND = 8
     FREE = 9  # the allocator took the slot back
     CLEAR = 10  # the allocator took every slot back
+    ARRIVAL = 11  # not computed here: KV came from another server, or back from host memory
 
 
 class Reason(IntFlag):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -11,7 +12,13 @@ from .buffer_group import CanaryBufferGroup, PoolKind
 from .capacities import CanaryLaunchCapacities
 from .endpoint import NUM_TAGS
 from .plan.expected_inputs import words_of_lists
-from .record import ROW_WORDS, UNKNOWN, VIOLATION_COLUMNS
+from .record import (
+    ROW_WORD_CHAIN,
+    ROW_WORD_LENGTH,
+    ROW_WORDS,
+    UNKNOWN,
+    VIOLATION_COLUMNS,
+)
 
 
 class Header(IntEnum):
@@ -93,6 +100,21 @@ class RowMemory:
     def forget(self) -> None:
         """Nothing is known about any row: forwards ran unseen, or noted tokens were never computed."""
         self.words.zero_()
+
+    def hold(
+        self,
+        groups: Iterable[CanaryBufferGroup],
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        chains: torch.Tensor,
+        forward: torch.Tensor,
+    ) -> None:
+        """`forward` int64[] leaves `rows` with `lengths` tokens that end in `chains`, int64[n] each."""
+        for group in groups:
+            words = self.of(group)
+            if words is not None:
+                words[rows, ROW_WORD_LENGTH] = (lengths + 1) | (forward << 32)
+                words[rows, ROW_WORD_CHAIN] = chains
 
     def of(self, group: CanaryBufferGroup) -> torch.Tensor | None:
         """int64[request rows, ROW_WORDS] of `group`. None if its forwards do not define a row's length.

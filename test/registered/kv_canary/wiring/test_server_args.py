@@ -196,9 +196,20 @@ def test_command_line_ends_in_one_line(flags, variables, named, parse, capsys, m
 
 # What cannot be protected
 
+DECODES = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"}
 # Case -> field values that make it so, on a real ServerArgs.
 CASES = {
-    "PD disaggregation": {"disaggregation_mode": "decode"},
+    "PD disaggregation over another transport than Mooncake": {
+        **DECODES,
+        "disaggregation_transfer_backend": "nixl",
+    },
+    "PD disaggregation with speculative decoding": {**DECODES, "speculative_algorithm": "EAGLE"},
+    "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
+    "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
+    "offload of KV by decode servers": {
+        **DECODES,
+        "disaggregation_decode_enable_offload_kvcache": True,
+    },
     "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
     "LMCache": {"enable_lmcache": True},
     "HiSparse": {"enable_hisparse": True},
@@ -223,7 +234,11 @@ CASES = {
     "more than 16,384 running requests": {"max_running_requests": 16385},
     "this device": {"device": "npu"},
 }
-NOT_BY_A_FIELD = {"encoder-decoder model", "sweep over the C++ radix tree"}
+NOT_BY_A_FIELD = {
+    "encoder-decoder model",
+    "sweep over the C++ radix tree",
+    "PD disaggregation with staging buffers",
+}
 
 
 def test_every_unsupported_case_is_tested():
@@ -240,6 +255,15 @@ def test_unsupported_case_is_refused_by_name(name, make_args):
     refuses(args, name)
     args.kv_canary = "none"
     check_request(args)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_disaggregation_over_mooncake_is_covered(mode, make_args, monkeypatch):
+    args = make_args(kv_canary="log")
+    args.disaggregation_mode, args.disaggregation_transfer_backend = mode, "mooncake"
+    check_request(args)
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    refuses(args, "PD disaggregation with staging buffers")
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu", "musa", "mps"])
@@ -303,7 +327,7 @@ def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):
     "flags",
     [
         {"enable_hierarchical_cache": True},
-        {"disaggregation_mode": "prefill"},
+        {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
         {"enable_lmcache": True},
     ],
     ids=str,

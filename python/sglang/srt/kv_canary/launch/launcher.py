@@ -106,18 +106,26 @@ class Launcher:
                 "follow tokens that move one by one"
             )
         self.backend.copy_records(group, source_slots, target_slots)
-        if self.content_mode is not ContentMode.PARTIAL:
-            return
-        # `partial` selects bytes by slot, so the copied fingerprint covers other bytes.
+        if self.content_mode is ContentMode.PARTIAL:
+            # `partial` selects bytes by slot, so the copied fingerprint covers other bytes.
+            self.renew_content(group, target_slots.long())
+
+    def renew_content(
+        self, group: CanaryBufferGroup, slots: torch.Tensor, unknown_too: bool = False
+    ) -> None:
+        """Fingerprint the bytes of the live ones of `slots`, int64[n] in the group's slot space, as they are now.
+
+        Without `unknown_too`, slots whose content is unknown stay so.
+        """
         for half in group.halves:
-            tail, slots = group.records(half, Side.TAIL), target_slots.long()
-            fingerprints = self.backend.content_fingerprint(
-                group.content(half), slots, self.content_mode
-            )
-            states = (tail[slots, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
+            tail = group.records(half, Side.TAIL)
+            now = self.backend.content_fingerprint(group.content(half), slots, self.content_mode)
             # A freed record keeps its last writer in the content word.
-            known = (tail[slots, record.WORD_CONTENT] != 0) & (states == record.State.LIVE)
-            tail[slots, record.WORD_CONTENT] = torch.where(known, fingerprints, 0)
+            before, writer = tail[slots, record.WORD_CONTENT], tail[slots, record.WORD_WRITER]
+            renewed = (writer >> record.WRITER_STATE_SHIFT) & 0xF == record.State.LIVE
+            if not unknown_too:
+                renewed &= before != 0
+            tail[slots, record.WORD_CONTENT] = torch.where(renewed, now, before)
 
 
 def launch_endpoints_per_forward(

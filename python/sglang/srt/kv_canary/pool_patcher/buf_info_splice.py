@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,19 @@ def patch_buf_info_method(pool: Any, method_name: str, splices: tuple[BufInfoSpl
 
     setattr(spliced, _PATCHED, splices)
     setattr(pool, method_name, spliced)
+
+
+@contextmanager
+def plain_lists(pool: Any) -> Iterator[None]:
+    """`pool`'s methods return SGLang's own lists in here."""
+    patched = {name: method for name, method in vars(pool).items() if hasattr(method, _PATCHED)}
+    for name in patched:
+        delattr(pool, name)
+    try:
+        yield
+    finally:
+        for name, method in patched.items():
+            setattr(pool, name, method)
 
 
 def _merge(entries: list, splices: tuple[BufInfoSplice, ...]) -> Iterator[tuple]:

@@ -6,6 +6,7 @@ that time, the request is dead in that forward. What the forward saw of it is mo
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ class StepRecord:
     moot_rows: set[int] = field(default_factory=set)
     rewritten_rows: set[int] = field(default_factory=set)
     in_flight: bool = True
+    has_result: bool = (
+        True  # the scheduler processes one; otherwise a later step's says that this one is over
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,13 @@ class FlightRecorder:
         recorder.weights = WeightHistory(weight_version)
         return recorder
 
-    def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
+    def begin_step(
+        self, requests: Iterable[tuple[int, str]], has_result: bool = True
+    ) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs."""
         steps = self._steps
         steps.count += 1
-        steps.current = StepRecord(steps.count, dict(requests))
+        steps.current = StepRecord(steps.count, dict(requests), has_result=has_result)
         steps.in_flight.append(steps.current)
         return steps.current
 
@@ -93,6 +99,14 @@ class FlightRecorder:
         step.in_flight = False
         if step in self._steps.in_flight:
             self._steps.in_flight.remove(step)
+        self.settle_without_result(step.step)
+
+    def settle_without_result(self, before: float = math.inf) -> None:
+        """Steps without a result that were launched before step number `before` are over."""
+        waiting = self._steps.in_flight
+        for step in [s for s in waiting if not s.has_result and s.step < before]:
+            step.in_flight = False
+            waiting.remove(step)
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""

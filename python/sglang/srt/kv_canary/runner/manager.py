@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,12 @@ from ..config import CanaryConfig, CanaryMode, StaleWeights
 from ..endpoint import Part
 from ..errors import CanaryPhaseError
 from ..kernels.backend import select_backend
+from ..launch.arrivals import ArrivalLauncher
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
+from ..plan.arrival import Arrival
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
+from ..record import Mode
 from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
@@ -117,6 +120,8 @@ class CanaryManager:
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
         self.owes_copy = False  # work was launched after the last copy
+        self._arrivals: ArrivalLauncher | None = None  # None: all KV is computed here
+        self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
 
@@ -251,6 +256,42 @@ class CanaryManager:
             attempts.run(self.launcher.note_next_tokens, rows, tokens, counts)
         attempts.raise_first()
 
+    def expect_arrivals(self, page_size: int) -> None:
+        """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
+        self._arrivals = ArrivalLauncher.unbudgeted(
+            self.launcher, self.plan_input.req_to_token, page_size
+        )
+
+    def settle_slots(self) -> None:
+        """Apply the allocator's events now, on the current stream, after those that forwards have applied.
+
+        A transfer may write to slots as soon as they are allocated. A FREE of their last owner must not come later.
+        """
+        if self._events_applied is not None:
+            torch.cuda.current_stream().wait_event(self._events_applied)
+        self._attempt(self.ledger.apply, True)
+
+    def note_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+        """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.
+
+        Its records become this runner's own. What came without records is taken over unchecked.
+        """
+        if self._checking and self.armed and self._arrivals is not None:
+            for launch, part in self._arrivals.launches(arrivals):
+                self._note_launch(Mode.ARRIVAL.name)
+                self.owes_copy = True
+                if not self._attempt(launch, part):
+                    return
+
+    def copy_records_out(self, row: int, length: int) -> list[torch.Tensor] | None:
+        """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""
+        return None if self._arrivals is None else self._arrivals.copy_out(row, length)
+
+    def copy_records_in(self, row: int, length: int, copies: Sequence[torch.Tensor]) -> None:
+        """Put back what `copy_records_out` returned, before `note_arrivals`."""
+        if self._arrivals is not None:
+            self._attempt(self._arrivals.copy_in, row, length, copies)
+
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
         if self.config.stale_weights is StaleWeights.REPORT:
@@ -313,6 +354,8 @@ class CanaryManager:
         if self._blind:
             self._attempt(self._check_again_if_possible)
         self._attempt(self.ledger.apply)
+        if self._arrivals is not None and self.state.summary.is_cuda:
+            self._events_applied = torch.cuda.current_stream().record_event()
         if self._has_new_weights:
             self._attempt(self._tell_device_of_weights)
         self._tell_observers("before_forwards", self)

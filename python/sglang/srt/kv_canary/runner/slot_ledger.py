@@ -80,9 +80,9 @@ class SlotLedger:
         waiting = self._must_apply or len(self._events) >= MAX_WAITING_ALLOCS
         return waiting and self.complete
 
-    def apply(self) -> int:
-        """Apply due events on the current stream. Returns the number of launches."""
-        if not self.due:
+    def apply(self, at_once: bool = False) -> int:
+        """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
+        if not self.due and not (at_once and self._events and self.complete):
             return 0
         events, self._events, self._must_apply = self._events, [], False
         launches = 0

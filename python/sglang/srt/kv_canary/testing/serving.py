@@ -257,6 +257,13 @@ class CanaryServer(Serving):
     popen: ClassVar[Callable[..., subprocess.Popen]] = subprocess.Popen
 
     def __enter__(self) -> CanaryServer:
+        with self.starting():
+            pass
+        return self
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Starts the server, and at the end waits until it is ready. An error in between ends it."""
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
         flags = command_line(self.server_args)
         with (self.folder / "stdout").open("w") as out, (self.folder / "stderr").open("w") as err:
@@ -264,11 +271,11 @@ class CanaryServer(Serving):
                 [*command, *flags], stdout=out, stderr=err, env={**os.environ, **self.env}
             )
         try:
+            yield
             self._wait_until_ready()
         except BaseException:
-            self.__exit__()
+            CanaryServer.__exit__(self)
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:

@@ -15,6 +15,7 @@ from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..slot_event import SlotEventKind
+from ..transfer.notice import NoticeBoard
 from .registration import Registration, SchedulerStart
 from .row_owners import RowOwners
 
@@ -60,6 +61,10 @@ class CanaryContext:
     row_owners: RowOwners = field(default_factory=RowOwners)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
+    notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
+    told: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # (peer, what is not checked), logged once
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:

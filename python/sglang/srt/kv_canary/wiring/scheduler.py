@@ -95,6 +95,7 @@ def _idle_tick_is_due() -> bool:
 def _after_idle(_: Any, scheduler: Any) -> None:
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
+        context.recorder.settle_without_result()  # no row is given back until what waits has been handed over
         for manager in context.managers:
             manager.on_idle()
         attempt_aside(_attend_farewell)

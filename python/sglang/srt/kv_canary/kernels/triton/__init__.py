@@ -4,6 +4,7 @@
 Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 """
 
+from .arrivals import adopt_records
 from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
 from .forward import check_and_write
 from .next_tokens import note_next_tokens
@@ -11,6 +12,7 @@ from .slots import apply_slot_event, copy_records
 from .sweep import check_list
 
 __all__ = [
+    "adopt_records",
     "apply_slot_event",
     "check_and_write",
     "check_and_write_content",

@@ -35,6 +35,11 @@ SERVED: tuple[PathSupport, ...] = (
     ),
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
+    PathSupport(
+        "prefill-decode disaggregation over Mooncake",
+        _PARTLY,
+        "content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
+    ),
     PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
     PathSupport(

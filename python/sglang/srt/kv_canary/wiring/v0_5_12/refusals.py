@@ -8,6 +8,7 @@ from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
 from ..refusals import COMMON, Refusal
+from .transfer_refusals import TRANSFERS
 
 __all__ = ["REFUSALS"]
 
@@ -23,6 +24,7 @@ _SPECULATION = (
 
 REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
+    *TRANSFERS,
     Refusal(
         "DFLASH speculative decoding",
         lambda args: args.speculative_algorithm == "DFLASH",

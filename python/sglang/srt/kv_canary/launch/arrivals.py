@@ -1,0 +1,124 @@
+"""Launches for KV that arrived from elsewhere: its records become this server's own, and all of it is checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..buffer_group import CanaryBufferGroup, Side
+from ..config import ContentMode
+from ..endpoint import Part
+from ..plan.arrival import Arrival, check_plan, take_over_plan
+from ..state import Header
+from .launcher import Launcher, launch_endpoints_per_forward
+
+_ALL = 2**31 - 1  # slots: no budget, what arrives is checked once
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalLauncher:
+    """Checks what arrives in the rows of one model runner, on the stream of its forwards."""
+
+    launcher: Launcher
+    req_to_token: torch.Tensor  # int32[request rows, context length]
+    page_size: int  # of the pool
+
+    @classmethod
+    def unbudgeted(
+        cls, launcher: Launcher, req_to_token: torch.Tensor, page_size: int
+    ) -> ArrivalLauncher:
+        """With the groups and the device state of `launcher`, and without its budgets."""
+        state = launcher.state
+        capacities = replace(
+            state.capacities, verify_budget_slots=_ALL, content_budget_bytes=1 << 62
+        )
+        everything = replace(state, capacities=capacities)
+        return cls(
+            Launcher(launcher.backend, launcher.groups, everything, launcher.content_mode),
+            req_to_token,
+            page_size,
+        )
+
+    def launches(
+        self, arrivals: Sequence[Arrival]
+    ) -> list[tuple[Callable[[Sequence[Arrival]], None], list[Arrival]]]:
+        """What is to be launched for `arrivals`, one forward each."""
+        checked = [a for a in arrivals if a.has_records]
+        taken_over = [a for a in arrivals if not a.has_records and a.first < a.length]
+        both = ((self.check, checked), (self.take_over, taken_over))
+        return [(launch, part) for launch, part in both if part]
+
+    def check(self, arrivals: Sequence[Arrival]) -> None:
+        """Adopt the records that came with `arrivals`, and check them and the bytes. One forward."""
+        launcher, state = self.launcher, self.launcher.state
+        for arrival in arrivals:
+            for group in launcher.groups:
+                slots = self._slots_of(arrival, group)
+                launcher.backend.adopt_records(
+                    slots, arrival.row, group, state, self.page_size, self._keeps_content(arrival)
+                )
+        plan = check_plan(arrivals, self.req_to_token, state.token_lists)
+        for side in (Side.HEAD, Side.TAIL):
+            launch_endpoints_per_forward(launcher, plan, side, Part.VERIFY | Part.NUMBER)
+        if launcher.content_mode is not ContentMode.NONE:
+            for group in launcher.groups:
+                launcher.backend.check_and_write_content(
+                    plan, group, state, launcher.content_mode, _ALL
+                )
+        lengths, chains = plan.expected.spans[:, 3], plan.expected.spans[:, 4]
+        forward = state.summary[Header.FORWARD_DONE]
+        state.row_memory.hold(launcher.groups, plan.verify.rows, lengths, chains, forward)
+        for arrival in arrivals:
+            if not self._keeps_content(arrival):
+                self._take_content(arrival)
+
+    def take_over(self, arrivals: Sequence[Arrival]) -> None:
+        """Write records for what has arrived without any. One forward."""
+        plan = take_over_plan(arrivals, self.req_to_token, self.launcher.state.token_lists)
+        for side in (Side.HEAD, Side.TAIL):
+            launch_endpoints_per_forward(self.launcher, plan, side)
+
+    def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
+        """The TAIL records of the row's first `length` tokens, on the host: int64[length, 4] per group and half."""
+        copies = []
+        for group in self.launcher.groups:
+            slots = self._in_group(self.req_to_token[row, :length], group)
+            copies += [group.records(half, Side.TAIL)[slots].cpu() for half in group.halves]
+        return copies
+
+    def copy_in(self, row: int, length: int, copies: Sequence[torch.Tensor]) -> None:
+        """What `copy_out` returned becomes the records of the row's slots now. Tokens without a slot have none."""
+        rest = iter(copies)
+        for group in self.launcher.groups:
+            slots = self._in_group(self.req_to_token[row, :length], group)
+            for half in group.halves:
+                records = group.records(half, Side.TAIL)
+                records[slots] = next(rest).to(records.device)
+                records[0] = 0  # the padding slot, where tokens without a slot went
+
+    def _keeps_content(self, arrival: Arrival) -> bool:
+        """`partial` selects bytes by slot, so a fingerprint from elsewhere covers other bytes."""
+        return arrival.keeps_content and self.launcher.content_mode is ContentMode.ALL
+
+    def _take_content(self, arrival: Arrival) -> None:
+        """The bytes as they are now become the content of what arrived."""
+        if self.launcher.content_mode is ContentMode.NONE:
+            return
+        for group in self.launcher.groups:
+            slots = self._in_group(self._slots_of(arrival, group), group)
+            self.launcher.renew_content(group, slots, unknown_too=True)
+
+    def _slots_of(self, arrival: Arrival, group: CanaryBufferGroup) -> torch.Tensor:
+        """Full slots of the tokens that arrived, as far as the group keeps them. A view of the row."""
+        first = arrival.first
+        if group.window is not None:
+            start = max(0, arrival.length - group.window)
+            first = start - start % self.page_size
+        return self.req_to_token[arrival.row, first : arrival.length]
+
+    def _in_group(self, full_slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
+        """int64[n] in the group's slot space; 0 where there is no slot."""
+        lut = group.swa_index_lut
+        return full_slots.long() if lut is None else lut[full_slots.long()].long()

@@ -1,0 +1,93 @@
+"""KV that a request did not compute on this server: what arrived, and the forwards that check it or take it over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..record import Mode
+from .expected_inputs import ExpectedTokens, KnownTokens
+from .host_chain import chain_of_tokens
+from .plan_input import ForwardPlan, VerifyPlan, WritePlan
+
+__all__ = ["Arrival", "check_plan", "take_over_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request whose KV has arrived in its row.
+
+    `has_records`: the records came with it. Otherwise nothing says what the slots hold, and they are taken over as
+    they are. `keeps_content`: the records' fingerprints are of the bytes as they lie here.
+    """
+
+    row: int
+    first: int  # tokens before it were in the prefix cache
+    tokens: Sequence[int]  # of the row, from position 0
+    anchor: int
+    has_records: bool = True
+    keeps_content: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens in the row."""
+        return len(self.tokens)
+
+
+def check_plan(
+    arrivals: Sequence[Arrival], req_to_token: torch.Tensor, memory: torch.Tensor
+) -> ForwardPlan:
+    """A forward that reads every token of the rows, all of which the host knows, and computes none.
+
+    `memory`: see ExpectedTokens.from_lists.
+    """
+    known = [
+        KnownTokens(0, a.tokens, a.length, chain_of_tokens(a.tokens, a.anchor)) for a in arrivals
+    ]
+    device = req_to_token.device
+    nothing = torch.zeros(
+        1, dtype=torch.int64, device=device
+    )  # a token of no request, for padding slot 0
+    none = torch.zeros(len(arrivals), dtype=torch.int32, device=device)
+    write = WritePlan(nothing, nothing, nothing, none, none, 0, Mode.ARRIVAL)
+    verify = VerifyPlan(_rows(arrivals, device), _int32([a.length for a in arrivals], device), 0)
+    expected = ExpectedTokens.from_lists(known, device, memory)
+    return ForwardPlan(verify, write, req_to_token, expected)
+
+
+def take_over_plan(
+    arrivals: Sequence[Arrival], req_to_token: torch.Tensor, memory: torch.Tensor
+) -> ForwardPlan:
+    """A forward that writes records for what has arrived, as if it were computed here."""
+    known, tokens, positions = [], [], []
+    for a in arrivals:
+        chain = chain_of_tokens(a.tokens[: a.first], a.anchor)
+        known.append(KnownTokens(0, a.tokens, a.first, chain))
+        tokens += a.tokens[a.first :]
+        positions += range(a.first, a.length)
+    device = req_to_token.device
+    slots = torch.cat([req_to_token[a.row, a.first : a.length] for a in arrivals]).long()
+    lengths = [a.length - a.first for a in arrivals]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    write = WritePlan(
+        torch.tensor(tokens, dtype=torch.int64).to(device),
+        torch.tensor(positions, dtype=torch.int64).to(device),
+        slots,
+        _int32(lengths, device),
+        _int32(starts, device),
+        0,
+        Mode.ARRIVAL,
+    )
+    verify = VerifyPlan(_rows(arrivals, device), _int32([a.first for a in arrivals], device), 0)
+    expected = ExpectedTokens.from_lists(known, device, memory)
+    return ForwardPlan(verify, write, req_to_token, expected)
+
+
+def _rows(arrivals: Sequence[Arrival], device: torch.device) -> torch.Tensor:
+    return torch.tensor([a.row for a in arrivals], dtype=torch.int64).to(device)
+
+
+def _int32(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).to(device)

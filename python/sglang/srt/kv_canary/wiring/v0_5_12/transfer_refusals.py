@@ -1,0 +1,57 @@
+"""Ways to run prefill-decode disaggregation that are refused with the canary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from ..refusals import Refusal
+
+__all__ = ["TRANSFERS"]
+
+_BACKENDS = ("mooncake",)
+
+
+def _transfers(args: Any) -> bool:
+    return args.disaggregation_mode != "null"
+
+
+TRANSFERS: tuple[Refusal, ...] = (
+    Refusal(
+        "PD disaggregation over another transport than Mooncake",
+        lambda args: _transfers(args) and args.disaggregation_transfer_backend not in _BACKENDS,
+        "its transfers do not carry records, or place them by the size of the first layer.",
+        "Set --disaggregation-transfer-backend mooncake.",
+    ),
+    Refusal(
+        "PD disaggregation with staging buffers",
+        lambda args: _transfers(args) and envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+        "KV reaches its slots after the transfer, when its records have been checked.",
+        "Unset SGLANG_DISAGG_STAGING_BUFFER.",
+    ),
+    Refusal(
+        "PD disaggregation with speculative decoding",
+        lambda args: _transfers(args) and args.speculative_algorithm is not None,
+        "records of the draft model's KV are not transferred yet.",
+        "Remove --speculative-algorithm.",
+    ),
+    Refusal(
+        "PD disaggregation with LoRA",
+        lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
+        "each server names an adapter in its own way, so the chains of one mean nothing on the other.",
+        "Remove --enable-lora and --lora-paths.",
+    ),
+    Refusal(
+        "PD disaggregation with data parallelism",
+        lambda args: _transfers(args) and args.dp_size > 1,
+        "transfers between replicas, which no run has checked yet.",
+        "Set --dp-size 1.",
+    ),
+    Refusal(
+        "offload of KV by decode servers",
+        lambda args: args.disaggregation_decode_enable_offload_kvcache,
+        "SGLang frees the prompt's pages of requests that still read them: use after free, in this release.",
+        "Remove --disaggregation-decode-enable-offload-kvcache.",
+    ),
+)

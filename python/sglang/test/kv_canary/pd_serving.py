@@ -1,0 +1,244 @@
+"""A prefill and a decode server of one model on this machine: KV travels over Mooncake's TCP transport.
+
+Both are real SGLang servers with the real transport. Nothing is filled in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing.mode_config import ModeConfig
+from sglang_kv_canary.testing.serving import free_port
+
+from .checkout import REPO
+
+HOST = "127.0.0.1"
+LIBRARIES = REPO / ".transport"
+# In the order in which they need each other.
+_NEEDED = ("nl-3.so.200", "nl-route-3.so.200", "ibverbs.so.1", "rdmacm.so.1", "numa.so.1")
+REQUIRED = "KV_CANARY_REQUIRE_TRANSPORT"
+
+
+def load_transport() -> None:
+    """A plugin: finds what the transport's engine links to where `make transport` has put it."""
+    for name in _NEEDED:
+        library = LIBRARIES / f"lib{name}"
+        if library.exists():
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def need_transport() -> None:
+    """A skip without the transport, which KV_CANARY_REQUIRE_TRANSPORT=1 turns into a failure."""
+    load_transport()
+    try:
+        importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        missing = f"the Mooncake transport cannot be loaded ({error}); see `make transport`"
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{missing} ({REQUIRED}=1)")
+        pytest.skip(missing)
+
+
+TRANSPORT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": HOST, "MC_LOG_LEVEL": "ERROR"}
+
+
+class PdServing(CanaryServer):
+    """The decode server, with the prefill server as `prefill`. Requests go to both, as a router sends them.
+
+    `prefill_flags` and `decode_flags` are added to the flags of one of them.
+    """
+
+    prefill_flags: ClassVar[Mapping[str, Any]] = {}
+    decode_flags: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        mode: ModeConfig,
+        flags: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        plugins: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.bootstrap_port = free_port()
+        both = {
+            **(flags or {}),
+            "host": HOST,
+            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_bootstrap_port": self.bootstrap_port,
+        }
+        self._faults = tempfile.TemporaryDirectory(prefix="kv_canary_transit_")
+        self._fault_file = Path(self._faults.name) / "fault"
+        env = {**TRANSPORT, FAULT_FILE: str(self._fault_file), **(env or {})}
+        plugins = (load_transport, *plugins)
+        prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
+        self.prefill = CanaryServer(mode, prefill, env, plugins)
+        decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
+        super().__init__(mode, decode, env, plugins)
+
+    def __enter__(self) -> PdServing:
+        with self.prefill.starting():
+            super().__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            super().__exit__()
+        finally:
+            self.prefill.__exit__()
+            self._faults.cleanup()
+
+    @contextmanager
+    def damaging(self, fault: str) -> Iterator[None]:
+        """What the prefill server sends in here is damaged, if `transit_faults` is among the plugins."""
+        self._fault_file.write_text(fault)
+        try:
+            yield
+        finally:
+            self._fault_file.unlink()
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and self.prefill.alive
+
+    @property
+    def stderr(self) -> str:
+        return f"{super().stderr}\nthe prefill server:\n{self.prefill.stderr}"
+
+    async def generate(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int, **more: Any
+    ) -> list[int]:
+        body = {
+            "rid": request_id,
+            "input_ids": input_ids,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            **more,
+        }
+        answer = await self.ask(body)
+        return answer.get("output_ids", [])
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The decode server's answer to `body`, which both servers get."""
+        whole = {**body, **self.meeting()}
+        _, answer = await asyncio.gather(
+            *(self._post(server, whole) for server in (self.prefill, self))
+        )
+        return answer
+
+    def meeting(self) -> dict[str, Any]:
+        """What tells both servers where they meet for one request."""
+        return {
+            "bootstrap_host": HOST,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": random.randrange(1, 2**62),
+        }
+
+    async def _post(self, server: CanaryServer, body: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._session.post(f"{server.url}/generate", json=body) as answer:
+            return await answer.json()
+
+    async def generate_together(
+        self, requests: Sequence[tuple[str, list[int], int]]
+    ) -> list[list[int]]:
+        return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
+
+    async def abort(self, request_id: str) -> None:
+        for server in (self.prefill, self):
+            url = f"{server.url}/abort_request"
+            async with self._session.post(url, json={"rid": request_id}):
+                pass
+
+    async def flush(self) -> bool:
+        flushed = True
+        for server in (self.prefill, self):
+            async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
+                flushed = flushed and answer.status == 200
+        return flushed
+
+
+def nothing_to_synchronize() -> None:
+    """A plugin: SGLang waits for CUDA when it copies a retracted request's KV, which a torch without CUDA refuses."""
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda *_: None
+
+
+# Transit faults. A file names the fault; what is sent while it exists is damaged.
+
+FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
+DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
+Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
+
+
+def transit_faults() -> None:
+    """A plugin: between SGLang, or the canary, and the transport."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data"
+    HookRegistry.register(target, _damaged_in_transit, HookType.AROUND)
+
+
+def _damaged_in_transit(
+    original: Callable[..., int], kv_manager: Any, session: str, blocks: Blocks
+) -> int:
+    path = Path(os.environ[FAULT_FILE])
+    fault = path.read_text() if path.exists() else ""
+    return original(kv_manager, session, damaged(fault, kv_manager.kv_args, blocks))
+
+
+def damaged(fault: str, args: Any, blocks: Blocks) -> Blocks:
+    """What arrives of `blocks`. `args`: SGLang's KVArgs of the sender."""
+
+    def in_buffers(address: int, pointers: Sequence[int], lengths: Sequence[int]) -> bool:
+        return any(p <= address < p + n for p, n in zip(pointers, lengths, strict=True))
+
+    def is_kv(block: tuple[int, int, int]) -> bool:
+        return in_buffers(block[0], args.kv_data_ptrs, args.kv_data_lens)
+
+    def is_record(block: tuple[int, int, int]) -> bool:
+        return in_buffers(block[0], args.state_data_ptrs[-1], args.state_data_lens[-1])
+
+    def is_last_layer(block: tuple[int, int, int]) -> bool:
+        return in_buffers(block[0], args.kv_data_ptrs[-1:], args.kv_data_lens[-1:])
+
+    if fault == "drop_layer":
+        return [block for block in blocks if not is_last_layer(block)]
+    if fault == "shift_layer":
+        size = args.kv_item_lens[-1]
+        return [(s, t + size, n) if is_last_layer((s, t, n)) else (s, t, n) for s, t, n in blocks]
+    if fault == "drop_records":
+        return [block for block in blocks if not is_record(block)]
+    if fault == "drop_all":
+        return [block for block in blocks if not (is_kv(block) or is_record(block))]
+    if fault == "reverse_slots":
+        return [part for block in blocks for part in _reversed(block, args, is_kv, is_record)]
+    return blocks
+
+
+def _reversed(
+    block: tuple[int, int, int],
+    args: Any,
+    is_kv: Callable[..., bool],
+    is_record: Callable[..., bool],
+) -> Blocks:
+    """The block's pages in the opposite order. Records follow their bytes, as if SGLang had swapped the pages."""
+    source, target, size = block
+    item = args.kv_item_lens[0] if is_kv(block) else args.state_item_lens[-1][0]
+    if not (is_kv(block) or is_record(block)) or size <= item:
+        return [block]
+    count = size // item
+    return [(source + i * item, target + (count - 1 - i) * item, item) for i in range(count)]

@@ -1,0 +1,192 @@
+"""Prefill-decode disaggregation over a real Mooncake transport: records travel with KV, transit faults are found."""
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.pd_serving import (
+    DAMAGES,
+    PdServing,
+    need_transport,
+    nothing_to_synchronize,
+    transit_faults,
+)
+from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
+from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
+
+register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
+
+CHECKED = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
+SWEPT = {**CHECKED, "kv_canary_sweep_interval": 20}
+HEALTH = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+PAGES = {"page_size": consts.PAGE_SIZE}
+INTERPRETS = {} if torch.cuda.is_available() else INTERPRETED
+# What a fault in transit is found as, among other reasons.
+FOUND_AS = {
+    "drop_layer": "CONTENT",
+    "shift_layer": "CONTENT",
+    "reverse_slots": "POSITION",
+    "drop_records": "UNWRITTEN_SINCE_ALLOC",
+    "drop_all": "UNWRITTEN_SINCE_ALLOC",
+}
+
+
+class Pair(CanaryE2EBase):
+    """The decode server is what the base class serves with. Its prefill server is checked, too."""
+
+    transport: ClassVar = PdServing
+    flags: ClassVar = SWEPT
+    env: ClassVar = HEALTH
+    serving: ClassVar[PdServing]
+    requests: ClassVar[int] = 40
+
+    @classmethod
+    def setup_class(cls) -> None:
+        need_transport()
+        super().setup_class()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        assert self.serving.prefill.events("violation") == []
+
+    def ask(self, request_id: str, prompt: list[int], count: int = 6, **more: Any) -> list[int]:
+        return self.run(self.serving.generate(request_id, prompt, count, **more))
+
+    def checked_on_arrival(self) -> int:
+        """Slots that forwards have checked so far. Arrivals are among them."""
+        return self.settle()["HEAD_K_FULL"]["checked"]
+
+
+class CleanPair(Pair):
+    def test_clean_run(self) -> None:
+        report = self.serve(TrafficShape(self.requests, seed=3, flushes=1, name="clean"))
+        assert report.requests == self.requests
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+
+class DamagedPair(CleanPair):
+    plugins: ClassVar = (transit_faults,)
+
+    @pytest.mark.parametrize("fault", DAMAGES)
+    def test_damage_in_transit(self, fault: str) -> None:
+        """Also the prompt that one forward cannot compute, whose chunks are sent one by one."""
+        self.expect_violations()
+        with self.serving.damaging(fault):
+            self.ask(fault, random_tokens(random.Random(fault), consts.CHUNKED_PREFILL_SIZE + 7))
+        event = self.assert_violation(FOUND_AS[fault], reader=fault)
+        assert event["reader"]["mode"] == "ARRIVAL"
+        assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
+
+
+class TestMha(DamagedPair):
+    def test_every_token_is_checked_on_arrival(self) -> None:
+        before = self.checked_on_arrival()
+        self.ask("counted", random_tokens(random.Random(1), 50), 1)
+        assert self.checked_on_arrival() - before >= 50
+
+    def test_answers_are_those_of_a_prompt_that_shares_a_prefix(self) -> None:
+        prompt = random_tokens(random.Random(2), 60)
+        assert self.ask("first", prompt) == self.ask("again", prompt)
+        self.assert_no_violations()
+
+    def test_namespaces(self) -> None:
+        prompt = random_tokens(random.Random(4), 40)
+        for salt in ("", "a", "b", "a"):
+            self.ask(f"salt-{salt}", prompt, extra_key=salt or None)
+        self.assert_no_violations()
+
+    def test_a_warm_up_request_transfers_nothing(self) -> None:
+        """SGLang's own warm-up: the slots of its prompt are never filled."""
+        body = {
+            "input_ids": random_tokens(random.Random(5), 20),
+            "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
+            "bootstrap_host": "2.2.2.2",
+            "bootstrap_room": 1,
+        }
+        self.serving.post("/generate", body)
+        self.assert_no_violations()
+
+    def test_damage_after_arrival_is_found_by_the_forward_that_reads_it(self) -> None:
+        injection = self.inject("flip_bytes", half="V", source=1, mode="DECODE")
+        self.ask("later", random_tokens(random.Random(6), 40), 24)
+        done = injection.answer()
+        self.assert_violation("CONTENT", "TAIL_V_FULL", slot=done["slots"][0])
+        self.assert_all_explained(done)
+
+
+class TestRetraction(CleanPair):
+    """Requests whose KV waits in host memory until they resume."""
+
+    env: ClassVar = {**HEALTH, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    plugins: ClassVar = (nothing_to_synchronize,)
+
+
+class CachingServing(PdServing):
+    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
+
+
+class TestDecodeRadixCache(CleanPair):
+    transport: ClassVar = CachingServing
+
+
+class TestSwa(DamagedPair):
+    mode_name: ClassVar = "swa"
+
+
+class TestMlaPages(DamagedPair):
+    mode_name: ClassVar = "mla"
+    flags: ClassVar = {**CHECKED, **PAGES}
+    env: ClassVar = {**HEALTH, **INTERPRETS}
+    plugins: ClassVar = (
+        (transit_faults,) if torch.cuda.is_available() else (transit_faults, quick_interpreter)
+    )
+
+
+# One side without a canary, or with another one: serving goes on, nothing is reported, both logs say it once.
+
+
+class UncheckedPrefill(PdServing):
+    prefill_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
+
+
+class UncheckedDecode(PdServing):
+    decode_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
+
+
+class OtherContent(PdServing):
+    prefill_flags: ClassVar = {"kv_canary_real_data": "none"}
+
+
+class OneSided(Pair):
+    flags: ClassVar = CHECKED
+    says: ClassVar[str]
+
+    def test_clean_run(self) -> None:
+        self.serve(TrafficShape(12, seed=5, flushes=1, name="clean"))
+        self.assert_no_violations()
+        assert self.serving.stderr.count(self.says) == 1
+
+
+class TestUncheckedPrefill(OneSided):
+    transport: ClassVar = UncheckedPrefill
+    says: ClassVar = "it has no canary of this kind"
+
+    def test_damage_after_arrival(self) -> None:
+        injection = self.inject("flip_bytes", half="K", source=0, mode="DECODE")
+        self.ask("later", random_tokens(random.Random(6), 40), 24)
+        done = injection.answer()
+        self.assert_violation("CONTENT", "TAIL_K_FULL", slot=done["slots"][0])
+        self.assert_all_explained(done)
+
+
+class TestOtherContent(OneSided):
+    transport: ClassVar = OtherContent
+    says: ClassVar = "the servers differ in content mode"
