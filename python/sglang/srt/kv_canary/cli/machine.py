@@ -30,12 +30,12 @@ def device() -> str:
 
 
 def runtime() -> str:
-    """What torch was built for, such as `CUDA 12.8`."""
+    """The GPU runtime that torch was built for, such as `CUDA 12.8`."""
     import torch
 
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "no GPU"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
 
 
 def driver() -> str:
