@@ -52,7 +52,10 @@ def _branches(args: Any) -> bool:
 
 # Paths that are not listed here need no argument.
 _ONLY_IF: dict[str, Callable[[Any], bool]] = {
-    "chunked prefill": lambda args: (args.chunked_prefill_size or 0) > 0,
+    # None: SGLang chooses a size later.
+    "chunked prefill": lambda args: (
+        args.chunked_prefill_size is None or args.chunked_prefill_size > 0
+    ),
     "mixed batches (--enable-mixed-chunk)": _has("enable_mixed_chunk"),
     "overlap scheduling": lambda args: not args.disable_overlap_schedule,
     "decode CUDA graphs": _uses_graphs,
