@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -64,6 +64,9 @@ class Problem:
     file: Path
     line: int  # in the file, from 1
     what: str
+
+
+Watch = Callable[[Iterable[Event | Problem], Path], Iterable[Event | Problem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ def _parsed(file: Path, number: int, line: bytes) -> Event | Problem:
         return Problem(file, number, "not JSON: a part of a line, or a damaged one")
 
 
-def load_events(path: Path) -> LoadedEvents:
-    """All events at `path`, a file or a folder.
+def load_events(path: Path, watch: Watch | None = None) -> LoadedEvents:
+    """All events at `path`, a file or a folder. `watch` passes on what is read of a file, and may show progress.
 
     Lines that are in several files count once. Raises FileNotFoundError if there is no event file, and OSError for a
     file that cannot be read.
@@ -135,7 +138,8 @@ def load_events(path: Path) -> LoadedEvents:
     events: dict[object, Event] = {}
     problems = []
     for file in event_files(path):
-        for found in read_events(file):
+        lines: Iterable[Event | Problem] = read_events(file)
+        for found in lines if watch is None else watch(lines, file):
             if isinstance(found, Problem):
                 problems.append(found)
             else:
