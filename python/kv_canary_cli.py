@@ -41,6 +41,12 @@ COMMANDS: tuple[Command, ...] = (
         "faults that can be injected, with arguments and what must be reported",
     ),
     Command("pools", "cli.pools", "what is covered, by KV pool class and by path of SGLang"),
+    Command("report", "cli.report", "what event files tell, as a page or for the terminal"),
+    Command(
+        "selftest",
+        "cli.selftest",
+        "does every check work on this machine's device, without a server",
+    ),
     Command("settings", "cli.settings", "flags and environment variables, with defaults"),
 )
 

@@ -1,10 +1,12 @@
 """Environment that SGLang reads at import: the CPU engine where there is no GPU. Failures are told at once."""
 
 import faulthandler
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,35 @@ def servers_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(CanaryServer, "popen", shared().popen)
         yield
+
+
+@pytest.fixture(autouse=True)
+def events_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every line that a test writes to an event file, and every event that it reads from a server's."""
+    from sglang_kv_canary.reports.event_file import EventFile
+    from sglang_kv_canary.testing import serving
+    from sglang_kv_canary_rigs.event_schema import problems_of
+
+    wrong: list[str] = []
+    read_before: set[tuple[str, int]] = set()
+    append, events = EventFile.append, serving.Serving.events
+
+    def appended(file: EventFile, line: str) -> None:
+        wrong.extend(problems_of(json.loads(line)))
+        append(file, line)
+
+    def read(server: serving.Serving, kind: str | None = None) -> list[dict[str, Any]]:
+        found = events(server, kind)
+        for event in found:
+            if (key := (event["run"], event["line"])) not in read_before:
+                read_before.add(key)
+                wrong.extend(problems_of(event))
+        return found
+
+    monkeypatch.setattr(EventFile, "append", appended)
+    monkeypatch.setattr(serving.Serving, "events", read)
+    yield
+    assert wrong[:4] == []
 
 
 # What runs on releases other than the first: the files that depend on SGLang and whose paths are covered there.

@@ -16,6 +16,7 @@ from .plan.speculation import SpeculationShape, draft_keeps_kv
 from .pool_patcher.api import attach_canary_buffers, register_pool_attacher
 from .pool_patcher.errors import UnsupportedPoolError
 from .reports.event_sink import EventSink
+from .reports.rank_file import EventFolder
 from .runner.manager import CanaryManager, RunnerIdentity
 from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
@@ -96,7 +97,9 @@ def _build_manager(
     ranks = release().ranks_of(model_runner)
     pp_rank = ranks.pp if server_args.pp_size > 1 else None
     if context.sink is None:
-        context.sink = EventSink(config.event_file, ranks.tp, pp_rank, ranks.dp)
+        context.sink = EventSink(
+            config.event_file, ranks.tp, pp_rank, ranks.dp, EventFolder.of(config)
+        )
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(

@@ -118,6 +118,9 @@ class CanaryConfig:
     token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
     stale_weights: StaleWeights = _DEFAULT_STALE_WEIGHTS
     event_file: str = default_of("EVENT_FILE")  # "" is off
+    events_dir: str = default_of("EVENTS_DIR")  # "" is off
+    events_file_bytes: int = default_of("EVENTS_FILE_BYTES")
+    events_files: int = default_of("EVENTS_FILES")
     log_every_s: float = default_of("LOG_EVERY_S")
     copy_every_s: float = default_of("COPY_EVERY_S")
     stats_print_every_n_steps: int = default_of("STATS_PRINT_EVERY_N_STEPS")

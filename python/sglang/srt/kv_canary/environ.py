@@ -45,7 +45,8 @@ class EnvSetting:
     help: str
     minimum: float | None = None
     choices: tuple[str, ...] = ()
-    path_kind: str = ""  # "folder": must exist; "file": its folder must exist; "": not a path
+    # "folder": must exist; "own folder": must also be writable; "file": its folder must exist; "": not a path
+    path_kind: str = ""
 
     @property
     def name(self) -> str:
@@ -74,6 +75,8 @@ class EnvSetting:
             return "one of " + ", ".join(self.choices)
         if self.path_kind == "folder":
             return "an existing folder, or empty for off"
+        if self.path_kind == "own folder":
+            return "an existing folder in which files can be created, or empty for off"
         if self.path_kind == "file":
             return "the path of a regular file in an existing folder, or empty for off"
         if self.field_type is EnvBool:
@@ -108,6 +111,8 @@ class EnvSetting:
 def _path_usable(path: str, kind: str) -> bool:
     if kind == "folder":
         return os.path.isdir(path)
+    if kind == "own folder":
+        return os.path.isdir(path) and os.access(path, os.R_OK | os.W_OK | os.X_OK)
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         return False
@@ -177,6 +182,27 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "",
         "Structured events are appended here, one JSON object per line.",
         path_kind="file",
+    ),
+    EnvSetting(
+        "EVENTS_DIR",
+        EnvStr,
+        "",
+        "Structured events go to this folder: one file of JSON lines per rank, rotated, and snapshots of findings.",
+        path_kind="own folder",
+    ),
+    EnvSetting(
+        "EVENTS_FILE_BYTES",
+        EnvInt,
+        16777216,
+        "Bytes at which an event file of SGLANG_KV_CANARY_EVENTS_DIR is put aside and the next one begins.",
+        minimum=65536,
+    ),
+    EnvSetting(
+        "EVENTS_FILES",
+        EnvInt,
+        8,
+        "Event files that each rank keeps in SGLANG_KV_CANARY_EVENTS_DIR. The oldest is deleted.",
+        minimum=2,
     ),
     EnvSetting(
         "LOG_EVERY_S",

@@ -23,6 +23,7 @@ from sglang_kv_canary.plan.plan_input import PlanInput
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
+from sglang_kv_canary.reports.rank_file import EventFolder
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
@@ -86,7 +87,7 @@ class ManagerRig:
                 content_budget_bytes=config.content_budget_bytes,
             ),
             self.recorder,
-            EventSink(event_file, 0),
+            EventSink(event_file, 0, folder=EventFolder.of(config)).for_runner("target"),
         )
         self.lengths = dict.fromkeys(range(1, MAX_REQUESTS + 1), 0)
         self.reported: list[Any] = []

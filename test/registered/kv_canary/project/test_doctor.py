@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing.tiny_models import write_tiny_llama
+from sglang_kv_canary.cli import doctor, machine
+from sglang_kv_canary.testing.tiny_models import (
+    write_tiny_deepseek_v2,
+    write_tiny_gemma4,
+    write_tiny_llama,
+)
+from sglang_kv_canary.wiring.coverage import _ONLY_IF, paths
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses, SnippetOutcome
 
@@ -20,6 +28,10 @@ from sglang_kv_canary.cli.doctor import main
 assert not sglang_problem()
 sys.exit(main(sys.argv[1:]))
 """
+STEPS = (
+    *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "3"),
+)
 ON = ("--kv-canary", "raise", "--kv-canary-real-data", "all", "--kv-canary-sweep-interval", "20")
 
 
@@ -47,6 +59,7 @@ def test_without_arguments_it_checks_the_installation() -> None:
         "release",
         "versions",
         "device",
+        "drivers",
         "hooks",
         "settings",
         "server",
@@ -62,6 +75,62 @@ def test_arguments_that_can_be_protected_are_no_problem(
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert not _problems(outcome)
     assert "no argument is refused" in _lines(outcome, "server")[0]
+
+
+@pytest.mark.parametrize(
+    ("write_model", "pool"),
+    [
+        (write_tiny_llama, "MHATokenToKVPool, FULL(K,V): K and V of every layer; "),
+        (write_tiny_gemma4, "SWAKVPool, FULL(K,V) SWA(K,V): "),
+        (write_tiny_deepseek_v2, "MLATokenToKVPool, FULL(K): latent rows of every layer; "),
+    ],
+    ids=["mha", "swa", "mla"],
+)
+def test_the_pools_of_the_model_are_named(write_model, pool: str, tmp_path: Path) -> None:
+    outcome = _ask("--model-path", write_model(tmp_path), "--device", "cpu", *ON)
+    (line,) = _lines(outcome, "pools")
+    assert f"target model: {pool}" in line
+    assert "records take at most" in line
+
+
+def test_the_draft_models_pools_are_named_too(served: tuple[str, ...]) -> None:
+    draft = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", served[1])
+    outcome = _ask(*served, *draft, *STEPS)
+    target, draft = _lines(outcome, "pools")
+    assert "target model: MHATokenToKVPool" in target
+    assert "draft model: MHATokenToKVPool" in draft
+
+
+def test_only_the_paths_of_these_arguments_are_named(served: tuple[str, ...]) -> None:
+    plain = " ".join(_lines(_ask(*served), "paths"))
+    other = " ".join(_lines(_ask(*served, "--chunked-prefill-size", "-1", "--tp", "2"), "paths"))
+    assert "decode" in plain
+    assert "decode" in other
+    assert "chunked prefill" in plain
+    assert "chunked prefill" not in other
+    assert "tensor parallelism" not in plain
+    assert "tensor parallelism" in other
+
+
+@pytest.mark.skipif(release().has_own_canary, reason="newer releases have fewer paths")
+def test_paths_that_need_an_argument_are_paths_of_the_table() -> None:
+    other_releases = {"sliding-window layers"}
+    assert set(_ONLY_IF) - {path.name for path in paths()} == other_releases
+
+
+def test_a_driver_whose_gpu_torch_does_not_find_is_a_problem(monkeypatch, tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\n"
+        "GCC version:  gcc version 12.3.0\n"
+    )
+    monkeypatch.setattr(machine, "_NVIDIA", version)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.driver().startswith("NVIDIA 570.86.15")
+    found = doctor._drivers()
+    assert found.is_problem == (not torch.cuda.is_available())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert not doctor._drivers().is_problem
 
 
 def test_every_refusal_is_named_with_what_to_do(served: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.environ import SETTINGS
 from sglang_kv_canary.errors import CanaryConfigError
-from sglang_kv_canary.reports import event_sink
+from sglang_kv_canary.reports import event_file
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -150,7 +150,7 @@ def test_regular_files_new_ones_and_links_to_them_are_accepted(tmp_path: Path) -
 
 @pytest.fixture
 def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_sink, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(event_file, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("looks_each_time")

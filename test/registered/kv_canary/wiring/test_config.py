@@ -48,7 +48,9 @@ def bad_values(setting: EnvSetting) -> list[str]:
     if setting.path_kind:
         return ["/no/such/folder/anywhere"] + ["/dev"] * (setting.path_kind == "file")
     bad = ["x", "", "-1", *(["nan", "inf"] if setting.field_type is EnvFloat else ["1.5"])]
-    return bad + ["0"] * (setting.minimum == 1)
+    if setting.minimum:
+        bad.append(f"{setting.minimum - 1:g}")
+    return bad
 
 
 def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
@@ -56,11 +58,14 @@ def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
     if setting.choices:
         return setting.choices[-1], setting.choices[-1]
     if setting.path_kind:
-        path = str(folder if setting.path_kind == "folder" else folder / "events.jsonl")
+        path = str(folder if "folder" in setting.path_kind else folder / "events.jsonl")
         return path, path
     if setting.field_type is EnvBool:
         return "1", True
-    return ("7", 7) if setting.field_type is EnvInt else ("0.5", 0.5)
+    if setting.field_type is EnvInt:
+        number = int(max(7, setting.minimum or 0))
+        return str(number), number
+    return "0.5", 0.5
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,17 @@ from typing import Any
 from ..config import CanaryConfig, CanaryMode
 from ..environ import SETTINGS
 from ..errors import CanaryConfigError, CanaryStartupError
+from ..pool_patcher.api import record_bytes_per_slot
+from ..pool_patcher.installed_pools import installed_pools
+from ..pool_patcher.registry import Coverage
 from ..seam_guard import BUILTIN_ENV, wants_builtin
 from ..wiring.context import context
+from ..wiring.coverage import paths_of
+from ..wiring.memory import draft_model_config, pool_class_of
 from ..wiring.releases import SUPPORTED_SGLANG_VERSIONS, release
 from ..wiring.server_args import add_canary_args, refused_setups
 from ..wiring.startup_check import verify_hooks_applied
+from . import machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ def _diagnoses(server_argv: list[str]) -> Iterator[Diagnosis]:
     yield _release()
     yield _versions()
     yield _device()
+    yield _drivers()
     hooks = _hooks()
     yield hooks
     try:
@@ -74,27 +80,22 @@ def _release() -> Diagnosis:
 
 
 def _versions() -> Diagnosis:
-    import torch
-    import triton
-
-    return Diagnosis(
-        "versions",
-        f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}",
-    )
+    return Diagnosis("versions", machine.versions())
 
 
 def _device() -> Diagnosis:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Diagnosis("device", "no GPU: SGLang's CPU engine, the torch reference checks")
-    count = torch.cuda.device_count()
-    major, minor = torch.cuda.get_device_capability()
-    runtime = torch.version.cuda or torch.version.hip
     return Diagnosis(
         "device",
-        f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, runtime {runtime}",
+        machine.device() or "no GPU: SGLang's CPU engine, the torch reference checks",
     )
+
+
+def _drivers() -> Diagnosis:
+    """A GPU that torch cannot use is a problem: nobody would serve beside it on purpose."""
+    driver, runtime = machine.driver(), machine.runtime()
+    text = f"{driver or 'no GPU driver'}; torch is built for {runtime}"
+    unseen = bool(driver) and not machine.device() and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return Diagnosis("drivers", text + "; torch finds no GPU" * unseen, is_problem=unseen)
 
 
 def _hooks() -> Diagnosis:
@@ -145,8 +146,47 @@ def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
     if not refused:
         yield Diagnosis(
             "server",
-            "no argument is refused. The model's KV pool is checked at start-up; `kv-canary pools` lists pools",
+            "no argument is refused. The KV pools are checked again at start-up",
         )
+    yield from _pools(server_args)
+    yield from _paths(server_args)
+
+
+def _pools(server_args: Any) -> Iterator[Diagnosis]:
+    """The pools of the target and of its draft model, as far as their configurations tell."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    models = {"target": ModelConfig.from_server_args, "draft": draft_model_config}
+    for runner, config_of in models.items():
+        try:
+            config = config_of(server_args)
+        except Exception as error:  # SGLang's own, of many kinds
+            text = f"the {runner} model's configuration: {type(error).__name__}: {error}"
+            yield Diagnosis("pools", text, is_problem=True)
+            continue
+        if config is not None:
+            yield _pool(runner, pool_class_of(config))
+
+
+def _pool(runner: str, name: str) -> Diagnosis:
+    known = installed_pools(release().known_pools())
+    pool = next((p for p in known if p.name.endswith(f".{name}")), None)
+    if pool is None or pool.status is Coverage.REFUSED:
+        why = pool.note if pool else "this release has no such class"
+        return Diagnosis("pools", f"{runner} model: {name} is refused: {why}", is_problem=True)
+    sizes = record_bytes_per_slot(name).items()
+    records = ", ".join(f"{size} bytes for each {kind.value} slot" for kind, size in sizes)
+    text = f"{runner} model: {name}, {pool.groups}: {pool.note}; records take at most {records}"
+    return Diagnosis("pools", text)
+
+
+def _paths(server_args: Any) -> Iterator[Diagnosis]:
+    used = paths_of(server_args)
+    covered = [path.name for path in used if path.status is Coverage.COVERED]
+    yield Diagnosis("paths", f"covered: {'; '.join(covered)}")
+    for path in used:
+        if path.status is Coverage.PARTLY:
+            yield Diagnosis("paths", f"partly: {path.name}: {path.note}")
 
 
 def _attempt(prepare: Callable[[], Any]) -> Any:

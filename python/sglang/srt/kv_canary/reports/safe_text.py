@@ -23,9 +23,16 @@ def safe_text(text: object, limit: int = MAX_SHOWN) -> str:
     return "".join(shown)
 
 
+def printable_text(text: str) -> str:
+    """`text` on one line with all non-printable characters escaped. For text that was made safe before, if honestly."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
 def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
+    return "\\" + character if character in '"\\' else _printable(character)
+
+
+def _printable(character: str) -> str:
     # Non-printable: every control and format character, including ESC, newlines and bidirectional controls.
     return (
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")

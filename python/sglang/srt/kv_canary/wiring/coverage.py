@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from ..plan.speculation import draft_keeps_kv
 from ..pool_patcher.registry import Coverage
 from .path_support import PathSupport
+from .refusals import model_has
 from .releases import release
 
 
@@ -11,3 +16,65 @@ def paths() -> tuple[PathSupport, ...]:
     """The paths of the installed release, refused ones last."""
     refused = (PathSupport(case.name, Coverage.REFUSED, case.why) for case in release().refusals())
     return (*release().served(), *refused)
+
+
+def paths_of(server_args: Any) -> tuple[PathSupport, ...]:
+    """The paths that a server with these ServerArgs can take, of those that the release serves."""
+    return tuple(
+        path for path in release().served() if _ONLY_IF.get(path.name, _always)(server_args)
+    )
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    """Whether a switch is on. Not every release has every switch."""
+    return lambda args: bool(getattr(args, name, False))
+
+
+def _uses_graphs(args: Any) -> bool:
+    return args.device == "cuda" and not getattr(args, "disable_cuda_graph", False)
+
+
+def _speculates(args: Any) -> bool:
+    return args.speculative_algorithm is not None
+
+
+def _drafts(args: Any) -> bool:
+    return _speculates(args) and draft_keeps_kv(args)
+
+
+def _branches(args: Any) -> bool:
+    return _speculates(args) and (args.speculative_eagle_topk or 1) > 1
+
+
+# Paths that are not listed here need no argument.
+_ONLY_IF: dict[str, Callable[[Any], bool]] = {
+    # None: SGLang chooses a size later.
+    "chunked prefill": lambda args: (
+        args.chunked_prefill_size is None or args.chunked_prefill_size > 0
+    ),
+    "mixed batches (--enable-mixed-chunk)": _has("enable_mixed_chunk"),
+    "overlap scheduling": lambda args: not args.disable_overlap_schedule,
+    "decode CUDA graphs": _uses_graphs,
+    "piecewise prefill CUDA graphs": lambda args: (
+        _uses_graphs(args) and not getattr(args, "disable_piecewise_cuda_graph", False)
+    ),
+    "breakable CUDA graphs": _has("enable_breakable_cuda_graph"),
+    "tensor parallelism": lambda args: args.tp_size > 1,
+    "pipeline parallelism": lambda args: args.pp_size > 1,
+    "speculative: target verify": _speculates,
+    "speculative: frozen-KV MTP": lambda args: args.speculative_algorithm == "FROZEN_KV_MTP",
+    "speculative: draft and draft-extend, top-k 1": lambda args: (
+        _drafts(args) and not _branches(args)
+    ),
+    "speculative: draft trees, top-k > 1": _branches,
+    "moved slots (move_kv_cache)": _speculates,
+    "release and resume of memory (memory saver)": _has("enable_memory_saver"),
+    "streaming sessions": _has("enable_streaming_session"),
+    "data parallelism (replicas)": lambda args: args.dp_size > 1 and not args.enable_dp_attention,
+    "data-parallel attention (idle batches)": _has("enable_dp_attention"),
+    "sliding-window layers": lambda args: model_has(args, "is_hybrid_swa"),
+}

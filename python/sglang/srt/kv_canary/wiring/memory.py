@@ -31,29 +31,37 @@ def record_bytes_of(config: Any, model_config: Any, is_draft: bool = False) -> i
     return sum(size * slots.get(kind, 0) for kind, size in per_slot.items())
 
 
-def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[PoolKind, int]]:
-    """The pool class that `ModelRunner._init_pools` selects, and its slots per pool kind.
+def pool_class_of(model_config: Any) -> str:
+    """The pool class that `ModelRunner._init_pools` selects, or one with the same halves.
 
-    A class with the same halves may stand for it. FP4 pools have the halves of their base classes. Hybrid linear
-    pools have those of their inner MHA or MLA pool.
+    FP4 pools have the halves of their base classes. Hybrid linear pools have those of their inner MHA or MLA pool.
     """
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_v4
 
+    if is_deepseek_v4(model_config.hf_config):
+        return "DeepSeekV4TokenToKVPool"
+    if model_config.attention_arch == AttentionArch.MLA:
+        has_indexer = release().has_indexer(model_config.hf_config)
+        return "NSATokenToKVPool" if has_indexer else "MLATokenToKVPool"
+    return "SWAKVPool" if model_config.is_hybrid_swa else "MHATokenToKVPool"
+
+
+def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[PoolKind, int]]:
+    """The pool class of one model, and its slots per pool kind."""
+    pool_class = pool_class_of(model_config)
     full, swa = config.max_total_num_tokens, config.swa_max_total_num_tokens or 0
-    if is_deepseek_v4(model_config.hf_config):  # its draft has SWA layers only
+    if pool_class == "DeepSeekV4TokenToKVPool":  # its draft has SWA layers only
         c4 = 0 if is_draft else config.c4_max_total_num_tokens
         c128 = 0 if is_draft else config.c128_max_total_num_tokens
         slots = {PoolKind.SWA: swa, PoolKind.C4: c4, PoolKind.C4_INDEXER: c4, PoolKind.C128: c128}
-        return "DeepSeekV4TokenToKVPool", slots
-    if model_config.attention_arch == AttentionArch.MLA:
-        if release().has_indexer(model_config.hf_config):
-            return "NSATokenToKVPool", {PoolKind.FULL: full, PoolKind.INDEXER: full}
-        return "MLATokenToKVPool", {PoolKind.FULL: full}
-    if model_config.is_hybrid_swa:
+        return pool_class, slots
+    if pool_class == "NSATokenToKVPool":
+        return pool_class, {PoolKind.FULL: full, PoolKind.INDEXER: full}
+    if pool_class == "SWAKVPool":
         full_slots = config.full_max_total_num_tokens or 0
         full = full_slots if model_config.full_attention_layer_ids else 0
-        return "SWAKVPool", {PoolKind.FULL: full, PoolKind.SWA: swa}
-    return "MHATokenToKVPool", {PoolKind.FULL: full}
+        return pool_class, {PoolKind.FULL: full, PoolKind.SWA: swa}
+    return pool_class, {PoolKind.FULL: full}
 
 
 def budget_without_records(available_bytes: int, record_bytes: int) -> int:
@@ -72,7 +80,7 @@ def _reserve_records(configurator: Any, sized: Any) -> None:
     if not is_asked_for(server_args):
         return
     original = configurator.calculate_pool_sizes
-    draft = _draft_model_config(server_args)
+    draft = draft_model_config(server_args)
 
     @functools.wraps(original)
     def calculate_pool_sizes(available_bytes: int, page_size: int) -> Any:
@@ -110,7 +118,7 @@ def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs
         raise
 
 
-def _draft_model_config(server_args: Any) -> Any | None:
+def draft_model_config(server_args: Any) -> Any | None:
     """The draft model's ModelConfig, as its worker will make it. None without a draft that keeps KV."""
     if server_args.speculative_algorithm is None or not draft_keeps_kv(server_args):
         return None

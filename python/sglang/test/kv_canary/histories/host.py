@@ -11,7 +11,7 @@ from sglang_kv_canary.slot_event import SlotEventKind
 
 from ..backends import Backend
 from ..oracle import GroupModel
-from ..world import GroupWorld, World, WorldSpec
+from ..world import ScratchGroup, World, WorldSpec
 
 
 @dataclass
@@ -55,10 +55,10 @@ class Host:
         self.swa_pages = Pages(self.spec.swa_slots, self.spec.page_size)
         self.swa_page_of: dict[int, int] = {}  # by full page
 
-    def _groups(self) -> list[tuple[GroupWorld, GroupModel]]:
+    def _groups(self) -> list[tuple[ScratchGroup, GroupModel]]:
         return list(zip(self.world.groups, self.oracle.groups, strict=True))
 
-    def _group(self, index: int) -> tuple[GroupWorld, GroupModel]:
+    def _group(self, index: int) -> tuple[ScratchGroup, GroupModel]:
         groups = self._groups()
         return groups[index % len(groups)]
 
@@ -69,7 +69,7 @@ class Host:
         self,
         kind: SlotEventKind,
         slots: Sequence[int] | None,
-        g: GroupWorld,
+        g: ScratchGroup,
         model: GroupModel,
         calls: int = 1,
     ) -> None:

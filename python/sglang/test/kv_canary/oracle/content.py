@@ -1,38 +1,12 @@
-"""Where the bytes of a slot lie, and their fingerprint."""
+"""The fingerprint of the bytes of a slot."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from sglang_kv_canary import record
 from sglang_kv_canary.config import ContentMode
-
-
-@dataclass(frozen=True, slots=True)
-class ContentLayout:
-    """Where the bytes of a slot lie in `memory`; the fields of `ContentSource`, `offset` from its start."""
-
-    memory: bytearray
-    page_size: int
-    page_stride: int
-    token_stride: int
-    row_bytes: int
-    offset: int
-
-    def start_of(self, slot: int) -> int:
-        page, in_page = divmod(slot, self.page_size)
-        return self.offset + page * self.page_stride + in_page * self.token_stride
-
-    def row_of(self, slot: int) -> bytes:
-        start = self.start_of(slot)
-        return bytes(self.memory[start : start + self.row_bytes])
-
-    @property
-    def in_words(self) -> bool:
-        """Whether every row starts and ends at a multiple of 4 bytes."""
-        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset)
-        return all(part % 4 == 0 for part in parts)
+from sglang_kv_canary.selftest.memory import ContentLayout
 
 
 @lru_cache(maxsize=1 << 16)

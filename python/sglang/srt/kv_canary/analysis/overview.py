@@ -1,0 +1,309 @@
+"""Event files as a whole: the processes that wrote them, and what each found."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..endpoint import CanaryLaunchTag
+from ..reports.event_loader import (
+    Active,
+    CauseTold,
+    Checking,
+    Event,
+    Found,
+    Health,
+    InternalError,
+    LoadedEvents,
+    Problem,
+    Statistics,
+    SweepPass,
+)
+from ..reports.rank_file import rank_name
+from ..reports.violation import Actor
+from .families import Family, family_of
+
+ProcessKey = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One scheduler process: a rank of a server, from a start to its end. Only the last event of each kind counts."""
+
+    key: ProcessKey
+    label: str  # unique
+    events: tuple[Event, ...]  # all but findings and causes, oldest first
+
+    @cached_property
+    def active(self) -> tuple[Active, ...]:
+        """One for each runner."""
+        found = [event for event in self.events if isinstance(event, Active)]
+        return tuple({event.stamp.runner: event for event in found}.values())
+
+    @cached_property
+    def statistics(self) -> tuple[Statistics, ...]:
+        return tuple(event for event in self.events if isinstance(event, Statistics))
+
+    @cached_property
+    def sweeps(self) -> tuple[SweepPass, ...]:
+        return tuple(event for event in self.events if isinstance(event, SweepPass))
+
+    @cached_property
+    def errors(self) -> tuple[InternalError, ...]:
+        return tuple(event for event in self.events if isinstance(event, InternalError))
+
+    @property
+    def health(self) -> Health | None:
+        return next((e for e in reversed(self.events) if isinstance(e, Health)), None)
+
+    @property
+    def state(self) -> str:
+        """Whether it checked to the end, in one word or two."""
+        checking = next((e for e in reversed(self.events) if isinstance(e, Checking)), None)
+        if checking is not None and not checking.checking:
+            return "stopped checking"
+        if self.health is None:
+            return "unknown"
+        return "healthy" if self.health.healthy else "unhealthy"
+
+    @property
+    def home(self) -> str:
+        """Host and process id, "" if no event says them."""
+        first = next(iter(self.active), None)
+        return "" if first is None or first.host is None else f"{first.host} pid {first.pid}"
+
+    def slots(self, pool: str) -> int:
+        """Slots of one of its pools, 0 if no event says it."""
+        return max((event.slots.get(pool, 0) for event in self.active), default=0)
+
+
+@dataclass(frozen=True)
+class KnownCause:
+    """A cause in one process: its findings, and the last that was told of it."""
+
+    process: Process
+    runner: str
+    number: int | None  # old files have none
+    found: tuple[Found, ...]  # at most 64 are written
+    told: CauseTold | None  # None if the server was killed first
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        return self.told.reasons if self.told else self.found[0].violation.reasons
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.reasons)
+
+    @cached_property
+    def pool(self) -> str:
+        if self.told:
+            return self.told.pool
+        return CanaryLaunchTag.kind_of(self.found[0].violation.tag).value
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Those that the written findings name, ascending."""
+        named = {f.violation.slot for f in self.found} | {self.told.slot if self.told else None}
+        return tuple(sorted(slot for slot in named if slot is not None))
+
+    @property
+    def findings(self) -> int:
+        """Repeats included."""
+        return max(len(self.found), self.told.findings if self.told else 0)
+
+    @cached_property
+    def forwards(self) -> tuple[int, int]:
+        """The first and the last that found it."""
+        seen = [f.violation.reader.forward for f in self.found]
+        if self.told:
+            seen += [self.told.first_forward, self.told.last_forward]
+        return min(seen), max(seen)
+
+    @cached_property
+    def time(self) -> float:
+        """Unix time of the first event about it."""
+        events = [*self.found, *((self.told,) if self.told else ())]
+        return min(event.stamp.time for event in events)
+
+    @property
+    def sentence(self) -> str:
+        return self.told.story.sentence if self.told else ""
+
+    @property
+    def guess(self) -> str:
+        return self.told.story.guess_text if self.told else ""
+
+    @property
+    def bug_class(self) -> str:
+        guess = self.told.story.guess if self.told else None
+        return guess.bug.value if guess else "unknown"
+
+    @property
+    def extent(self) -> str:
+        told = self.told
+        return told.extent.text(told.tags) if told is not None and told.extent else ""
+
+    @cached_property
+    def readers(self) -> tuple[Actor, ...]:
+        """Each request once. The sweep and the allocator are none."""
+        told = self.told.readers if self.told else ()
+        actors = [*told, *(f.violation.reader for f in self.found)]
+        return _requests(actors)
+
+    @cached_property
+    def writers(self) -> tuple[Actor, ...]:
+        """The last writers of its slots: the owners when the damage was found."""
+        return _requests(f.violation.writer for f in self.found)
+
+    @property
+    def name(self) -> str:
+        number = "" if self.number is None else f" #{self.number}"
+        draft = "" if self.runner == "target" else f" {self.runner}"
+        return f"{self.process.label}{draft}{number}"
+
+
+@dataclass(frozen=True)
+class SameCause:
+    """One fault as several ranks saw it: equal runner, pool, slot, reasons and first forward."""
+
+    causes: tuple[KnownCause, ...]  # at most one per process
+
+    @property
+    def first(self) -> KnownCause:
+        return self.causes[0]
+
+    @property
+    def findings(self) -> int:
+        return sum(cause.findings for cause in self.causes)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything that the commands show."""
+
+    processes: tuple[Process, ...]
+    causes: tuple[KnownCause, ...]  # in the order in which they were found
+    problems: tuple[Problem, ...]
+    missing: dict[str, int]  # lost events, by the process's label
+    events: int
+
+    @classmethod
+    def of(cls, loaded: LoadedEvents) -> Overview:
+        by_process: dict[ProcessKey, list[Event]] = defaultdict(list)
+        for event in loaded.events:
+            by_process[_key(event)].append(event)
+        processes, causes = [], []
+        labels = _labels(by_process)
+        for key in sorted(by_process, key=lambda key: labels[key]):
+            rest = [e for e in by_process[key] if not isinstance(e, Found | CauseTold)]
+            process = Process(key, labels[key], tuple(rest))
+            processes.append(process)
+            causes += _causes(process, by_process[key])
+        runs = {str(key[0]): label for key, label in labels.items()}
+        return cls(
+            tuple(processes),
+            tuple(sorted(causes, key=lambda cause: (cause.time, cause.number or 0))),
+            loaded.problems,
+            {runs.get(run, run): lost for run, lost in loaded.missing.items()},
+            len(loaded.events),
+        )
+
+    @cached_property
+    def same_causes(self) -> tuple[SameCause, ...]:
+        """In the order in which they were found."""
+        groups: dict[object, list[KnownCause]] = defaultdict(list)
+        seen: Counter[object] = (
+            Counter()
+        )  # the second such cause of one rank is the second of another
+        for cause in self.causes:
+            slot = cause.slots[0] if cause.slots else None
+            what = (cause.runner, cause.pool, slot, cause.reasons, cause.forwards[0])
+            groups[what, seen[what, cause.process.key]].append(cause)
+            seen[what, cause.process.key] += 1
+        return tuple(SameCause(tuple(group)) for group in groups.values())
+
+    @cached_property
+    def findings(self) -> int:
+        return sum(cause.findings for cause in self.causes)
+
+    @cached_property
+    def affected(self) -> tuple[Process, ...]:
+        """The processes that found something."""
+        found = {cause.process.key for cause in self.causes}
+        return tuple(process for process in self.processes if process.key in found)
+
+    @cached_property
+    def pools(self) -> tuple[str, ...]:
+        """Pool kinds with findings, those with the most first."""
+        counts: Counter[str] = Counter()
+        for cause in self.causes:
+            counts[cause.pool] += cause.findings
+        return tuple(kind for kind, _ in counts.most_common())
+
+    def by_reason(self) -> dict[str, Counter[str]]:
+        """Causes by their reasons, then by the process's label."""
+        table: dict[str, Counter[str]] = defaultdict(Counter)
+        for cause in self.causes:
+            table["+".join(cause.reasons)][cause.process.label] += 1
+        return dict(sorted(table.items(), key=lambda row: -row[1].total()))
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """Unix time of the first and the last event of any process."""
+        times = [e.stamp.time for process in self.processes for e in process.events]
+        times += [cause.time for cause in self.causes]
+        return (min(times), max(times)) if times else None
+
+
+def _key(event: Event) -> ProcessKey:
+    stamp = event.stamp
+    ranks = (stamp.rank, stamp.pp_rank, stamp.dp_rank)
+    return ("", *ranks) if stamp.run is None else (stamp.run, *ranks)
+
+
+def _labels(by_process: dict[ProcessKey, list[Event]]) -> dict[ProcessKey, str]:
+    """The rank, followed by what tells processes of the same rank apart: host, process id, or a number."""
+    names = {key: rank_name(*key[1:]) for key in by_process}  # type: ignore[arg-type]
+    homes = {key: next(_homes(events), ("", "")) for key, events in by_process.items()}
+    labels: dict[ProcessKey, str] = {}
+    for key, name in names.items():
+        twins = [other for other in names if names[other] == name]
+        label = name
+        if len({homes[twin][0] for twin in twins}) > 1:
+            label += f" {homes[key][0]}"
+        if len({homes[twin] for twin in twins}) > len({homes[twin][0] for twin in twins}):
+            label += f" pid {homes[key][1]}"
+        if label in labels.values():
+            label += f" ({1 + sum(other.startswith(label) for other in labels.values())})"
+        labels[key] = label
+    return labels
+
+
+def _homes(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
+    for event in events:
+        if isinstance(event, Active) and event.host is not None:
+            yield event.host, str(event.pid)
+
+
+def _causes(process: Process, events: Iterable[Event]) -> Iterator[KnownCause]:
+    found: dict[object, list[Found]] = defaultdict(list)
+    told: dict[object, CauseTold] = {}
+    for event in events:
+        runner = event.stamp.runner or "target"
+        if isinstance(event, CauseTold):
+            told[runner, event.cause, None] = event
+        elif isinstance(event, Found):
+            v = event.violation
+            other = None if event.cause is not None else (v.tag, v.slot, v.reasons)
+            found[runner, event.cause, other].append(event)
+    for key in dict.fromkeys((*found, *told)):
+        runner, number, _ = key  # type: ignore[misc]
+        yield KnownCause(process, runner, number, tuple(found.get(key, ())), told.get(key))
+
+
+def _requests(actors: Iterable[Actor | None]) -> tuple[Actor, ...]:
+    known = (actor for actor in actors if actor is not None and actor.row > 0)
+    return tuple({(actor.row, actor.request_id): actor for actor in known}.values())

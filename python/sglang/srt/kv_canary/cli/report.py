@@ -1,0 +1,87 @@
+"""`kv-canary report`: what event files tell, as a page or for the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ..analysis.overview import Overview
+from ..analysis.text import as_text
+from ..reports.event_loader import load_events
+
+T = TypeVar("T")
+INSTALL = 'pip install "sglang-kv-canary[report]"'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kv-canary report",
+        description="Summarizes event files as a page that needs nothing else, or with --text for the terminal. The "
+        f"page needs matplotlib and Jinja2: {INSTALL}.",
+    )
+    parser.add_argument(
+        "path", type=Path, metavar="DIR", help="folder with event files, or one event file"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="where to write the page (default %(default)s)",
+    )
+    parser.add_argument("--text", action="store_true", help="print text instead of writing a page")
+    parser.add_argument(
+        "--causes",
+        type=int,
+        metavar="N",
+        help="maximum causes in detail (default 20 in text, 200 on the page)",
+    )
+    args = parser.parse_args(argv)
+    if args.causes is not None and args.causes < 0:
+        parser.error(f"--causes {args.causes}: expected a number >= 0")
+    if not args.text and (missing := _missing_libraries()):
+        parser.error(f"the page needs {' and '.join(missing)}: {INSTALL}, or use --text")
+    try:
+        overview = Overview.of(load_events(args.path, _watched))
+    except OSError as error:
+        parser.error(str(error))
+    if args.text:
+        _print(overview, 20 if args.causes is None else args.causes)
+        return 0
+    from ..analysis.page import write_page
+
+    try:
+        write_page(overview, args.output, 200 if args.causes is None else args.causes)
+    except OSError as error:
+        parser.error(f"cannot write {str(args.output)!r}: {error}")
+    print(f"{args.output} ({args.output.stat().st_size >> 10} KiB)")
+    return 0
+
+
+def _missing_libraries() -> list[str]:
+    from importlib.util import find_spec
+
+    modules = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
+    return [name for module, name in modules.items() if find_spec(module) is None]
+
+
+def _watched(found: Iterable[T], file: Path) -> Iterator[T]:
+    """Shows on stderr, if that is a terminal, how far reading is."""
+    from tqdm import tqdm
+
+    return iter(tqdm(found, desc=file.name, unit=" lines", disable=None, leave=False))
+
+
+def _print(overview: Overview, most_causes: int) -> None:
+    colour = (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+    width = shutil.get_terminal_size((120, 24)).columns
+    for line in as_text(overview, most_causes=most_causes, width=width, colour=colour):
+        print(line)

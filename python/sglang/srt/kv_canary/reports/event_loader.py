@@ -1,0 +1,161 @@
+"""Reads event files back as typed events, those of one file or of a whole folder.
+
+    loaded = load_events(Path("/var/log/sglang/canary"))
+    for cause in loaded.of(CauseTold):
+        print(cause.stamp.rank, cause.story.sentence)
+
+A line that is no event is a `Problem`, not an error: a killed server may leave a part of one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from .event_types import (
+    Active,
+    CauseTold,
+    Checking,
+    Event,
+    EventFormatError,
+    Found,
+    Health,
+    InternalError,
+    Stamp,
+    Statistics,
+    SweepPass,
+    event_of,
+)
+
+__all__ = [
+    "Active",
+    "CauseTold",
+    "Checking",
+    "Event",
+    "EventFormatError",
+    "Found",
+    "Health",
+    "InternalError",
+    "LoadedEvents",
+    "Problem",
+    "Stamp",
+    "Statistics",
+    "SweepPass",
+    "event_files",
+    "load_events",
+    "read_events",
+]
+
+_NAME = re.compile(r"(?P<stem>.*\.jsonl)(?:\.(?P<number>\d+))?(?P<packed>\.gz)?")
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line that is no event."""
+
+    file: Path
+    line: int  # in the file, from 1
+    what: str
+
+
+Watch = Callable[[Iterable[Event | Problem], Path], Iterable[Event | Problem]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEvents:
+    """The events of some files, oldest first, each once."""
+
+    events: tuple[Event, ...]
+    problems: tuple[Problem, ...]
+    missing: dict[str, int]  # by run: events before the run's last one that are in no file
+
+    def of(self, event_type: type[E]) -> tuple[E, ...]:
+        """Those of one type."""
+        return tuple(event for event in self.events if isinstance(event, event_type))
+
+
+def event_files(path: Path) -> tuple[Path, ...]:
+    """The event files at `path`, a file or a folder. Files of one rank are in the order in which they were written.
+
+    Raises FileNotFoundError if there are none.
+    """
+    if path.is_file():
+        return (path,)
+    found = [(match, file) for file in _listed(path) if (match := _NAME.fullmatch(file.name))]
+    if not found:
+        raise FileNotFoundError(
+            f"no event file at {str(path)!r}: expected a file, or a folder with files named *.jsonl, *.jsonl.N or "
+            "*.jsonl.gz"
+        )
+    return tuple(file for _, file in sorted(found, key=lambda each: _order(each[0])))
+
+
+def _listed(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+
+
+def _order(name: re.Match[str]) -> tuple[str, float]:
+    """The file without a number is the newest."""
+    return name["stem"], float(name["number"] or "inf")
+
+
+def read_events(file: Path) -> Iterator[Event | Problem]:
+    """The lines of one event file, also a packed one (`.gz`). Empty lines are skipped."""
+    opener = gzip.open if file.suffix == ".gz" else open
+    number = 0
+    with opener(file, "rb") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parsed(file, number, line)
+        except (EOFError, zlib.error) as error:
+            yield Problem(file, number + 1, f"the archive is damaged from here on: {error}")
+
+
+def _parsed(file: Path, number: int, line: bytes) -> Event | Problem:
+    try:
+        return event_of(json.loads(line))
+    except EventFormatError as error:
+        return Problem(file, number, str(error))
+    except (ValueError, RecursionError):
+        return Problem(file, number, "not JSON: a part of a line, or a damaged one")
+
+
+def load_events(path: Path, watch: Watch | None = None) -> LoadedEvents:
+    """All events at `path`, a file or a folder. `watch` passes on what is read of a file, and may show progress.
+
+    Lines that are in several files count once. Raises FileNotFoundError if there is no event file, and OSError for a
+    file that cannot be read.
+    """
+    events: dict[object, Event] = {}
+    problems = []
+    for file in event_files(path):
+        lines: Iterable[Event | Problem] = read_events(file)
+        for found in lines if watch is None else watch(lines, file):
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                events.setdefault(_key(found), found)
+    ordered = tuple(sorted(events.values(), key=lambda event: event.stamp.time))
+    return LoadedEvents(ordered, tuple(problems), _missing(ordered))
+
+
+def _key(event: Event) -> object:
+    stamp = event.stamp
+    return id(event) if stamp.run is None else (stamp.run, stamp.line)
+
+
+def _missing(events: Iterable[Event]) -> dict[str, int]:
+    lines: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.stamp.run is not None and event.stamp.line is not None:
+            lines[event.stamp.run].append(event.stamp.line)
+    return {run: gone for run, seen in lines.items() if (gone := max(seen) - len(seen))}

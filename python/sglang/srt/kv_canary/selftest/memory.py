@@ -1,0 +1,104 @@
+"""Where the bytes of a slot lie, on the device and on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..buffer_group import ContentSource
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLayout:
+    """Where the bytes of a slot lie in `memory`; the fields of `ContentSource`, `offset` from its start."""
+
+    memory: bytearray
+    page_size: int
+    page_stride: int
+    token_stride: int
+    row_bytes: int
+    offset: int
+
+    def start_of(self, slot: int) -> int:
+        page, in_page = divmod(slot, self.page_size)
+        return self.offset + page * self.page_stride + in_page * self.token_stride
+
+    def row_of(self, slot: int) -> bytes:
+        start = self.start_of(slot)
+        return bytes(self.memory[start : start + self.row_bytes])
+
+    @property
+    def in_words(self) -> bool:
+        """Whether every row starts and ends at a multiple of 4 bytes."""
+        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset)
+        return all(part % 4 == 0 for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Layout of one content source: rows of `row_bytes` in pages, all in bytes."""
+
+    row_bytes: int
+    page_size: int = 1
+    token_gap: int = 0  # between the rows of a page
+    page_gap: int = 0  # after the rows of a page
+    offset: int = 0  # before the first page
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def token_stride(self) -> int:
+        return self.row_bytes + self.token_gap
+
+    @property
+    def page_stride(self) -> int:
+        return self.page_size * self.token_stride + self.page_gap
+
+
+CONTENT_SHAPES: dict[str, tuple[RowShape, ...]] = {
+    "none": (),
+    "two layers": (RowShape(16, dtype=torch.float32), RowShape(16, dtype=torch.float32)),
+    "odd bytes": (RowShape(6), RowShape(7, token_gap=2)),
+    "three sectors": (RowShape(80, dtype=torch.bfloat16),),
+    "paged": (
+        RowShape(20, page_size=4, token_gap=4, page_gap=12, offset=8),
+        RowShape(36, offset=4),
+    ),
+    "584 bytes": (RowShape(584),),
+}
+
+
+class Memory:
+    """Bytes of one content source: a device tensor and its host mirror, changed together."""
+
+    def __init__(self, shape: RowShape, num_slots: int, device: str) -> None:
+        pages = -(-num_slots // shape.page_size)
+        size = shape.offset + pages * shape.page_stride
+        item = torch.empty(0, dtype=shape.dtype).element_size()
+        size = -(-size // item) * item
+        self.host = bytearray(size)
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.shape = shape
+        self.layout = ContentLayout(
+            self.host,
+            shape.page_size,
+            shape.page_stride,
+            shape.token_stride,
+            shape.row_bytes,
+            shape.offset,
+        )
+
+    def source(self) -> ContentSource:
+        s = self.shape
+        data = self.device.view(s.dtype)
+        return ContentSource(
+            data, s.page_size, s.page_stride, s.token_stride, s.row_bytes, s.offset
+        )
+
+    def write(self, slot: int, values: bytes, at: int = 0) -> None:
+        """Put `values` at byte `at` of the slot's row."""
+        start = self.layout.start_of(slot) + at
+        self.host[start : start + len(values)] = values
+
+    def upload(self) -> None:
+        self.device.copy_(torch.frombuffer(self.host, dtype=torch.uint8))

@@ -1,0 +1,300 @@
+"""`kv-canary report`: what event files tell, for a terminal and as a page, whatever is in the files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.analysis.families import FAMILIES, UNKNOWN, family_of
+from sglang_kv_canary.analysis.overview import Overview
+from sglang_kv_canary.analysis.text import as_text
+from sglang_kv_canary.cli.report import main
+from sglang_kv_canary.record import Reason
+from sglang_kv_canary.reports.event_loader import load_events
+from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+HOSTILE = '<script>alert("1")</script>\x1b[31m\u202e$x$'
+VOID = {"meta", "link", "br", "use", "path", "image", "img", "hr"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "events")
+
+
+def _text(path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["--text", str(path), *argv]) == 0
+    return capsys.readouterr().out
+
+
+def _page(path: Path, out: Path) -> str:
+    assert main([str(path), "-o", str(out)]) == 0
+    page = out.read_text()
+    checked = _Checked()
+    checked.feed(page)
+    checked.close()
+    assert checked.open == []
+    assert checked.links <= checked.ids
+    return page
+
+
+class _Checked(HTMLParser):
+    """Tags are closed in order, ids are unique, and nothing runs or comes from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: set[str] = set()
+        self.links: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "iframe", "object", "embed", "form")
+        for name, value in attrs:
+            assert not name.startswith("on")
+            if name == "id":
+                assert value not in self.ids
+                self.ids.add(value or "")
+            elif name in ("href", "xlink:href", "src"):
+                assert value is not None
+                assert value.startswith(("#", "data:image/png;base64,"))
+                if value.startswith("#"):
+                    self.links.add(value[1:])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+# What it says
+
+
+def test_the_text_tells_what_happened(folder: Path, capsys) -> None:
+    shown = _text(folder, capsys)
+    assert "2 causes" in shown.splitlines()[0]
+    assert "in 2 of 2 processes" in shown.splitlines()[0]
+    assert re.search(r"^tp1 +gpu7 pid 101 +FULL\[K\+V\], content all +log ", shown, re.MULTILINE)
+    assert "NEVER_WRITTEN on tp0 #1, tp1 #1" in shown
+    assert f"at position {POSITION} reads slot {SLOT}" in shown
+    assert "guess: never stored (likely)" in shown
+    assert "docs/alarms.md#never_written" in shown
+    assert re.search(r"^tp0 +0 to 150 +98\.7 % +3150 +41\.5 +3$", shown, re.MULTILINE)
+    assert "What is wrong" not in shown
+
+
+def test_the_page_tells_the_same(folder: Path, tmp_path: Path) -> None:
+    page = _page(folder, tmp_path / "page.html")
+    assert "2 causes" in page
+    assert "NEVER_WRITTEN on tp0 #1, tp1 #1" in page
+    assert f"at position {POSITION} reads slot {SLOT}" in page
+    assert "kv-canary violation #1: NEVER_WRITTEN at HEAD_K_FULL" in page  # a finding in detail
+    assert f'<td class="n">{SLOT}</td><td>tp0, tp1</td>' in page  # the map's table
+    assert page.count("<svg") == 6  # timeline, pool and cost, wide and narrow
+    assert "98.7 %" in page
+    assert "default-src 'none'" in page
+    assert "may be incomplete" not in page
+
+
+def test_marks_of_the_plots_lead_to_their_causes(folder: Path, tmp_path: Path) -> None:
+    page = _page(folder, tmp_path / "page.html")
+    for number in (1, 2):
+        assert page.count(f'href="#cause-{number}"') >= 4  # in two plots, wide and narrow
+
+
+def test_without_violations_it_says_so(tmp_path: Path, capsys) -> None:
+    file = write_events(tmp_path / "events.jsonl", [active(0)])
+    assert _text(file, capsys).startswith("no violation in 1 process\n")
+    page = _page(file, tmp_path / "page.html")
+    assert "no violation in 1 process" in page
+    assert "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS" in page
+
+
+def test_a_cause_that_no_event_tells_is_shown_from_its_findings(folder: Path, capsys) -> None:
+    """The server was killed first."""
+    for file in folder.iterdir():
+        lines = [x for x in file.read_text().splitlines() if json.loads(x)["event"] != "cause"]
+        file.write_text("\n".join(lines) + "\n")
+    shown = _text(folder, capsys)
+    assert "NEVER_WRITTEN on tp0 #1, tp1 #1" in shown
+    assert re.search(r"forwards \d+ to \d+; \d+ findings", shown)
+
+
+def test_processes_of_the_same_rank_have_names_of_their_own(tmp_path: Path) -> None:
+    """A restarted server, another host, and a copy that no event tells apart."""
+    events = [
+        active(0, run="a"),
+        active(0, run="b", pid=7),
+        active(0, run="c", host="gpu8", pid=7),
+    ]
+    write_events(tmp_path / "events.jsonl", [*events, active(0, run="d", host="gpu8", pid=7)])
+    labels = [process.label for process in Overview.of(load_events(tmp_path)).processes]
+    assert len(set(labels)) == 4
+    assert "tp0 gpu7 pid 100" in labels
+    assert "tp0 gpu7 pid 7" in labels
+    assert "tp0 gpu8 pid 7" in labels
+
+
+def test_a_server_into_which_faults_are_injected_is_called_one(tmp_path: Path, capsys) -> None:
+    file = write_events(tmp_path / "events.jsonl", [active(0, fault_injection="/tmp/faults")])
+    assert "log, fault injection is ON" in _text(file, capsys)
+    write_events(file, [active(0)])
+    assert "fault injection" not in _text(file, capsys)
+
+
+def test_every_reason_has_a_family() -> None:
+    assert [sum(r in f.reasons for f in FAMILIES) for r in Reason] == [1] * len(Reason)
+    assert family_of(["A_REASON_OF_LATER"]) is UNKNOWN
+
+
+# What may be in the files
+
+
+def _hostile(folder: Path) -> None:
+    """Text from strangers wherever the schema has any."""
+
+    def soil(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: HOSTILE
+                if k in ("request_id", "host", "model", "sentence", "reason", "mode", "state")
+                and not (k == "mode" and value.get("event") == "active")
+                else soil(v)
+                for k, v in value.items()
+            }
+        return [soil(v) for v in value] if isinstance(value, list) else value
+
+    for file in folder.iterdir():
+        lines = [json.dumps(soil(json.loads(line))) for line in file.read_text().splitlines()]
+        file.write_text("\n".join(lines) + "\n")
+
+
+def test_text_from_strangers_is_neither_run_nor_printed_raw(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    _hostile(folder)
+    page = _page(folder, tmp_path / "page.html")
+    shown = _text(folder, capsys)
+    assert "&lt;script&gt;alert(" in page
+    for text in (page, shown):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert "\\x1b" in text
+    assert "<script" not in page
+
+
+def test_damaged_and_truncated_files_are_read_as_far_as_they_go(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    first, second = sorted(folder.iterdir())
+    first.write_bytes(first.read_bytes()[:-20])  # killed in the middle of a line
+    second.write_text("\x00\x1b{garbage\n" + second.read_text() + '["no object"]\n')
+    shown = _text(folder, capsys)
+    assert "2 causes" in shown
+    assert "3 lines could not be read" in shown
+    assert "events.tp1.jsonl:1: not JSON" in shown
+    page = _page(folder, tmp_path / "page.html")
+    assert "This report may be incomplete" in page
+    assert "3 lines could not be read" in page
+
+
+def test_events_that_are_in_no_file_are_counted(folder: Path, capsys) -> None:
+    first, _ = sorted(folder.iterdir())
+    lines = first.read_text().splitlines(keepends=True)
+    first.write_text("".join(lines[:2] + lines[3:]))
+    assert "1 event of tp0 are in no file" in _text(folder, capsys)
+
+
+def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
+    """10,000 causes on each of two ranks, five findings each; then what is left out is said."""
+    folder = write_folder(tmp_path / "events", ranks=1)
+    found = [json.loads(x) for x in (folder / "events.tp0.jsonl").read_text().splitlines()]
+    violation = next(event for event in found if event["event"] == "violation")
+    for rank in range(2):
+        with (folder / f"events.tp{rank}.jsonl").open("w") as file:
+            for cause in range(1, 10_001):
+                for i in range(5):
+                    event = {
+                        **violation,
+                        "rank": rank,
+                        "run": str(rank),
+                        "line": 5 * cause + i - 4,
+                        "cause": cause,
+                        "slot": 37 * cause % 9973,
+                    }
+                    file.write(json.dumps(event) + "\n")
+    page = _page(folder, tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 3 << 20
+    assert "100000 findings" in page
+    assert "1000 of 9800 further causes" in page
+    assert "the first 1000 of 9973" in page
+
+
+# The command
+
+
+def test_causes_limits_what_is_shown(folder: Path, capsys) -> None:
+    shown = _text(folder, capsys, "--causes", "1")
+    assert "NEVER_WRITTEN on" in shown
+    assert "... and 1 more: raise --causes" in shown
+
+
+def test_colours_only_where_they_are_wanted(folder: Path) -> None:
+    overview = Overview.of(load_events(folder))
+    plain, painted = (
+        "\n".join(as_text(overview, most_causes=9, width=120, colour=colour))
+        for colour in (False, True)
+    )
+    assert "\x1b" not in plain
+    assert "\x1b[31mNEVER_WRITTEN\x1b[0m" in painted
+    assert re.sub(r"\x1b\[\d+m", "", painted) == plain
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["{empty}"], "no event file at"),
+        (["{empty}/missing"], "no event file at"),
+        (["{events}", "--causes", "-1"], "expected a number >= 0"),
+        (["{events}", "-o", "{empty}/no/page.html"], "cannot write"),
+    ],
+)
+def test_bad_input_is_named(
+    argv: list[str], why: str, folder: Path, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "empty").mkdir()
+    argv = [a.format(empty=tmp_path / "empty", events=folder) for a in argv]
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named_with_what_installs_it(
+    folder: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder)])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert 'the page needs matplotlib: pip install "sglang-kv-canary[report]"' in shown
+    assert "2 causes" in _text(folder, capsys)  # text needs nothing
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
