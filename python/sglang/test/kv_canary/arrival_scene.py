@@ -10,7 +10,7 @@ from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.arrival import Arrival
 
 from .scene import CheckScene
-from .world import GroupWorld, RingViolation
+from .world import RingViolation, ScratchGroup
 
 
 class ArrivalScene(CheckScene):
@@ -34,7 +34,7 @@ class ArrivalScene(CheckScene):
                 self.move(g, source, target, position)
         self.upload()
 
-    def move(self, g: GroupWorld, source: int, target: int, position: int) -> None:
+    def move(self, g: ScratchGroup, source: int, target: int, position: int) -> None:
         came, to = (self.slot_in(g, row, position) for row in (source, target))
         for half in g.group.halves:
             g.group.records(half, Side.TAIL)[to] = g.group.records(half, Side.TAIL)[came]
@@ -42,7 +42,7 @@ class ArrivalScene(CheckScene):
                 start = memory.layout.start_of(came)
                 memory.write(to, bytes(memory.host[start : start + memory.shape.row_bytes]))
 
-    def slot_in(self, g: GroupWorld, row: int, position: int) -> int:
+    def slot_in(self, g: ScratchGroup, row: int, position: int) -> int:
         full = self.slot(row, position)
         return full if g.lut is None else g.lut[full]
 
