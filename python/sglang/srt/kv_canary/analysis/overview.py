@@ -270,12 +270,13 @@ def _labels(by_process: dict[ProcessKey, list[Event]]) -> dict[ProcessKey, str]:
     homes = {key: next(_homes(events), ("", "")) for key, events in by_process.items()}
     labels: dict[ProcessKey, str] = {}
     for key, name in names.items():
-        twins = [other for other in names if names[other] == name]
-        label = name
-        if len({homes[twin][0] for twin in twins}) > 1:
-            label += f" {homes[key][0]}"
-        if len({homes[twin] for twin in twins}) > len({homes[twin][0] for twin in twins}):
-            label += f" pid {homes[key][1]}"
+        twins = {homes[other] for other in names if names[other] == name}
+        hosts = {host for host, _ in twins}
+        label, (host, pid) = name, homes[key]
+        if len(hosts) > 1 and host:
+            label += f" {host}"
+        if len(twins) > len(hosts) and pid:
+            label += f" pid {pid}"
         if label in labels.values():
             label += f" ({1 + sum(other.startswith(label) for other in labels.values())})"
         labels[key] = label

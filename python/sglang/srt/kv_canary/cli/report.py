@@ -6,15 +6,14 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from ..analysis.overview import Overview
 from ..analysis.text import as_text
 from ..reports.event_loader import load_events
+from .progress import watched
 
-T = TypeVar("T")
 INSTALL = 'pip install "sglang-kv-canary[report]"'
 
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.text and (missing := _missing_libraries()):
         parser.error(f"the page needs {' and '.join(missing)}: {INSTALL}, or use --text")
     try:
-        overview = Overview.of(load_events(args.path, _watched))
+        overview = Overview.of(load_events(args.path, watched))
     except OSError as error:
         parser.error(str(error))
     if args.text:
@@ -69,13 +68,6 @@ def _missing_libraries() -> list[str]:
 
     modules = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
     return [name for module, name in modules.items() if find_spec(module) is None]
-
-
-def _watched(found: Iterable[T], file: Path) -> Iterator[T]:
-    """Shows on stderr, if that is a terminal, how far reading is."""
-    from tqdm import tqdm
-
-    return iter(tqdm(found, desc=file.name, unit=" lines", disable=None, leave=False))
 
 
 def _print(overview: Overview, most_causes: int) -> None:
