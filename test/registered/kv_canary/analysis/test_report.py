@@ -165,10 +165,14 @@ def test_every_reason_has_a_family() -> None:
 
 
 def _hostile(folder: Path) -> None:
-    """Text from strangers wherever the schema has any."""
+    """Text from strangers wherever the schema has any, and in the names of processes."""
 
     def soil(value: Any) -> Any:
         if isinstance(value, dict):
+            if "pid" in value:
+                value = {**value, "pid": f"{HOSTILE}{value['pid']}"}
+            if "rank" in value:
+                value = {**value, "rank": 0}
             return {
                 k: HOSTILE
                 if k in ("request_id", "host", "model", "sentence", "reason", "mode", "state")
@@ -190,6 +194,7 @@ def test_text_from_strangers_is_neither_run_nor_printed_raw(
     page = _page(folder, tmp_path / "page.html")
     shown = _text(folder, capsys)
     assert "&lt;script&gt;alert(" in page
+    assert re.search(r"<text[^>]*>tp0 pid &lt;", page)  # a label of a plot
     for text in (page, shown):
         assert "\x1b" not in text
         assert "\u202e" not in text
