@@ -59,7 +59,7 @@ def write_bundle(
     with TemporaryDirectory() as scratch:
         copies = [_copied(file, Path(scratch), redaction, manifest, watch) for file in files]
         report = as_text(
-            Overview.of(load_events(Path(scratch))),
+            Overview.of({"": load_events(Path(scratch))}),
             most_causes=MOST_CAUSES,
             width=WIDTH,
             colour=False,
