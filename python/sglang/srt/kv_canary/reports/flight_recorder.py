@@ -65,6 +65,11 @@ class FlightRecorder:
         recorder.weights = WeightHistory(weight_version)
         return recorder
 
+    @property
+    def step_count(self) -> int:
+        """Steps that have begun."""
+        return self._steps.count
+
     def begin_step(self, requests: Iterable[tuple[int, str]]) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs."""
         steps = self._steps
