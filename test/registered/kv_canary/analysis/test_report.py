@@ -156,6 +156,29 @@ def test_a_server_into_which_faults_are_injected_is_called_one(tmp_path: Path, c
     assert "fault injection" not in _text(file, capsys)
 
 
+def test_the_history_of_the_slot_is_told(folder: Path, tmp_path: Path, capsys) -> None:
+    moment = {
+        "what": "free",
+        "step": 3,
+        "slots": 2,
+        "purpose": "eviction",
+        "functions": ["evict", "alloc_for_extend"],
+        "request_id": "ada",
+    }
+    for file in folder.iterdir():
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        for event in events:
+            if event["event"] == "cause":
+                event["history"] = [moment, {**moment, "step": 4}]
+        write_events(file, events)
+    shown = " ".join(_text(folder, capsys).split())
+    assert "history: after step 3: " in shown
+    assert 'eviction of request "ada" (evict < alloc_for_extend)' in shown
+    page = _page(folder, tmp_path / "page.html")
+    assert "<dt>history</dt><dd>after step 3: " in page
+    assert "<dt></dt><dd>after step 4: " in page
+
+
 def test_servers_are_shown_beside_each_other(folder: Path, tmp_path: Path, capsys) -> None:
     """The two sides of a disaggregated server. Equal slots of the two are not the same slots."""
     peer = folder.rename(tmp_path / "prefill")

@@ -143,6 +143,12 @@ class KnownCause:
         return guess.bug.value if guess else "unknown"
 
     @property
+    def history(self) -> tuple[str, ...]:
+        """What the allocators did with its slot, oldest first, a line each."""
+        moments = self.told.story.history if self.told else ()
+        return tuple(moment.text() for moment in moments)
+
+    @property
     def extent(self) -> str:
         told = self.told
         return told.extent.text(told.tags) if told is not None and told.extent else ""
