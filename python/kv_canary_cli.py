@@ -32,6 +32,9 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        "bundle", "cli.bundle", "pack event files and versions for an issue, without token ids"
+    ),
+    Command(
         "demo", "demo.run", "serve with a real engine under the canary, then catch injected faults"
     ),
     Command("doctor", "cli.doctor", "would a server with these arguments be protected here"),

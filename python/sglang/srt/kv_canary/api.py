@@ -17,9 +17,11 @@ from .pool_patcher.api import attach_canary_buffers, register_pool_attacher
 from .pool_patcher.errors import UnsupportedPoolError
 from .reports.event_sink import EventSink
 from .reports.rank_file import EventFolder
+from .reports.slot_history import SlotHistory
 from .runner.manager import CanaryManager, RunnerIdentity
 from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
+from .wiring.call_site import SITES
 from .wiring.context import context
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
@@ -100,12 +102,15 @@ def _build_manager(
         context.sink = EventSink(
             config.event_file, ranks.tp, pp_rank, ranks.dp, EventFolder.of(config)
         )
+    device = str(groups[0].k_head.device)
+    if context.history is None and config.history_slots:
+        context.history = SlotHistory(config.history_slots, device, SITES)
     return CanaryManager(
         config=config,
         identity=RunnerIdentity(
             role=role,
             rank=ranks.tp,
-            device=str(groups[0].k_head.device),
+            device=device,
             pp_rank=pp_rank,
             dp_rank=ranks.dp,
         ),
@@ -128,6 +133,7 @@ def _build_manager(
         num_single_forwards=speculation.inner_draft_forwards if is_draft else 1,
         tracking=context.tracking,
         token_oracle=token_oracle,
+        history=context.history,
     )
 
 

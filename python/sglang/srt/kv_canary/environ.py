@@ -205,6 +205,13 @@ SETTINGS: tuple[EnvSetting, ...] = (
         minimum=2,
     ),
     EnvSetting(
+        "HISTORY_SLOTS",
+        EnvInt,
+        1048576,
+        "Slots of allocations and frees that are remembered for reports, 8 bytes of host memory each; 0 is off.",
+        minimum=0,
+    ),
+    EnvSetting(
         "LOG_EVERY_S",
         EnvFloat,
         1.0,

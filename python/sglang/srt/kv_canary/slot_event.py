@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from .buffer_group import PoolKind
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_CALLS = 1024  # maximum calls of the allocator merged in one event
 
@@ -12,3 +19,27 @@ class SlotEventKind(IntEnum):
     FREE = 1
     CLEAR = 2  # every slot came back
     UNFILL = 3  # the target writes these slots and the draft model may not follow
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where an allocator was called. Kept once for each distinct stack."""
+
+    purpose: str  # e.g. "eviction"; "" where it is not known
+    functions: tuple[str, ...]  # innermost first
+
+
+# The calls of an allocator that make up an event, several for a free group. For each, one after the other: number of
+# slots, number of the call site, request id. Python's garbage collector does not follow plain tuples of such values.
+SlotCalls = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEvent:
+    kind: SlotEventKind
+    pool_kind: PoolKind  # of the allocator, FULL or SWA
+    slots: torch.Tensor | None  # in the allocator's slot space; None for CLEAR
+    page_size: int
+    call_ids: torch.Tensor | None = None  # for several FREEs of pages: which one listed each slot
+    step: int = 0  # the scheduler's step before it
+    calls: SlotCalls = ()  # in the order of `slots`; empty: not known

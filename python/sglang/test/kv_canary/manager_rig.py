@@ -24,8 +24,10 @@ from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
 from sglang_kv_canary.reports.rank_file import EventFolder
+from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang_kv_canary.wiring.call_site import SITES
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
 
 from .pool_fixtures import RealPool, make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
@@ -65,7 +67,7 @@ class ManagerRig:
         self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
         self.scheduler_steps = Steps()
         self.recorder = FlightRecorder(steps=self.scheduler_steps)
-        settings = {"log_every_s": 0.0, "copy_every_s": 0.0, **settings}
+        settings = {"log_every_s": 0.0, "copy_every_s": 0.0, "history_slots": 4096, **settings}
         config = CanaryConfig(mode=mode, content_mode=content, **settings)
         groups = attach_canary_buffers(
             self.pool,
@@ -73,6 +75,8 @@ class ManagerRig:
             content=content is not ContentMode.NONE,
             sliding_window_size=sliding_window_size,
         )
+        slots = config.history_slots
+        self.history = SlotHistory(slots, device, SITES) if slots else None
         self.manager = CanaryManager(
             config,
             RunnerIdentity("target", 0, device),
@@ -88,6 +92,7 @@ class ManagerRig:
             ),
             self.recorder,
             EventSink(event_file, 0, folder=EventFolder.of(config)).for_runner("target"),
+            history=self.history,
         )
         self.lengths = dict.fromkeys(range(1, MAX_REQUESTS + 1), 0)
         self.reported: list[Any] = []

@@ -142,7 +142,7 @@ def test_processes_of_the_same_rank_have_names_of_their_own(tmp_path: Path) -> N
         active(0, run="c", host="gpu8", pid=7),
     ]
     write_events(tmp_path / "events.jsonl", [*events, active(0, run="d", host="gpu8", pid=7)])
-    labels = [process.label for process in Overview.of(load_events(tmp_path)).processes]
+    labels = [process.label for process in Overview.of({"": load_events(tmp_path)}).processes]
     assert len(set(labels)) == 4
     assert "tp0 gpu7 pid 100" in labels
     assert "tp0 gpu7 pid 7" in labels
@@ -156,6 +156,50 @@ def test_a_server_into_which_faults_are_injected_is_called_one(tmp_path: Path, c
     assert "fault injection" not in _text(file, capsys)
 
 
+def test_the_history_of_the_slot_is_told(folder: Path, tmp_path: Path, capsys) -> None:
+    moment = {
+        "what": "free",
+        "step": 3,
+        "slots": 2,
+        "purpose": "eviction",
+        "functions": ["evict", "alloc_for_extend"],
+        "request_id": "ada",
+    }
+    for file in folder.iterdir():
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        for event in events:
+            if event["event"] == "cause":
+                event["history"] = [moment, {**moment, "step": 4}]
+        write_events(file, events)
+    shown = " ".join(_text(folder, capsys).split())
+    assert "history: after step 3: " in shown
+    assert 'eviction of request "ada" (evict < alloc_for_extend)' in shown
+    page = _page(folder, tmp_path / "page.html")
+    assert "<dt>history</dt><dd>after step 3: " in page
+    assert "<dt></dt><dd>after step 4: " in page
+
+
+def test_servers_are_shown_beside_each_other(folder: Path, tmp_path: Path, capsys) -> None:
+    """The two sides of a disaggregated server. Equal slots of the two are not the same slots."""
+    peer = folder.rename(tmp_path / "prefill")
+    write_folder(tmp_path / "decode", ranks=1)
+    assert main(["--text", str(peer), str(tmp_path / "decode")]) == 0
+    shown = capsys.readouterr().out
+    assert "4 causes" in shown.splitlines()[0]
+    assert "NEVER_WRITTEN on prefill tp0 #1, prefill tp1 #1" in shown
+    assert "NEVER_WRITTEN on decode tp0 #1" in shown
+    assert re.search(r"^reasons +decode tp0 +prefill tp0 +prefill tp1$", shown, re.MULTILINE)
+
+
+def test_replicas_have_causes_of_their_own(folder: Path, capsys) -> None:
+    for rank, file in enumerate(sorted(folder.iterdir())):
+        events = [{**json.loads(x), "dp_rank": rank} for x in file.read_text().splitlines()]
+        write_events(file, [{**event, "rank": 0} for event in events])
+    shown = _text(folder, capsys)
+    assert "NEVER_WRITTEN on dp0.tp0 #1\n" in shown
+    assert "NEVER_WRITTEN on dp1.tp0 #1\n" in shown
+
+
 def test_every_reason_has_a_family() -> None:
     assert [sum(r in f.reasons for f in FAMILIES) for r in Reason] == [1] * len(Reason)
     assert family_of(["A_REASON_OF_LATER"]) is UNKNOWN
@@ -165,10 +209,14 @@ def test_every_reason_has_a_family() -> None:
 
 
 def _hostile(folder: Path) -> None:
-    """Text from strangers wherever the schema has any."""
+    """Text from strangers wherever the schema has any, and in the names of processes."""
 
     def soil(value: Any) -> Any:
         if isinstance(value, dict):
+            if "pid" in value:
+                value = {**value, "pid": f"{HOSTILE}{value['pid']}"}
+            if "rank" in value:
+                value = {**value, "rank": 0}
             return {
                 k: HOSTILE
                 if k in ("request_id", "host", "model", "sentence", "reason", "mode", "state")
@@ -190,6 +238,7 @@ def test_text_from_strangers_is_neither_run_nor_printed_raw(
     page = _page(folder, tmp_path / "page.html")
     shown = _text(folder, capsys)
     assert "&lt;script&gt;alert(" in page
+    assert re.search(r"<text[^>]*>tp0 pid &lt;", page)  # a label of a plot
     for text in (page, shown):
         assert "\x1b" not in text
         assert "\u202e" not in text
@@ -254,7 +303,7 @@ def test_causes_limits_what_is_shown(folder: Path, capsys) -> None:
 
 
 def test_colours_only_where_they_are_wanted(folder: Path) -> None:
-    overview = Overview.of(load_events(folder))
+    overview = Overview.of({"": load_events(folder)})
     plain, painted = (
         "\n".join(as_text(overview, most_causes=9, width=120, colour=colour))
         for colour in (False, True)

@@ -44,7 +44,7 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pages that the canary has been told are free, in order. Stands in for the managers' ledgers."""
     pages: list[int] = []
 
-    def note(allocator, kind, slots) -> None:
+    def note(allocator, kind, slots, *_) -> None:
         if kind is SlotEventKind.FREE:
             pages.extend(sorted({int(slot) // allocator.page_size for slot in slots}))
 
@@ -127,7 +127,7 @@ def freed_by_kind(monkeypatch: pytest.MonkeyPatch) -> dict[PoolKind, list[int]]:
     """As `freed`, per pool kind."""
     pages: dict[PoolKind, list[int]] = {PoolKind.FULL: [], PoolKind.SWA: []}
 
-    def note(allocator, kind, slots) -> None:
+    def note(allocator, kind, slots, *_) -> None:
         if kind is SlotEventKind.FREE:
             found = {int(slot) // allocator.page_size for slot in slots}
             pages[context.allocator_kinds[id(allocator)]].extend(sorted(found))

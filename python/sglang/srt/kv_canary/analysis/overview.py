@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,8 @@ from ..reports.rank_file import rank_name
 from ..reports.violation import Actor
 from .families import Family, family_of
 
-ProcessKey = tuple[object, ...]
+# Name of its server, run, and ranks: tensor, pipeline, data parallel
+ProcessKey = tuple[str, str, int, int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ class KnownCause:
         return guess.bug.value if guess else "unknown"
 
     @property
+    def history(self) -> tuple[str, ...]:
+        """What the allocators did with its slot, oldest first, a line each."""
+        moments = self.told.story.history if self.told else ()
+        return tuple(moment.text() for moment in moments)
+
+    @property
     def extent(self) -> str:
         told = self.told
         return told.extent.text(told.tags) if told is not None and told.extent else ""
@@ -167,7 +174,7 @@ class KnownCause:
 
 @dataclass(frozen=True)
 class SameCause:
-    """One fault as several ranks saw it: equal runner, pool, slot, reasons and first forward."""
+    """One fault as several ranks of a server saw it: equal runner, pool, slot, reasons and first forward."""
 
     causes: tuple[KnownCause, ...]  # at most one per process
 
@@ -191,10 +198,12 @@ class Overview:
     events: int
 
     @classmethod
-    def of(cls, loaded: LoadedEvents) -> Overview:
+    def of(cls, servers: Mapping[str, LoadedEvents]) -> Overview:
+        """`servers`: by a name that begins the labels of its processes. A single one needs none."""
         by_process: dict[ProcessKey, list[Event]] = defaultdict(list)
-        for event in loaded.events:
-            by_process[_key(event)].append(event)
+        for name, loaded in servers.items():
+            for event in loaded.events:
+                by_process[_key(name, event)].append(event)
         processes, causes = [], []
         labels = _labels(by_process)
         for key in sorted(by_process, key=lambda key: labels[key]):
@@ -202,13 +211,14 @@ class Overview:
             process = Process(key, labels[key], tuple(rest))
             processes.append(process)
             causes += _causes(process, by_process[key])
-        runs = {str(key[0]): label for key, label in labels.items()}
+        runs = {str(key[1]): label for key, label in labels.items()}
+        missing = {run: n for loaded in servers.values() for run, n in loaded.missing.items()}
         return cls(
             tuple(processes),
             tuple(sorted(causes, key=lambda cause: (cause.time, cause.number or 0))),
-            loaded.problems,
-            {runs.get(run, run): lost for run, lost in loaded.missing.items()},
-            len(loaded.events),
+            tuple(problem for loaded in servers.values() for problem in loaded.problems),
+            {runs.get(run, run): lost for run, lost in missing.items()},
+            sum(len(loaded.events) for loaded in servers.values()),
         )
 
     @cached_property
@@ -220,7 +230,8 @@ class Overview:
         )  # the second such cause of one rank is the second of another
         for cause in self.causes:
             slot = cause.slots[0] if cause.slots else None
-            what = (cause.runner, cause.pool, slot, cause.reasons, cause.forwards[0])
+            server = (cause.process.key[0], cause.process.key[-1])  # replicas decide on their own
+            what = (server, cause.runner, cause.pool, slot, cause.reasons, cause.forwards[0])
             groups[what, seen[what, cause.process.key]].append(cause)
             seen[what, cause.process.key] += 1
         return tuple(SameCause(tuple(group)) for group in groups.values())
@@ -258,24 +269,24 @@ class Overview:
         return (min(times), max(times)) if times else None
 
 
-def _key(event: Event) -> ProcessKey:
+def _key(server: str, event: Event) -> ProcessKey:
     stamp = event.stamp
-    ranks = (stamp.rank, stamp.pp_rank, stamp.dp_rank)
-    return ("", *ranks) if stamp.run is None else (stamp.run, *ranks)
+    return server, stamp.run or "", stamp.rank, stamp.pp_rank, stamp.dp_rank
 
 
 def _labels(by_process: dict[ProcessKey, list[Event]]) -> dict[ProcessKey, str]:
     """The rank, followed by what tells processes of the same rank apart: host, process id, or a number."""
-    names = {key: rank_name(*key[1:]) for key in by_process}  # type: ignore[arg-type]
+    names = {key: f"{key[0]} {rank_name(*key[2:])}".strip() for key in by_process}
     homes = {key: next(_homes(events), ("", "")) for key, events in by_process.items()}
     labels: dict[ProcessKey, str] = {}
     for key, name in names.items():
-        twins = [other for other in names if names[other] == name]
-        label = name
-        if len({homes[twin][0] for twin in twins}) > 1:
-            label += f" {homes[key][0]}"
-        if len({homes[twin] for twin in twins}) > len({homes[twin][0] for twin in twins}):
-            label += f" pid {homes[key][1]}"
+        twins = {homes[other] for other in names if names[other] == name}
+        hosts = {host for host, _ in twins}
+        label, (host, pid) = name, homes[key]
+        if len(hosts) > 1 and host:
+            label += f" {host}"
+        if len(twins) > len(hosts) and pid:
+            label += f" pid {pid}"
         if label in labels.values():
             label += f" ({1 + sum(other.startswith(label) for other in labels.values())})"
         labels[key] = label

@@ -86,6 +86,7 @@ def _cause(same: SameCause, anchor: str) -> dict[str, Any]:
         ("extent", cause.extent or f"forwards {first} to {last}, {cause.findings} findings"),
         ("read by", text.requests_text(cause)),
         ("written by", "; ".join(actor.text() for actor in cause.writers[:OWNERS])),
+        *(("history" if not i else "", moment) for i, moment in enumerate(cause.history)),
         ("since", f"{text.utc(cause.time)} UTC"),
         ("runbook", runbook_section(cause.reasons[0])),
     ]

@@ -13,6 +13,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..reports.safe_text import safe_text
 from .overview import KnownCause, Overview, Process
 
 MOST_LANES = 16  # processes side by side
@@ -20,6 +21,7 @@ MOST_MARKS = 400  # drawn one by one, as links to their causes; more become one 
 WIDTHS = {"wide": 10.0, "narrow": 3.7}  # inches of 100 pixels
 BINS = {"wide": 120, "narrow": 48}
 LANE = 0.3  # inches
+LABEL = 18  # characters
 _STYLE = {
     "svg.fonttype": "none",  # text stays text
     "font.size": 9,
@@ -150,7 +152,7 @@ def cost(overview: Overview) -> Plot | None:
             above.plot(
                 [step for step, _ in known],
                 [100 * share for _, share in known],
-                label=process.label,
+                label=_label(process),
                 **style,
             )
             below.plot(
@@ -193,12 +195,13 @@ def _left_out(overview: Overview, lanes: Sequence[Process]) -> str:
     return f"{left} further processes are not drawn." if left > 0 else ""
 
 
+def _label(process: Process) -> str:
+    """Short, and without control characters: matplotlib escapes markup only."""
+    return safe_text(process.label, LABEL)
+
+
 def _lanes(axes: Axes, lanes: Sequence[Process]) -> None:
-    labels = [
-        process.label if len(process.label) < 19 else f"{process.label[:16]}..."
-        for process in lanes
-    ]
-    axes.set_yticks(range(len(lanes)), labels)
+    axes.set_yticks(range(len(lanes)), [_label(process) for process in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 

@@ -147,6 +147,7 @@ def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
     lines = [cause.sentence, cause.guess and f"guess: {cause.guess}", extent]
     if cause.readers:
         lines.append(f"read by {requests_text(cause)}")
+    lines += [f"history: {moment}" for moment in cause.history]
     lines.append(f"since {utc(cause.time)} UTC; {runbook_section(cause.reasons[0])}")
     for line in filter(None, lines):
         text = textwrap.fill(

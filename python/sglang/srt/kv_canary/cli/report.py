@@ -6,15 +6,14 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from ..analysis.overview import Overview
 from ..analysis.text import as_text
-from ..reports.event_loader import load_events
+from ..reports.event_loader import LoadedEvents, load_events
+from .progress import watched
 
-T = TypeVar("T")
 INSTALL = 'pip install "sglang-kv-canary[report]"'
 
 
@@ -25,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"page needs matplotlib and Jinja2: {INSTALL}.",
     )
     parser.add_argument(
-        "path", type=Path, metavar="DIR", help="folder with event files, or one event file"
+        "paths",
+        type=Path,
+        metavar="DIR",
+        nargs="+",
+        help="folder with event files, or one event file. Several are shown beside each other, like the two sides of "
+        "PD disaggregation",
     )
     parser.add_argument(
         "-o",
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.text and (missing := _missing_libraries()):
         parser.error(f"the page needs {' and '.join(missing)}: {INSTALL}, or use --text")
     try:
-        overview = Overview.of(load_events(args.path, _watched))
+        overview = Overview.of(_loaded(args.paths))
     except OSError as error:
         parser.error(str(error))
     if args.text:
@@ -64,18 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _loaded(paths: Sequence[Path]) -> dict[str, LoadedEvents]:
+    """By the last part of each path, or by the whole one if that is not unique."""
+    if len(paths) == 1:
+        return {"": load_events(paths[0], watched)}
+    names = [path.name for path in paths]
+    unique = names if len(set(names)) == len(names) else [str(path) for path in paths]
+    return {name: load_events(p, watched) for name, p in zip(unique, paths, strict=True)}
+
+
 def _missing_libraries() -> list[str]:
     from importlib.util import find_spec
 
     modules = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
     return [name for module, name in modules.items() if find_spec(module) is None]
-
-
-def _watched(found: Iterable[T], file: Path) -> Iterator[T]:
-    """Shows on stderr, if that is a terminal, how far reading is."""
-    from tqdm import tqdm
-
-    return iter(tqdm(found, desc=file.name, unit=" lines", disable=None, leave=False))
 
 
 def _print(overview: Overview, most_causes: int) -> None:

@@ -10,6 +10,7 @@ from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from .evidence import History
 from .extent import MAX_SLOTS, Extent, parts_of
+from .slot_history import SlotMoment
 from .story import Story
 from .violation import Actor, Violation, render
 
@@ -72,10 +73,20 @@ class Cause:
     has_more_slots: bool = False
     is_continuous: bool = False  # known to continue the reader's prefix through causes before it
     positions: tuple[int, int] | None = None  # first and last
+    moments: tuple[SlotMoment, ...] | None = None  # of the slot, oldest first; None: not looked up
 
     @property
     def kind(self) -> PoolKind:
         return CanaryLaunchTag.kind_of(self.first.tag)
+
+    @property
+    def place(self) -> tuple[PoolKind, int] | None:
+        """(pool kind of the allocator, slot), as the allocators know the slot. None without a slot."""
+        v = self.first
+        if self.kind is PoolKind.SWA and v.slot:
+            return PoolKind.SWA, v.slot
+        slot = v.slot if self.kind is PoolKind.FULL else v.full_slot
+        return (PoolKind.FULL, slot) if slot else None
 
     @property
     def has_doubled(self) -> bool:
@@ -150,6 +161,7 @@ class Cause:
             guess=story.guess_text,
             extent=self.extent.text(tuple(self.tags)) if self.findings > 1 else "",
             other_readers=others[: READERS_SHOWN - 1],
+            history=[moment.text() for moment in story.history],
         )
 
     def summary(self, story: Story) -> dict[str, Any]:
@@ -169,6 +181,7 @@ class Cause:
             "extent": self.extent.as_dict(),
             "readers": [actor.as_dict() for actor in self.readers.values()],
             "more_readers": self.has_more_readers,
+            "history": [moment.as_dict() for moment in story.history],
         }
 
 

@@ -69,6 +69,11 @@ class FlightRecorder:
         recorder.weights = WeightHistory(weight_version)
         return recorder
 
+    @property
+    def step_count(self) -> int:
+        """Steps that have begun."""
+        return self._steps.count
+
     def begin_step(
         self, requests: Iterable[tuple[int, str]], has_result: bool = True
     ) -> StepRecord:

@@ -9,6 +9,7 @@ from typing import Any
 from .classify import Guess, classify
 from .evidence import Evidence
 from .sentence import sentence
+from .slot_history import SlotMoment
 from .violation import Violation, render
 
 
@@ -18,16 +19,21 @@ class Story:
 
     sentence: str = ""
     guess: Guess | None = None
+    history: tuple[SlotMoment, ...] = ()  # of the slot, oldest first
 
     @classmethod
-    def of(cls, evidence: Evidence) -> Story:
-        return cls(sentence(evidence), classify(evidence))
+    def of(cls, evidence: Evidence, history: tuple[SlotMoment, ...] = ()) -> Story:
+        return cls(sentence(evidence), classify(evidence), history)
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Story:
         """From a `cause` event. Empty for those of older versions."""
         guess = event.get("guess")
-        return cls(event.get("sentence") or "", None if guess is None else Guess.from_event(guess))
+        return cls(
+            event.get("sentence") or "",
+            None if guess is None else Guess.from_event(guess),
+            tuple(SlotMoment.from_event(moment) for moment in event.get("history", ())),
+        )
 
     @property
     def guess_text(self) -> str:
@@ -40,4 +46,5 @@ def report_of(violation: Mapping[str, Any], causes: Iterable[Mapping[str, Any]])
     about = [event for event in causes if event["cause"] == violation["cause"]]
     story = Story.from_event(about[-1]) if about else Story()
     found = Violation.from_event(dict(violation))
-    return render(found, sentence=story.sentence, guess=story.guess_text)
+    history = [moment.text() for moment in story.history]
+    return render(found, sentence=story.sentence, guess=story.guess_text, history=history)

@@ -24,12 +24,14 @@ from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
 from .known_findings import KnownFindings, finding_keys
 from .neighbours import Halves, Neighbours
+from .slot_history import SlotHistory, SlotMoment
 from .story import Story
 from .violation import Violation, decode_row
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # causes named per interval; the others wait their turn
+MAX_LOOKUPS = 32  # in the history per interval; each takes about 1 ms
 MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
 # New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
@@ -62,11 +64,14 @@ class ViolationReporter:
         log_every_s: float,
         numbers: Iterator[int] | None = None,  # shared by the runners of a process
         halves: Halves | None = None,  # that each pool kind has; None: unknown
+        history: SlotHistory | None = None,  # of the allocators; None: not kept
     ) -> None:
         self._mode = mode
         self._sink = sink
         self._log_every_s = log_every_s
         self._numbers = itertools.count(1) if numbers is None else numbers
+        self._history = history
+        self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
         self._causes: dict[CauseKey, Cause] = {}
         self._neighbours = Neighbours({} if halves is None else halves)
@@ -182,6 +187,7 @@ class ViolationReporter:
         interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
         if now - self._interval_began >= interval:
             self._interval_began, self._room, self._said_wait = now, MAX_NAMED, False
+            self._lookups = 0
             self._sum_up(MAX_NAMED)
             self._say_dropped()
         while self._waiting and self._room:
@@ -219,12 +225,22 @@ class ViolationReporter:
     def _story_of(self, cause: Cause) -> Story:
         """Never raises: a report without a story is better than no report."""
         try:
-            return Story.of(self._evidence_of(cause))
+            return Story.of(self._evidence_of(cause), self._moments_of(cause))
         except Exception as error:
             logger.error(
                 "kv-canary cannot explain cause #%d: %s", cause.number, describe_error(error)
             )
             return Story()
+
+    def _moments_of(self, cause: Cause) -> tuple[SlotMoment, ...]:
+        """What the allocators did with the slot, as of the first look. Empty if it is not known."""
+        place = cause.place
+        if cause.moments is None and self._history is not None and place is not None:
+            if self._lookups == MAX_LOOKUPS:
+                return ()
+            self._lookups += 1
+            cause.moments = self._history.of(*place)
+        return cause.moments or ()
 
     def _evidence_of(self, cause: Cause) -> Evidence:
         return self._neighbours.evidence_of(cause, self._is_complete(cause))

@@ -27,6 +27,7 @@ from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.internal_errors import InternalErrors
+from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
@@ -77,6 +78,7 @@ class CanaryManager:
         tracking: Tracking | None = None,
         cause_numbers: Iterator[int] | None = None,  # shared by the managers of a process
         token_oracle: TokenOracleManager | None = None,  # None: tokens are the model's
+        history: SlotHistory | None = None,  # shared by the managers of a process
     ) -> None:
         self.config = config
         self.identity = identity
@@ -88,9 +90,13 @@ class CanaryManager:
         self.state = CanaryDeviceState.allocate(capacities, identity.device)
         backend = select_backend(identity.device)
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
-        self.ledger = SlotLedger(backend, groups, self.state)
+        # The managers of a process see the same events, so one of them keeps the history.
+        kept = history if identity.role == "target" else None
+        self.ledger = SlotLedger(backend, groups, self.state, kept)
         halves = {group.kind: group.halves for group in groups}
-        reporter = ViolationReporter(config.mode, sink, config.log_every_s, cause_numbers, halves)
+        reporter = ViolationReporter(
+            config.mode, sink, config.log_every_s, cause_numbers, halves, history
+        )
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 
 from ..buffer_group import CanaryBufferGroup, PoolKind
-from ..slot_event import MOST_CALLS, SlotEventKind
+from ..reports.slot_history import SlotHistory
+from ..slot_event import MOST_CALLS, SlotCalls, SlotEvent, SlotEventKind
 from ..state import CanaryDeviceState
 
 # ALLOC events alone change nothing for a correct reader, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SlotEvent:
-    kind: SlotEventKind
-    pool_kind: PoolKind  # of the allocator, FULL or SWA
-    slots: torch.Tensor | None  # in the allocator's slot space; None for CLEAR
-    page_size: int
-    call_ids: torch.Tensor | None = None  # for several FREEs of pages: which one listed each slot
 
 
 class SlotLedger:
@@ -32,6 +24,7 @@ class SlotLedger:
         backend: ModuleType,
         groups: tuple[CanaryBufferGroup, ...],
         state: CanaryDeviceState,
+        history: SlotHistory | None = None,
     ) -> None:
         self._backend = backend
         kinds = dict.fromkeys(group.allocator_kind for group in groups)
@@ -39,6 +32,7 @@ class SlotLedger:
             kind: tuple(group for group in groups if group.allocator_kind is kind) for kind in kinds
         }
         self._state = state
+        self._history = history
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[SlotEvent] = []
         self._must_apply = False
@@ -50,10 +44,13 @@ class SlotLedger:
         pool_kind: PoolKind,
         slots: torch.Tensor | None,
         page_size: int,
+        step: int = 0,
+        calls: SlotCalls = (),
     ) -> None:
         """Record an event of the allocator of `pool_kind` (FULL or SWA), for all groups whose slots it hands out.
 
         `slots` must not change afterwards: pass a copy of anything that SGLang may overwrite.
+        `step` and `calls` are for the history.
         """
         if pool_kind not in self._groups:
             return
@@ -61,7 +58,7 @@ class SlotLedger:
             self._unknown.discard(pool_kind)
         if pool_kind in self._unknown:
             return
-        self._events.append(SlotEvent(kind, pool_kind, slots, page_size))
+        self._events.append(SlotEvent(kind, pool_kind, slots, page_size, None, step, calls))
         self._must_apply |= kind is not SlotEventKind.ALLOC
 
     def forget(self) -> None:
@@ -90,6 +87,8 @@ class SlotLedger:
             if event.slots is not None and event.slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+        if self._history is not None:
+            self._history.keep(events)
         for event in self._coalesce(events):
             for group in self._groups[event.pool_kind]:
                 self._backend.apply_slot_event(

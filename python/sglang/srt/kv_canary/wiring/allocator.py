@@ -11,6 +11,7 @@ from typing import Any
 from ..buffer_group import PoolKind
 from ..errors import startup_error
 from ..slot_event import SlotEventKind
+from .call_site import call_of
 from .context import context
 from .guard import guarded
 from .hook_spec import HookSpec, HookType
@@ -63,20 +64,25 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if not free_index.numel():
         return
     context.frees += 1
-    if id(allocator) in context.allocator_kinds and not release().queues_frees(allocator):
+    call = call_of(free_index.numel()) if context.history else None
+    if release().queues_frees(allocator):
+        context.queued_frees.queue(call)
+    elif id(allocator) in context.allocator_kinds:
         # Usually a view of req_to_token, whose row is rewritten before the event is applied.
-        context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone())
+        context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone(), call)
 
 
 @guarded
 def _after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
     if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
-        context.slot_event(allocator, SlotEventKind.ALLOC, slots)
+        call = call_of(slots.numel()) if context.history else None
+        context.slot_event(allocator, SlotEventKind.ALLOC, slots, call)
 
 
 @guarded
 def _after_clear(_: Any, allocator: Any) -> None:
-    context.slot_event(allocator, SlotEventKind.CLEAR, None)
+    call = call_of(0) if context.history else None
+    context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
 
 
 def _hooks() -> tuple[HookSpec, ...]:

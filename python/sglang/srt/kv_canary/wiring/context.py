@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
-from ..slot_event import SlotEventKind
+from ..slot_event import SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard
+from .call_site import QueuedFrees
 from .registration import Registration, SchedulerStart
 from .row_owners import RowOwners
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..reports.event_sink import EventSink
+    from ..reports.slot_history import SlotHistory
     from ..runner.manager import CanaryManager
     from .swa_translation import SwaOutCacheLoc
 
@@ -50,6 +52,8 @@ class CanaryContext:
     tracking: Tracking = field(default_factory=Tracking)
     # Calls of an allocator's free() with slots, including those that a free group defers
     frees: int = 0
+    queued_frees: QueuedFrees = field(default_factory=QueuedFrees)
+    history: SlotHistory | None = None
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     attend_farewell: Callable[[], None] | None = None  # between steps and while idle
@@ -99,13 +103,21 @@ class CanaryContext:
             self.allocator_kinds[id(allocator)] = kind
             self.allocators.append(allocator)
 
-    def slot_event(self, allocator: Any, kind: SlotEventKind, slots: torch.Tensor | None) -> None:
-        """Pass an allocator's event to every manager whose pools it serves."""
+    def slot_event(
+        self,
+        allocator: Any,
+        kind: SlotEventKind,
+        slots: torch.Tensor | None,
+        call: SlotCalls | None = None,
+    ) -> None:
+        """Pass an allocator's event to every manager whose pools it serves. `call`: who called the allocator."""
         pool_kind = self.allocator_kinds.get(id(allocator))
         if pool_kind is None:
             return
+        step = self.recorder.step_count
+        calls = () if call is None else self.queued_frees.calls_of(call)
         for manager in self.managers:
-            manager.ledger.record(kind, pool_kind, slots, allocator.page_size)
+            manager.ledger.record(kind, pool_kind, slots, allocator.page_size, step, calls)
 
 
 context = CanaryContext()

@@ -8,6 +8,7 @@ import torch
 
 from ...slot_event import SlotEventKind
 from ..allocator import FREES
+from ..call_site import call_of
 from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
@@ -20,7 +21,8 @@ def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
         return
     for pages in page_ids:
         first_slots = pages.detach() * allocator.page_size
-        context.slot_event(allocator, SlotEventKind.FREE, first_slots)
+        call = call_of(pages.numel()) if context.history else None
+        context.slot_event(allocator, SlotEventKind.FREE, first_slots, call)
 
 
 @guarded

@@ -1,0 +1,205 @@
+"""A bounded host ring of what the allocators did with each slot: who handed it out, who freed it, and when.
+
+The slots of a step's events go to pinned memory in one asynchronous copy, in the order of the forward stream. Nothing
+is searched before a report asks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..buffer_group import PoolKind
+from ..slot_event import CallSite, SlotEvent, SlotEventKind
+from .safe_text import safe_text
+
+MAX_EVENTS = 16384
+MAX_SHOWN = 6  # newest moments of a slot
+MAX_FUNCTIONS = 4  # of a call site, in a report
+MAX_REQUEST_ID = 1024  # characters of a request id in an event
+
+_VERBS = {
+    SlotEventKind.ALLOC: "handed out",
+    SlotEventKind.FREE: "freed",
+    SlotEventKind.CLEAR: "freed with all other slots",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoment:
+    """One event in the life of a slot."""
+
+    kind: SlotEventKind
+    step: int  # the scheduler's last step before it
+    slots: int  # of the call; 0 for all
+    site: CallSite | None
+    request_id: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        request_id = None if self.request_id is None else self.request_id[:MAX_REQUEST_ID]
+        return {
+            "what": self.kind.name.lower(),
+            "step": self.step,
+            "slots": self.slots,
+            "purpose": None if self.site is None else self.site.purpose or None,
+            "functions": [] if self.site is None else list(self.site.functions),
+            "request_id": request_id,
+        }
+
+    @classmethod
+    def from_event(cls, moment: Mapping[str, Any]) -> SlotMoment:
+        """The inverse of `as_dict`."""
+        functions = tuple(moment["functions"])
+        site = CallSite(moment["purpose"] or "", functions) if functions else None
+        kind = SlotEventKind[moment["what"].upper()]
+        return cls(kind, moment["step"], moment["slots"], site, moment["request_id"])
+
+    def text(self) -> str:
+        """One line."""
+        others = self.slots - 1
+        others = f" with {others} other{'s' * (others > 1)}" if others > 0 else ""
+        return f"after step {self.step}: {_VERBS[self.kind]}{others}{self.caller_text()}"
+
+    def caller_text(self) -> str:
+        """Who called the allocator, after a comma. Empty if it is not known."""
+        if self.site is None or not self.site.functions:
+            return ""
+        purpose = f", {self.site.purpose}" if self.site.purpose else ""
+        request = "" if self.request_id is None else f' of request "{safe_text(self.request_id)}"'
+        return f"{purpose}{request} ({' < '.join(self.site.functions[:MAX_FUNCTIONS])})"
+
+
+# An event without its tensors: kind, pool kind (both as values), page size, step, and then its SlotCalls.
+_Kept = tuple[int | str | None, ...]
+_CALLS = 4  # where they begin
+
+
+class SlotHistory:
+    """The newest `capacity` slots of events and the newest MAX_EVENTS events. Used from the scheduler's thread only."""
+
+    def __init__(self, capacity: int, device: str, sites: Sequence[CallSite]) -> None:
+        """`sites`: the call sites by their numbers. It may grow."""
+        self._sites = sites
+        self._cuda = torch.device(device).type == "cuda"
+        self._ring = torch.zeros(capacity, dtype=torch.int64, pin_memory=self._cuda)
+        self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
+        self._written = 0  # slots so far; the ring has the newest ones
+        self._arrived = 0  # of them, slots whose copy is known to be complete
+        self._copy: tuple[Any, int] | None = None  # event of a copy under way, slots by then
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the ring."""
+        return self._ring.nbytes
+
+    def keep(self, events: Iterable[SlotEvent]) -> None:
+        """Keep events in the order of the allocators. On the stream on which their slots may be read."""
+        events = [event for event in events if event.calls]
+        self._kept.extend(
+            [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in events]
+        )
+        if tensors := [event.slots for event in events if event.slots is not None]:
+            self._copy_slots(tensors)
+
+    def _copy_slots(self, tensors: list[torch.Tensor]) -> None:
+        capacity = self._ring.shape[0]
+        slots = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        # A copy that converts would wait for the device.
+        slots = slots.to(torch.int64)
+        position, self._written = self._written, self._written + slots.shape[0]
+        slots, position = slots[-capacity:], max(position, self._written - capacity)
+        room = capacity - position % capacity
+        for part in (slots[:room], slots[room:]):
+            if part.shape[0]:
+                at = position % capacity
+                self._ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
+                position += part.shape[0]
+        self._note_copy()
+
+    def _note_copy(self) -> None:
+        if not self._cuda:
+            self._arrived = self._written
+        elif self._has_arrived():
+            done = torch.cuda.Event()
+            done.record()
+            self._copy = done, self._written
+
+    def _has_arrived(self) -> bool:
+        """Whether no copy that has an event is under way."""
+        if self._copy is not None:
+            done, written = self._copy
+            if not done.query():
+                return False
+            self._copy, self._arrived = None, written
+        return True
+
+    def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
+        """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""
+        self._has_arrived()
+        starts, kept = self._readable()
+        if not kept:
+            return ()
+        events = enumerate(kept)
+        found = {i for i, event in events if event[0] == SlotEventKind.CLEAR and event[1] == kind}
+        offsets: dict[int, int] = {}
+        for position, held in self._positions(kept[-1][2], slot):
+            index = bisect_right(starts, position) - 1
+            if index < 0 or position >= starts[index] + _count(kept[index]):
+                continue
+            event_kind, pool_kind, *_ = kept[index]
+            # A free of a slot frees its page.
+            is_of_slot = held == slot or event_kind == SlotEventKind.FREE
+            if pool_kind == kind and is_of_slot:
+                found.add(index)
+                offsets.setdefault(index, position - starts[index])
+        newest = sorted(found)[-MAX_SHOWN:]
+        return tuple(self._moment(kept[index], offsets.get(index, 0)) for index in newest)
+
+    def _moment(self, event: _Kept, offset: int) -> SlotMoment:
+        kind, _, _, step, *calls = event
+        count, site, request_id = _call_at(calls, offset)
+        return SlotMoment(SlotEventKind(kind), step, count, self._sites[site], request_id)
+
+    def _readable(self) -> tuple[list[int], list[_Kept]]:
+        """(first positions, events) whose slots are all in the ring, oldest first."""
+        start, starts, kept = self._written, [], []
+        for event in reversed(self._kept):
+            end, start = start, start - _count(event)
+            if start < self._written - self._ring.shape[0]:
+                break
+            if end <= self._arrived:
+                starts.append(start)
+                kept.append(event)
+        return starts[::-1], kept[::-1]
+
+    def _positions(self, page_size: int, slot: int) -> Iterable[tuple[int, int]]:
+        """(position, slot) of the slots of the page of `slot` in the ring, in the order of their events."""
+        ring, capacity = self._ring.numpy(), self._ring.shape[0]
+        ring = ring[: min(capacity, self._written)]
+        page = slot - slot % page_size
+        found = np.flatnonzero((ring >= page) & (ring < page + page_size))
+        turn = self._written - self._written % capacity
+        positions = found + np.where(found < self._written % capacity, turn, turn - capacity)
+        order = np.argsort(positions)
+        return zip(positions[order].tolist(), ring[found[order]].tolist(), strict=True)
+
+
+def _count(event: _Kept) -> int:
+    """Of its slots in the ring."""
+    return sum(event[_CALLS::3])
+
+
+def _call_at(calls: Sequence[Any], offset: int) -> Sequence[Any]:
+    """(slots, call site, request id) of the call that listed the slot at `offset` of the event."""
+    for i in range(0, len(calls), 3):
+        if offset < calls[i]:
+            return calls[i : i + 3]
+        offset -= calls[i]
+    return calls[-3:]

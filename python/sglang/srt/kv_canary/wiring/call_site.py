@@ -1,0 +1,123 @@
+"""Who calls an allocator: the purpose, the functions, and the request. Read from the stack.
+
+Four frames are looked at: a retraction frees four calls down.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import NamedTuple
+
+from ..slot_event import CallSite, SlotCalls
+
+INNER_FRAMES = 3  # of the hook, its guard, and the plugin framework's wrapper
+MAX_STACKS = 4096  # distinct ones that are kept
+GROUP_END = "free_group_end"
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_HOOKS = "/sglang/srt/plugins/"
+# Parts of function names. The first one that any function of the stack has decides.
+_PURPOSES = (
+    ("evict", "eviction"),
+    ("retract", "retraction"),
+    ("abort", "abort"),
+    ("flush", "flush"),
+    ("cache_unfinished_req", "insert of an unfinished request"),
+    ("cache_finished_req", "end of a request"),
+    ("release_kv_cache", "end of a request"),
+    ("session", "session"),
+    ("verify", "verify"),
+    ("alloc_for_decode", "decode"),
+    ("alloc_for_extend", "prefill"),
+)
+
+
+class _Stack(NamedTuple):
+    """What the innermost frames of a stack mean."""
+
+    site: int  # index of SITES
+    request_at: int  # the frame whose function has an argument `req`; -1: none
+    codes: tuple[CodeType, ...]  # kept alive: their ids are the key
+
+
+SITES: list[CallSite] = [
+    CallSite("", ())
+]  # those that were seen; the first stands for all that are too many
+_stacks: dict[tuple[int, ...], _Stack] = {}
+
+
+def call_of(count: int) -> SlotCalls | None:
+    """The call of an allocator with `count` slots that led to the hook which calls this. None outside of hooks."""
+    try:
+        # Without a loop: this runs for each call of an allocator.
+        f0 = sys._getframe(1 + INNER_FRAMES)
+        f1 = f0.f_back
+        f2 = f1.f_back
+        f3 = f2.f_back
+        key = id(f0.f_code), id(f1.f_code), id(f2.f_code), id(f3.f_code)
+    except (ValueError, AttributeError):
+        return None
+    stack = _stacks.get(key)
+    if stack is None:
+        stack = _learn(key, (f0.f_code, f1.f_code, f2.f_code, f3.f_code))
+    if stack.request_at < 0:
+        return count, stack.site, None
+    request = (f0, f1, f2, f3)[stack.request_at].f_locals.get("req")
+    return count, stack.site, getattr(request, "rid", None)
+
+
+def _learn(key: tuple[int, ...], codes: tuple[CodeType, ...]) -> _Stack:
+    if len(_stacks) >= MAX_STACKS:
+        return _Stack(0, -1, ())
+    names = tuple(code.co_name for code in codes if not _is_inner(code))
+    request_at = next((i for i, code in enumerate(codes) if _has_request(code)), -1)
+    SITES.append(CallSite(_purpose_of(names), names))
+    stack = _stacks[key] = _Stack(len(SITES) - 1, request_at, codes)
+    return stack
+
+
+def _is_inner(code: CodeType) -> bool:
+    """Whether it is the canary's, or a wrapper of SGLang's plugin framework."""
+    return code.co_filename.startswith(_OURS) or _HOOKS in code.co_filename
+
+
+def _has_request(code: CodeType) -> bool:
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "req" in arguments and not _is_inner(code)
+
+
+def _purpose_of(names: tuple[str, ...]) -> str:
+    for part, purpose in _PURPOSES:
+        if any(part in name for name in names):
+            return purpose
+    return ""
+
+
+class QueuedFrees:
+    """The calls that a free group has queued, until its end frees all of their slots at once."""
+
+    def __init__(self) -> None:
+        self._calls: list[int | str | None] = []
+        self._is_over = False
+
+    def queue(self, call: SlotCalls | None) -> None:
+        if call is None:
+            return
+        if self._is_over:
+            self._calls, self._is_over = [], False
+        self._calls += call
+
+    def calls_of(self, call: SlotCalls) -> SlotCalls:
+        """The queued calls if `call` is the end of their group, otherwise `call` alone.
+
+        The end of a group of the SWA allocator frees in two pools. In that of SWA slots the counts differ, because
+        slots without a mapping are left out.
+        """
+        count, site, _ = call
+        if GROUP_END not in SITES[site].functions:
+            return call
+        self._is_over = True
+        is_whole = sum(self._calls[::3]) == count
+        return tuple(self._calls) if is_whole else call

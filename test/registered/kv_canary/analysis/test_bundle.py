@@ -1,0 +1,195 @@
+"""`kv-canary bundle`: everything an issue needs is in it, and token ids are not."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import stat
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.analysis.bundle import FOLDER, write_bundle
+from sglang_kv_canary.analysis.redaction import REMOVED, Redaction
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary_rigs.event_folder import write_folder
+from sglang_kv_canary_rigs.event_schema import problems_of
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+FED, LISTED = 70001, 80002  # token ids
+TEXTS = {"doctor.txt": "ok\n"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two ranks, and a third that was fed another token than the request's."""
+    path = write_folder(tmp_path / "events")
+    rig = ManagerRig(event_file=str(path / "events.tp2.jsonl"))
+    rig.expected = lambda batch: ExpectedTokens.from_lists([KnownTokens(0, [LISTED], 0)], "cpu")
+    rig.extend(1, [FED])
+    rig.settle()
+    return path
+
+
+def _pack(path: Path, out: Path, redaction: Redaction | None = None) -> dict[str, bytes]:
+    """Contents of the archive, by name."""
+    write_bundle(path, out, redaction or Redaction(), TEXTS)
+    with tarfile.open(out) as archive:
+        members = archive.getmembers()
+        assert all(m.isfile() and m.name.startswith(f"{FOLDER}/") for m in members)
+        return {
+            m.name.removeprefix(f"{FOLDER}/"): archive.extractfile(m).read()  # type: ignore[union-attr]
+            for m in members
+        }
+
+
+def _events(packed: dict[str, bytes]) -> list[dict[str, Any]]:
+    files = [data for name, data in sorted(packed.items()) if name.startswith("events/")]
+    return [json.loads(line) for data in files for line in data.splitlines()]
+
+
+def test_it_holds_what_the_manifest_says(folder: Path, tmp_path: Path) -> None:
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    manifest = json.loads(packed.pop("manifest.json"))
+    assert sorted(packed) == [
+        "doctor.txt",
+        *(f"events/events.tp{rank}.jsonl" for rank in range(3)),
+        "report.txt",
+    ]
+    for file in manifest["files"]:
+        data = packed.pop(file["name"])
+        assert (file["bytes"], file["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    assert packed == {}
+    assert (manifest["token_ids"], manifest["names"]) == (False, True)
+    assert manifest["lines_left_out"] == 0
+
+
+def test_the_report_is_about_these_events(folder: Path, tmp_path: Path) -> None:
+    report = _pack(folder, tmp_path / "bundle.tar.gz")["report.txt"].decode()
+    assert "NEVER_WRITTEN on tp0 gpu7 #1, tp1 #1" in report
+    assert "WRITE_TOKEN on" in report
+
+
+def test_token_ids_are_nowhere_in_it(folder: Path, tmp_path: Path) -> None:
+    assert f"is fed token {FED} at position 0 instead of {LISTED}" in "".join(
+        file.read_text() for file in folder.iterdir()
+    )
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    whole = b"".join(packed.values())
+    assert str(FED).encode() not in whole
+    assert str(LISTED).encode() not in whole
+    assert f"is fed token {REMOVED} at position 0 instead of {REMOVED}".encode() in whole
+    violations = [event for event in _events(packed) if event["event"] == "violation"]
+    assert {event["stored_token"] for event in violations} == {None}
+
+
+def test_chains_cannot_be_computed_back_and_equal_ones_stay_equal(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The first link of a chain is the mixed token id, and mixing can be undone."""
+    before = [json.loads(x) for f in sorted(folder.iterdir()) for x in f.read_text().splitlines()]
+    after = _events(_pack(folder, tmp_path / "bundle.tar.gz"))
+    pairs = {
+        (old[name], new[name])
+        for old, new in zip(before, after, strict=True)
+        for name in ("expected_chain", "stored_chain")
+        if old.get(name) is not None
+    }
+    assert len(pairs) >= 2
+    olds, news = map(set, zip(*pairs, strict=True))
+    assert len(olds) == len(news) == len(pairs)
+    assert not olds & news
+    other = _events(_pack(folder, tmp_path / "another.tar.gz"))
+    assert not news & {event.get("expected_chain") for event in other}  # another key
+
+
+def test_redacted_events_are_events_still(folder: Path, tmp_path: Path) -> None:
+    events = _events(_pack(folder, tmp_path / "bundle.tar.gz", Redaction(names=True)))
+    assert [problem for event in events for problem in problems_of(event)] == []
+
+
+def test_with_tokens_events_are_as_they_were(folder: Path, tmp_path: Path) -> None:
+    packed = _pack(folder, tmp_path / "bundle.tar.gz", Redaction(token_ids=False))
+    for file in folder.iterdir():
+        assert packed[f"events/{file.name}"] == file.read_bytes()
+    assert json.loads(packed["manifest.json"])["token_ids"] is True
+
+
+def test_hidden_names_are_nowhere_in_it_and_equal_ones_stay_equal(
+    folder: Path, tmp_path: Path
+) -> None:
+    packed = _pack(folder, tmp_path / "bundle.tar.gz", Redaction(names=True))
+    whole = b"".join(packed.values())
+    assert b"req-1" not in whole
+    assert b"gpu7" not in whole
+    causes = [event for event in _events(packed) if event["event"] == "cause"]
+    for cause in causes:
+        (name,) = {reader["request_id"] for reader in cause["readers"]}
+        assert f'request "{name}"' in cause["sentence"]
+
+
+def test_only_its_owner_may_read_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle.tar.gz"
+    out.touch(0o644)
+    _pack(folder, out)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+
+
+def test_lines_that_are_no_events_are_left_out_and_counted(folder: Path, tmp_path: Path) -> None:
+    file = folder / "events.tp0.jsonl"
+    file.write_text(f'{file.read_text()}{{"event": "violation", "stored_token": {FED}')
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    assert json.loads(packed["manifest.json"])["lines_left_out"] == 1
+    assert str(FED).encode() not in b"".join(packed.values())
+
+
+def test_packed_event_files_are_unpacked(folder: Path, tmp_path: Path) -> None:
+    file = folder / "events.tp0.jsonl"
+    events = len(file.read_text().splitlines())
+    (folder / "events.tp0.jsonl.1.gz").write_bytes(gzip.compress(file.read_bytes()))
+    file.unlink()
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    assert len(packed["events/events.tp0.jsonl.1"].splitlines()) == events
+
+
+COMMAND = """
+import sys
+from sglang_kv_canary.cli import sglang_problem
+from sglang_kv_canary.cli.bundle import main
+assert not sglang_problem()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_command_adds_doctor_and_settings(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle.tar.gz"
+    outcome = FreshProcesses().run(
+        COMMAND, str(folder), "-o", str(out), env={"SGLANG_KV_CANARY_RING_CAPACITY": "99"}
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "It holds request ids, host names, paths." in outcome.stdout
+    with tarfile.open(out) as archive:
+        doctor = archive.extractfile(f"{FOLDER}/doctor.txt").read().decode()  # type: ignore[union-attr]
+        settings = archive.extractfile(f"{FOLDER}/settings.txt").read().decode()  # type: ignore[union-attr]
+    assert "ok      release" in doctor
+    assert "SGLANG_KV_CANARY_RING_CAPACITY=99" in settings
+
+
+def test_a_folder_without_event_files_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "bundle.tar.gz"
+    outcome = FreshProcesses().run(COMMAND, str(tmp_path), "-o", str(out))
+    assert outcome.returncode == 2
+    assert "no event file at" in outcome.stderr
+    assert not out.exists()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
