@@ -76,6 +76,7 @@ class Cause:
     positions: tuple[int, int] | None = None  # first and last
     pending_scene: Pending | None = None
     scene: Scene | None = None  # the surroundings, for the first causes of a process
+    has_snapshot: bool = False  # written, or tried to
     moments: tuple[SlotMoment, ...] | None = None  # of the slot, oldest first; None: not looked up
 
     @property
@@ -166,6 +167,15 @@ class Cause:
             other_readers=others[: READERS_SHOWN - 1],
             details=story.details(),
         )
+
+    def snapshot(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """All that is known of the cause with a scene, JSON-ready. `summary`: the event about it."""
+        return {
+            "cause": self.number,
+            "violation": self.first.as_event(),
+            "summary": summary,
+            "scene": None if self.scene is None else self.scene.as_dict(with_records=True),
+        }
 
     def summary(self, story: Story) -> dict[str, Any]:
         """The event about the cause as a whole."""

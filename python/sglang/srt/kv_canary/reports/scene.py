@@ -107,13 +107,15 @@ class Scene:
     same_content: tuple[
         int, ...
     ] = ()  # slots whose recorded fingerprint is the one of the bytes now
+    # By half: the K or V bytes of the slot, one text of hexadecimal digits per content source (layer)
+    bytes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     diverges: str = ""  # the first entry that leads to another position
 
     def as_dict(self, with_records: bool = False) -> dict[str, Any]:
         """JSON-ready."""
         records = {name: [r.as_dict() for r in records] for name, records in self.records}
         return {
-            **({"records": records} if with_records else {}),
+            **({"records": records, "bytes": dict(self.bytes)} if with_records else {}),
             "forward": self.forward,
             "slot": self.slot,
             "row": self.row,
@@ -139,6 +141,11 @@ class Scene:
             holders=tuple(RecordNow.from_event(holder) for holder in scene["holders"]),
             other_entries=tuple((row, position) for row, position in scene["other_entries"]),
             diverges=scene["diverges"],
+            records=tuple(
+                (name, tuple(RecordNow.from_event(values) for values in records))
+                for name, records in scene.get("records", {}).items()
+            ),
+            bytes=tuple((half, tuple(rows)) for half, rows in scene.get("bytes", {}).items()),
         )
 
     def lines(self) -> list[tuple[str, str]]:

@@ -287,7 +287,11 @@ class ViolationReporter:
 
     def _write_summary(self, cause: Cause) -> None:
         cause.reported = cause.findings
-        self._sink.emit(cause.summary(self._story_of(cause)))
+        summary = cause.summary(self._story_of(cause))
+        self._sink.emit(summary)
+        if cause.scene is not None and not cause.has_snapshot:
+            cause.has_snapshot = True
+            self._sink.write_snapshot(cause.number, cause.snapshot(summary))
 
     def _sum_up(self, limit: int) -> None:
         """Write events about causes whose findings have doubled since their last event."""

@@ -133,7 +133,8 @@ class CanaryManager:
         memory = next((memory for memory in memories if memory is not None), None)
         if memory is None:
             return None
-        return SceneTaker(self.groups, self.plan_input.req_to_token, memory)
+        rows, with_bytes = self.plan_input.req_to_token, self.config.snapshot_kv
+        return SceneTaker(self.groups, rows, memory, with_bytes)
 
     # Life cycle
 

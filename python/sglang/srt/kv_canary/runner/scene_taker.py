@@ -14,6 +14,7 @@ import torch
 
 from .. import record
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
+from ..kernels.reference.content import word_values
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, NEAR, Place, RecordNow, Scene, first_that_differs
 
@@ -29,8 +30,9 @@ class SceneTaker:
         groups: tuple[CanaryBufferGroup, ...],
         req_to_token: torch.Tensor,
         row_memory: torch.Tensor,  # int64[request rows, ROW_WORDS] of one group
+        with_bytes: bool = False,  # also the K and V bytes of the slot, if the groups have content sources
     ) -> None:
-        self._row_memory = row_memory
+        self._row_memory, self._with_bytes = row_memory, with_bytes
         self._groups = {group.kind: group for group in groups}
         self._rows = req_to_token
         cuda = req_to_token.device.type == "cuda"
@@ -44,6 +46,7 @@ class SceneTaker:
             "mapped": found.mapped,
             **found.records(),
             **found.searches(),
+            **(found.bytes() if self._with_bytes else {}),
         }
         flat = torch.cat([part.reshape(-1).long() for part in parts.values()])
         pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self._stream is not None)
@@ -77,6 +80,10 @@ class PendingScene:
     def _scene(self, parts: dict[str, list[int]]) -> Scene:
         place = self.place
         names = [name for name in parts if name[:2] in ("K_", "V_")]
+        halves = {name[0]: [] for name in parts if "bytes" in name}
+        for name in parts:
+            if "bytes" in name:
+                halves[name[0]].append(bytes(parts[name]).hex())
         scene = Scene(
             forward=place.forward,
             slot=place.slot,
@@ -86,6 +93,7 @@ class PendingScene:
             entries=tuple(parts["entries"]),
             mapped=tuple(parts["mapped"]),
             records=tuple((name, _records_of(parts[name])) for name in names),
+            bytes=tuple((half, tuple(rows)) for half, rows in halves.items()),
             holders=_records_of(parts["holders"]),
             other_entries=tuple(_others(parts["other_entries"], place))[:MAX_LISTED],
             other_full_slots=tuple(_listed(parts["other_full_slots"], place.full_slot)),
@@ -129,6 +137,20 @@ class _Search:
             f"{half}_{side.value}": torch.cat([slots[:, None], group.records(half, side)[slots]], 1)
             for half in group.halves
             for side in (Side.HEAD, Side.TAIL)
+        }
+
+    def bytes(self) -> dict[str, torch.Tensor]:
+        """By half and content source: the bytes of the slot, one value each."""
+        group, slot = self._group, self._place.slot
+        if slot is None or not 0 <= slot < group.num_slots:
+            return {}
+        slots = torch.full((1,), slot, dtype=torch.int64, device=self._rows.device)
+        return {
+            f"{half} bytes {index}": word_values(
+                source, slots, torch.arange(source.row_bytes, device=slots.device)[None], 1
+            )
+            for half in group.halves
+            for index, source in enumerate(group.content(half))
         }
 
     def searches(self) -> dict[str, torch.Tensor]:
