@@ -121,6 +121,7 @@ class CanaryConfig:
     events_dir: str = default_of("EVENTS_DIR")  # "" is off
     events_file_bytes: int = default_of("EVENTS_FILE_BYTES")
     events_files: int = default_of("EVENTS_FILES")
+    snapshot_kv: bool = default_of("SNAPSHOT_KV")
     history_slots: int = default_of("HISTORY_SLOTS")  # 0 is off
     log_every_s: float = default_of("LOG_EVERY_S")
     copy_every_s: float = default_of("COPY_EVERY_S")

@@ -205,6 +205,12 @@ SETTINGS: tuple[EnvSetting, ...] = (
         minimum=2,
     ),
     EnvSetting(
+        "SNAPSHOT_KV",
+        EnvBool,
+        False,
+        "Snapshots in SGLANG_KV_CANARY_EVENTS_DIR also hold the slot's K and V bytes, with --kv-canary-real-data.",
+    ),
+    EnvSetting(
         "HISTORY_SLOTS",
         EnvInt,
         1048576,

@@ -35,6 +35,17 @@ def problems_of(event: dict[str, Any]) -> list[str]:
     ]
 
 
+def problems_of_snapshot(content: dict[str, Any]) -> list[str]:
+    """What is wrong with the object of a snapshot file."""
+    whole = json.loads(SCHEMA_FILE.read_text())
+    for part in whole["$defs"].values():
+        _close(part)
+    validator = jsonschema.Draft202012Validator(
+        {"$ref": "#/$defs/snapshot_file", "$defs": whole["$defs"]}
+    )
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(content)]
+
+
 @cache
 def _whole() -> Any:
     return jsonschema.Draft202012Validator(schema())

@@ -796,7 +796,8 @@ def test_a_report_begins_with_sentence_and_guess(
     found = json.loads((tmp_path / "events").read_text().splitlines()[0])
     without_extent = report.replace(f"{machine}\n", "").replace(f"{third}\n", "")
     assert report_of(found, [event]) == without_extent
-    old = {name: event[name] for name in event if name not in ("sentence", "guess", "extent")}
+    new = ("sentence", "guess", "extent", "history", "scene")
+    old = {name: event[name] for name in event if name not in new}
     assert report_of(found, [old]) == report_of(found, []) == render(Violation.from_event(found))
 
 
@@ -1106,7 +1107,7 @@ HASH = re.compile(r"0x[0-9a-f]{16}")
 def shown(rig: ManagerRig, number: int = 1) -> str:
     """The report for people about a cause, with hashes as in the documents."""
     cause = next(cause for cause in causes_of(rig) if cause.number == number)
-    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number))))
+    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number), (), cause.scene)))
 
 
 @pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the documents are not here")

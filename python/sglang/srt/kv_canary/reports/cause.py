@@ -10,6 +10,7 @@ from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from .evidence import History
 from .extent import MAX_SLOTS, Extent, parts_of
+from .scene import Pending, Scene
 from .slot_history import SlotMoment
 from .story import Story
 from .violation import Actor, Violation, render
@@ -73,6 +74,9 @@ class Cause:
     has_more_slots: bool = False
     is_continuous: bool = False  # known to continue the reader's prefix through causes before it
     positions: tuple[int, int] | None = None  # first and last
+    pending_scene: Pending | None = None
+    scene: Scene | None = None  # the surroundings, for the first causes of a process
+    has_snapshot: bool = False  # written, or tried to
     moments: tuple[SlotMoment, ...] | None = None  # of the slot, oldest first; None: not looked up
 
     @property
@@ -161,8 +165,17 @@ class Cause:
             guess=story.guess_text,
             extent=self.extent.text(tuple(self.tags)) if self.findings > 1 else "",
             other_readers=others[: READERS_SHOWN - 1],
-            history=[moment.text() for moment in story.history],
+            details=story.details(),
         )
+
+    def snapshot(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """All that is known of the cause with a scene, JSON-ready. `summary`: the event about it."""
+        return {
+            "cause": self.number,
+            "violation": self.first.as_event(),
+            "summary": summary,
+            "scene": None if self.scene is None else self.scene.as_dict(with_records=True),
+        }
 
     def summary(self, story: Story) -> dict[str, Any]:
         """The event about the cause as a whole."""
@@ -182,6 +195,7 @@ class Cause:
             "readers": [actor.as_dict() for actor in self.readers.values()],
             "more_readers": self.has_more_readers,
             "history": [moment.as_dict() for moment in story.history],
+            "scene": None if story.scene is None else story.scene.as_dict(),
         }
 
 

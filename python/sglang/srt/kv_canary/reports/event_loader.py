@@ -28,11 +28,13 @@ from .event_types import (
     Found,
     Health,
     InternalError,
+    SnapshotWritten,
     Stamp,
     Statistics,
     SweepPass,
     event_of,
 )
+from .snapshot_loader import Snapshot, load_snapshot
 
 __all__ = [
     "Active",
@@ -45,11 +47,14 @@ __all__ = [
     "InternalError",
     "LoadedEvents",
     "Problem",
+    "Snapshot",
+    "SnapshotWritten",
     "Stamp",
     "Statistics",
     "SweepPass",
     "event_files",
     "load_events",
+    "load_snapshot",
     "read_events",
 ]
 

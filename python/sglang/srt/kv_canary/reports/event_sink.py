@@ -10,6 +10,7 @@ from copy import copy
 
 from .event_file import EventFile
 from .rank_file import EventFolder, RankFile, rank_name
+from .snapshot_file import write_snapshot
 
 SCHEMA = 2  # of all events; docs/events.md lists the changes
 SETTING = "SGLANG_KV_CANARY_EVENT_FILE"
@@ -41,9 +42,8 @@ class EventSink:
         }
         self._lines = itertools.count(1)
         self._file = EventFile(path, SETTING) if path else None
-        self._rank_file = (
-            None if folder is None else RankFile(folder, rank_name(rank, pp_rank, dp_rank))
-        )
+        self._rank_name = rank_name(rank, pp_rank, dp_rank)
+        self._rank_file = None if folder is None else RankFile(folder, self._rank_name)
 
     @property
     def is_complete(self) -> bool:
@@ -57,6 +57,17 @@ class EventSink:
         sink = copy(self)
         sink._stamp = {**self._stamp, "runner": role}
         return sink
+
+    def write_snapshot(self, number: int, content: dict) -> None:
+        """Write a snapshot of cause `number` beside the rank's file, and an event that names it."""
+        if self._rank_file is None:
+            return
+        stamped = {"time": time.time(), **self._stamp, **content}
+        folder, rank = self._rank_file.path.parent, self._rank_name
+        name = f"{self._stamp['run']}.{number}"
+        if write_snapshot(folder, rank, name, stamped):
+            file = f"snapshot.{rank}.{name}.json"
+            self.emit({"event": "snapshot", "cause": number, "file": file})
 
     def emit(self, event: dict) -> None:
         """Write `event`, a JSON-ready dict with its kind under "event"."""

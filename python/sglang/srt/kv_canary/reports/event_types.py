@@ -89,6 +89,14 @@ class CauseTold(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotWritten(Event):
+    """There is a snapshot of the cause."""
+
+    cause: int
+    file: str  # name, in the folder of the event file
+
+
+@dataclass(frozen=True, slots=True)
 class Health(Event):
     """Whether the checks run."""
 
@@ -153,12 +161,18 @@ _TYPES: dict[str, type[Event]] = {
     "active": Active,
     "violation": Found,
     "cause": CauseTold,
+    "snapshot": SnapshotWritten,
     "health": Health,
     "statistics": Statistics,
     "sweep_pass": SweepPass,
     "internal_error": InternalError,
     "checking": Checking,
 }
+
+
+def stamp_of(values: Mapping[str, Any]) -> Stamp:
+    """Raises TypeError if there is no time or rank."""
+    return _build(Stamp, values)
 
 
 def event_of(values: Any) -> Event:
@@ -173,7 +187,7 @@ def event_of(values: Any) -> Event:
     if not isinstance(values.get("time"), (int, float)):
         raise EventFormatError(f"{kind}: expected a number under 'time'")
     try:
-        own = {"kind": kind, "stamp": _build(Stamp, values), "fields": values}
+        own = {"kind": kind, "stamp": stamp_of(values), "fields": values}
         event_type = _TYPES.get(kind, Event)
         return _build(event_type, {**_resolved(kind, values), **own})
     except (KeyError, TypeError, ValueError, AttributeError) as error:

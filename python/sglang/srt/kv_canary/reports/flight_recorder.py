@@ -45,6 +45,9 @@ class Steps:
 
     count: int = 0
     current: StepRecord | None = None
+    released: dict[int, int] = field(
+        default_factory=dict
+    )  # row -> step after which it was given back
     in_flight: deque[StepRecord] = field(
         default_factory=deque
     )  # whose result has not arrived, oldest first
@@ -115,6 +118,7 @@ class FlightRecorder:
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""
+        self._steps.released[row] = self._steps.count
         for step in self._steps.in_flight:
             if row in step.requests:
                 step.moot_rows.add(row)
@@ -155,6 +159,29 @@ class FlightRecorder:
             if self.request_id(earlier, row) == request:
                 return self._forwards[earlier]
         return None
+
+    @property
+    def newest(self) -> int:
+        """The forward that was launched last."""
+        return self._newest
+
+    def owners(self) -> dict[int, str]:
+        """The rows that the last LOOK_BACK forwards have run and that were not given back since, and their requests."""
+        owners: dict[int, str] = {}
+        for forward in range(self._newest, max(0, self._newest - LOOK_BACK), -1):
+            found = self._forwards.get(forward)
+            if found is None or found.step is None:
+                continue
+            for row, request in found.step.requests.items():
+                if self._steps.released.get(row, 0) < found.step.step:
+                    owners.setdefault(row, request)
+        return owners
+
+    def first_of(self, forward: int, row: int) -> int:
+        """The first forward on record that ran the same request in the same row without a pause of LOOK_BACK."""
+        while (earlier := self.previous_of(forward, row)) is not None:
+            forward = earlier.forward
+        return forward
 
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)

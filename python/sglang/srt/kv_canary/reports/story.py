@@ -8,6 +8,7 @@ from typing import Any
 
 from .classify import Guess, classify
 from .evidence import Evidence
+from .scene import Scene
 from .sentence import sentence
 from .slot_history import SlotMoment
 from .violation import Violation, render
@@ -20,10 +21,16 @@ class Story:
     sentence: str = ""
     guess: Guess | None = None
     history: tuple[SlotMoment, ...] = ()  # of the slot, oldest first
+    scene: Scene | None = None
 
     @classmethod
-    def of(cls, evidence: Evidence, history: tuple[SlotMoment, ...] = ()) -> Story:
-        return cls(sentence(evidence), classify(evidence), history)
+    def of(
+        cls,
+        evidence: Evidence,
+        history: tuple[SlotMoment, ...] = (),
+        scene: Scene | None = None,
+    ) -> Story:
+        return cls(sentence(evidence), classify(evidence), history, scene)
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Story:
@@ -33,7 +40,13 @@ class Story:
             event.get("sentence") or "",
             None if guess is None else Guess.from_event(guess),
             tuple(SlotMoment.from_event(moment) for moment in event.get("history", ())),
+            None if (scene := event.get("scene")) is None else Scene.from_event(scene),
         )
+
+    def details(self) -> list[tuple[str, str]]:
+        """(name, text) of further lines of the report."""
+        moments = [("history", moment.text()) for moment in self.history]
+        return moments + ([] if self.scene is None else self.scene.lines())
 
     @property
     def guess_text(self) -> str:
@@ -46,5 +59,5 @@ def report_of(violation: Mapping[str, Any], causes: Iterable[Mapping[str, Any]])
     about = [event for event in causes if event["cause"] == violation["cause"]]
     story = Story.from_event(about[-1]) if about else Story()
     found = Violation.from_event(dict(violation))
-    history = [moment.text() for moment in story.history]
-    return render(found, sentence=story.sentence, guess=story.guess_text, history=history)
+    details = story.details()
+    return render(found, sentence=story.sentence, guess=story.guess_text, details=details)

@@ -208,11 +208,11 @@ def render(
     guess: str = "",
     extent: str = "",
     other_readers: Sequence[str] = (),
-    history: Sequence[str] = (),
+    details: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The violation as text for people, several lines.
 
-    `sentence`, `guess`, `extent`, `other_readers` and `history`: what its cause adds.
+    `sentence`, `guess`, `extent`, `other_readers` and `details`: what its cause adds.
     """
     v = violation
     where = f"slot {v.slot}" if v.slot is not None else "no readable slot"
@@ -241,7 +241,10 @@ def render(
         lines.append(f"  freed      after forward {v.freed.forward} ({v.freed.mode})")
     if v.state is not None:
         lines.append(f"  record     {v.state}{_predecessor(v)}")
-    lines += [f"  {'' if i else 'history':<10} {moment}" for i, moment in enumerate(history)]
+    before = ""
+    for name, text in details:
+        lines.append(f"  {'' if name == before else name:<10} {text}")
+        before = name
     for first in v.reasons[:1]:
         lines.append(f"  help       {runbook_section(first)} in the KV-canary repository")
     return "\n".join(lines)

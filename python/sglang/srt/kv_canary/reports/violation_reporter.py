@@ -24,6 +24,8 @@ from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
 from .known_findings import KnownFindings, finding_keys
 from .neighbours import Halves, Neighbours
+from .scene import Taker
+from .scenes import Scenes
 from .slot_history import SlotHistory, SlotMoment
 from .story import Story
 from .violation import Violation, decode_row
@@ -65,12 +67,14 @@ class ViolationReporter:
         numbers: Iterator[int] | None = None,  # shared by the runners of a process
         halves: Halves | None = None,  # that each pool kind has; None: unknown
         history: SlotHistory | None = None,  # of the allocators; None: not kept
+        taker: Taker | None = None,  # of scenes; None: none are taken
     ) -> None:
         self._mode = mode
         self._sink = sink
         self._log_every_s = log_every_s
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._history = history
+        self._scenes = Scenes(taker)
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
         self._causes: dict[CauseKey, Cause] = {}
@@ -153,6 +157,7 @@ class ViolationReporter:
         number = next(self._numbers)
         history = History.of(violation, recorder)
         cause = Cause(number, replace(violation, cause=number), history)
+        cause.pending_scene = self._scenes.take(violation, recorder)
         self._neighbours.note(cause)
         self._untold.append(cause)
         if len(self._causes) >= MAX_CAUSES:
@@ -164,6 +169,7 @@ class ViolationReporter:
         return cause
 
     def _raise(self, causes: list[Cause]) -> None:
+        self._await_scenes()
         self._tell(len(self._untold))
         text = "\n".join(self._report(cause) for cause in causes[:4])
         if len(causes) > 4:
@@ -182,6 +188,8 @@ class ViolationReporter:
             return
         limit = READ_PER_IDLE_TICK if idle else READ_PER_STEP
         self._read(limit)
+        if idle:
+            self._await_scenes()
         self._tell(limit)
         now = time.monotonic()
         interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
@@ -190,11 +198,11 @@ class ViolationReporter:
             self._lookups = 0
             self._sum_up(MAX_NAMED)
             self._say_dropped()
-        while self._waiting and self._room:
+        while self._waiting and self._room and self._has_scene(self._waiting[0]):
             self._room -= 1
             logger.error("%s", self._report(self._waiting[0]))
             self._waiting.popleft()  # only now: after an interruption it is named twice rather than never
-        if self._waiting and not self._said_wait:
+        if self._waiting and not (self._room or self._said_wait):
             self._said_wait = True
             logger.error(
                 "kv-canary: %d more causes wait to be named, at most %d at a time%s",
@@ -206,6 +214,7 @@ class ViolationReporter:
     def name_all(self) -> None:
         """The process ends. Name every waiting cause; those beyond MAX_NAMED get one line each."""
         self._read(len(self._unread))
+        self._await_scenes()
         self._tell(len(self._untold))
         for cause in itertools.islice(self._waiting, MAX_NAMED):
             logger.error("%s", self._report(cause))
@@ -225,7 +234,7 @@ class ViolationReporter:
     def _story_of(self, cause: Cause) -> Story:
         """Never raises: a report without a story is better than no report."""
         try:
-            return Story.of(self._evidence_of(cause), self._moments_of(cause))
+            return Story.of(self._evidence_of(cause), self._moments_of(cause), cause.scene)
         except Exception as error:
             logger.error(
                 "kv-canary cannot explain cause #%d: %s", cause.number, describe_error(error)
@@ -252,15 +261,37 @@ class ViolationReporter:
         oldest = next(iter(self._unread.values()))
         return int(oldest.row[Column.READER_FORWARD]) > cause.first.reader.forward
 
+    def _is_ready(self, cause: Cause) -> bool:
+        return self._is_complete(cause) and self._has_scene(cause)
+
+    def _has_scene(self, cause: Cause, wait: bool = False) -> bool:
+        """Whether the scene of `cause` has arrived, if there is one."""
+        if cause.pending_scene is None:
+            return True
+        cause.scene = self._scenes.result(cause.pending_scene, wait)
+        if cause.scene is None:
+            return False
+        cause.pending_scene = None
+        return True
+
+    def _await_scenes(self) -> None:
+        """Wait for the device: the server idles, or ends."""
+        for cause in self._untold:
+            self._has_scene(cause, wait=True)
+
     def _tell(self, limit: int) -> None:
         """Write the first event about new causes, as soon as all endpoints of the forward have been read."""
-        while self._untold and limit and self._is_complete(self._untold[0]):
+        while self._untold and limit and self._is_ready(self._untold[0]):
             limit -= 1
             self._write_summary(self._untold.popleft())
 
     def _write_summary(self, cause: Cause) -> None:
         cause.reported = cause.findings
-        self._sink.emit(cause.summary(self._story_of(cause)))
+        summary = cause.summary(self._story_of(cause))
+        self._sink.emit(summary)
+        if cause.scene is not None and not cause.has_snapshot:
+            cause.has_snapshot = True
+            self._sink.write_snapshot(cause.number, cause.snapshot(summary))
 
     def _sum_up(self, limit: int) -> None:
         """Write events about causes whose findings have doubled since their last event."""

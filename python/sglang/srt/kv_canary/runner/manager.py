@@ -34,6 +34,7 @@ from ..single_forward_manager import SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .first_error import FirstError
 from .host_clock import HostClock
+from .scene_taker import SceneTaker
 from .slot_ledger import SlotLedger
 from .step_observer import CopyPoint, StepObserver, Summary
 from .tracking import Tracking
@@ -95,7 +96,7 @@ class CanaryManager:
         self.ledger = SlotLedger(backend, groups, self.state, kept)
         halves = {group.kind: group.halves for group in groups}
         reporter = ViolationReporter(
-            config.mode, sink, config.log_every_s, cause_numbers, halves, history
+            config.mode, sink, config.log_every_s, cause_numbers, halves, history, self._taker()
         )
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)
@@ -130,6 +131,15 @@ class CanaryManager:
         self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
+
+    def _taker(self) -> SceneTaker | None:
+        """None on draft runners: their rows are the target's."""
+        memories = (self.state.row_memory.of(group) for group in self.groups)
+        memory = next((memory for memory in memories if memory is not None), None)
+        if memory is None:
+            return None
+        rows, with_bytes = self.plan_input.req_to_token, self.config.snapshot_kv
+        return SceneTaker(self.groups, rows, memory, with_bytes)
 
     # Life cycle
 

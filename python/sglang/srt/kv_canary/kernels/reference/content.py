@@ -25,7 +25,7 @@ def prepare(group: CanaryBufferGroup) -> None:
     """Nothing here needs to be done before the first forward."""
 
 
-def _word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -> torch.Tensor:
+def word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -> torch.Tensor:
     """Unsigned values int64[n, m] of the `words` of each slot's row. A word has `unit` bytes. Beyond the row: 0."""
     data = source.data
     storage = data.untyped_storage()
@@ -60,7 +60,7 @@ def content_fingerprint(
         words = _words_read(source, index, slots, unit, mode)
         source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
         keys = (hashing.mix64(words) * source_key) | 1
-        total = total + (_word_values(source, slots, words, unit) * keys).sum(dim=1)
+        total = total + (word_values(source, slots, words, unit) * keys).sum(dim=1)
     return total
 
 

@@ -1,0 +1,68 @@
+"""Which causes get a scene, and what is known of their readers when it is taken."""
+
+from __future__ import annotations
+
+import logging
+
+from ..endpoint import CanaryLaunchTag
+from .flight_recorder import FlightRecorder
+from .internal_errors import describe_error
+from .scene import Pending, Place, Scene, Taker
+from .violation import Violation
+
+logger = logging.getLogger(__name__)
+
+MAX_SCENES = 16  # per model runner: each takes about a hundred small launches
+
+
+class Scenes:
+    """Takes the scenes of the first MAX_SCENES causes. An error ends that, and nothing else."""
+
+    def __init__(self, taker: Taker | None) -> None:
+        self._taker = taker
+        self._left = MAX_SCENES
+
+    def take(self, violation: Violation, recorder: FlightRecorder) -> Pending | None:
+        """A scene on its way. None if there is none for this cause."""
+        if self._taker is None or not self._left:
+            return None
+        self._left -= 1
+        try:
+            return self._taker.take(_place_of(violation, recorder))
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def result(self, pending: Pending, wait: bool) -> Scene | None:
+        """None while it is under way. After an error an empty one."""
+        try:
+            return pending.result(wait)
+        except Exception as error:
+            self._give_up(error)
+            return Scene(0, None, 0, None)
+
+    def _give_up(self, error: Exception) -> None:
+        self._left = 0
+        logger.error(
+            "kv-canary cannot look around a finding, and leaves that out of reports from now on: %s",
+            describe_error(error),
+        )
+
+
+def _place_of(v: Violation, recorder: FlightRecorder) -> Place:
+    newest = recorder.newest
+    since = recorder.first_of(v.reader.forward, v.reader.row)
+    owners = recorder.owners()
+    is_its_row = owners.get(v.reader.row, "") == v.reader.request_id
+    return Place(
+        kind=CanaryLaunchTag.kind_of(v.tag),
+        slot=v.slot,
+        full_slot=v.full_slot,
+        prev_slot=v.prev_slot,
+        row=v.reader.row if is_its_row else 0,
+        position=v.stored_position if v.expected_position is None else v.expected_position,
+        content_now=v.content_now,
+        since=since,
+        rows=tuple(owners),
+        forward=newest,
+    )

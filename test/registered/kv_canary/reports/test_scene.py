@@ -1,0 +1,315 @@
+"""The surroundings of a finding: what a report says of row entries, of other slots and rows, and of equal bytes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.config import CanaryMode, ContentMode
+from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.reports import scenes
+from sglang_kv_canary.reports.async_copy import FutureTensors
+from sglang_kv_canary.reports.event_loader import CauseTold, load_events
+from sglang_kv_canary.reports.scene import MAX_LISTED, NEAR, Scene
+from sglang_kv_canary.runner import scene_taker
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+TOKENS, OTHERS = range(20), range(100, 120)
+
+
+def mha(**settings: Any) -> ManagerRig:
+    """Rows 1 and 2 have 20 tokens each, with nothing in common."""
+    rig = ManagerRig(**settings)
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    return rig
+
+
+def swa(**settings: Any) -> ManagerRig:
+    real = make_swa_pool(size=128, size_swa=96, head_num=2, head_dim=8)
+    rig = ManagerRig(real=real, sliding_window_size=16, **settings)
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    return rig
+
+
+def scene_of(rig: ManagerRig, number: int = 1) -> Scene:
+    rig.settle()
+    causes = rig.manager.violations._reporter._causes.values()
+    (scene,) = (cause.scene for cause in causes if cause.number == number)
+    return scene
+
+
+def lines_of(rig: ManagerRig, number: int = 1) -> dict[str, str]:
+    return dict(scene_of(rig, number).lines())
+
+
+def store_in(rig: ManagerRig, row: int, slot: int) -> None:
+    """The next token of `row` goes to `slot`, as if the allocator had handed it out."""
+    rig._alloc_decode = lambda rows: torch.tensor([slot])
+    rig.decode([row])
+    del rig._alloc_decode
+
+
+def repointed() -> ManagerRig:
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.decode([1])
+    return rig
+
+
+# A wrong entry and an overwrite, which look the same to the check
+
+
+def test_a_wrong_entry_shows_where_the_position_is_and_whose_slot_it_leads_to() -> None:
+    rig = mha()
+    own, other = rig.slot(1, 5), rig.slot(2, 9)
+    rig.rows.req_to_token[1, 5] = other
+    rig.decode([1])
+    lines = lines_of(rig)
+    near = [rig.slot(1, p) for p in range(14)]
+    assert lines["row"] == "row 1 from position 0: " + " ".join(
+        f"[{slot}]" if p == 5 else str(slot) for p, slot in enumerate(near)
+    )
+    assert (
+        lines["diverges"]
+        == f"position 5 leads to slot {other}, which holds position 9 of row 2 (forward 2)"
+    )
+    assert lines["elsewhere"] == f"position 5 of row 1 was written to slot {own} (by forward 1)"
+    assert lines["also in"] == "row 2 at position 9"
+
+
+def test_an_overwritten_slot_is_not_elsewhere() -> None:
+    rig = mha()
+    store_in(rig, 2, rig.slot(1, 5))
+    rig.decode([1, 2])
+    lines = lines_of(rig)
+    assert "holds position 20 of row 2" in lines["diverges"]
+    assert "elsewhere" not in lines
+    assert lines["also in"] == "row 2 at position 20"
+
+
+def test_a_damaged_record_leaves_nothing_to_say_but_the_row() -> None:
+    rig = mha()
+    rig.manager.groups[0].records("K", Side.HEAD)[rig.slot(1, 5), record.WORD_CHAIN] ^= 7
+    rig.decode([1])
+    assert list(lines_of(rig)) == ["row"]
+
+
+def test_several_wrong_entries_are_counted() -> None:
+    rig = mha()
+    rig.rows.req_to_token[1, 3:7] = rig.rows.req_to_token[2, 9:13]
+    rig.decode([1])
+    assert scene_of(rig, 4).position == 6
+    assert lines_of(rig, 4)["diverges"].startswith("position 3 leads to slot")
+    assert lines_of(rig, 4)["diverges"].endswith("; so do 3 of the next entries")
+
+
+def test_records_near_the_slot_are_in_the_scene() -> None:
+    rig = repointed()
+    scene = scene_of(rig)
+    assert [name for name, _ in scene.records] == ["K_HEAD", "K_TAIL", "V_HEAD", "V_TAIL"]
+    (_, records), *_ = scene.records
+    by_slot = {found.slot: found for found in records}
+    held = by_slot[rig.slot(1, 4)]
+    assert (held.position, held.token, held.state, held.row) == (4, 4, "LIVE", 1)
+    assert by_slot[rig.slot(2, 9)].token == OTHERS[9]
+
+
+# What must not be said
+
+
+def test_a_position_that_is_where_the_row_says_is_not_elsewhere() -> None:
+    """The length is wrong, and the row is right."""
+    rig = mha()
+    rig.decode([1])
+    rig.on_batch = lambda batch: batch.seq_lens.sub_(3)
+    rig.decode([1])
+    assert "elsewhere" not in lines_of(rig)
+
+
+def test_entries_behind_the_length_of_a_row_are_of_earlier_requests() -> None:
+    rig = mha()
+    rig.rows.req_to_token[2, 30] = rig.slot(1, 5)
+    store_in(rig, 2, rig.slot(1, 5))
+    rig.decode([1, 2])
+    assert lines_of(rig)["also in"] == "row 2 at position 20"
+
+
+def test_slots_that_an_earlier_request_wrote_for_the_row_are_not_elsewhere() -> None:
+    rig = mha()
+    old = rig.rows.req_to_token[1, :20].clone()
+    rig.recorder.row_released(1)
+    rig.lengths[1] = 0
+    step = rig.recorder.begin_step([(1, "newer")])
+    rig.recorder.end_step()
+    rig.recorder.result_arrived(step)
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin([(row, "newer") for row, _ in requests])
+    rig.extend(1, TOKENS)
+    own = rig.slot(1, 5)
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.decode([1])
+    found = rig.manager.groups[0].k_head[old[5].long()]
+    assert int(found[record.WORD_IDENTITY]) >> 32 == 5, "the older one is still there"
+    assert (
+        lines_of(rig)["elsewhere"]
+        == f"position 5 of row 1 was written to slot {own} (by forward 3)"
+    )
+
+
+def test_rows_that_were_given_back_refer_to_nothing() -> None:
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.recorder.row_released(2)
+    rig.decode([1])
+    assert "also in" not in lines_of(rig)
+
+
+def test_a_row_that_belongs_to_another_request_by_now_is_not_shown() -> None:
+    rig = repointed()
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin([(row, "newer") for row, _ in requests])
+    rig.lengths[1] = 0
+    rig.extend(1, OTHERS)
+    scene = scene_of(rig)
+    assert scene.row == 0
+    assert scene.entries == scene.holders == ()
+    assert "row" not in dict(scene.lines())
+
+
+# SWA and content
+
+
+def test_two_full_slots_of_one_swa_slot() -> None:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    one, other = rig.slot(1, 15), rig.slot(2, 17)
+    mapping[one] = mapping[other]
+    rig.decode([1])
+    lines = lines_of(rig)
+    assert lines["mapping"] == f"SWA slot {int(mapping[other])} is also that of full slot {other}"
+    assert f"[{one}>{int(mapping[other])}]" in lines["row"]
+
+
+def test_bytes_of_another_slot_are_recognised() -> None:
+    rig = mha(content=ContentMode.ALL)
+    slot, other = rig.slot(1, 5), rig.slot(2, 9)
+    for buffer in rig.pool.k_buffer:
+        buffer[slot] = buffer[other]
+    rig.decode([1])
+    assert lines_of(rig)["equals"] == f"the bytes now have the fingerprint of slot {other}"
+
+
+def test_bytes_of_no_slot() -> None:
+    rig = mha(content=ContentMode.ALL)
+    rig.pool.k_buffer[0][rig.slot(1, 5)] += 1
+    rig.decode([1])
+    assert list(lines_of(rig)) == ["row"]
+
+
+# In parts
+
+
+def test_a_search_in_parts_finds_the_first_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene_taker, "PART", 7)
+    values = torch.arange(100) % 10
+    found = scene_taker._first_hits(values, lambda part: part == 3).tolist()
+    assert found == [3, 13, 23, 33][:MAX_LISTED]
+    assert scene_taker._first_hits(values, lambda part: part == 11).tolist() == [-1] * MAX_LISTED
+    assert scene_taker._first_hits(values[:5], lambda part: part == 4).tolist() == [4, -1, -1, -1]
+
+
+def test_the_entries_stay_within_the_row() -> None:
+    rig = ManagerRig(context_len=40)
+    rig.extend(1, range(39))
+    rig.rows.req_to_token[1, 38] = 300
+    rig.decode([1])
+    scene = scene_of(rig)
+    assert (scene.first_entry, len(scene.entries)) == (38 - NEAR, NEAR + 2)
+
+
+# Reports and events
+
+
+def test_the_report_and_the_event_have_the_scene(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = mha(event_file=str(tmp_path / "e.jsonl"))
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.decode([1])
+    rig.settle()
+    first = load_events(tmp_path).of(CauseTold)[0]
+    assert first.story.scene is not None
+    for name, text in first.story.scene.lines():
+        assert f"  {name:<10} {text}" in caplog.text
+    assert [name for name, _ in first.story.scene.lines()] == [
+        "row",
+        "diverges",
+        "elsewhere",
+        "also in",
+    ]
+
+
+def test_mode_raise_says_it_too() -> None:
+    rig = mha(mode=CanaryMode.RAISE)
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.decode([1])
+    with pytest.raises(CanaryViolationError, match="elsewhere  position 5 of row 1"):
+        rig.settle()
+
+
+def test_only_the_first_causes_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "MAX_SCENES", 2)
+    rig = mha()
+    rig.rows.req_to_token[1, 3:7] = rig.rows.req_to_token[2, 9:13]
+    rig.decode([1])
+    rig.settle()
+    taken = [cause.scene for cause in rig.manager.violations._reporter._causes.values()]
+    assert [scene is not None for scene in taken] == [True, True, False, False, False]
+
+
+def test_an_error_ends_scenes_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(scene_taker, "_first_hits", fail)
+    rig = mha()
+    rig.rows.req_to_token[1, 3:7] = rig.rows.req_to_token[2, 9:13]
+    rig.decode([1])
+    rig.settle()
+    assert caplog.text.count("cannot look around a finding") == 1
+    assert caplog.text.count("kv_canary violation") == 5
+    assert rig.manager.armed
+
+
+def test_a_report_waits_for_its_scene_but_not_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
+    waited = []
+    monkeypatch.setattr(FutureTensors, "wait", lambda self: waited.append(self))
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
+    rig.decode([1])
+    reporter = rig.manager.violations._reporter
+    rig.settle()
+    assert waited != [], "an idle server may wait"
+    assert "elsewhere" in caplog.text
+    assert reporter._waiting == type(reporter._waiting)()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
