@@ -64,6 +64,7 @@ class Mode(IntEnum):
     DLLM_EXTEND = 8
     FREE = 9  # the allocator took the slot back
     CLEAR = 10  # the allocator took every slot back
+    LOADED = 11  # another server or an earlier one wrote it; read from a storage backend
 
 
 class Reason(IntFlag):

@@ -65,11 +65,11 @@ def test_arguments_that_can_be_protected_are_no_problem(
 
 
 def test_every_refusal_is_named_with_what_to_do(served: tuple[str, ...]) -> None:
-    outcome = _ask(*served, *ON, "--enable-hierarchical-cache", "--enable-torch-compile")
+    outcome = _ask(*served, *ON, "--enable-lmcache", "--enable-torch-compile")
     assert outcome.returncode == 1
     first, second = _problems(outcome)
-    assert "HiCache" in first
-    assert "Remove --enable-hierarchical-cache." in first
+    assert "LMCache" in first
+    assert "Remove --enable-lmcache." in first
     assert "Remove --enable-torch-compile." in second
 
 

@@ -21,6 +21,7 @@ from .row_owners import RowOwners
 if TYPE_CHECKING:
     import torch
 
+    from ..host_tier.host_tier import HostTier
     from ..reports.event_sink import EventSink
     from ..runner.manager import CanaryManager
     from .swa_translation import SwaOutCacheLoc
@@ -60,6 +61,9 @@ class CanaryContext:
     row_owners: RowOwners = field(default_factory=RowOwners)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
+    host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
+    # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
+    host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:

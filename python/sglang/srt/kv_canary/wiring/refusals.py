@@ -8,7 +8,7 @@ from typing import Any
 
 from ..capacities import MOST_REQUESTS
 
-__all__ = ["COMMON", "Refusal", "model_has"]
+__all__ = ["COMMON", "HICACHE", "Refusal", "model_has"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,19 @@ def model_has(server_args: Any, attribute: str) -> bool:
     return bool(getattr(getattr(server_args, "model_config", None), attribute, False))
 
 
+HICACHE = Refusal(
+    "hierarchical cache (HiCache)",
+    lambda args: args.enable_hierarchical_cache,
+    "KV that is loaded back from host memory or storage arrives without records.",
+    "Remove --enable-hierarchical-cache.",
+)
+
 COMMON: tuple[Refusal, ...] = (
     Refusal(
         "PD disaggregation",
         lambda args: args.disaggregation_mode != "null",
         "KV that is transferred between servers arrives without records.",
         "Remove --disaggregation-mode.",
-    ),
-    Refusal(
-        "hierarchical cache (HiCache)",
-        lambda args: args.enable_hierarchical_cache,
-        "KV that is loaded back from host memory or storage arrives without records.",
-        "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
         "LMCache",

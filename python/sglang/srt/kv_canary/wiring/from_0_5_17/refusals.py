@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ..refusals import COMMON, Refusal
+from ..refusals import COMMON, HICACHE, Refusal
 
 __all__ = ["SHARED"]
 
@@ -17,6 +17,7 @@ _UNTESTED = "no test of the canary has run it on this release yet."
 
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
+    HICACHE,
     Refusal(
         "speculative decoding",
         lambda args: args.speculative_algorithm is not None,

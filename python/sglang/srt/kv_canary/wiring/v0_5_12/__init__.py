@@ -79,6 +79,7 @@ RELEASE = Release(
         "allocator",
         "v0_5_12.allocator",
         "v0_5_12.cuda_graph",
+        "v0_5_12.hicache",
         "last_words",
         "memory",
         "v0_5_12.install",
