@@ -167,7 +167,7 @@ def test_damage_in_host_memory_is_found_once_and_named(mode, monkeypatch) -> Non
     host = rig.write_back(1, 20)
     rig.host_pool.v_buffer[1, host[7]] += 1
     found = []
-    rig.tier._found = found.append
+    rig.tier.report = found.append
     assert rig.tier.usable(host) == 7
     assert [(f.tier, f.half, f.slot, f.position, f.token) for f in found] == [
         ("host", "V", int(host[7]), 7, 12)
@@ -201,7 +201,7 @@ def test_of_a_large_load_some_slots_are_compared_each_time(monkeypatch) -> None:
     host = rig.write_back(1, 20)
     rig.host_pool.k_buffer[0, host] += 1
     found = []
-    rig.tier._found = found.append
+    rig.tier.report = found.append
     rig.tier.usable(host)
     assert 1 <= len(found) <= 7
     for _ in range(12):

@@ -200,7 +200,7 @@ HICACHE = {"enable_hierarchical_cache": True}
 # Case -> field values that make it so, on a real ServerArgs.
 CASES = {
     "PD disaggregation": {"disaggregation_mode": "decode"},
-    "HiCache with a storage backend": {**HICACHE, "hicache_storage_backend": "mooncake"},
+    "HiCache with this storage backend": {**HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with speculative decoding": {**HICACHE, "speculative_algorithm": "EAGLE"},
     "HiCache with pipeline parallelism": {**HICACHE, "pp_size": 2},

@@ -48,7 +48,7 @@ class HostTier:
         self.loaded = 0
         self.refused = 0  # slots that were not loaded, because they have no record or are damaged
         self._state = state
-        self._found = found
+        self.report = found
         self._check_budget_bytes = check_budget_bytes
         self._checks = 0
 
@@ -193,7 +193,7 @@ class HostTier:
         half = self.group.halves[index]
         for place, content in zip(at[bad].tolist(), now[bad].tolist(), strict=True):
             slot = int(slots[place]) if key is None else None
-            self._found(Finding.of(tier, key, self.group.kind, half, slot, words[place], content))
+            self.report(Finding.of(tier, key, self.group.kind, half, slot, words[place], content))
         return wrong
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..host_tier.host_tier import HostTier
+    from ..host_tier.page_store import PageStore
     from ..reports.event_sink import EventSink
     from ..runner.manager import CanaryManager
     from .swa_translation import SwaOutCacheLoc
@@ -62,6 +63,7 @@ class CanaryContext:
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
+    page_store: PageStore | None = None  # records beside the pages of its storage backend
     # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
     host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards

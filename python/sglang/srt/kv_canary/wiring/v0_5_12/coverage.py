@@ -35,7 +35,7 @@ SERVED: tuple[PathSupport, ...] = (
     ),
     PathSupport("streaming sessions", _COVERED),
     PathSupport(
-        "HiCache, host memory",
+        "HiCache: host memory, and the storage backend file",
         _PARTLY,
         "MHA and MLA pools; a page without records, or damaged, is not used; not run on a GPU",
     ),

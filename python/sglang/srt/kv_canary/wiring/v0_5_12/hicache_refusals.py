@@ -9,7 +9,9 @@ from sglang.srt.environ import envs
 from ...host_tier.host_content import LAYOUTS
 from ..refusals import Refusal
 
-__all__ = ["HICACHE_REFUSALS"]
+__all__ = ["COVERED_STORAGE", "HICACHE_REFUSALS"]
+
+COVERED_STORAGE = (None, "file")
 
 
 def _on(args: Any) -> bool:
@@ -18,10 +20,10 @@ def _on(args: Any) -> bool:
 
 HICACHE_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "HiCache with a storage backend",
-        lambda args: _on(args) and args.hicache_storage_backend is not None,
-        "KV that is loaded from storage arrives without records.",
-        "Remove --hicache-storage-backend.",
+        "HiCache with this storage backend",
+        lambda args: _on(args) and args.hicache_storage_backend not in COVERED_STORAGE,
+        "KV that it loads arrives without records: most backends copy pages past the code that could take them along.",
+        "Set --hicache-storage-backend to file, or remove it.",
     ),
     Refusal(
         "HiCache with this layout of host memory",
