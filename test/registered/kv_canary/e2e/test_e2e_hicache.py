@@ -109,6 +109,28 @@ class TestPage16(Traffic):
         assert self.twice("again", count=14) >= 3 * (PROMPT // 16 * 16)
 
 
+class TestTwoRanks(Traffic):
+    """All ranks load the same, also when only one of them has a damaged page."""
+
+    flags: ClassVar = {**Traffic.flags, "kv_canary": "log", "tp_size": 2}
+    env: ClassVar = {
+        **Traffic.env,
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    }
+    requests: ClassVar[int] = 40
+
+    def test_damage_on_one_rank(self) -> None:
+        (prompt,) = prompts("ranks", 1)
+        first = self.ask("ranks-a", prompt)["output_ids"]
+        for i in range(3):
+            self.push_out(f"ranks{i}")
+        self.inject("flip_host_bytes", rank=1, cached=prompt).answer()
+        answer = self.ask("ranks-b", prompt)
+        assert (hits(answer), answer["output_ids"]) == (50, first)
+        (event,) = self.violations()
+        assert (event["tag"], event["rank"]) == ("HOST_K_FULL", 1)
+
+
 class TestMla(Traffic):
     mode_name = "mla"
     requests: ClassVar[int] = 40
@@ -134,26 +156,31 @@ class TestDamage(HiCacheE2E):
         assert (event["tier"], event["key"], event["stored_position"]) == ("host", None, 50)
         assert event["writer"]["request_id"] == f"flipped{half}-a"
         assert len(self.violations()) == 1
+        assert (hits(answer), answer["output_ids"]) == (50, self.first)
+
+    def test_damage_of_the_first_page(self) -> None:
+        prompt, _ = self.damage("first", position=0)
+        answer = self.ask("first-b", prompt)
+        self.assert_violation("CONTENT", "HOST_K_FULL", stored_position=0)
         assert (hits(answer), answer["output_ids"]) == (0, self.first)
+
+    def test_damage_of_the_next_node(self) -> None:
+        (prompt,) = prompts("shared", 1)
+        longer = prompt + prompts("longer", 1)[0]
+        self.ask("shared-a", prompt)
+        first = self.ask("shared-longer-a", longer)["output_ids"]
+        self.push_out("shared")
+        self.inject("flip_host_bytes", cached=longer, position=150).answer()
+        answer = self.ask("shared-longer-b", longer)
+        self.assert_violation("CONTENT", "HOST_K_FULL", stored_position=150)
+        assert (hits(answer), answer["output_ids"]) == (150, first)
 
     def test_page_without_a_record_is_computed_again_in_silence(self) -> None:
         prompt, _ = self.damage("missing", without_record=True)
         answer = self.ask("missing-b", prompt)
-        assert (hits(answer), answer["output_ids"]) == (0, self.first)
+        assert (hits(answer), answer["output_ids"]) == (50, self.first)
         self.assert_no_violations()
         self._injected.clear()
-
-    def test_prefix_before_the_damage_is_used(self) -> None:
-        (prompt,) = prompts("shared", 1)
-        longer = prompt + prompts("longer", 1)[0]
-        self.ask("shared-a", prompt)
-        self.first = self.ask("shared-longer-a", longer)["output_ids"]
-        self.push_out("shared")
-        self.inject("flip_host_bytes", cached=longer, position=150).answer()
-        answer = self.ask("shared-longer-b", longer)
-        self.assert_violation("CONTENT", "HOST_K_FULL")
-        assert PROMPT - 1 <= hits(answer) < 150
-        assert answer["output_ids"] == self.first
 
 
 class TestSweepOfHostMemory(TestDamage):
@@ -167,7 +194,7 @@ class TestSweepOfHostMemory(TestDamage):
         self.serving.wait_for(lambda: self.serving.events("violation")[self._seen :], "it is found")
         self.assert_violation("CONTENT", f"HOST_{half}_FULL", slot=done["host_slot"])
         answer = self.ask(f"swept{half}-b", prompt)
-        assert (hits(answer), answer["output_ids"]) == (0, self.first)
+        assert (hits(answer), answer["output_ids"]) == (50, self.first)
         assert len(self.violations()) == 1
 
 

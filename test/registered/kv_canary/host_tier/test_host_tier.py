@@ -10,11 +10,13 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_tier.host_content import fingerprint, sources_of
 from sglang_kv_canary.kernels.reference import content_fingerprint
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang_kv_canary.record import Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary.wiring.v0_5_12.hicache import _refuse_tree, protect
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 
@@ -230,6 +232,18 @@ def test_fingerprints_are_the_devices_in_every_layout(layout, page, mode, monkey
         expected = content_fingerprint(group.content(name.upper()), device, mode)
         assert torch.equal(fingerprint(sources, host, mode, device), expected)
         assert len(expected.unique()) == len(expected)
+
+
+def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
+    """Of NSA models, whose indexer has pages of its own (sgl-project/sglang#30057), and of hybrid ones."""
+
+    class HostPoolGroup:
+        pass
+
+    with pytest.raises(CanaryStartupError, match="HostPoolGroup; the canary knows MHAToken"):
+        protect(rig.manager, HostPoolGroup())
+    with pytest.raises(CanaryStartupError, match="prefix cache HostPoolGroup"):
+        _refuse_tree(HostPoolGroup())
 
 
 def test_a_layout_that_scatters_tokens_is_refused() -> None:

@@ -18,6 +18,7 @@ from ..reports.tier_finding import Finding
 from ..state import CanaryDeviceState, Header
 from .host_content import Sources, fingerprint, refuse_unlike
 from .host_records import HostRecords, SlotRecords
+from .launches import Launches
 
 HOST = "host"  # the tier's name in findings
 
@@ -44,6 +45,7 @@ class HostTier:
         self.mode = mode
         self.content = content
         self.records = HostRecords(num_slots, len(group.halves))
+        self.launches = Launches()
         self.written_back = 0  # slots, since the start
         self.loaded = 0
         self.refused = 0  # slots that were not loaded, because they have no record or are damaged

@@ -66,6 +66,7 @@ def protect(manager: CanaryManager, pool: Any) -> HostTier:
     except UnsupportedPoolError as error:
         raise startup_error(f"{error}.", _LOADED) from error
     context.host_tier, context.host_slots_of = tier, _host_slots_of
+    manager.observers.append(tier.launches)
     return tier
 
 
@@ -128,6 +129,7 @@ def _copy_back(tier: HostTier, controller: Any) -> list[Callable[[], None]]:
     stream = _stream_of(controller, controller.write_stream)
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
+        tier.launches.await_on(stream)
     if not context.target.armed:  # nothing is recorded now
         for op in controller.write_queue:
             tier.records.clear(op.host_indices)
@@ -185,19 +187,20 @@ def _arrive(
 
 
 def _around_init_load_back(original: Callable[..., Any], tree: Any, params: Any) -> Any:
-    """Load only what has records and is not damaged. All ranks load the same."""
+    """Load the prefix up to the first page that has no record or is damaged. All ranks load the same."""
     tier = context.host_tier
     if tier is None or not params.best_match_node.evicted:
         return original(tree, params)
     nodes = _nodes_to_load(params.best_match_node)
-    usable = attempt(_usable_nodes, tier, nodes)
+    slots = torch.cat([node.host_value for node in nodes])
+    usable = attempt(tier.usable, slots)
     usable = _agreed(tree, 0 if usable is None else usable)
-    if usable == len(nodes):
+    if usable == len(slots):
         return original(tree, params)
-    loaded = nodes[:usable]
-    node = loaded[-1] if loaded else nodes[0].parent
+    usable -= usable % tree.page_size
     if params.req is not None:
-        params.req.host_hit_length = sum(len(n.host_value) for n in loaded)
+        params.req.host_hit_length = usable
+    node = _last_of(tree, nodes, usable)
     return original(tree, dataclasses.replace(params, best_match_node=node))
 
 
@@ -210,13 +213,14 @@ def _nodes_to_load(node: Any) -> list[Any]:
     return nodes
 
 
-def _usable_nodes(tier: HostTier, nodes: list[Any]) -> int:
-    slots = tier.usable(torch.cat([node.host_value for node in nodes]))
-    for count, node in enumerate(nodes):
-        slots -= len(node.host_value)
-        if slots < 0:
-            return count
-    return len(nodes)
+def _last_of(tree: Any, nodes: list[Any], tokens: int) -> Any:
+    """The node that ends `tokens` after the first of `nodes` begins."""
+    last = nodes[0].parent
+    for node in nodes:
+        if tokens < len(node.host_value):
+            return tree._split_node(node.key, node, tokens) if tokens else last
+        last, tokens = node, tokens - len(node.host_value)
+    return last
 
 
 def _agreed(tree: Any, usable: int) -> int:
