@@ -132,6 +132,8 @@ class CanaryConfig:
     sweep_budget_us: int = default_of("SWEEP_BUDGET_US")
     sweep_every_n_steps: int = default_of("SWEEP_EVERY_N_STEPS")
     sweep_report_every_s: float = default_of("SWEEP_REPORT_EVERY_S")
+    host_check_budget_bytes: int = default_of("HOST_CHECK_BUDGET_BYTES")
+    host_sweep_budget_bytes: int = default_of("HOST_SWEEP_BUDGET_BYTES")
     perturb_dir: str = default_of("PERTURB_DIR")  # "" is off
     token_oracle: bool = default_of("TOKEN_ORACLE")
 

@@ -283,6 +283,21 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "at once.",
         minimum=0,
     ),
+    EnvSetting(
+        "HOST_CHECK_BUDGET_BYTES",
+        EnvInt,
+        4194304,
+        "HiCache: maximum bytes of K and V in host memory that one load re-reads before it uses them. Of larger loads "
+        "every k-th slot is compared, in turn.",
+        minimum=1,
+    ),
+    EnvSetting(
+        "HOST_SWEEP_BUDGET_BYTES",
+        EnvInt,
+        1048576,
+        "HiCache: maximum bytes of K and V that one part of a sweep re-reads in host memory.",
+        minimum=1,
+    ),
     PERTURB_DIR,
     TOKEN_ORACLE,
 )

@@ -64,7 +64,8 @@ class Mode(IntEnum):
     DLLM_EXTEND = 8
     FREE = 9  # the allocator took the slot back
     CLEAR = 10  # the allocator took every slot back
-    ARRIVAL = 11  # not computed here: KV came from another server, or back from host memory
+    ARRIVAL = 11  # not computed here: KV came from another server, or back with a retracted request
+    LOADED = 12  # another server or an earlier one wrote it; read from a storage backend
 
 
 class Reason(IntFlag):

@@ -134,11 +134,11 @@ def test_a_driver_whose_gpu_torch_does_not_find_is_a_problem(monkeypatch, tmp_pa
 
 
 def test_every_refusal_is_named_with_what_to_do(served: tuple[str, ...]) -> None:
-    outcome = _ask(*served, *ON, "--enable-hierarchical-cache", "--enable-torch-compile")
+    outcome = _ask(*served, *ON, "--enable-lmcache", "--enable-torch-compile")
     assert outcome.returncode == 1
     first, second = _problems(outcome)
-    assert "HiCache" in first
-    assert "Remove --enable-hierarchical-cache." in first
+    assert "LMCache" in first
+    assert "Remove --enable-lmcache." in first
     assert "Remove --enable-torch-compile." in second
 
 

@@ -197,6 +197,7 @@ def test_command_line_ends_in_one_line(flags, variables, named, parse, capsys, m
 # What cannot be protected
 
 DECODES = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "mooncake"}
+HICACHE = {"enable_hierarchical_cache": True}
 # Case -> field values that make it so, on a real ServerArgs.
 CASES = {
     "PD disaggregation over another transport than Mooncake": {
@@ -206,11 +207,15 @@ CASES = {
     "PD disaggregation with speculative decoding": {**DECODES, "speculative_algorithm": "EAGLE"},
     "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
+    "PD disaggregation with HiCache": {**DECODES, **HICACHE},
     "offload of KV by decode servers": {
         **DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,
     },
-    "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
+    "HiCache with this storage backend": {**HICACHE, "hicache_storage_backend": "mooncake"},
+    "HiCache with this layout of host memory": {**HICACHE, "hicache_mem_layout": "page_head"},
+    "HiCache with speculative decoding": {**HICACHE, "speculative_algorithm": "EAGLE"},
+    "HiCache with pipeline parallelism": {**HICACHE, "pp_size": 2},
     "LMCache": {"enable_lmcache": True},
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
@@ -238,6 +243,7 @@ NOT_BY_A_FIELD = {
     "encoder-decoder model",
     "sweep over the C++ radix tree",
     "PD disaggregation with staging buffers",
+    "HiCache with the unified or C++ radix tree",
 }
 
 
@@ -323,10 +329,17 @@ def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):
     refuses(args, "sweep over the C++ radix tree")
 
 
+@pytest.mark.parametrize("tree", ["EXPERIMENTAL_CPP_RADIX_TREE", "ENABLE_UNIFIED_RADIX_TREE"])
+def test_hicache_is_refused_on_other_trees(tree, make_args, monkeypatch):
+    args = make_args(kv_canary="log", **HICACHE)
+    check_request(args)
+    monkeypatch.setenv(f"SGLANG_{tree}", "1")
+    refuses(args, "HiCache with the unified or C++ radix tree")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        {"enable_hierarchical_cache": True},
         {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
         {"enable_lmcache": True},
     ],
@@ -341,8 +354,8 @@ def test_construction_refuses(flags, make_args):
 def test_launch_refuses_what_was_changed_after_construction(make_args):
     args = make_args(kv_canary="log")
     args.check_server_args()
-    args.enable_hierarchical_cache = True
-    with pytest.raises(CanaryStartupError, match="HiCache"):
+    args.enable_lmcache = True
+    with pytest.raises(CanaryStartupError, match="LMCache"):
         args.check_server_args()
     args.kv_canary = "on"
     with pytest.raises(CanaryConfigError, match="'on'"):

@@ -85,13 +85,14 @@ def choice(
     )
 
 
-def tokens(name: str, help_: str, otherwise: str = "") -> Argument:
+def tokens(name: str, help_: str, default: Any = None, otherwise: str = "") -> Argument:
     return Argument(
         name,
         "a list of token ids",
         lambda v: isinstance(v, list) and bool(v) and all(type(token) is int for token in v),
         help_,
-        otherwise=otherwise,
+        default,
+        otherwise,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..buffer_group import PoolKind
 from ..record import Reason
-from . import content, inputs, lifetime, observe, records, rows, swa_mapping
+from . import content, host_pages, inputs, lifetime, observe, records, rows, swa_mapping
 from .fault import MIN_INT32, REQUIRED, Argument, Fault, choice, number, switch, text, tokens
 
 __all__ = ["FAULTS", "WITHDRAW"]
@@ -60,6 +60,23 @@ FAULTS: dict[str, Fault] = _table(
         (Reason.CONTENT,),
         "TAIL of that half, at the next forward that reads the slot, or SWEEP. With "
         "--kv-canary-real-data partial, only if the byte is in the sampled sector",
+    ),
+    Fault(
+        "flip_host_bytes",
+        host_pages.flip_host_bytes,
+        "HiCache: flip bits of one host slot's K or V bytes, of a prefix that only host memory still holds.",
+        (
+            tokens("cached", "token ids: take a slot of this cached prefix", REQUIRED),
+            POSITION,
+            HALF,
+            number("source", "index of the layer, among the layers that the half covers", 0),
+            number("count", "bytes to flip", 1, minimum=1),
+            switch(
+                "without_record", "also remove the slot's record, as if it had never been stored"
+            ),
+        ),
+        (Reason.CONTENT,),
+        "HOST of that half, by the sweep of host memory or before the page is loaded. Nothing without the record",
     ),
     Fault(
         "write_outside_plan",

@@ -36,6 +36,7 @@ class CauseKey:
     given: tuple[int | None, Reader] | None
     # Version of the weights that wrote stale slots. All of them have one cause: the update without a flush.
     weights: int | None = None
+    page: str | None = None  # outside the device pool
 
     @classmethod
     def of(cls, violation: Violation) -> CauseKey:
@@ -51,6 +52,7 @@ class CauseKey:
             _stamp(v.writer),
             _stamp(v.freed),
             None if v.slot else (v.full_slot, _reader(v.reader)),
+            page=None if v.tier is None else v.page,
         )
 
 
@@ -187,6 +189,8 @@ class Cause:
             "reasons": list(self.first.reasons),
             "pool": self.kind.value,
             "slot": self.first.slot,
+            "tier": self.first.tier,
+            "key": self.first.key,
             "tags": list(self.tags),
             "findings": self.findings,
             "first_forward": self.first.reader.forward,

@@ -58,6 +58,8 @@ def _at(position: int | None) -> str:
 def _reads(e: Evidence) -> str:
     v = e.first
     where = _at(v.stored_position if v.expected_position is None else v.expected_position)
+    if v.tier is not None:
+        return f"the canary finds {v.page}{where}"
     if e.is_sweep:
         return f"the sweep finds {_slot(e)} in the prefix cache{where}"
     what = "no readable slot" if v.slot is None else _slot(e)

@@ -76,6 +76,16 @@ class Violation:
     # Weights of writer and reader, if they are the problem
     writer_weights: WeightVersion | None = None
     reader_weights: WeightVersion | None = None
+    # Where the page is: None in the device pool, "host" in host memory, or a storage backend's name
+    tier: str | None = None
+    key: str | None = None  # of the page in the storage backend
+
+    @property
+    def page(self) -> str:
+        """The page of a finding outside the device pool."""
+        if self.key is not None:
+            return f"page {safe_text(self.key)} of the {self.tier} backend"
+        return f"{self.tier} slot {self.slot}"
 
     @property
     def token_field(self) -> str:
@@ -125,7 +135,7 @@ def _hex(value: int) -> str:
     return f"0x{record.to_unsigned64(value):016x}"
 
 
-def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
+def actor_of(word: int, recorder: FlightRecorder) -> Actor | None:
     """The writer in `word`. None if the word is damaged and would name another actor."""
     if not record.is_writer_intact(word):
         return None
@@ -136,7 +146,7 @@ def _actor(word: int, recorder: FlightRecorder) -> Actor | None:
     return Actor(forward, row, Mode(mode).name, recorder.request_id(forward, row), step)
 
 
-def _state_name(word: int) -> str:
+def state_name(word: int) -> str:
     if not record.is_writer_intact(word):
         return f"damaged (writer word {_hex(word)})"
     return State(record.unpack_writer(word)[3]).name
@@ -172,9 +182,9 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
-        writer, state = _actor(word, recorder), _state_name(word)
+        writer, state = actor_of(word, recorder), state_name(word)
         if values[Column.LAST_WRITER]:
-            freed, writer = writer, _actor(values[Column.LAST_WRITER], recorder)
+            freed, writer = writer, actor_of(values[Column.LAST_WRITER], recorder)
     stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
         sequence=values[Column.SEQUENCE],
@@ -224,6 +234,8 @@ def render(
     place = f"at {v.tag}, {where}"
     if Reason.DOUBLE_FREE.name in v.reasons:
         place = f"by the allocator, {where} of {CanaryLaunchTag.kind_of(v.tag).value}"
+    if v.tier is not None:
+        place = f"at {v.tag}, {v.page}, position {v.stored_position}"
     lines = [f"kv-canary violation{number}: {' + '.join(v.reasons)} {place}"]
     if sentence:
         lines.append(f"  {sentence}")
@@ -256,6 +268,8 @@ def runbook_section(reason: str) -> str:
 
 
 def _finder(v: Violation) -> str:
+    if v.tier is not None:
+        return f"  checked outside the device pool, after forward {v.reader.forward}; the page is not used"
     if Reason.DOUBLE_FREE.name in v.reasons:
         return f"  freed again after forward {v.reader.forward} ({v.reader.mode})"
     if v.tag.startswith(Side.SWEEP.value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
 from .flight_recorder import FlightRecorder
 from .moot import are_moot, are_settled
+from .tier_finding import Finding
 from .violation import reason_names, tag_name
 from .violation_reporter import ViolationReporter
 
@@ -36,6 +37,7 @@ class ViolationManager:
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
         self._unsettled = _NO_ROWS
+        self._found: deque[tuple[Finding, int]] = deque()  # outside the device pool, by any thread
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -47,10 +49,15 @@ class ViolationManager:
         """A summary arrived: `total` rows have been appended since the start."""
         self._seen_total = max(self._seen_total, total)
 
+    def found(self, finding: Finding, forward: int) -> None:
+        """Something is wrong outside the device pool. `forward`: the last one launched. Any thread may call this."""
+        self._found.append((finding, forward))
+
     @property
     def busy(self) -> bool:
         """Whether rows wait to be fetched or to be settled."""
-        return self._fetched < self._seen_total or len(self._unsettled) > 0
+        waits = len(self._unsettled) > 0 or len(self._found) > 0
+        return waits or self._fetched < self._seen_total
 
     @property
     def is_fetching(self) -> bool:
@@ -63,6 +70,7 @@ class ViolationManager:
         if self._fetched < self._seen_total:
             self._copy.start(None)
             self._copy.deliver(wait=wait)
+        self._report_found()
         self._settle()
 
     def name_waiting(self, idle: bool) -> None:
@@ -88,6 +96,17 @@ class ViolationManager:
         self._unsettled = np.concatenate([self._unsettled, fetched[is_there]])
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
+
+    def _report_found(self) -> None:
+        findings = [self._found.popleft() for _ in range(len(self._found))]
+        violations = [found.as_violation(self._recorder, forward) for found, forward in findings]
+        self.reported += len(violations)
+        for v in violations:
+            self.by_tag[v.tag] += 1
+            for reason in v.reasons:
+                self.by_tag_and_reason[v.tag, reason] += 1
+        if violations:
+            self._reporter.log_or_raise_found(violations, self._recorder)
 
     def _settle(self) -> None:
         if not len(self._unsettled):

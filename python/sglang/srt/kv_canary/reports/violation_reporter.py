@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,6 +99,12 @@ class ViolationReporter:
         if self._mode is CanaryMode.RAISE and (causes := self._read(len(self._unread))):
             self._raise(causes)
 
+    def log_or_raise_found(self, violations: Sequence[Violation], recorder: FlightRecorder) -> None:
+        """Take findings that are no rows of the ring. RAISE mode raises CanaryViolationError."""
+        causes = {cause.number: cause for v in violations for cause in [self._fold(v, recorder)]}
+        if self._mode is CanaryMode.RAISE and causes:
+            self._raise(list(causes.values()))
+
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
         keys = finding_keys(rows, recorder)
@@ -158,7 +164,8 @@ class ViolationReporter:
         history = History.of(violation, recorder)
         cause = Cause(number, replace(violation, cause=number), history)
         cause.pending_scene = self._scenes.take(violation, recorder)
-        self._neighbours.note(cause)
+        if violation.tier is None:  # other tiers have slot numbers of their own
+            self._neighbours.note(cause)
         self._untold.append(cause)
         if len(self._causes) >= MAX_CAUSES:
             self._causes.pop(next(iter(self._causes)))

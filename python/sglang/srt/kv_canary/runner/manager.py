@@ -113,6 +113,9 @@ class CanaryManager:
         self._losses_seen = 0
         self._blind = False  # records are out of date
         self._has_new_weights = False  # the device does not know them yet
+        self.weights_ct = 0  # updates since the start
+        self.weights_name: str | None = None  # of the last update
+        self.weights_since = 0  # last forward before it
         self._capturing = False
         self.radix_cache: Any | None = None
         self._single_forwards = tuple(
@@ -310,6 +313,8 @@ class CanaryManager:
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
+        self.weights_ct += 1
+        self.weights_name, self.weights_since = name, self.forward_ct
         if self.config.stale_weights is StaleWeights.REPORT:
             self.recorder.weights.note_update(self.forward_ct, name)
             self._has_new_weights = True

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from ..arrival import Arrival, Landed
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..reports.slot_history import SlotHistory
 from ..slot_event import MOST_CALLS, SlotCalls, SlotEvent, SlotEventKind
@@ -34,7 +35,10 @@ class SlotLedger:
         self._state = state
         self._history = history
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
-        self._events: list[SlotEvent] = []
+        self._events: list[SlotEvent | Arrival] = []
+        self._landed: list[Landed] = []  # their bytes may still have been on the way
+        # Slots were handed out to a load whose records are not recorded yet: nobody must check them.
+        self.awaits_arrival = False
         self._must_apply = False
         self._unknown: set[PoolKind] = set()  # kinds that have lost events since their last CLEAR
 
@@ -61,9 +65,15 @@ class SlotLedger:
         self._events.append(SlotEvent(kind, pool_kind, slots, page_size, None, step, calls))
         self._must_apply |= kind is not SlotEventKind.ALLOC
 
+    def record_arrival(self, arrival: Arrival) -> None:
+        """Record that records arrive in slots whose allocation has been recorded."""
+        if arrival.pool_kind in self._groups and arrival.pool_kind not in self._unknown:
+            self._events.append(arrival)
+            self._must_apply = True
+
     def forget(self) -> None:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
-        self._events, self._must_apply = [], False
+        self._events, self._landed, self._must_apply = [], [], False
         self._unknown = set(self._groups)
 
     @property
@@ -74,15 +84,18 @@ class SlotLedger:
     @property
     def due(self) -> bool:
         """Whether `apply` has work to do."""
-        waiting = self._must_apply or len(self._events) >= MAX_WAITING_ALLOCS
-        return waiting and self.complete
+        must = self._must_apply or bool(self._landed)
+        return (must or len(self._events) >= MAX_WAITING_ALLOCS) and self.complete
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
         if not self.due and not (at_once and self._events and self.complete):
             return 0
         events, self._events, self._must_apply = self._events, [], False
-        launches = 0
+        landed, self._landed = self._landed, []
+        for arrivals in landed:  # before the frees that followed them
+            arrivals.expose_late_writes()
+        launches = len(landed)
         for event in events:
             if event.slots is not None and event.slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
@@ -90,6 +103,10 @@ class SlotLedger:
         if self._history is not None:
             self._history.keep(events)
         for event in self._coalesce(events):
+            if isinstance(event, Arrival):
+                self._landed.append(event.land())
+                launches += 1
+                continue
             for group in self._groups[event.pool_kind]:
                 self._backend.apply_slot_event(
                     event.kind, event.slots, group, self._state, event.page_size, event.call_ids
@@ -97,17 +114,19 @@ class SlotLedger:
                 launches += 1
         return launches
 
-    def _coalesce(self, events: list[SlotEvent]) -> list[SlotEvent]:
+    def _coalesce(self, events: list[SlotEvent | Arrival]) -> list[SlotEvent | Arrival]:
         """Merge runs of equal events per pool kind. The order within a pool kind is kept."""
-        merged: list[SlotEvent] = []
+        merged: list[SlotEvent | Arrival] = []
         for pool_kind in dict.fromkeys(e.pool_kind for e in events):
             run: list[SlotEvent] = []
             for event in (e for e in events if e.pool_kind is pool_kind):
-                if run and (event.kind is not run[0].kind or len(run) == MOST_CALLS):
+                arrives = isinstance(event, Arrival)
+                if run and (arrives or event.kind is not run[0].kind or len(run) == MOST_CALLS):
                     merged.append(self._merge(run))
                     run = []
-                run.append(event)
-            merged.append(self._merge(run))
+                (merged if arrives else run).append(event)
+            if run:
+                merged.append(self._merge(run))
         return merged
 
     def _merge(self, run: list[SlotEvent]) -> SlotEvent:

@@ -15,6 +15,7 @@ from ..reports.internal_errors import InternalErrors
 from ..reports.violation_manager import ViolationManager
 from ..state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, Header
 from .host_clock import HostClock
+from .slot_ledger import SlotLedger
 
 
 class Observed(Protocol):
@@ -24,6 +25,7 @@ class Observed(Protocol):
     groups: tuple[CanaryBufferGroup, ...]
     state: CanaryDeviceState
     launcher: Launcher
+    ledger: SlotLedger
     violations: ViolationManager
     errors: InternalErrors
     clock: HostClock

@@ -18,6 +18,7 @@ import torch
 
 __all__ = [
     "dp_attention_on_torch_native",
+    "hicache_on_cpu",
     "mla_on_torch_native",
     "pageable_memory",
     "plugin_path",
@@ -211,3 +212,29 @@ def pageable_memory() -> None:
 
 def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *args, pin_memory=False, **named: create(*args, **named)
+
+
+# HiCache: the copies between device and host are sgl_kernel's, and host memory is registered with CUDA.
+
+
+def hicache_on_cpu() -> None:
+    """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
+    from sglang.srt.mem_cache import memory_pool_host
+
+    memory_pool_host.transfer_kv_direct = _copy_pages
+    memory_pool_host.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+
+
+def _copy_pages(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def _host_memory(dims: Any, dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype, device=device)

@@ -23,6 +23,8 @@ from .row_owners import RowOwners
 if TYPE_CHECKING:
     import torch
 
+    from ..host_tier.host_tier import HostTier
+    from ..host_tier.page_store import PageStore
     from ..reports.event_sink import EventSink
     from ..reports.slot_history import SlotHistory
     from ..runner.manager import CanaryManager
@@ -69,6 +71,10 @@ class CanaryContext:
     told: set[tuple[str, str]] = field(
         default_factory=set
     )  # (peer, what is not checked), logged once
+    host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
+    page_store: PageStore | None = None  # records beside the pages of its storage backend
+    # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
+    host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:

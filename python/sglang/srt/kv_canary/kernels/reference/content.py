@@ -51,13 +51,20 @@ def _words_read(source: ContentSource, index: int, slots, unit: int, mode: Conte
 
 
 def content_fingerprint(
-    sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
+    sources: tuple[ContentSource, ...],
+    slots: torch.Tensor,
+    mode: ContentMode,
+    sampled_as: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fingerprint int64[n] of `slots` int64[n] (in the group's own slot space)."""
+    """Fingerprint int64[n] of `slots` int64[n] (in the group's own slot space).
+
+    `sampled_as` int64[n]: the slots for which mode `partial` chooses its sectors; None: `slots`.
+    """
+    sampled_as = slots if sampled_as is None else sampled_as
     unit = content_unit(sources)
     total = torch.full_like(slots, record.to_signed64(record.CONTENT_BASE))
     for index, source in enumerate(sources):
-        words = _words_read(source, index, slots, unit, mode)
+        words = _words_read(source, index, sampled_as, unit, mode)
         source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
         keys = (hashing.mix64(words) * source_key) | 1
         total = total + (word_values(source, slots, words, unit) * keys).sum(dim=1)

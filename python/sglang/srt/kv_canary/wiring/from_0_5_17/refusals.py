@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ..refusals import COMMON, DISAGGREGATION, Refusal
+from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
 
 __all__ = ["SHARED"]
 
@@ -18,6 +18,7 @@ _UNTESTED = "no test of the canary has run it on this release yet."
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
     DISAGGREGATION,
+    HICACHE,
     Refusal(
         "speculative decoding",
         lambda args: args.speculative_algorithm is not None,

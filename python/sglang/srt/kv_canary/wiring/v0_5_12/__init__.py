@@ -80,6 +80,8 @@ RELEASE = Release(
         "v0_5_12.allocator",
         "v0_5_12.cuda_graph",
         "v0_5_12.disaggregation",
+        "v0_5_12.hicache",
+        "v0_5_12.hicache_storage",
         "last_words",
         "memory",
         "v0_5_12.install",

@@ -34,6 +34,11 @@ SERVED: tuple[PathSupport, ...] = (
         "slots are freed with it; not run on a GPU",
     ),
     PathSupport("streaming sessions", _COVERED),
+    PathSupport(
+        "HiCache: host memory, and the storage backend file",
+        _PARTLY,
+        "MHA and MLA pools; a page without records, or damaged, is not used; not run on a GPU",
+    ),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",

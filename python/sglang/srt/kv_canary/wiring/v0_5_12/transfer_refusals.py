@@ -49,6 +49,12 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Set --dp-size 1.",
     ),
     Refusal(
+        "PD disaggregation with HiCache",
+        lambda args: _transfers(args) and args.enable_hierarchical_cache,
+        "KV that comes from two places at once, which no run has checked yet.",
+        "Remove --enable-hierarchical-cache.",
+    ),
+    Refusal(
         "offload of KV by decode servers",
         lambda args: args.disaggregation_decode_enable_offload_kvcache,
         "SGLang frees the prompt's pages of requests that still read them: use after free, in this release.",

@@ -1,0 +1,222 @@
+"""The records of a host pool: written back, loaded and dropped with their pages, and compared with their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .. import record
+from ..arrival import Arrival
+from ..buffer_group import CanaryBufferGroup, Side
+from ..config import ContentMode
+from ..kernels.layout import content_bytes_per_slot, slots_between_visits, turn_of
+from ..record import State
+from ..reports.tier_finding import Finding
+from ..state import CanaryDeviceState, Header
+from .host_content import Sources, fingerprint, refuse_unlike
+from .host_records import HostRecords, SlotRecords
+from .launches import Launches
+
+HOST = "host"  # the tier's name in findings
+
+
+class HostTier:
+    """Beside one host pool. Host slots are int64 on the CPU, device slots int64 on the device.
+
+    `found` takes findings, from any thread.
+    """
+
+    def __init__(
+        self,
+        group: CanaryBufferGroup,
+        state: CanaryDeviceState,
+        content: tuple[Sources, ...],  # of the host pool, per half; empty: content is not checked
+        num_slots: int,
+        mode: ContentMode,
+        check_budget_bytes: int,
+        found: Callable[[Finding], None],
+    ) -> None:
+        for half, sources in zip(group.halves, content, strict=False):
+            refuse_unlike(sources, group.content(half))
+        self.group = group
+        self.mode = mode
+        self.content = content
+        self.records = HostRecords(num_slots, len(group.halves))
+        self.launches = Launches()
+        self.written_back = 0  # slots, since the start
+        self.loaded = 0
+        self.refused = 0  # slots that were not loaded, because they have no record or are damaged
+        self._state = state
+        self.report = found
+        self._check_budget_bytes = check_budget_bytes
+        self._checks = 0
+
+    # Device to host
+
+    def copy_back(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor, stream: Any | None = None
+    ) -> Callable[[], None]:
+        """Copy the records of pages that are written back, on `stream` (None: the current one).
+
+        Call the result on the same stream, once the bytes are copied too.
+        """
+        cuda = device_slots.is_cuda
+        with _on(stream, device_slots.device):
+            tails = [self.group.records(half, Side.TAIL) for half in self.group.halves]
+            words = torch.stack([tail[device_slots] for tail in tails], dim=1)
+            records = SlotRecords(_to_host(words), _to_host(device_slots))
+            if cuda:
+                device_slots.record_stream(torch.cuda.current_stream(device_slots.device))
+        self.written_back += len(records)
+
+        def bytes_are_copied() -> None:
+            event = None
+            if cuda:
+                event = torch.cuda.Event()
+                event.record(stream)
+            self.records.put(host_slots, records, event)
+
+        return bytes_are_copied
+
+    # Host to device
+
+    def records_for(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> torch.Tensor:
+        """Words int64[n, halves, RECORD_WORDS] on the device, for pages that are loaded into `device_slots`."""
+        records = self.records.get(host_slots)
+        self.loaded += len(records)
+        if self.content and self.mode is ContentMode.PARTIAL:
+            self._sample_again(records, host_slots, device_slots)
+        return _to_device(records.words, device_slots.device)
+
+    def _sample_again(
+        self, records: SlotRecords, host_slots: torch.Tensor, device_slots: torch.Tensor
+    ) -> None:
+        """Mode `partial` samples other bytes of another slot."""
+        slots = device_slots.cpu()
+        for index, sources in enumerate(self.content):
+            words = records.words[:, index]
+            known = _has_content(words)
+            now = fingerprint(sources, host_slots, self.mode, slots)
+            content = words[:, record.WORD_CONTENT]
+            words[:, record.WORD_CONTENT] = torch.where(known, now, content)
+
+    def arrival(
+        self, device_slots: torch.Tensor, words: torch.Tensor, stream: Any | None = None
+    ) -> Arrival:
+        """The event that gives `words` to `device_slots`. Call it once `stream` has the copies of the bytes."""
+        event = None
+        with _on(stream, device_slots.device):
+            running = self._state.summary[Header.FORWARD_RUNNING : Header.FORWARD_RUNNING + 1]
+            complete_after = running.clone()
+            if device_slots.is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+        return Arrival(self.group, device_slots, words, complete_after, event)
+
+    def usable(self, host_slots: torch.Tensor) -> int:
+        """How many of `host_slots`, from the first on, may be loaded.
+
+        A slot without a record ends the prefix. So does one whose bytes do not fit its record. That is a finding, and
+        the slot loses its record.
+        Of large loads every k-th slot is compared, in turn.
+        """
+        records = self.records.get(host_slots)
+        missing = ~records.present
+        wrong = self._damaged(host_slots, records, self._check_budget_bytes, missing)
+        bad = (missing | wrong).nonzero()
+        count = int(bad[0]) if len(bad) else len(records)
+        if wrong.any():
+            self.records.clear(host_slots[wrong])
+        self.refused += len(records) - count
+        return count
+
+    def compare(self, first: int, stop: int) -> int:
+        """Compare the bytes of the host slots [first, stop) with their records. Returns how many there were."""
+        records = self.records.part(first, stop)
+        slots = torch.arange(first, min(stop, self.records.num_slots))
+        present = records.present
+        slots, records = slots[present], records[present]
+        wrong = self._damaged(slots, records, None, torch.zeros_like(slots, dtype=torch.bool))
+        if wrong.any():
+            self.records.clear(slots[wrong])
+        return len(slots)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """What a comparison of one slot reads."""
+        return max(1, content_bytes_per_slot(self.group, self.mode)) if self.content else 1
+
+    def _damaged(
+        self,
+        host_slots: torch.Tensor,
+        records: SlotRecords,
+        budget_bytes: int | None,
+        skipped: torch.Tensor,
+    ) -> torch.Tensor:
+        """bool[n]: slots whose bytes differ from their records, as far as `budget_bytes` (None: all) go."""
+        wrong = torch.zeros(len(records), dtype=torch.bool)
+        if not self.content:
+            return wrong
+        turn = ~skipped
+        if budget_bytes is not None:
+            k = slots_between_visits(len(records), max(1, budget_bytes // self.bytes_per_slot))
+            self._checks += 1
+            turn &= torch.arange(len(records)) % k == turn_of(self._checks, k)
+        for index, sources in enumerate(self.content):
+            wrong |= self.differing(sources, index, host_slots, records, turn, HOST, None)
+        return wrong
+
+    def differing(
+        self,
+        sources: Sources,
+        index: int,
+        slots: torch.Tensor,
+        records: SlotRecords,
+        turn: torch.Tensor,
+        tier: str,
+        key: str | None,
+    ) -> torch.Tensor:
+        """bool[n]: records of half `index`, among those whose `turn` it is, that do not fit the bytes at `slots`.
+
+        Each is a finding of `tier`.
+        """
+        words = records.words[:, index]
+        turn = turn & _has_content(words)
+        wrong = torch.zeros_like(turn)
+        at = turn.nonzero()[:, 0]
+        if not len(at):
+            return wrong
+        now = fingerprint(sources, slots[at], self.mode, records.sampled_as[at])
+        bad = now != words[at, record.WORD_CONTENT]
+        wrong[at[bad]] = True
+        half = self.group.halves[index]
+        for place, content in zip(at[bad].tolist(), now[bad].tolist(), strict=True):
+            slot = int(slots[place]) if key is None else None
+            self.report(Finding.of(tier, key, self.group.kind, half, slot, words[place], content))
+        return wrong
+
+
+def _has_content(words: torch.Tensor) -> torch.Tensor:
+    state = (words[:, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
+    return (state == State.LIVE) & (words[:, record.WORD_CONTENT] != 0)
+
+
+def _on(stream: Any | None, device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.get_device_module(device).stream(stream)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, complete once the current stream is that far."""
+    if not values.is_cuda:
+        return values.clone()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

@@ -1,0 +1,196 @@
+"""The records of pages in a storage backend: stored before their page, and compared with it when it is fetched.
+
+The threads of the backend call it. The server that creates a page's records also stores the page. So they fit each
+other, also where several servers share a folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .. import record
+from ..record import Mode, State
+from ..reports.tier_finding import Finding
+from .host_records import SlotRecords
+from .host_tier import HostTier
+from .record_files import RecordFiles
+from .stored_records import Unusable, pack, unpack
+
+MOST_PREFETCHES = 4096  # whose start is remembered
+ABANDONED_S = 60.0  # records whose page has not come by then belong to a server that has ended
+
+
+class Weights(Protocol):
+    """What the store must know of the server now."""
+
+    @property
+    def forward_ct(self) -> int: ...
+
+    @property
+    def weights_since(self) -> int:
+        """Last forward before the last weight update."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """Where the next page of a prefetch continues."""
+
+    position: int
+    chain: int
+    token: int = 0  # index in the prefetch's own tokens
+
+
+class PageStore:
+    """Beside one storage backend. Host slots are those of whole pages, int64 on the CPU."""
+
+    def __init__(
+        self,
+        tier: HostTier,
+        backend: Any,
+        name: str,  # of the backend, in findings
+        files: RecordFiles,
+        page_size: int,
+        server: Weights,
+        identity: Callable[[], bytes],  # see `stored_records.identity_of`
+    ) -> None:
+        self.backend = backend
+        self.name = name
+        self.files = files
+        self.page_size = page_size
+        self.stored = 0  # pages
+        self.fetched = 0
+        self.unusable: Counter[Unusable] = Counter()  # pages
+        self._tier = tier
+        self._server = server
+        self._identity = identity
+        self._starts: OrderedDict[str, _Start] = OrderedDict()
+
+    # Host to storage
+
+    def claim(
+        self, keys: Sequence[str], host_slots: torch.Tensor, page_exists: Callable[[str], bool]
+    ) -> tuple[list[int], list[str]]:
+        """Store the records of pages that are about to be stored.
+
+        Returns which pages to pass on to the backend, and the keys whose records are new. A page is left out if it has
+        no record, or if another server is storing it.
+        """
+        pages, ours, identity = [], [], self._identity()
+        for number, (key, slots) in enumerate(
+            zip(keys, host_slots.split(self.page_size), strict=True)
+        ):
+            if page_exists(key):
+                pages.append(number)  # the backend keeps what it has
+                continue
+            records = self._tier.records.get(slots)
+            if self._can_be_stored(records) and self._create(key, pack(records, identity)):
+                pages.append(number)
+                ours.append(key)
+        self.stored += len(ours)
+        return pages, ours
+
+    def withdraw(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
+        """The backend has failed to store some of these pages."""
+        for key in keys:
+            if not page_exists(key):
+                self.files.remove(key)
+
+    def _can_be_stored(self, records: SlotRecords) -> bool:
+        """Whether all slots are live and of the present weights."""
+        writer = records.words[:, :, record.WORD_WRITER]
+        live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
+        written = writer & record.FORWARD_MASK
+        return bool((live & (written > self._server.weights_since)).all())
+
+    def _create(self, key: str, data: bytes) -> bool:
+        if self.files.create(key, data):
+            return True
+        if self.files.age_s(key) < ABANDONED_S:
+            return False
+        self.files.replace(key, data)
+        return True
+
+    # Storage to host
+
+    def begin(self, request_id: str, position: int, chain: int | None) -> None:
+        """A prefetch begins at `position`, after a token with `chain`. None: unknown, so nothing is used."""
+        self._starts.pop(request_id, None)
+        if chain is None:
+            return
+        self._starts[request_id] = _Start(position, chain)
+        while len(self._starts) > MOST_PREFETCHES:
+            self._starts.popitem(last=False)
+
+    def recorded(self, keys: Sequence[str]) -> int:
+        """How many of `keys`, from the first on, have records."""
+        for count, key in enumerate(keys):
+            if not self.files.exists(key):
+                return count
+        return len(keys)
+
+    def accept(
+        self, request_id: str, key: str, tokens: Sequence[int], host_slots: torch.Tensor
+    ) -> bool:
+        """Whether the page whose bytes are now at `host_slots` may be used. Its records are then there, too.
+
+        `tokens`: all of the prefetch.
+        """
+        start = self._starts.get(request_id)
+        data = self.files.read(key)
+        if data is None or start is None:
+            return self._refuse(Unusable.MISSING)
+        halves = len(self._tier.group.halves)
+        records = unpack(data, self._identity(), self.page_size, halves)
+        if records is Unusable.DAMAGED:
+            self._tier.report(Finding.of_records(self.name, key, self._tier.group.kind))
+        if isinstance(records, Unusable):
+            return self._refuse(records)
+        mine = tokens[start.token : start.token + self.page_size]
+        if not self._continues(records, start, mine):
+            return self._refuse(Unusable.OTHER)
+        if self._is_damaged(records, host_slots, key):
+            return self._refuse(Unusable.DAMAGED)
+        start.position += self.page_size
+        start.token += self.page_size
+        start.chain = int(records.words[-1, 0, record.WORD_CHAIN])
+        self._stamp(records)
+        self._tier.records.put(host_slots, records)
+        self.fetched += 1
+        return True
+
+    def _refuse(self, why: Unusable) -> bool:
+        self.unusable[why] += 1
+        return False
+
+    def _continues(self, records: SlotRecords, start: _Start, tokens: Sequence[int]) -> bool:
+        """Whether the records are those of `tokens` behind the start, in the same namespace."""
+        chain = start.chain
+        identities, chains = [], []
+        for offset, token in enumerate(tokens):
+            position = start.position + offset
+            chain = record.chain_step(chain, token, position)
+            identities.append(record.pack_identity(token, position))
+            chains.append(chain)
+        if len(tokens) != len(records):
+            return False
+        words = records.words[:, :, (record.WORD_IDENTITY, record.WORD_CHAIN)]
+        expected = torch.tensor([identities, chains], dtype=torch.int64).T
+        return bool((words == expected[:, None]).all())
+
+    def _is_damaged(self, records: SlotRecords, host_slots: torch.Tensor, key: str) -> bool:
+        every = torch.ones(len(records), dtype=torch.bool)
+        damaged = False
+        for index, sources in enumerate(self._tier.content):
+            wrong = self._tier.differing(sources, index, host_slots, records, every, self.name, key)
+            damaged |= bool(wrong.any())
+        return damaged
+
+    def _stamp(self, records: SlotRecords) -> None:
+        """Forwards and rows of another server say nothing here."""
+        word = record.pack_writer(self._server.forward_ct, 0, Mode.LOADED, State.LIVE)
+        records.words[:, :, record.WORD_WRITER] = word

@@ -1,0 +1,65 @@
+"""Files with the records of stored pages. A file appears whole, and only one server creates it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+KEY_PREFIX = "kvc:"  # before the page's key
+
+
+class RecordFiles:
+    """`path_of` gives the path of a key's file in the storage folder."""
+
+    def __init__(self, path_of: Callable[[str], str]) -> None:
+        self._path_of = path_of
+
+    def path(self, key: str) -> Path:
+        return Path(self._path_of(KEY_PREFIX + key))
+
+    def exists(self, key: str) -> bool:
+        return self.path(key).exists()
+
+    def read(self, key: str) -> bytes | None:
+        """None: there is none."""
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def age_s(self, key: str) -> float:
+        """Seconds since it was created; 0 if it is gone."""
+        try:
+            return time.time() - self.path(key).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def create(self, key: str, data: bytes) -> bool:
+        """False if there is one already."""
+        path = self.path(key)
+        whole = _written_beside(path, data)
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            return False
+        finally:
+            whole.unlink()
+        return True
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self.path(key)
+        _written_beside(path, data).replace(path)
+
+    def remove(self, key: str) -> None:
+        with suppress(FileNotFoundError):
+            self.path(key).unlink()
+
+
+def _written_beside(path: Path, data: bytes) -> Path:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(data)
+    return Path(file.name)

@@ -1,0 +1,34 @@
+"""Faults in pages that HiCache keeps in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..wiring.context import context
+from .content import bytes_of
+from .scene import Outcome, Scene
+
+
+def flip_host_bytes(scene: Scene, args: dict[str, Any]) -> Outcome | None:
+    """Flip bytes of one host slot of a cached prefix, once the device pool no longer holds it."""
+    tier = context.host_tier
+    if tier is None:
+        raise ValueError("this server has no host memory of HiCache: --enable-hierarchical-cache")
+    half, index, count = args["half"], args["source"], args["count"]
+    sources = dict(zip(tier.group.halves, tier.content, strict=False)).get(half)
+    if not sources or index >= len(sources):
+        raise ValueError(f"no content is covered in half {half}, layer {index}")
+    slots = context.host_slots_of(scene.manager.radix_cache, args["cached"])
+    position = args.get("position", len(slots) // 2)
+    if position >= len(slots) or slots[position] is None:
+        return None
+    slot = slots[position]
+    bytes_of(sources[index], slot)[:count] ^= 0x55
+    if args["without_record"]:
+        tier.records.clear(torch.tensor([slot]))
+    return Outcome(
+        detail=f"flipped {count} byte(s) of {half}, layer {index}, host slot {slot} (position {position})",
+        data={"host_slot": slot},
+    )

@@ -1,0 +1,75 @@
+"""Servers with HiCache on a small device pool, and prompts that it must load back from host memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.fill_ins import hicache_on_cpu, pageable_memory
+from sglang_kv_canary.testing.serving import CanaryServer, Serving
+from sglang_kv_canary.testing.traffic import random_tokens
+
+ON_CPU = not torch.cuda.is_available()
+FILL_INS = (hicache_on_cpu, pageable_memory) if ON_CPU else ()
+# Three prompts of 100 tokens fit on the device, all of them in host memory.
+SMALL_POOL = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 6.0,
+    "max_total_tokens": 320,
+    "enable_cache_report": True,
+    **({"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"} if ON_CPU else {}),
+}
+PROMPT = 100
+
+
+def prompts(name: str, count: int, tokens: int = PROMPT) -> list[list[int]]:
+    rng = random.Random(name)
+    return [random_tokens(rng, tokens) for _ in range(count)]
+
+
+def ask(serving: Serving, name: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    """One request, and its whole answer."""
+    assert isinstance(serving, CanaryServer)
+    sampling = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+    body = {"rid": name, "input_ids": list(prompt), "sampling_params": sampling, **more}
+    return serving.post("/generate", body)
+
+
+def hits(answer: dict[str, Any], tier: str = "host") -> int:
+    """Prompt tokens that came from `tier`."""
+    return (answer["meta_info"].get("cached_tokens_details") or {}).get(tier, 0)
+
+
+class HiCacheE2E(CanaryE2EBase):
+    """Every byte is checked, wherever it is, and the server ends with the first violation."""
+
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+        **SMALL_POOL,
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+    plugins: ClassVar = FILL_INS
+
+    def ask(self, name: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        return ask(self.serving, name, prompt, **more)
+
+    def push_out(self, name: str) -> None:
+        """Other prompts fill the device pool, so that earlier ones remain in host memory only."""
+        for i, prompt in enumerate(prompts(name, 4)):
+            self.ask(f"{name}-{i}", prompt)
+
+    def twice(self, name: str, count: int = 6) -> int:
+        """Each prompt twice, with the others in between. Returns the tokens that came from host memory."""
+        asked, found = prompts(name, count), 0
+        first = [self.ask(f"{name}-{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
+        for i, prompt in enumerate(asked):
+            answer = self.ask(f"{name}-{i}-b", prompt)
+            assert answer["output_ids"] == first[i]
+            found += hits(answer)
+        return found

@@ -1,0 +1,251 @@
+"""HiCache with the storage backend `file`: records are stored with their pages, and fetched with them."""
+
+import json
+import shutil
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.serving import CanaryServer
+from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.hicache_serving import FILL_INS, ON_CPU, HiCacheE2E, ask, hits, prompts
+from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
+from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
+
+register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
+
+STORAGE = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+}
+KEY = "attach-and-detach"
+FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+
+
+class StorageE2E(HiCacheE2E):
+    """Each class has a folder of its own."""
+
+    flags: ClassVar = {**HiCacheE2E.flags, **STORAGE}
+    page: ClassVar[int] = 1
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.folder = Path(tempfile.mkdtemp(prefix="kv_canary_pages_"))
+        cls.env = {**cls.env, FOLDER: str(cls.folder)}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        shutil.rmtree(cls.folder)
+
+    def keys(self, prompt: Sequence[int]) -> list[str]:
+        """The storage's keys of a prompt's pages."""
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        keys, last = [], None
+        for first in range(0, len(prompt) // self.page * self.page, self.page):
+            last = get_hash_str(list(prompt[first : first + self.page]), last)
+            keys.append(last)
+        return keys
+
+    def file(self, key: str) -> Path:
+        (path,) = self.folder.glob(f"{key}_*.bin")
+        return path
+
+    def store(self, name: str, prompt: Sequence[int]) -> list[str]:
+        """Serve `prompt`, wait until it is in storage, and let the server forget it. Returns its keys."""
+        self.answer = self.ask(f"{name}-a", prompt)["output_ids"]
+        keys = self.keys(prompt)
+
+        def stored() -> bool:
+            return all([*self.folder.glob(f"{key}_*.bin")] for key in keys)
+
+        self.serving.wait_for(stored, "all pages were stored")
+        assert self.run(self.serving.flush())
+        return keys
+
+    def fetch(self, name: str, prompt: Sequence[int]) -> int:
+        """Tokens that come from storage when `prompt` is asked for again."""
+        answer = self.ask(f"{name}-b", prompt)
+        assert answer["output_ids"] == self.answer
+        return hits(answer, "storage")
+
+
+class TestRaise(StorageE2E):
+    def test_pages_are_fetched(self) -> None:
+        (prompt,) = prompts("fetched", 1)
+        keys = self.store("fetched", prompt)
+        assert len(keys) == 100
+        assert all(self.file(f"kvc:{key}").exists() for key in keys)
+        assert self.fetch("fetched", prompt) >= 99
+        self.assert_no_violations()
+
+    def test_prefixes_are_continued(self) -> None:
+        """A prefetch continues what host memory still has."""
+        (prompt,) = prompts("part", 1)
+        longer = prompt + prompts("rest", 1)[0]
+        self.store("part", longer)
+        self.ask("short", prompt)
+        self.push_out("part")
+        assert 0 < self.fetch("part", longer) < 150
+        self.assert_no_violations()
+
+    @pytest.mark.parametrize("weights", ["default", "other"])
+    def test_another_server_fetches_pages_of_its_own_weights(self, weights: str) -> None:
+        (prompt,) = prompts(weights, 1)
+        self.store(weights, prompt)
+        model = {"model_path": self.serving.server_args["model_path"], "weight_version": weights}
+        with CanaryServer(self.mode, {**self.flags, **model}, self.env, FILL_INS) as server:
+            answer = ask(server, "again", prompt)
+            assert answer["output_ids"] == self.answer
+            assert (hits(answer, "storage") >= 99) == (weights == "default")
+            assert not server.events("violation")
+
+    def test_mixed_traffic(self) -> None:
+        report = self.serve(TrafficShape(40, seed=23, flushes=2))
+        assert (report.requests, report.flushes) == (40, 2)
+        self.assert_no_violations()
+
+
+class TestPage16(TestRaise):
+    flags: ClassVar = {**StorageE2E.flags, "page_size": consts.PAGE_SIZE}
+    env: ClassVar = {**StorageE2E.env, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (*FILL_INS, quick_interpreter) if ON_CPU else ()
+    page: ClassVar[int] = consts.PAGE_SIZE
+
+    def test_pages_are_fetched(self) -> None:
+        (prompt,) = prompts("fetched", 1)
+        assert len(self.store("fetched", prompt)) == 6
+        assert self.fetch("fetched", prompt) == 96
+        self.assert_no_violations()
+
+    test_another_server_fetches_pages_of_its_own_weights = None
+
+
+class TestDamage(StorageE2E):
+    flags: ClassVar = {
+        **StorageE2E.flags,
+        "kv_canary": "log",
+        "kv_canary_sweep_interval": 0,
+    }
+
+    def change(self, path: Path, offset: int) -> None:
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 0x01
+        path.write_bytes(data)
+
+    def test_flipped_byte_of_a_page(self) -> None:
+        (prompt,) = prompts("flipped", 1)
+        keys = self.store("flipped", prompt)
+        self.change(self.file(keys[60]), 5)
+        self.expect_violations()
+        assert self.fetch("flipped", prompt) == 60
+        event = self.assert_violation("CONTENT", "FILE_K_FULL", slot=None)
+        assert (event["tier"], event["key"]) == ("file", keys[60])
+        assert (event["stored_position"], event["stored_token"]) == (60, prompt[60])
+        assert len(self.violations()) == 1
+
+    def test_flipped_byte_of_the_records(self) -> None:
+        (prompt,) = prompts("records", 1)
+        keys = self.store("records", prompt)
+        self.change(self.file(f"kvc:{keys[30]}"), -5)
+        self.expect_violations()
+        assert self.fetch("records", prompt) == 30
+        event = self.assert_violation("BAD_STATE", "FILE_K_FULL")
+        assert (event["tier"], event["key"]) == ("file", keys[30])
+
+    def test_page_without_records(self) -> None:
+        (prompt,) = prompts("none", 1)
+        keys = self.store("none", prompt)
+        self.file(f"kvc:{keys[40]}").unlink()
+        assert self.fetch("none", prompt) == 40
+        self.assert_no_violations()
+
+    @pytest.mark.parametrize("offset", [4, 8], ids=["version", "weights"])
+    def test_page_of_another_version(self, offset: int) -> None:
+        (prompt,) = prompts(f"version{offset}", 1)
+        keys = self.store("version", prompt)
+        self.change(self.file(f"kvc:{keys[50]}"), offset)
+        assert self.fetch("version", prompt) == 50
+        self.assert_no_violations()
+
+    def test_page_of_another_prefix(self) -> None:
+        """Its records are whole and of this server, and not of these tokens."""
+        ours, theirs = prompts("prefix", 2)
+        other = self.store("theirs", theirs)[20]
+        keys = self.store("ours", ours)
+        for key in ("", "kvc:"):
+            shutil.copy(self.file(f"{key}{other}"), self.file(f"{key}{keys[20]}"))
+        assert self.fetch("ours", ours) == 20
+        self.assert_no_violations()
+
+    def test_short_page(self) -> None:
+        """As one that another server is just writing."""
+        (prompt,) = prompts("short", 1)
+        keys = self.store("short", prompt)
+        path = self.file(keys[70])
+        path.write_bytes(path.read_bytes()[:-1])
+        assert self.fetch("short", prompt) == 70
+        self.assert_no_violations()
+
+
+class AdminServer(CanaryServer):
+    """Attaching a backend takes a key, and then so does flushing."""
+
+    def admin(self, path: str, method: str, **body: Any) -> str:
+        """The server's message."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.read().decode()
+
+    async def flush(self) -> bool:
+        return "flushed" in self.admin("/flush_cache?timeout=60", "POST")
+
+
+class TestAttach(StorageE2E):
+    """A storage backend is attached to a server that runs."""
+
+    flags: ClassVar = {**StorageE2E.flags, "admin_api_key": KEY}
+    transport = AdminServer
+
+    def attach(self, method: str, **body: Any) -> str:
+        return self.serving.admin("/hicache/storage-backend", method, **body)
+
+    def test_another_backend_is_not_attached(self) -> None:
+        assert "backend detached" in self.attach("DELETE")
+        refused = self.attach("PUT", hicache_storage_backend="nixl")
+        assert "does not cover the storage backend 'nixl'" in refused
+        config = STORAGE["hicache_storage_backend_extra_config"]
+        attached = self.attach(
+            "PUT",
+            hicache_storage_backend="file",
+            hicache_storage_backend_extra_config_json=config,
+        )
+        assert "backend attached" in attached
+        (prompt,) = prompts("attached", 1)
+        self.store("attached", prompt)
+        assert self.fetch("attached", prompt) >= 99
+        self.assert_no_violations()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,259 @@
+"""Records in host memory, under SGLang's real controller and host pool: there, back, and what goes wrong between."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.host_tier.host_content import fingerprint, sources_of
+from sglang_kv_canary.kernels.reference import content_fingerprint
+from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
+from sglang_kv_canary.record import Mode, State
+from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary.wiring.v0_5_12.hicache import _refuse_tree, protect
+from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
+
+register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
+
+TOKENS = range(5, 25)
+CONTENT = [ContentMode.NONE, ContentMode.PARTIAL, ContentMode.ALL]
+
+
+@pytest.fixture(params=CONTENT, ids=str)
+def rig(request, monkeypatch: pytest.MonkeyPatch) -> HiCacheRig:
+    return HiCacheRig(monkeypatch, content=request.param)
+
+
+def _reasons(rig: HiCacheRig) -> set[str]:
+    return {reason for v in rig.settle() for reason in v.reasons}
+
+
+def test_a_loaded_prefix_is_read_in_silence_and_keeps_its_writers(rig: HiCacheRig) -> None:
+    rig.extend(1, TOKENS)
+    before = rig.manager.groups[0].k_tail[rig.rows.req_to_token[1, :20].long(), 3].clone()
+    host = rig.write_back(1, 20)
+    rig.extend(3, range(100, 140))  # its slots come back with other content
+    device = rig.load(2, host)
+    for _ in range(3):
+        rig.decode([2])
+    assert not rig.settle()
+    assert torch.equal(rig.manager.groups[0].k_tail[device, 3], before)
+    assert rig.manager.groups[0].k_head[device, 2].eq(0).all()
+    assert (rig.tier.written_back, rig.tier.loaded) == (20, 20)
+
+
+def test_records_arrive_after_the_frees_before_them(rig: HiCacheRig) -> None:
+    """Slots are freed, handed to a load, and the forward that learns of all that reads them."""
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)  # its frees wait for the next forward
+    rig.allocator.free_pages = rig.allocator.free_pages.flip(0)  # the load gets the same slots
+    device = rig.load(2, host)
+    assert set(device.tolist()) & set(rig.rows.req_to_token[1, :20].tolist())
+    rig.decode([2])
+    assert not rig.settle()
+
+
+def test_without_the_records_the_prefix_would_be_reported(rig: HiCacheRig) -> None:
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.tier.records.clear(host)
+    rig.load(2, host)
+    rig.decode([2])
+    assert "NEVER_WRITTEN" in _reasons(rig)
+
+
+def test_a_load_that_races_a_queued_write_is_reported(rig: HiCacheRig) -> None:
+    """sgl-project/sglang#36738: a forward of a request that has ended writes to slots that were handed to a load.
+
+    The load's stream does not wait for that forward. Here it begins when all bytes are there, so it replaces them.
+    """
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.extend(3, TOKENS)
+    ledger, apply = rig.manager.ledger, rig.manager.ledger.apply
+    ended = rig.rows.req_to_token[3, :20].long().clone()
+    rig.allocator.free(ended)
+    rig.allocator.free_pages = rig.allocator.free_pages.flip(0)
+    device = rig.load(2, host)
+    raced = sorted(set(device.tolist()) & set(ended.tolist()))
+    assert raced
+    # The queued forward: launched before any of that, so it applies no event.
+    object.__setattr__(ledger, "apply", lambda: 0)
+    rig._alloc_extend = lambda row, count: torch.tensor(raced[:1])
+    rig.extend(4, [7])
+    del rig._alloc_extend, ledger.apply
+    assert ledger.apply == apply
+    for _ in range(3):
+        rig.decode([2])
+    found = rig.settle()
+    assert {v.slot for v in found if v.reader.row == 2} >= {raced[0]}
+    if rig.manager.config.content_mode is ContentMode.ALL:
+        assert "CONTENT" in found[0].reasons  # by the forward that reads it first
+    lifetime = [v for v in found if "UNWRITTEN_SINCE_ALLOC" in v.reasons and v.slot == raced[0]]
+    assert lifetime
+    assert lifetime[0].writer.request_id == "req-4"
+
+
+def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:
+    """The prefix cache lists the slots at once, and the copy begins with the next prefill."""
+    sweep = SweepOrchestrator(rig.manager.config, rig.manager.groups, rig.manager.sink)
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    assert not rig.manager.ledger.awaits_arrival
+    rig.controller.load(host)
+    assert rig.manager.ledger.awaits_arrival
+    assert not sweep.maybe_run_sweep(rig.manager)
+    assert sweep._tick == 0
+    rig.controller.start_loading()
+    assert not rig.manager.ledger.awaits_arrival
+    sweep.maybe_run_sweep(rig.manager)
+    assert sweep._tick == 1
+
+
+def test_bytes_overwritten_during_the_load_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write came before the end of the copy, so only the bytes tell."""
+    rig = HiCacheRig(monkeypatch)
+    rig.extend(1, TOKENS)
+    device = rig.load(2, rig.write_back(1, 20))
+    rig.pool.v_buffer[1][device[4]] += 1
+    rig.decode([2])
+    assert [(v.reasons, v.tag, v.slot) for v in rig.settle()] == [
+        (("CONTENT",), "TAIL_V_FULL", int(device[4]))
+    ]
+
+
+def test_a_freed_host_slot_has_no_record(rig: HiCacheRig) -> None:
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    assert rig.tier.usable(host) == 20
+    rig.controller.evict_host(host[:5])
+    assert rig.tier.records.get(host).present.tolist() == [False] * 5 + [True] * 15
+    assert rig.tier.usable(host) == 0
+    assert rig.tier.usable(host[5:]) == 15
+    rig.host_pool.clear()
+    assert not rig.tier.records.get(host).present.any()
+    assert not rig.settle()
+
+
+def test_records_and_bytes_become_visible_together(rig: HiCacheRig) -> None:
+    class Later:
+        happened = False
+
+        def query(self) -> bool:
+            return self.happened
+
+        def synchronize(self) -> None:
+            self.happened = True
+
+    rig.extend(1, TOKENS)
+    device = rig.rows.req_to_token[1, :20].long()
+    rig.tier.copy_back(torch.arange(20), device)()
+    records, slots, event = rig.tier.records.get(torch.arange(20)), torch.arange(100, 120), Later()
+    rig.tier.records.put(slots, records, event)
+    assert not rig.tier.records.part(100, 120).present.any()
+    assert rig.tier.records.get(slots).present.all()
+    assert event.happened
+
+
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
+def test_damage_in_host_memory_is_found_once_and_named(mode, monkeypatch) -> None:
+    rig = HiCacheRig(monkeypatch, content=mode)
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.host_pool.v_buffer[1, host[7]] += 1
+    found = []
+    rig.tier.report = found.append
+    assert rig.tier.usable(host) == 7
+    assert [(f.tier, f.half, f.slot, f.position, f.token) for f in found] == [
+        ("host", "V", int(host[7]), 7, 12)
+    ]
+    assert rig.tier.usable(host) == 7  # it has no record any more
+    assert len(found) == 1
+
+
+def test_a_finding_becomes_a_violation_of_its_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = HiCacheRig(monkeypatch)
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.host_pool.k_buffer[0, host[3]] += 1
+    rig.tier.compare(0, 1024)
+    events = []
+    monkeypatch.setattr(rig.manager.sink, "emit", events.append)
+    rig.settle()
+    (event,) = (e for e in events if e["event"] == "violation")
+    assert (event["tier"], event["tag"], event["slot"]) == ("host", "HOST_K_FULL", int(host[3]))
+    assert event["writer"]["request_id"] == "req-1"
+    (cause,) = (e for e in events if e["event"] == "cause")
+    assert (
+        f"host slot {int(host[3])} at position 3, whose K bytes have changed" in cause["sentence"]
+    )
+
+
+def test_of_a_large_load_some_slots_are_compared_each_time(monkeypatch) -> None:
+    rig = HiCacheRig(monkeypatch)
+    rig.tier._check_budget_bytes = 5 * rig.tier.bytes_per_slot
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    rig.host_pool.k_buffer[0, host] += 1
+    found = []
+    rig.tier.report = found.append
+    rig.tier.usable(host)
+    assert 1 <= len(found) <= 7
+    for _ in range(12):
+        rig.tier.usable(host)
+    assert len({f.slot for f in found}) == 20
+
+
+@pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_fingerprints_are_the_devices_in_every_layout(layout, page, mode, monkeypatch) -> None:
+    rig = HiCacheRig(monkeypatch, layout=layout, real=make_mha_pool(size=512, page_size=page))
+    pool, group, layers = rig.host_pool, rig.manager.groups[0], 2
+    device = torch.arange(16, 64)
+    host = torch.arange(32, 80)
+    for half, name in enumerate("kv"):
+        for layer in range(layers):
+            buffer = getattr(rig.pool, f"{name}_buffer")[layer]
+            buffer[:] = torch.randn(buffer.shape)
+            ours = pool.kv_buffer[half].select(0 if layout == "layer_first" else 1, layer)
+            ours.reshape(-1, *buffer.shape[1:])[host] = buffer[device]
+            if layout == "page_first_direct":
+                for h, d in zip(host.tolist(), device.tolist(), strict=True):
+                    ours[h // page, h % page] = buffer[d]
+        sources = sources_of(pool.kv_buffer[half], layout, layers, pool.size, page)
+        expected = content_fingerprint(group.content(name.upper()), device, mode)
+        assert torch.equal(fingerprint(sources, host, mode, device), expected)
+        assert len(expected.unique()) == len(expected)
+
+
+def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
+    """Of NSA models, whose indexer has pages of its own (sgl-project/sglang#30057), and of hybrid ones."""
+
+    class HostPoolGroup:
+        pass
+
+    with pytest.raises(CanaryStartupError, match="HostPoolGroup; the canary knows MHAToken"):
+        protect(rig.manager, HostPoolGroup())
+    with pytest.raises(CanaryStartupError, match="prefix cache HostPoolGroup"):
+        _refuse_tree(HostPoolGroup())
+
+
+def test_a_layout_that_scatters_tokens_is_refused() -> None:
+    with pytest.raises(UnsupportedPoolError, match="layout page_head"):
+        sources_of(torch.zeros(4, 2, 16, 2, 8), "page_head", 2, 64, 16)
+
+
+def test_mode_of_loaded_records_is_known() -> None:
+    assert record.is_writer_intact(record.pack_writer(1, 0, Mode.LOADED, State.LIVE))
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,180 @@
+"""Records of stored pages: what is stored, what is used, and which server stores it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.host_tier.page_store import ABANDONED_S, PageStore
+from sglang_kv_canary.host_tier.record_files import RecordFiles
+from sglang_kv_canary.host_tier.stored_records import Unusable, identity_of, pack, unpack
+from sglang_kv_canary.record import Mode, State
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.v0_5_12 import hicache_storage
+from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+TOKENS = list(range(5, 25))
+PAGE = 4
+KEYS = [f"page{i}" for i in range(5)]
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> HiCacheRig:
+    rig = HiCacheRig(monkeypatch)
+    rig.found = []
+    rig.tier.report = rig.found.append
+    rig.extend(1, TOKENS)
+    rig.host = rig.write_back(1, 20)
+    return rig
+
+
+def store_in(folder: Path, rig: HiCacheRig, identity: str = "us") -> PageStore:
+    files = RecordFiles(lambda key: str(folder / f"{key}.bin"))
+    whose = identity_of({"server": identity})
+    return PageStore(rig.tier, None, "file", files, PAGE, rig.manager, lambda: whose)
+
+
+def nothing(_: str) -> bool:
+    return False
+
+
+def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    assert store.claim(KEYS, rig.host, nothing) == ([*range(5)], KEYS)
+    assert store.recorded([*KEYS, "page5"]) == 5
+    rig.tier.records.clear(rig.host)
+    store.begin("r", 0, 0)
+    for number, key in enumerate(KEYS):
+        assert store.accept("r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
+    words = rig.tier.records.get(rig.host).words
+    assert record.unpack_writer(int(words[7, 1, record.WORD_WRITER])) == (
+        rig.manager.forward_ct,
+        0,
+        Mode.LOADED,
+        State.LIVE,
+    )
+    rig.load(2, rig.host)
+    rig.decode([2])
+    assert not rig.settle()
+    assert not rig.found
+
+
+@pytest.mark.parametrize(
+    ("position", "chain", "tokens"),
+    [(0, 1, TOKENS), (4, 0, TOKENS), (0, 0, [6, *TOKENS]), (0, 0, TOKENS[:3])],
+    ids=["namespace", "position", "tokens", "short"],
+)
+def test_a_page_of_another_prefix_is_not_used(
+    rig: HiCacheRig, tmp_path: Path, position: int, chain: int, tokens: list[int]
+) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+    store.begin("r", position, chain)
+    assert not store.accept("r", KEYS[0], tokens, rig.host[:PAGE])
+    assert store.unusable == {Unusable.OTHER: 1}
+    assert not rig.found
+
+
+def test_behind_an_unknown_prefix_nothing_is_used(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+    store.begin("r", 0, 0)
+    store.begin("r", 0, None)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert store.unusable == {Unusable.MISSING: 1}
+
+
+def test_records_of_another_server_are_not_used(rig: HiCacheRig, tmp_path: Path) -> None:
+    store_in(tmp_path, rig, "they").claim(KEYS, rig.host, nothing)
+    store = store_in(tmp_path, rig)
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert store.unusable == {Unusable.OTHER: 1}
+
+
+def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+    store.begin("r", 0, 0)
+    rig.host_pool.v_buffer[0, rig.host[2]] += 1
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert [(f.tier, f.key, f.half, f.slot, f.position) for f in rig.found] == [
+        ("file", "page0", "V", None, 2)
+    ]
+
+
+def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Who creates the records stores the page. So they fit each other."""
+    first, second = store_in(tmp_path, rig), store_in(tmp_path, rig)
+    assert first.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing) == ([0, 1], KEYS[:2])
+    assert second.claim(KEYS, rig.host, nothing) == ([2, 3, 4], KEYS[2:])
+    assert second.claim(KEYS, rig.host, lambda key: key in KEYS) == ([*range(5)], [])
+    first.withdraw(KEYS[:2], lambda key: key == KEYS[0])
+    assert second.recorded(KEYS) == 1
+    old = time.time() - ABANDONED_S - 1
+    os.utime(first.files.path(KEYS[0]), (old, old))  # its page never came
+    assert second.claim(KEYS[:1], rig.host[:PAGE], nothing) == ([0], KEYS[:1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"kvc:{key}.bin" for key in (KEYS[0], *KEYS[2:])
+    )
+
+
+def test_pages_of_older_weights_or_without_records_are_not_stored(
+    rig: HiCacheRig, tmp_path: Path
+) -> None:
+    store = store_in(tmp_path, rig)
+    rig.tier.records.clear(rig.host[PAGE : PAGE + 1])
+    assert store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing) == ([0], KEYS[:1])
+    rig.manager.note_weight_update()
+    assert store.claim(KEYS[2:3], rig.host[2 * PAGE : 3 * PAGE], nothing) == ([], [])
+    rig.extend(3, TOKENS[:PAGE])
+    assert store.claim(KEYS[3:4], rig.write_back(3, PAGE), nothing) == ([0], KEYS[3:4])
+
+
+@pytest.mark.parametrize("name", ["v2", None])
+def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch) -> None:
+    from sglang.srt import server_args
+
+    args: dict[str, Any] = dict.fromkeys(("revision", "quantization", "load_format"))
+    args |= {"model_path": "m", "weight_version": "v1", "dtype": "auto", "kv_cache_dtype": "auto"}
+    monkeypatch.setattr(server_args, "get_global_server_args", lambda: SimpleNamespace(**args))
+    backend = SimpleNamespace(config_suffix="_m")
+    controller = SimpleNamespace(mem_pool_host=rig.host_pool, storage_backend=backend)
+    assert context.target is rig.manager
+    seen = [hicache_storage.identity_now(controller)]
+    for _ in range(2):
+        rig.manager.note_weight_update(name)
+        seen.append(hicache_storage.identity_now(controller))
+    assert seen[0] != seen[1]
+    assert (seen[1] == seen[2]) == (name is not None)
+    args["weight_version"] = "v1"
+    backend.config_suffix = "_m_1_2"
+    assert hicache_storage.identity_now(controller) not in seen
+
+
+@pytest.mark.parametrize("offset", range(0, 200, 7))
+def test_every_damaged_byte_of_the_records_is_seen(rig: HiCacheRig, offset: int) -> None:
+    whose = identity_of({"a": 1})
+    data = bytearray(pack(rig.tier.records.get(rig.host[:PAGE]), whose))
+    assert torch.equal(
+        unpack(bytes(data), whose, PAGE, 2).words, rig.tier.records.get(rig.host[:PAGE]).words
+    )
+    data[offset] ^= 1
+    expected = Unusable.OTHER if offset < 44 else Unusable.DAMAGED
+    assert unpack(bytes(data), whose, PAGE, 2) is expected
+    assert unpack(bytes(data[: offset % 40]), whose, PAGE, 2) is Unusable.DAMAGED
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
