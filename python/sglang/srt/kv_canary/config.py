@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from .environ import default_of, read_settings
+from .environ import ENV_PREFIX, default_of, read_settings
 from .errors import CanaryConfigError
 
 __all__ = [
     "FLAG_MODE",
     "FLAG_REAL_DATA",
     "FLAG_SWEEP_INTERVAL",
+    "Action",
     "CanaryConfig",
     "CanaryMode",
     "ContentMode",
@@ -69,6 +70,13 @@ class StaleWeights(_StrEnum):
     REPORT = "report"
 
 
+class Action(_StrEnum):
+    """What happens to a request whose KV arrives damaged at a decode server."""
+
+    REPORT = "report"  # it is served
+    ABORT = "abort"  # it is ended with an error before its KV is used
+
+
 E = TypeVar("E", bound=_StrEnum)
 
 
@@ -98,6 +106,7 @@ def parse_interval(source: str, value: Any) -> int:
 
 _DEFAULT_TOKEN_CHECK = TokenCheck(default_of("TOKEN_CHECK"))
 _DEFAULT_STALE_WEIGHTS = StaleWeights(default_of("STALE_WEIGHTS"))
+_DEFAULT_ACTION = Action(default_of("ACTION"))
 
 
 def is_asked_for(server_args: Any) -> bool:
@@ -117,6 +126,7 @@ class CanaryConfig:
     ring_capacity: int = default_of("RING_CAPACITY")
     token_check: TokenCheck = _DEFAULT_TOKEN_CHECK
     stale_weights: StaleWeights = _DEFAULT_STALE_WEIGHTS
+    action: Action = _DEFAULT_ACTION
     event_file: str = default_of("EVENT_FILE")  # "" is off
     events_dir: str = default_of("EVENTS_DIR")  # "" is off
     events_file_bytes: int = default_of("EVENTS_FILE_BYTES")
@@ -157,7 +167,24 @@ class CanaryConfig:
         settings = read_settings()
         settings["token_check"] = TokenCheck(settings["token_check"])
         settings["stale_weights"] = StaleWeights(settings["stale_weights"])
+        settings["action"] = Action(settings["action"])
+        if settings["action"] is Action.ABORT:
+            _refuse_abort(mode, getattr(server_args, "disaggregation_mode", "null"))
         return cls(mode=mode, content_mode=content_mode, sweep_interval=interval, **settings)
+
+
+def _refuse_abort(mode: CanaryMode, disaggregation: str) -> None:
+    """Whoever asks for it believes that damage ends requests."""
+    where = f"{ENV_PREFIX}ACTION='abort' is refused"
+    if mode is CanaryMode.RAISE:
+        raise CanaryConfigError(
+            f"{where} with {FLAG_MODE} raise, which ends the server: set {FLAG_MODE} log, or unset the variable."
+        )
+    if disaggregation == "null":
+        raise CanaryConfigError(
+            f"{where} without --disaggregation-mode: it ends requests whose KV arrives damaged, and all KV is computed "
+            "here. Unset the variable."
+        )
 
 
 def _refuse_without_mode(content_mode: ContentMode, interval: int) -> None:

@@ -177,6 +177,14 @@ SETTINGS: tuple[EnvSetting, ...] = (
         choices=("none", "report"),
     ),
     EnvSetting(
+        "ACTION",
+        EnvStr,
+        "report",
+        "What happens to a request whose KV arrives damaged at a decode server. report: it is served. abort: it is "
+        "ended with an error before its KV is used. Other findings are reported.",
+        choices=("report", "abort"),
+    ),
+    EnvSetting(
         "EVENT_FILE",
         EnvStr,
         "",

@@ -1,5 +1,6 @@
 """Prefill-decode disaggregation over a real Mooncake transport: records travel with KV, transit faults are found."""
 
+import asyncio
 import random
 from typing import Any, ClassVar
 
@@ -148,6 +149,38 @@ class TestMlaPages(DamagedPair):
     plugins: ClassVar = (
         (transit_faults,) if torch.cuda.is_available() else (transit_faults, quick_interpreter)
     )
+
+
+class TestAbort(CleanPair):
+    """A request whose KV arrives damaged is ended, and no other."""
+
+    env: ClassVar = {**HEALTH, "SGLANG_KV_CANARY_ACTION": "abort"}
+    plugins: ClassVar = (transit_faults,)
+
+    @pytest.mark.parametrize("fault", DAMAGES)
+    def test_the_damaged_request_alone_is_ended(self, fault: str) -> None:
+        self.expect_violations()
+        rng = random.Random(fault)
+        body = {
+            "input_ids": random_tokens(rng, 70),
+            "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
+        }
+
+        async def damaged_beside_a_clean_one() -> tuple[dict[str, Any], list[int]]:
+            running = asyncio.create_task(
+                self.serving.generate(f"{fault}-beside", random_tokens(rng, 30), 60)
+            )
+            await asyncio.sleep(0.2)
+            with self.serving.damaging(fault):
+                answer = await self.serving.ask({**body, "rid": fault})
+            return answer, await running
+
+        answer, beside = self.run(damaged_beside_a_clean_one())
+        assert "is damaged" in str(answer), answer
+        assert len(beside) == 60
+        self.assert_violation(FOUND_AS[fault], reader=fault)
+        assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
+        assert len(self.ask(f"{fault}-after", body["input_ids"])) == 6
 
 
 # One side without a canary, or with another one: serving goes on, nothing is reported, both logs say it once.

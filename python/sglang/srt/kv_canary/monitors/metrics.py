@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, Side
+from ..runner.arrival_desk import OUTCOMES
 from ..runner.ranks import Ranks
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
@@ -70,6 +71,11 @@ METRICS: tuple[Metric, ...] = (
         "coverage_ratio",
         "Share of the slots read by forwards that was checked since the last update; the rest is over budget.",
         ("launch_tag",),
+    ),
+    Metric(
+        "arrivals_total",
+        "Requests whose KV was not computed here, by what happened to it: checked, taken_over or aborted.",
+        ("outcome",),
     ),
     Metric("sweep_passes_total", "Completed passes over the prefix cache."),
     Metric("sweep_seconds_total", "Seconds that completed passes took, from first to last chunk."),
@@ -185,6 +191,9 @@ class MetricsExporter(StepObserver):
         self._count("moot_total", found.moot)
         self._count("ring_overwritten_total", found.overwritten)
         self._count("host_seconds_total", manager.clock.spent_ns / 1e9)
+        if manager.arrivals is not None:
+            for outcome in OUTCOMES:
+                self._count("arrivals_total", manager.arrivals.outcomes[outcome], outcome=outcome)
         for where, count in manager.errors.by_where.items():
             self._count("internal_errors_total", count, where=where)
         for (tag, reason), count in found.by_tag_and_reason.items():

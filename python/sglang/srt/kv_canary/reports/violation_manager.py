@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class ViolationManager:
         self._fetched = 0  # rows taken from the ring
         self._unsettled = _NO_ROWS
         self._found: deque[tuple[Finding, int]] = deque()  # outside the device pool, by any thread
+        # Called with rows int64[n, len(Column)] that are no longer moot
+        self.listener: Callable[[np.ndarray], None] | None = None
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -118,6 +121,8 @@ class ViolationManager:
         rows = rows[~moot]
         self.reported += len(rows)
         self._count(rows)
+        if self.listener is not None:
+            self.listener(rows)
         if len(rows):
             self._reporter.log_or_raise_violation(rows, self._recorder)
 

@@ -22,7 +22,6 @@ from ..launch.launcher import Launcher, launch_endpoints_per_forward
 from ..plan.arrival import Arrival
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
-from ..record import Mode
 from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
@@ -32,6 +31,7 @@ from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
 from ..state import CanaryDeviceState, Header
+from .arrival_desk import ArrivalDesk
 from .first_error import FirstError
 from .host_clock import HostClock
 from .scene_taker import SceneTaker
@@ -130,7 +130,8 @@ class CanaryManager:
         seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
         self.owes_copy = False  # work was launched after the last copy
-        self._arrivals: ArrivalLauncher | None = None  # None: all KV is computed here
+        self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
+        self._copied_forward = 0  # forwards launched before the last copy that arrived
         self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
@@ -277,9 +278,11 @@ class CanaryManager:
 
     def expect_arrivals(self, page_size: int) -> None:
         """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
-        self._arrivals = ArrivalLauncher.unbudgeted(
+        launcher = ArrivalLauncher.unbudgeted(
             self.launcher, self.plan_input.req_to_token, page_size
         )
+        self.arrivals = ArrivalDesk(launcher, self._attempt, self._note_launch)
+        self.violations.listener = self.arrivals.note_findings
 
     def settle_slots(self) -> None:
         """Apply the allocator's events now, on the current stream, after those that forwards have applied.
@@ -290,26 +293,20 @@ class CanaryManager:
             torch.cuda.current_stream().wait_event(self._events_applied)
         self._attempt(self.ledger.apply, True)
 
-    def note_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+    def note_arrivals(self, arrivals: Sequence[Arrival], awaited: bool = False) -> int:
         """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.
 
-        Its records become this runner's own. What came without records is taken over unchecked.
+        Its records become this runner's own. What came without records is taken over unchecked. `awaited`: its
+        findings are asked for, see `ArrivalDesk.verdict`. Returns the number of the last forward, 0 without one.
         """
-        if self._checking and self.armed and self._arrivals is not None:
-            for launch, part in self._arrivals.launches(arrivals):
-                self._note_launch(Mode.ARRIVAL.name)
-                self.owes_copy = True
-                if not self._attempt(launch, part):
-                    return
-
-    def copy_records_out(self, row: int, length: int) -> list[torch.Tensor] | None:
-        """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""
-        return None if self._arrivals is None else self._arrivals.copy_out(row, length)
-
-    def copy_records_in(self, row: int, length: int, copies: Sequence[torch.Tensor]) -> None:
-        """Put back what `copy_records_out` returned, before `note_arrivals`."""
-        if self._arrivals is not None:
-            self._attempt(self._arrivals.copy_in, row, length, copies)
+        if self.arrivals is None or not (self._checking and self.armed):
+            return 0
+        forward = self.arrivals.note(arrivals)
+        self.owes_copy = True
+        if awaited:
+            self.arrivals.await_findings(forward)
+            self._start_copy(at_once=True)
+        return forward
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
@@ -346,10 +343,11 @@ class CanaryManager:
         for index in indices:
             self._single(index).post_ops_outside_graph()
 
-    def _note_launch(self, mode: str) -> None:
+    def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
         name = mode if self.identity.role == "target" else f"{self.identity.role} {mode}"
         self.recorder.note_forward(self.forward_ct, name)
+        return self.forward_ct
 
     def _abandon(self, launched_before: int) -> None:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
@@ -375,7 +373,7 @@ class CanaryManager:
         if self._blind:
             self._attempt(self._check_again_if_possible)
         self._attempt(self.ledger.apply)
-        if self._arrivals is not None and self.state.summary.is_cuda:
+        if self.arrivals is not None and self.state.summary.is_cuda:
             self._events_applied = torch.cuda.current_stream().record_event()
         if self._has_new_weights:
             self._attempt(self._tell_device_of_weights)
@@ -477,6 +475,8 @@ class CanaryManager:
         attempts.run(self._copy.deliver, wait=wait)
         if self.violations.busy:
             attempts.run(self.violations.step, wait=wait)
+        if self.arrivals is not None and not self.violations.busy:
+            self.arrivals.note_known(self._copied_forward)
         attempts.run(self.violations.name_waiting, idle=wait)
         attempts.raise_first()
 
@@ -524,6 +524,7 @@ class CanaryManager:
         summary = Summary.from_host(host[0], point, self.forward_ct)
         self._finding = summary.violations > self._found
         self._found = summary.violations
+        self._copied_forward = point.forward_ct
         self.violations.observe_total(summary.violations)
         self._tell_observers("on_summary", self, summary)
 

@@ -14,6 +14,7 @@ from ..launch.launcher import Launcher
 from ..reports.internal_errors import InternalErrors
 from ..reports.violation_manager import ViolationManager
 from ..state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, Header
+from .arrival_desk import ArrivalDesk
 from .host_clock import HostClock
 from .slot_ledger import SlotLedger
 
@@ -26,6 +27,7 @@ class Observed(Protocol):
     state: CanaryDeviceState
     launcher: Launcher
     ledger: SlotLedger
+    arrivals: ArrivalDesk | None
     violations: ViolationManager
     errors: InternalErrors
     clock: HostClock

@@ -29,7 +29,7 @@ class SingleForwardManager:
         self,
         launcher: Launcher,
         plan_input: PlanInput,
-        on_launch: Callable[[str], None],
+        on_launch: Callable[[str], object],
         is_armed: Callable[[], bool],
     ) -> None:
         self._launcher = launcher

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ...plan.anchor import anchor_of
-from ...plan.arrival import Arrival
+from ...config import Action
 from ...pool_patcher.buf_info_splice import plain_lists
 from ...runner.manager import CanaryManager
 from ...transfer.layout import TransferLayout, page_bytes, transferred_records
 from ...transfer.notice import Notice
-from ..anchors import update_anchors
 from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
-from ..releases import release
 from ..scheduler import ENDED
+from .arrivals import arrival_of, as_arrival, hold, on_forward_stream, take_in, was_held
 from .mooncake import TRANSFERS
-
-logger = logging.getLogger(__name__)
 
 _COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
@@ -76,76 +68,29 @@ def _after_pre_alloc(_: Any, queue: Any, *__: Any, **___: Any) -> None:
 
 
 @guarded
-def _after_pop_transferred(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
-    if context.active and requests:
-        _take_in(queue.scheduler, requests, [_arrival_of(queue, request) for request in requests])
-
-
-def _take_in(scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arrival]) -> None:
-    """A step of its own. What it finds is about these requests, as long as they keep their rows."""
+def _before_pop_transferred(queue: Any, *_: Any, **__: Any) -> None:
     manager = context.target
-    with _on_forward_stream(scheduler, manager):
-        update_anchors(context.managers, requests)
-        rows = [
-            (arrival.row, request.rid) for arrival, request in zip(arrivals, requests, strict=True)
-        ]
-        context.recorder.begin_step(rows, has_result=False)
-        try:
-            manager.note_arrivals(arrivals)
-        finally:
-            context.recorder.end_step()
+    if manager is not None and manager.config.action is Action.ABORT:
+        for waiting in queue.queue:
+            hold(queue.scheduler, waiting)
 
 
-def _arrival_of(queue: Any, request: Any) -> Arrival:
-    from sglang.srt.disaggregation.decode import _is_fake_transfer
-
-    if _is_fake_transfer(request, queue.scheduler.server_args):
-        return _arrival(request, Notice("", False, False))
-    notice = context.notices.take(request.bootstrap_room)
-    where = f"{request.bootstrap_host}:{request.bootstrap_port}"
-    if notice is None:
-        notice = Notice(where, False, False, "it has no canary of this kind")
-    if notice.why and (where, notice.why) not in context.told:
-        context.told.add((where, notice.why))
-        what = "the bytes of KV" if notice.has_records else "KV"
-        logger.warning(
-            "kv-canary: %s from the prefill server at %r is not checked on arrival: %r. Later reads are",
-            what,
-            where,
-            notice.why,
-        )
-    return _arrival(request, notice)
-
-
-def _arrival(request: Any, notice: Notice) -> Arrival:
-    """The request's tokens but the last one, whose K and V nobody has computed yet."""
-    tokens = (request.origin_input_ids + request.output_ids)[: request.kv_committed_len]
-    return Arrival(
-        row=request.req_pool_idx,
-        first=len(request.prefix_indices),
-        tokens=tokens,
-        anchor=anchor_of(release().namespace_of(request)),
-        has_records=notice.has_records,
-        keeps_content=notice.keeps_content,
-    )
-
-
-@contextmanager
-def _on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
-    if not manager.state.summary.is_cuda or not scheduler.enable_overlap:
-        yield
+@guarded
+def _after_pop_transferred(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
+    if not context.active or not requests:
         return
-    with torch.cuda.stream(scheduler.forward_stream):
-        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-        yield
+    new = [request for request in requests if not was_held(request)]
+    if new:
+        take_in(queue.scheduler, new, [arrival_of(queue.scheduler, request) for request in new])
 
 
 @guarded
 def _before_offload(request: Any, req_to_token_pool: Any, *_: Any, **__: Any) -> None:
     """A retracted request's KV waits in host memory. Its records do, too."""
     manager = context.target
-    if manager is not None and request.req_pool_idx is not None:
-        setattr(request, _COPY, manager.copy_records_out(request.req_pool_idx, request.seqlen - 1))
+    if manager is not None and manager.arrivals is not None and request.req_pool_idx is not None:
+        copy = manager.arrivals.copy_out(request.req_pool_idx, request.seqlen - 1)
+        setattr(request, _COPY, copy)
 
 
 @guarded
@@ -153,14 +98,14 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     if not context.active or not requests:
         return
     arrivals = []
-    with _on_forward_stream(queue.scheduler, context.target):
+    with on_forward_stream(queue.scheduler, context.target):
         for request in requests:
             copy = request.__dict__.pop(_COPY, None)
-            arrival = _arrival(request, Notice("", copy is not None, copy is not None))
+            arrival = as_arrival(request, Notice("", copy is not None, copy is not None))
             if copy is not None:
-                context.target.copy_records_in(arrival.row, arrival.length, copy)
+                context.target.arrivals.copy_in(arrival.row, arrival.length, copy)
             arrivals.append(arrival)
-    _take_in(queue.scheduler, requests, arrivals)
+    take_in(queue.scheduler, requests, arrivals)
 
 
 @guarded
@@ -184,6 +129,12 @@ HOOKS = (
         TRANSFERS,
     ),
     HookSpec(f"{_QUEUE}._pre_alloc", _after_pre_alloc, HookType.AFTER, TRANSFERS),
+    HookSpec(
+        f"{_DECODE}.DecodeTransferQueue.pop_transferred",
+        _before_pop_transferred,
+        HookType.BEFORE,
+        TRANSFERS,
+    ),
     HookSpec(
         f"{_DECODE}.DecodeTransferQueue.pop_transferred",
         _after_pop_transferred,

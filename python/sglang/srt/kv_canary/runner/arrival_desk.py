@@ -1,0 +1,77 @@
+"""KV that arrives in a runner's slots: launches its check, and says when it is known what the check has found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..launch.arrivals import ArrivalLauncher
+from ..plan.arrival import Arrival
+from ..record import Column, Mode
+
+OUTCOMES = ("checked", "taken_over", "aborted")
+
+
+@dataclass(slots=True)
+class ArrivalDesk:
+    """Belongs to one manager. Used from the scheduler's thread.
+
+    `attempt(function, *args)` contains errors and returns whether there was none. `note_launch(mode)` numbers a
+    forward and returns its number.
+    """
+
+    launcher: ArrivalLauncher
+    attempt: Callable[..., bool]
+    note_launch: Callable[[str], int]
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of OUTCOMES
+    _damaged: dict[int, set[int]] = field(default_factory=dict)  # forward -> rows, of awaited ones
+    _known: int = 0  # everything that forwards up to this one have found has been handed over
+
+    def note(self, arrivals: Sequence[Arrival]) -> int:
+        """Check `arrivals` on the current stream, or take over what has no records. Number of the last forward."""
+        forward = 0
+        for launch, part in self.launcher.launches(arrivals):
+            forward = self.note_launch(Mode.ARRIVAL.name)
+            if not self.attempt(launch, part):
+                return 0
+            self.outcomes["checked" if part[0].has_records else "taken_over"] += len(part)
+        return forward
+
+    def await_findings(self, forward: int) -> None:
+        """Keep what `forward` finds, for `verdict`."""
+        self._damaged.setdefault(forward, set())
+
+    def note_findings(self, rows: np.ndarray) -> None:
+        """`rows` int64[n, len(Column)] of the ring are reported."""
+        if not self._damaged or not len(rows):
+            return
+        readers = np.unique(rows[:, (Column.READER_FORWARD, Column.READER_ROW)], axis=0)
+        for forward, row in readers.tolist():
+            if forward in self._damaged:
+                self._damaged[forward].add(row)
+
+    def note_known(self, forward: int) -> None:
+        """Everything that forwards up to `forward` have found has been handed to `note_findings`."""
+        self._known = max(self._known, forward)
+
+    def verdict(self, forward: int) -> frozenset[int] | None:
+        """Rows in which the awaited `forward` found damage. None: not known yet."""
+        if forward > self._known:
+            return None
+        return frozenset(self._damaged.get(forward, ()))
+
+    def forget(self, forward: int) -> None:
+        """Nobody asks for the verdict on `forward` any more."""
+        self._damaged.pop(forward, None)
+
+    def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
+        """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""
+        return self.launcher.copy_out(row, length)
+
+    def copy_in(self, row: int, length: int, copies: Iterable[torch.Tensor]) -> bool:
+        """Put back what `copy_out` returned, before `note`."""
+        return self.attempt(self.launcher.copy_in, row, length, copies)

@@ -1,0 +1,154 @@
+"""KV that reached this decode server: which requests it belongs to, its check, and who waits for the outcome."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...plan.anchor import anchor_of
+from ...plan.arrival import Arrival
+from ...runner.manager import CanaryManager
+from ...transfer.notice import Notice
+from ..anchors import update_anchors
+from ..context import context
+from ..guard import attempt
+from ..releases import release
+
+logger = logging.getLogger(__name__)
+
+_HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it received; 0: not checked
+
+
+def take_in(
+    scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arrival], awaited: bool = False
+) -> int:
+    """Check `arrivals` in a step of their own. What it finds is about these requests, while they keep their rows.
+
+    Returns the number of the forward, 0 without one.
+    """
+    manager = context.target
+    with on_forward_stream(scheduler, manager):
+        update_anchors(context.managers, requests)
+        rows = [
+            (arrival.row, request.rid) for arrival, request in zip(arrivals, requests, strict=True)
+        ]
+        context.recorder.begin_step(rows, has_result=False)
+        try:
+            return manager.note_arrivals(arrivals, awaited)
+        finally:
+            context.recorder.end_step()
+
+
+def arrival_of(scheduler: Any, request: Any) -> Arrival:
+    from sglang.srt.disaggregation.decode import _is_fake_transfer
+
+    if _is_fake_transfer(request, scheduler.server_args):
+        return as_arrival(request, Notice("", False, False))
+    notice = context.notices.take(request.bootstrap_room)
+    where = f"{request.bootstrap_host}:{request.bootstrap_port}"
+    if notice is None:
+        notice = Notice(where, False, False, "it has no canary of this kind")
+    if notice.why and (where, notice.why) not in context.told:
+        context.told.add((where, notice.why))
+        what = "the bytes of KV" if notice.has_records else "KV"
+        logger.warning(
+            "kv-canary: %s from the prefill server at %r is not checked on arrival: %r. Later reads are",
+            what,
+            where,
+            notice.why,
+        )
+    return as_arrival(request, notice)
+
+
+def as_arrival(request: Any, notice: Notice) -> Arrival:
+    """The request's tokens but the last one, whose K and V nobody has computed yet."""
+    tokens = (request.origin_input_ids + request.output_ids)[: request.kv_committed_len]
+    return Arrival(
+        row=request.req_pool_idx,
+        first=len(request.prefix_indices),
+        tokens=tokens,
+        anchor=anchor_of(release().namespace_of(request)),
+        has_records=notice.has_records,
+        keeps_content=notice.keeps_content,
+    )
+
+
+@contextmanager
+def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
+    if not manager.state.summary.is_cuda or not scheduler.enable_overlap:
+        yield
+        return
+    with torch.cuda.stream(scheduler.forward_stream):
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        yield
+
+
+# Requests that wait for the outcome: SGLANG_KV_CANARY_ACTION=abort
+
+
+def hold(scheduler: Any, waiting: Any) -> None:
+    """Let `waiting`, a DecodeRequest, succeed only when what it received is known to be right.
+
+    Damage fails its transfer. SGLang then ends the request alone, on all ranks, and caches nothing of it.
+    """
+    receiver = waiting.kv_receiver
+    if not hasattr(receiver, _HELD):
+        setattr(receiver, _HELD, None)
+        receiver.poll = functools.partial(
+            _poll_held, receiver.poll, scheduler, waiting.req, receiver
+        )
+
+
+def was_held(request: Any) -> bool:
+    """Whether what `request` received has been checked before it succeeded."""
+    return request.__dict__.pop(_HELD, False)
+
+
+def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiver: Any) -> int:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    status = original()
+    if status != KVPoll.Success:
+        return status
+    verdict = attempt(_verdict, scheduler, request, receiver)
+    if verdict is None:  # also after an internal error, with which serving goes on
+        waits = getattr(receiver, _HELD) is not None and context.target.armed
+        return KVPoll.Transferring if waits else status
+    if not verdict:
+        return status
+    where = f"{request.bootstrap_host}:{request.bootstrap_port}"
+    reason = f"kv-canary: the KV that arrived from the prefill server {where} is damaged"
+    receiver.kv_mgr.record_failure(request.bootstrap_room, reason)
+    receiver.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
+    receiver.conclude_state = KVPoll.Failed
+    context.target.arrivals.outcomes["aborted"] += 1
+    del receiver.poll  # SGLang's own again: the failure is known
+    return KVPoll.Failed
+
+
+def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
+    """Whether what arrived is damaged. None: not known yet."""
+    manager = context.target
+    forward = getattr(receiver, _HELD)
+    if forward is None:
+        arrival = arrival_of(scheduler, request)
+        forward = take_in(scheduler, [request], [arrival], awaited=arrival.has_records)
+        setattr(request, _HELD, True)
+        setattr(receiver, _HELD, forward)
+        if not arrival.has_records:
+            forward = 0
+            setattr(receiver, _HELD, 0)
+    if not forward:
+        return False
+    manager.drain()
+    rows = manager.arrivals.verdict(forward)
+    if rows is None:
+        return None
+    manager.arrivals.forget(forward)
+    setattr(receiver, _HELD, 0)
+    return request.req_pool_idx in rows
