@@ -29,6 +29,7 @@ class Arrival:
     anchor: int
     has_records: bool = True
     keeps_content: bool = True
+    origin: str = ""  # for reports
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..record import FORWARD_MASK
@@ -27,9 +27,9 @@ class StepRecord:
     moot_rows: set[int] = field(default_factory=set)
     rewritten_rows: set[int] = field(default_factory=set)
     in_flight: bool = True
-    has_result: bool = (
-        True  # the scheduler processes one; otherwise a later step's says that this one is over
-    )
+    # Without a result it is over as soon as a later step's arrives.
+    has_result: bool = True
+    origins: Mapping[int, str] = field(default_factory=dict)  # row -> where its KV came from
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,17 @@ class FlightRecorder:
         return self._steps.count
 
     def begin_step(
-        self, requests: Iterable[tuple[int, str]], has_result: bool = True
+        self, requests: Iterable[tuple[int, str]], origins: Mapping[int, str] | None = None
     ) -> StepRecord:
-        """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs."""
+        """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs.
+
+        `origins`: of a step that checks what has arrived, where each row's KV came from. Such a step has no result.
+        """
         steps = self._steps
         steps.count += 1
-        steps.current = StepRecord(steps.count, dict(requests), has_result=has_result)
+        steps.current = StepRecord(steps.count, dict(requests))
+        if origins is not None:
+            steps.current.origins, steps.current.has_result = origins, False
         steps.in_flight.append(steps.current)
         return steps.current
 
@@ -182,6 +187,11 @@ class FlightRecorder:
         while (earlier := self.previous_of(forward, row)) is not None:
             forward = earlier.forward
         return forward
+
+    def origin(self, forward: int, row: int) -> str | None:
+        """Where the KV that `forward` checked in `row` came from. None: no forward of an arrival."""
+        found = self._forwards.get(forward)
+        return None if found is None or found.step is None else found.step.origins.get(row)
 
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)

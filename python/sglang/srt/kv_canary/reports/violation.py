@@ -29,6 +29,7 @@ class Actor:
     mode: str
     request_id: str | None
     step: int | None
+    origin: str | None = None  # where the KV came from, if it arrived
 
     def text(self) -> str:
         who = (
@@ -39,7 +40,8 @@ class Actor:
         if self.row == 0:
             who = "no request"
         step = "" if self.step is None else f", step {self.step}"
-        return f"{who} (row {self.row}), forward {self.forward} ({self.mode}{step})"
+        origin = "" if self.origin is None else f", KV from {safe_text(self.origin)}"
+        return f"{who} (row {self.row}), forward {self.forward} ({self.mode}{step}){origin}"
 
     def as_dict(self) -> dict:
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -143,7 +145,14 @@ def actor_of(word: int, recorder: FlightRecorder) -> Actor | None:
     forward = recorder.whole_number(low)
     found = recorder.find(forward)
     step = None if found is None or found.step is None else found.step.step
-    return Actor(forward, row, Mode(mode).name, recorder.request_id(forward, row), step)
+    return Actor(
+        forward,
+        row,
+        Mode(mode).name,
+        recorder.request_id(forward, row),
+        step,
+        recorder.origin(forward, row),
+    )
 
 
 def state_name(word: int) -> str:
@@ -175,6 +184,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         found.mode if found else "not on record",
         recorder.request_id(reader_forward, reader_row),
         found.step.step if found and found.step else None,
+        recorder.origin(reader_forward, reader_row),
     )
     writer: Actor | None = None
     freed: Actor | None = None

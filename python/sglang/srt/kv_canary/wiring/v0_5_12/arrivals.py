@@ -37,7 +37,8 @@ def take_in(
         rows = [
             (arrival.row, request.rid) for arrival, request in zip(arrivals, requests, strict=True)
         ]
-        context.recorder.begin_step(rows, has_result=False)
+        origins = {arrival.row: arrival.origin for arrival in arrivals}
+        context.recorder.begin_step(rows, origins)
         try:
             return manager.note_arrivals(arrivals, awaited)
         finally:
@@ -73,6 +74,7 @@ def as_arrival(request: Any, notice: Notice) -> Arrival:
         first=len(request.prefix_indices),
         tokens=tokens,
         anchor=anchor_of(release().namespace_of(request)),
+        origin=_origin(request, notice),
         has_records=notice.has_records,
         keeps_content=notice.keeps_content,
     )
@@ -86,6 +88,12 @@ def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
     with torch.cuda.stream(scheduler.forward_stream):
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         yield
+
+
+def _origin(request: Any, notice: Notice) -> str:
+    if not notice.server:
+        return "host memory" if notice.has_records else "nowhere: nothing was transferred"
+    return f"prefill server {notice.server}, room {request.bootstrap_room}"
 
 
 # Requests that wait for the outcome: SGLANG_KV_CANARY_ACTION=abort
