@@ -87,6 +87,13 @@ class TestWriteBack(Traffic):
     requests: ClassVar[int] = 40
 
 
+class TestSelective(Traffic):
+    """Prefixes go to host memory once the tree has met them twice."""
+
+    flags: ClassVar = {**Traffic.flags, "hicache_write_policy": "write_through_selective"}
+    requests: ClassVar[int] = 20
+
+
 class TestPartialWithoutOverlap(Traffic):
     """Content mode partial samples by slot, and a page is loaded into other slots."""
 

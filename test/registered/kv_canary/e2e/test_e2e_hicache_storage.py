@@ -133,6 +133,21 @@ class TestPage16(TestRaise):
     test_another_server_fetches_pages_of_its_own_weights = None
 
 
+class TestMlaPartial(StorageE2E):
+    """One file for all ranks, one half, and fingerprints that depend on the slot."""
+
+    mode_name = "mla"
+    flags: ClassVar = {**StorageE2E.flags, "kv_canary_real_data": "partial"}
+
+    def test_pages_are_fetched(self) -> None:
+        (prompt,) = prompts("fetched", 1)
+        self.store("fetched", prompt)
+        assert self.fetch("fetched", prompt) >= 99
+        self.push_out("fetched")
+        assert hits(self.ask("again", prompt)) >= 99
+        self.assert_no_violations()
+
+
 class TestDamage(StorageE2E):
     flags: ClassVar = {
         **StorageE2E.flags,

@@ -95,12 +95,21 @@ def test_behind_an_unknown_prefix_nothing_is_used(rig: HiCacheRig, tmp_path: Pat
     assert store.unusable == {Unusable.MISSING: 1}
 
 
-def test_records_of_another_server_are_not_used(rig: HiCacheRig, tmp_path: Path) -> None:
+def test_records_of_another_server_are_not_used(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so once."""
     store_in(tmp_path, rig, "they").claim(KEYS, rig.host, nothing)
     store = store_in(tmp_path, rig)
-    store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
-    assert store.unusable == {Unusable.OTHER: 1}
+    for _ in range(2):
+        store.begin("r", 0, 0)
+        assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        assert store.recorded([*KEYS, "without"]) == 5
+    assert store.unusable == {Unusable.OTHER: 2, Unusable.MISSING: 2}
+    assert [r.getMessage().split(": ")[2].split(",")[0] for r in caplog.records] == [
+        "its records are of another version",
+        "it has no records",
+    ]
 
 
 def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> None:

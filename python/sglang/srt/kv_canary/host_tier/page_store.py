@@ -6,6 +6,7 @@ other, also where several servers share a folder.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,16 @@ from .host_tier import HostTier
 from .record_files import RecordFiles
 from .stored_records import Unusable, pack, unpack
 
+logger = logging.getLogger(__name__)
+
 MOST_PREFETCHES = 4096  # whose start is remembered
 ABANDONED_S = 60.0  # records whose page has not come by then belong to a server that has ended
+
+
+_SAID = {
+    Unusable.MISSING: "it has no records, as pages that a server without the canary has stored",
+    Unusable.OTHER: "its records are of another version, model, weights, setting or prefix",
+}
 
 
 class Weights(Protocol):
@@ -127,9 +136,10 @@ class PageStore:
             self._starts.popitem(last=False)
 
     def recorded(self, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first on, have records."""
+        """How many of the stored pages `keys`, from the first on, have records."""
         for count, key in enumerate(keys):
             if not self.files.exists(key):
+                self._refuse(Unusable.MISSING)
                 return count
         return len(keys)
 
@@ -165,6 +175,8 @@ class PageStore:
 
     def _refuse(self, why: Unusable) -> bool:
         self.unusable[why] += 1
+        if self.unusable[why] == 1 and why in _SAID:
+            logger.warning("kv-canary: a page in storage is not used: %s. Said once", _SAID[why])
         return False
 
     def _continues(self, records: SlotRecords, start: _Start, tokens: Sequence[int]) -> bool:
