@@ -106,13 +106,13 @@ def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:
     sweep = SweepOrchestrator(rig.manager.config, rig.manager.groups, rig.manager.sink)
     rig.extend(1, TOKENS)
     host = rig.write_back(1, 20)
-    assert not rig.manager.ledger.awaits_arrival
+    assert not rig.manager.ledger.awaits_load_back
     rig.controller.load(host)
-    assert rig.manager.ledger.awaits_arrival
+    assert rig.manager.ledger.awaits_load_back
     assert not sweep.maybe_run_sweep(rig.manager)
     assert sweep._tick == 0
     rig.controller.start_loading()
-    assert not rig.manager.ledger.awaits_arrival
+    assert not rig.manager.ledger.awaits_load_back
     sweep.maybe_run_sweep(rig.manager)
     assert sweep._tick == 1
 

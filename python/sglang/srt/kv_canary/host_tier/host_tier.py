@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .. import record
-from ..arrival import Arrival
 from ..buffer_group import CanaryBufferGroup, Side
 from ..config import ContentMode
 from ..kernels.layout import content_bytes_per_slot, slots_between_visits, turn_of
+from ..load_back import LoadBack
 from ..record import State
 from ..reports.tier_finding import Finding
 from ..state import CanaryDeviceState, Header
@@ -103,9 +103,9 @@ class HostTier:
             content = words[:, record.WORD_CONTENT]
             words[:, record.WORD_CONTENT] = torch.where(known, now, content)
 
-    def arrival(
+    def load_back(
         self, device_slots: torch.Tensor, words: torch.Tensor, stream: Any | None = None
-    ) -> Arrival:
+    ) -> LoadBack:
         """The event that gives `words` to `device_slots`. Call it once `stream` has the copies of the bytes."""
         event = None
         with _on(stream, device_slots.device):
@@ -114,7 +114,7 @@ class HostTier:
             if device_slots.is_cuda:
                 event = torch.cuda.Event()
                 event.record()
-        return Arrival(self.group, device_slots, words, complete_after, event)
+        return LoadBack(self.group, device_slots, words, complete_after, event)
 
     def usable(self, host_slots: torch.Tensor) -> int:
         """How many of `host_slots`, from the first on, may be loaded.

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
-from ..arrival import Arrival, Landed
 from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..load_back import Landed, LoadBack
 from ..reports.slot_history import SlotHistory
 from ..slot_event import MOST_CALLS, SlotCalls, SlotEvent, SlotEventKind
 from ..state import CanaryDeviceState
@@ -35,10 +35,10 @@ class SlotLedger:
         self._state = state
         self._history = history
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
-        self._events: list[SlotEvent | Arrival] = []
+        self._events: list[SlotEvent | LoadBack] = []
         self._landed: list[Landed] = []  # their bytes may still have been on the way
         # Slots were handed out to a load whose records are not recorded yet: nobody must check them.
-        self.awaits_arrival = False
+        self.awaits_load_back = False
         self._must_apply = False
         self._unknown: set[PoolKind] = set()  # kinds that have lost events since their last CLEAR
 
@@ -65,10 +65,10 @@ class SlotLedger:
         self._events.append(SlotEvent(kind, pool_kind, slots, page_size, None, step, calls))
         self._must_apply |= kind is not SlotEventKind.ALLOC
 
-    def record_arrival(self, arrival: Arrival) -> None:
-        """Record that records arrive in slots whose allocation has been recorded."""
-        if arrival.pool_kind in self._groups and arrival.pool_kind not in self._unknown:
-            self._events.append(arrival)
+    def record_load_back(self, load: LoadBack) -> None:
+        """Record that records come into slots whose allocation has been recorded."""
+        if load.pool_kind in self._groups and load.pool_kind not in self._unknown:
+            self._events.append(load)
             self._must_apply = True
 
     def forget(self) -> None:
@@ -93,17 +93,17 @@ class SlotLedger:
             return 0
         events, self._events, self._must_apply = self._events, [], False
         landed, self._landed = self._landed, []
-        for arrivals in landed:  # before the frees that followed them
-            arrivals.expose_late_writes()
+        for load in landed:  # before the frees that followed them
+            load.expose_late_writes()
         launches = len(landed)
         for event in events:
             if event.slots is not None and event.slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
         if self._history is not None:
-            self._history.keep(events)
+            self._history.keep([e for e in events if isinstance(e, SlotEvent)])
         for event in self._coalesce(events):
-            if isinstance(event, Arrival):
+            if isinstance(event, LoadBack):
                 self._landed.append(event.land())
                 launches += 1
                 continue
@@ -114,13 +114,13 @@ class SlotLedger:
                 launches += 1
         return launches
 
-    def _coalesce(self, events: list[SlotEvent | Arrival]) -> list[SlotEvent | Arrival]:
+    def _coalesce(self, events: list[SlotEvent | LoadBack]) -> list[SlotEvent | LoadBack]:
         """Merge runs of equal events per pool kind. The order within a pool kind is kept."""
-        merged: list[SlotEvent | Arrival] = []
+        merged: list[SlotEvent | LoadBack] = []
         for pool_kind in dict.fromkeys(e.pool_kind for e in events):
             run: list[SlotEvent] = []
             for event in (e for e in events if e.pool_kind is pool_kind):
-                arrives = isinstance(event, Arrival)
+                arrives = isinstance(event, LoadBack)
                 if run and (arrives or event.kind is not run[0].kind or len(run) == MOST_CALLS):
                     merged.append(self._merge(run))
                     run = []

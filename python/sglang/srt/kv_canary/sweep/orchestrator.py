@@ -166,7 +166,7 @@ class SweepOrchestrator(StepObserver):
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
         """One tick: continue the pass under way, or start one that is due. Returns whether anything was launched."""
-        if not manager.armed or manager.ledger.awaits_arrival:
+        if not manager.armed or manager.ledger.awaits_load_back:
             return False
         self._tick += 1
         self._finish_confirmed(manager)

@@ -155,7 +155,7 @@ def _stream_of(controller: Any, stream: Any) -> Any | None:
 def _after_load(device_slots: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
     """The prefix cache lists these slots from now on, and the copy begins with the next prefill."""
     if context.host_tier is not None and device_slots is not None:
-        context.target.ledger.awaits_arrival = True
+        context.target.ledger.awaits_load_back = True
 
 
 def _around_start_loading(original: Callable[..., int], controller: Any) -> int:
@@ -182,8 +182,8 @@ def _arrive(
     stream = _stream_of(controller, controller.load_stream)
     ledger = context.target.ledger
     for device_slots, words in loads:
-        ledger.record_arrival(tier.arrival(device_slots, words, stream))
-    ledger.awaits_arrival = False
+        ledger.record_load_back(tier.load_back(device_slots, words, stream))
+    ledger.awaits_load_back = False
 
 
 def _around_init_load_back(original: Callable[..., Any], tree: Any, params: Any) -> Any:
@@ -243,7 +243,7 @@ def _after_host_free(_: Any, pool: Any, indices: torch.Tensor) -> None:
 def _after_host_clear(_: Any, pool: Any) -> None:
     if context.host_tier is not None:
         context.host_tier.records.clear()
-        context.target.ledger.awaits_arrival = False
+        context.target.ledger.awaits_load_back = False
 
 
 _TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"

@@ -17,7 +17,7 @@ _FORWARDS_AHEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class LoadBack:
     """Records for slots that have been handed out. Another stream copies their bytes."""
 
     group: CanaryBufferGroup
@@ -59,9 +59,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """An arrival whose records are written. Its bytes are complete after the next forward."""
+    """A load whose records are written. Its bytes are complete after the next forward."""
 
-    arrival: Arrival
+    load: LoadBack
     before: torch.Tensor  # int64[n]: the slots' last writers before
 
     def expose_late_writes(self) -> None:
@@ -71,7 +71,7 @@ class Landed:
         after the copy, it has replaced bytes that arrived. The slot then counts as not written since its allocation.
         That forward is its last writer.
         """
-        a = self.arrival
+        a = self.load
         if a.complete is not None:
             torch.get_device_module(a.slots.device).current_stream().wait_event(a.complete)
         ahead = (self.before - a.complete_after) & record.FORWARD_MASK
