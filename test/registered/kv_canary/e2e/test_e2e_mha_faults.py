@@ -104,6 +104,11 @@ class TestMHAFaults(FaultCases):
         assert "POSITION" in event["reasons"]
         self.assert_all_explained(done)
         self.assert_guessed("free_live_slot", BugClass.ALIASING)
+        cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
+        alloc, *_, free = cause["history"]
+        assert (alloc["what"], alloc["purpose"], free["what"]) == ("alloc", "prefill", "free")
+        assert "alloc_for_extend" in alloc["functions"]
+        assert f"leads to slot {event['slot']}, which holds" in cause["scene"]["diverges"]
 
     def test_same_slot_freed_twice_again_later_is_reported_again(self) -> None:
         slots = []

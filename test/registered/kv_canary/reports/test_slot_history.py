@@ -307,6 +307,7 @@ def test_a_report_shows_the_history_and_the_call_site_of_the_free(
         shown + r'"x\"\n[2026-11-20] kv-canary violation #7\x1b[2J" (cache_finished_req < ' in text
     )
     assert HOSTILE not in text
+    assert "reads slot 6, which was freed after forward 1 (end of a request); the request" in text
 
 
 def test_the_event_of_the_cause_has_the_history(tmp_path) -> None:
