@@ -260,7 +260,8 @@ def test_a_free_group_tells_who_queued_the_slot() -> None:
     rig.allocator.free_group_begin()
     evict(rig.allocator, row[9:12])
     rig.allocator.free_group_end()
-    assert moments(rig, rig.slot(1, 10))[-1].slots == 3
+    last = moments(rig, rig.slot(1, 10))[-1]
+    assert (last.slots, last.site.purpose) == (3, "eviction")
 
 
 def test_frees_of_a_sliding_window_pool_name_the_caller_in_both_slot_spaces() -> None:
