@@ -15,10 +15,10 @@ from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.reports import scenes
-from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary.reports.scene import MAX_LISTED, NEAR, Scene
 from sglang_kv_canary.runner import scene_taker
+from sglang_kv_canary.runner.scene_taker import PendingScene
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
@@ -298,17 +298,36 @@ def test_an_error_ends_scenes_and_nothing_else(
 def test_a_report_waits_for_its_scene_but_not_for_the_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
-    waited = []
-    monkeypatch.setattr(FutureTensors, "wait", lambda self: waited.append(self))
+    arrives, arrived = PendingScene.result, []
+
+    def late(pending: PendingScene, wait: bool = False) -> Scene | None:
+        return arrives(pending, wait) if arrived else None
+
+    monkeypatch.setattr(PendingScene, "result", late)
     rig = mha()
     rig.rows.req_to_token[1, 5] = rig.slot(2, 9)
     rig.decode([1])
-    reporter = rig.manager.violations._reporter
-    rig.settle()
-    assert waited != [], "an idle server may wait"
+    for step in tuple(rig.scheduler_steps.in_flight):
+        rig.recorder.result_arrived(step)
+    for _ in range(3):
+        rig.manager.drain()
+    assert rig.reported != []
+    assert "kv-canary" not in caplog.text
+    arrived.append(True)
+    rig.manager.drain()
     assert "elsewhere" in caplog.text
-    assert reporter._waiting == type(reporter._waiting)()
+
+
+def test_an_idle_server_waits_for_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, arrives = [], PendingScene.result
+
+    def noted(pending: PendingScene, wait: bool = False) -> Scene | None:
+        waits.append(wait)
+        return arrives(pending, wait)
+
+    monkeypatch.setattr(PendingScene, "result", noted)
+    repointed().settle()
+    assert set(waits) == {True}
 
 
 if __name__ == "__main__":

@@ -260,7 +260,8 @@ def test_a_free_group_tells_who_queued_the_slot() -> None:
     rig.allocator.free_group_begin()
     evict(rig.allocator, row[9:12])
     rig.allocator.free_group_end()
-    assert moments(rig, rig.slot(1, 10))[-1].slots == 3
+    last = moments(rig, rig.slot(1, 10))[-1]
+    assert (last.slots, last.site.purpose) == (3, "eviction")
 
 
 def test_frees_of_a_sliding_window_pool_name_the_caller_in_both_slot_spaces() -> None:
@@ -307,6 +308,7 @@ def test_a_report_shows_the_history_and_the_call_site_of_the_free(
         shown + r'"x\"\n[2026-11-20] kv-canary violation #7\x1b[2J" (cache_finished_req < ' in text
     )
     assert HOSTILE not in text
+    assert "reads slot 6, which was freed after forward 1 (end of a request); the request" in text
 
 
 def test_the_event_of_the_cause_has_the_history(tmp_path) -> None:

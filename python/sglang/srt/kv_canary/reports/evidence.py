@@ -49,6 +49,7 @@ class Evidence:
     swapped: Violation | None = None  # another cause: the two slots hold each other's positions
     is_continuous: bool = False  # it continues the slots before it, which have causes of their own
     origin: Evidence | None = None  # the cause from which this one follows
+    freed_for: str = ""  # why the slot was freed, such as "eviction"; empty: not known
 
     @property
     def kind(self) -> PoolKind:

@@ -128,6 +128,7 @@ def _instead(e: Evidence) -> str:
 def _freed(e: Evidence) -> str:
     v = e.first
     freed = "" if v.freed is None else f" after forward {v.freed.forward}"
+    freed += f" ({e.freed_for})" if e.freed_for else ""
     if e.has(Reason.UNWRITTEN_SINCE_ALLOC):
         freed += ", handed out again and not written since"
     wrote = "" if v.writer is None else f"; {_wrote(e)}{_at(v.stored_position)}"
