@@ -174,7 +174,7 @@ class CanaryConfig:
 
 
 def _refuse_abort(mode: CanaryMode, disaggregation: str) -> None:
-    """Whoever asks for it believes that damage ends requests."""
+    """The user believes that damage ends requests. Where it does not, the setting is refused."""
     where = f"{ENV_PREFIX}ACTION='abort' is refused"
     if mode is CanaryMode.RAISE:
         raise CanaryConfigError(

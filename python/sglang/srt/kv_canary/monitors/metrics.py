@@ -191,9 +191,9 @@ class MetricsExporter(StepObserver):
         self._count("moot_total", found.moot)
         self._count("ring_overwritten_total", found.overwritten)
         self._count("host_seconds_total", manager.clock.spent_ns / 1e9)
-        if manager.arrivals is not None:
-            for outcome in OUTCOMES:
-                self._count("arrivals_total", manager.arrivals.outcomes[outcome], outcome=outcome)
+        arrived = {} if manager.arrivals is None else manager.arrivals.outcomes
+        for outcome in OUTCOMES:
+            self._count("arrivals_total", arrived.get(outcome, 0), outcome=outcome)
         for where, count in manager.errors.by_where.items():
             self._count("internal_errors_total", count, where=where)
         for (tag, reason), count in found.by_tag_and_reason.items():
