@@ -7,7 +7,7 @@ unpack_debian() {
     local suite=$1 root=$2 work
     shift 2
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' RETURN
+    trap 'rm -rf "$work"; trap - RETURN' RETURN  # once: it would run for the caller, too
     mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/debs" "$root"
     echo "deb [signed-by=$keyring] $mirror $suite main" >"$work/sources.list"
     # apt with lists of its own, so that signatures are checked and the system's stay as they are

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import importlib
 import os
 import random
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +111,10 @@ class PdServing(CanaryServer):
         finally:
             self._fault_file.unlink()
 
+    def release_late_writes(self) -> None:
+        """What was sent under the fault `again_later` is sent once more now."""
+        self._fault_file.with_name(RELEASED).touch()
+
     @property
     def alive(self) -> bool:
         return super().alive and self.prefill.alive
@@ -181,6 +188,7 @@ def nothing_to_synchronize() -> None:
 
 FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
 DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
+AGAIN_LATER, RELEASED = "again_later", "released"
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
 
 
@@ -197,7 +205,17 @@ def _damaged_in_transit(
 ) -> int:
     path = Path(os.environ[FAULT_FILE])
     fault = path.read_text() if path.exists() else ""
+    if fault == AGAIN_LATER:
+        # A write that a transport has under way when its request ends.
+        send = functools.partial(original, kv_manager, session, list(blocks))
+        threading.Thread(target=_when_released, args=(path, send), daemon=True).start()
     return original(kv_manager, session, damaged(fault, kv_manager.kv_args, blocks))
+
+
+def _when_released(path: Path, send: Callable[[], int]) -> None:
+    while not path.with_name(RELEASED).exists():
+        time.sleep(0.01)
+    send()
 
 
 def damaged(fault: str, args: Any, blocks: Blocks) -> Blocks:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing import CanaryServer, consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.pd_serving import (
+    AGAIN_LATER,
     DAMAGES,
     PdServing,
     need_transport,
@@ -149,6 +150,41 @@ class TestMlaPages(DamagedPair):
     plugins: ClassVar = (
         (transit_faults,) if torch.cuda.is_available() else (transit_faults, quick_interpreter)
     )
+
+
+class TestLateWrites(Pair):
+    """Without content: records that travel with KV are overwritten with it."""
+
+    flags: ClassVar = {"kv_canary": "log", "log_level": "warning"}
+    plugins: ClassVar = (transit_faults,)
+
+    def test_a_write_that_arrives_after_its_request_has_ended(self) -> None:
+        """SGLang hands the slots to another request while the transport still writes to them (sgl#24527)."""
+        self.expect_violations()
+        rng = random.Random("late")
+        with self.serving.damaging(AGAIN_LATER):
+            self.ask("ended", random_tokens(rng, 60), 2)
+        # The next request gets the same slots of the decode server. The prefill server keeps what is sent late.
+        assert self.run(CanaryServer.flush(self.serving))
+        before = self.written()
+        tokens = random_tokens(rng, 60)
+
+        async def overtaken() -> None:
+            victim = asyncio.create_task(
+                self.serving.generate("victim", tokens, consts.CONTEXT_LENGTH - 80)
+            )
+            while await asyncio.to_thread(self.written) < before + 20:  # it decodes
+                assert not victim.done()
+            self.serving.release_late_writes()
+            await victim
+
+        self.run(overtaken())
+        self.assert_violation("CHAIN", reader="victim")
+        assert {e["reader"]["request_id"] for e in self.violations()} == {"victim"}
+
+    def written(self) -> int:
+        counters = self.serving.send("counters").answer()["counters"]
+        return counters["HEAD_K_FULL"]["written"]
 
 
 class TestAbort(CleanPair):

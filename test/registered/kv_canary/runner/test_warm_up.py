@@ -20,6 +20,7 @@ from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryConfig, ContentMode, TokenCheck
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import launch, slots
+from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -129,6 +130,20 @@ def test_a_target_without_graphs_compiles_nothing_while_it_serves(pool, content,
     serve(rig)
     served = launches.take()
     assert {variant[0] for variant in served} >= {"forward_kernel", "slot_event_kernel"}
+    assert missing(served, compiled) == []
+
+
+@pytest.mark.parametrize("pool", ["mha", "swa"])
+@pytest.mark.parametrize("content", list(ContentMode))
+def test_kv_that_arrives_compiles_nothing_while_it_serves(pool, content, launches):
+    rig = target_rig(pool, content=content)
+    rig.manager.expect_arrivals(page_size=1)
+    compile_target(rig, server_args())
+    compiled = launches.take()
+    for arrival in (Arrival(1, 0, range(20), 0), Arrival(2, 4, range(30), 0, False)):
+        assert rig.manager.note_arrivals([arrival])
+    served = launches.take()
+    assert {variant[0] for variant in served} >= {"forward_kernel", "adopt_kernel"}
     assert missing(served, compiled) == []
 
 

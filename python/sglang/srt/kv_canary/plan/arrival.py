@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -11,6 +12,7 @@ from ..record import Mode
 from .expected_inputs import ExpectedTokens, KnownTokens
 from .host_chain import chain_of_tokens
 from .plan_input import ForwardPlan, VerifyPlan, WritePlan
+from .upload import upload
 
 __all__ = ["Arrival", "check_plan", "take_over_plan"]
 
@@ -48,12 +50,11 @@ def check_plan(
         KnownTokens(0, a.tokens, a.length, chain_of_tokens(a.tokens, a.anchor)) for a in arrivals
     ]
     device = req_to_token.device
-    nothing = torch.zeros(
-        1, dtype=torch.int64, device=device
-    )  # a token of no request, for padding slot 0
+    # A token of no request, in the padding slot: kernels that write read at least one.
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
     none = torch.zeros(len(arrivals), dtype=torch.int32, device=device)
     write = WritePlan(nothing, nothing, nothing, none, none, 0, Mode.ARRIVAL)
-    verify = VerifyPlan(_rows(arrivals, device), _int32([a.length for a in arrivals], device), 0)
+    verify = _verify(arrivals, [a.length for a in arrivals], device)
     expected = ExpectedTokens.from_lists(known, device, memory)
     return ForwardPlan(verify, write, req_to_token, expected)
 
@@ -71,24 +72,23 @@ def take_over_plan(
     device = req_to_token.device
     slots = torch.cat([req_to_token[a.row, a.first : a.length] for a in arrivals]).long()
     lengths = [a.length - a.first for a in arrivals]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = [0, *accumulate(lengths)][:-1]
     write = WritePlan(
-        torch.tensor(tokens, dtype=torch.int64).to(device),
-        torch.tensor(positions, dtype=torch.int64).to(device),
+        upload(tokens, device),
+        upload(positions, device),
         slots,
-        _int32(lengths, device),
-        _int32(starts, device),
+        upload(lengths, device, torch.int32),
+        upload(starts, device, torch.int32),
         0,
         Mode.ARRIVAL,
     )
-    verify = VerifyPlan(_rows(arrivals, device), _int32([a.first for a in arrivals], device), 0)
+    verify = _verify(arrivals, [a.first for a in arrivals], device)
     expected = ExpectedTokens.from_lists(known, device, memory)
     return ForwardPlan(verify, write, req_to_token, expected)
 
 
-def _rows(arrivals: Sequence[Arrival], device: torch.device) -> torch.Tensor:
-    return torch.tensor([a.row for a in arrivals], dtype=torch.int64).to(device)
-
-
-def _int32(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32).to(device)
+def _verify(
+    arrivals: Sequence[Arrival], prefixes: Sequence[int], device: torch.device
+) -> VerifyPlan:
+    rows = upload([a.row for a in arrivals], device)
+    return VerifyPlan(rows, upload(prefixes, device, torch.int32), 0)

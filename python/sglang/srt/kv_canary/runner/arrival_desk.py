@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ class ArrivalDesk:
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of OUTCOMES
     _damaged: dict[int, set[int]] = field(default_factory=dict)  # forward -> rows, of awaited ones
     _known: int = 0  # everything that forwards up to this one have found has been handed over
+
+    def warm_up(self) -> None:
+        """Compile what arrivals launch, while nothing is armed: a token in the padding row and slot."""
+        padding = Arrival(row=0, first=0, tokens=(0,), anchor=0)
+        for arrival in (padding, replace(padding, has_records=False)):
+            for launch, part in self.launcher.launches([arrival]):
+                self.note_launch("WARM_UP")
+                launch(part)
 
     def note(self, arrivals: Sequence[Arrival]) -> int:
         """Check `arrivals` on the current stream, or take over what has no records. Number of the last forward."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..plan.anchor import anchor_of
+from ..plan.upload import upload
 from .context import context
 from .releases import release
 
@@ -30,13 +29,6 @@ def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -
     known.update(dict.fromkeys(changed))
     for manager in managers:
         anchors = manager.state.anchors
-        rows = _to_device(list(changed), anchors.device)
-        anchors[rows] = _to_device(list(changed.values()), anchors.device)
+        rows = upload(list(changed), anchors.device)
+        anchors[rows] = upload(list(changed.values()), anchors.device)
     known.update(changed)
-
-
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    host = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)

@@ -176,6 +176,8 @@ def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
         warm_up_moves(manager.launcher, _slot_types(manager, torch.int64))
     if manager.config.sweep_interval:
         warm_up_sweep(manager.launcher)
+    if manager.arrivals is not None:
+        manager.arrivals.warm_up()
 
 
 def warm_up_draft(manager: CanaryManager, worker: Any) -> None:

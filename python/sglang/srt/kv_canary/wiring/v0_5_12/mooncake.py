@@ -6,6 +6,7 @@ ignores it, and is recognised by its absence.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,14 +125,18 @@ def attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     """Let `kv_manager`, a MooncakeKVManager of a prefill rank, send records."""
     sender = RecordSender(kv_manager, layout)
 
-    def send_pages(original: Callable[..., int], session: str, source: Any, *args: Any) -> int:
-        status = original(session, source, *args)
+    def send_pages(
+        original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any
+    ) -> int:
+        status = original(session, source, *args, **more)
         if status:
             return status
         return _contained(sender, 0, sender.send, session, source, args[1], PoolKind.FULL)
 
-    def send_state(original: Callable[..., int], request: Any, indices: Any, *args: Any) -> int:
-        status = original(request, indices, *args)
+    def send_state(
+        original: Callable[..., int], request: Any, indices: Any, *args: Any, **more: Any
+    ) -> int:
+        status = original(request, indices, *args, **more)
         pages = _swa_pages(kv_manager, request, indices)
         if pages is None:
             return status
@@ -140,9 +145,9 @@ def attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         sent = _contained(sender, 0, sender.send, session, *pages, PoolKind.SWA)
         return status or sent
 
-    def send_aux(original: Callable[..., int], request: Any, *args: Any) -> int:
+    def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
         _contained(sender, None, sender.announce, request)
-        return original(request, *args)
+        return original(request, *args, **more)
 
     for name in ("send_kvcache", "send_kvcache_slice"):
         _wrap(kv_manager, name, send_pages)
@@ -197,4 +202,4 @@ def _wrap(kv_manager: Any, name: str, around: Callable[..., Any]) -> None:
     original = getattr(kv_manager, name, None)
     if not callable(original):
         raise startup_error(f"{type(kv_manager).__name__} has no method {name}.", TRANSFERS)
-    setattr(kv_manager, name, lambda *args: around(original, *args))
+    setattr(kv_manager, name, functools.partial(around, original))
