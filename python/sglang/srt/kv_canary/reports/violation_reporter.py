@@ -33,7 +33,9 @@ from .violation import Violation, decode_row
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # causes named per interval; the others wait their turn
-MAX_LOOKUPS = 32  # in the history per interval; each takes about 1 ms
+MAX_LOOKUPS = (
+    16  # in the history per interval; each takes about 1 ms, and the first of a step 5 ms more
+)
 MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
 # New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
