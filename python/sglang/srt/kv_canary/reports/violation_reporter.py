@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,12 +70,14 @@ class ViolationReporter:
         halves: Halves | None = None,  # that each pool kind has; None: unknown
         history: SlotHistory | None = None,  # of the allocators; None: not kept
         taker: Taker | None = None,  # of scenes; None: none are taken
+        tell_history: Callable[[], None] = lambda: None,  # of allocator events that wait
     ) -> None:
         self._mode = mode
         self._sink = sink
         self._log_every_s = log_every_s
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._history = history
+        self._tell_history = tell_history
         self._scenes = Scenes(taker)
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
@@ -159,6 +161,7 @@ class ViolationReporter:
         number = next(self._numbers)
         history = History.of(violation, recorder)
         cause = Cause(number, replace(violation, cause=number), history)
+        self._tell_history()
         cause.pending_scene = self._scenes.take(violation, recorder)
         self._neighbours.note(cause)
         self._untold.append(cause)

@@ -33,6 +33,7 @@ class SlotLedger:
         }
         self._state = state
         self._history = history
+        self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[SlotEvent] = []
         self._must_apply = False
@@ -63,7 +64,7 @@ class SlotLedger:
 
     def forget(self) -> None:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
-        self._events, self._must_apply = [], False
+        self._events, self._must_apply, self._told = [], False, 0
         self._unknown = set(self._groups)
 
     @property
@@ -77,18 +78,27 @@ class SlotLedger:
         waiting = self._must_apply or len(self._events) >= MAX_WAITING_ALLOCS
         return waiting and self.complete
 
+    def tell_history(self) -> None:
+        """Give the history what waits: allocations may wait for long. On the current stream."""
+        if self._history is None or self._told == len(self._events):
+            return
+        new, self._told = self._events[self._told :], len(self._events)
+        for event in new:
+            if event.slots is not None and event.slots.is_cuda:
+                event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+        self._history.keep(new)
+
     def apply(self) -> int:
         """Apply due events on the current stream. Returns the number of launches."""
         if not self.due:
             return 0
-        events, self._events, self._must_apply = self._events, [], False
+        self.tell_history()
+        events, self._events, self._must_apply, self._told = self._events, [], False, 0
         launches = 0
         for event in events:
             if event.slots is not None and event.slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
-        if self._history is not None:
-            self._history.keep(events)
         for event in self._coalesce(events):
             for group in self._groups[event.pool_kind]:
                 self._backend.apply_slot_event(
