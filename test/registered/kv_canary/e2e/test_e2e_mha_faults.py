@@ -105,10 +105,10 @@ class TestMHAFaults(FaultCases):
         self.assert_all_explained(done)
         self.assert_guessed("free_live_slot", BugClass.ALIASING)
         cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
-        alloc, *_, free = cause["history"]
-        assert (alloc["what"], free["what"]) == ("alloc", "free")
-        called = {"prefill": "alloc_for_extend", "decode": "alloc_for_decode"}[alloc["purpose"]]
-        assert called in alloc["functions"]
+        *_, victims, free, heirs = cause["history"]
+        assert (victims["what"], free["what"], heirs["what"]) == ("alloc", "free", "alloc")
+        assert "alloc_for_decode" in heirs["functions"]
+        assert heirs["purpose"] == "decode"
         assert f"leads to slot {event['slot']}, which holds" in cause["scene"]["diverges"]
 
     def test_same_slot_freed_twice_again_later_is_reported_again(self) -> None:

@@ -311,6 +311,27 @@ def test_a_report_shows_the_history_and_the_call_site_of_the_free(
     assert "reads slot 6, which was freed after forward 1 (end of a request); the request" in text
 
 
+def test_the_allocation_of_the_new_owner_is_known_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Allocations wait for the next free before they are applied to the records."""
+    rig = watched()
+    rig.extend(1, range(20))
+    slot = rig.slot(1, 5)
+    release_kv_cache(Req("ada"), rig.allocator, rig.rows.req_to_token[1, 5:6])
+    free = rig.allocator.free_pages
+    rig.decode([1])
+    rig.allocator.free_pages = torch.cat([torch.tensor([slot]), free[free != slot]])
+    rig.decode([2])
+    assert rig.slot(2, 0) == slot
+    rig.decode([1])
+    rig.settle()
+    report = next(m for m in caplog.messages if "CHAIN" in m)
+    assert "after step 3: freed" not in report
+    kinds = [line for line in report.splitlines() if "after step" in line]
+    assert ["handed out" in line for line in kinds] == [True, False, True]
+
+
 def test_the_event_of_the_cause_has_the_history(tmp_path) -> None:
     from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 

@@ -81,6 +81,16 @@ _Kept = tuple[int | str | None, ...]
 _CALLS = 4  # where they begin
 
 
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Of the ring, for look-ups."""
+
+    arrived: int
+    events: list[_Kept]
+    starts: list[int]  # position of each event's first slot
+    clears: list[int]  # indices of events without slots
+
+
 class SlotHistory:
     """The newest `capacity` slots of events and the newest MAX_EVENTS events. Used from the scheduler's thread only."""
 
@@ -93,6 +103,7 @@ class SlotHistory:
         self._written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
         self._copy: tuple[Any, int] | None = None  # event of a copy under way, slots by then
+        self._index: _Index | None = None
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +113,7 @@ class SlotHistory:
     def keep(self, events: Iterable[SlotEvent]) -> None:
         """Keep events in the order of the allocators. On the stream on which their slots may be read."""
         events = [event for event in events if event.calls]
+        self._index = None
         self._kept.extend(
             [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in events]
         )
@@ -143,48 +155,49 @@ class SlotHistory:
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
         """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""
         self._has_arrived()
-        starts, kept = self._readable()
+        index = self._current_index()
+        kept, starts = index.events, index.starts
         if not kept:
             return ()
-        events = enumerate(kept)
-        found = {i for i, event in events if event[0] == SlotEventKind.CLEAR and event[1] == kind}
+        found = {i for i in index.clears if kept[i][1] == kind}
         offsets: dict[int, int] = {}
         for position, held in self._positions(kept[-1][2], slot):
-            index = bisect_right(starts, position) - 1
-            if index < 0 or position >= starts[index] + _count(kept[index]):
+            i = bisect_right(starts, position) - 1
+            if i < 0 or position >= starts[i] + _count(kept[i]):
                 continue
-            event_kind, pool_kind, *_ = kept[index]
+            event_kind, pool_kind, *_ = kept[i]
             # A free of a slot frees its page.
             is_of_slot = held == slot or event_kind == SlotEventKind.FREE
             if pool_kind == kind and is_of_slot:
-                found.add(index)
-                offsets.setdefault(index, position - starts[index])
+                found.add(i)
+                offsets.setdefault(i, position - starts[i])
         newest = sorted(found)[-MAX_SHOWN:]
-        return tuple(self._moment(kept[index], offsets.get(index, 0)) for index in newest)
+        return tuple(self._moment(kept[i], offsets.get(i, 0)) for i in newest)
 
     def _moment(self, event: _Kept, offset: int) -> SlotMoment:
         kind, _, _, step, *calls = event
         count, site, request_id = _call_at(calls, offset)
         return SlotMoment(SlotEventKind(kind), step, count, self._sites[site], request_id)
 
-    def _readable(self) -> tuple[list[int], list[_Kept]]:
-        """(first positions, events) whose slots are all in the ring, oldest first."""
-        start, starts, kept = self._written, [], []
-        for event in reversed(self._kept):
-            end, start = start, start - _count(event)
-            if start < self._written - self._ring.shape[0]:
-                break
-            if end <= self._arrived:
-                starts.append(start)
-                kept.append(event)
-        return starts[::-1], kept[::-1]
+    def _current_index(self) -> _Index:
+        """The events whose slots are all in the ring. Made once for all look-ups of a step: there are many events."""
+        if self._index is None or self._index.arrived != self._arrived:
+            kept = list(self._kept)
+            counts = np.array([_count(event) for event in kept], dtype=np.int64)
+            starts = self._written - counts[::-1].cumsum()[::-1]
+            first = np.searchsorted(starts, self._written - self._ring.shape[0])
+            end = np.searchsorted(starts + counts, self._arrived, side="right")
+            kept = kept[first:end]
+            clears = np.flatnonzero(counts[first:end] == 0).tolist()
+            self._index = _Index(self._arrived, kept, starts[first:end].tolist(), clears)
+        return self._index
 
     def _positions(self, page_size: int, slot: int) -> Iterable[tuple[int, int]]:
         """(position, slot) of the slots of the page of `slot` in the ring, in the order of their events."""
         ring, capacity = self._ring.numpy(), self._ring.shape[0]
         ring = ring[: min(capacity, self._written)]
-        page = slot - slot % page_size
-        found = np.flatnonzero((ring >= page) & (ring < page + page_size))
+        is_in_page = ring == slot if page_size == 1 else ring // page_size == slot // page_size
+        found = np.flatnonzero(is_in_page)
         turn = self._written - self._written % capacity
         positions = found + np.where(found < self._written % capacity, turn, turn - capacity)
         order = np.argsort(positions)
@@ -193,7 +206,7 @@ class SlotHistory:
 
 def _count(event: _Kept) -> int:
     """Of its slots in the ring."""
-    return sum(event[_CALLS::3])
+    return event[_CALLS] if len(event) == _CALLS + 3 else sum(event[_CALLS::3])
 
 
 def _call_at(calls: Sequence[Any], offset: int) -> Sequence[Any]:

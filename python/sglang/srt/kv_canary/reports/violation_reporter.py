@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,9 @@ from .violation import Violation, decode_row
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # causes named per interval; the others wait their turn
-MAX_LOOKUPS = 32  # in the history per interval; each takes about 1 ms
+MAX_LOOKUPS = (
+    16  # in the history per interval; each takes about 1 ms, and the first of a step 5 ms more
+)
 MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
 # New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
@@ -68,12 +70,14 @@ class ViolationReporter:
         halves: Halves | None = None,  # that each pool kind has; None: unknown
         history: SlotHistory | None = None,  # of the allocators; None: not kept
         taker: Taker | None = None,  # of scenes; None: none are taken
+        tell_history: Callable[[], None] = lambda: None,  # of allocator events that wait
     ) -> None:
         self._mode = mode
         self._sink = sink
         self._log_every_s = log_every_s
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._history = history
+        self._tell_history = tell_history
         self._scenes = Scenes(taker)
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
@@ -163,6 +167,7 @@ class ViolationReporter:
         number = next(self._numbers)
         history = History.of(violation, recorder)
         cause = Cause(number, replace(violation, cause=number), history)
+        self._tell_history()
         cause.pending_scene = self._scenes.take(violation, recorder)
         if violation.tier is None:  # other tiers have slot numbers of their own
             self._neighbours.note(cause)

@@ -96,7 +96,14 @@ class CanaryManager:
         self.ledger = SlotLedger(backend, groups, self.state, kept)
         halves = {group.kind: group.halves for group in groups}
         reporter = ViolationReporter(
-            config.mode, sink, config.log_every_s, cause_numbers, halves, history, self._taker()
+            config.mode,
+            sink,
+            config.log_every_s,
+            cause_numbers,
+            halves,
+            history,
+            self._taker(),
+            self.ledger.tell_history,
         )
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)

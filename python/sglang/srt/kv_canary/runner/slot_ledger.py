@@ -34,6 +34,7 @@ class SlotLedger:
         }
         self._state = state
         self._history = history
+        self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[SlotEvent | LoadBack] = []
         self._landed: list[Landed] = []  # their bytes may still have been on the way
@@ -73,7 +74,7 @@ class SlotLedger:
 
     def forget(self) -> None:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
-        self._events, self._landed, self._must_apply = [], [], False
+        self._events, self._landed, self._must_apply, self._told = [], [], False, 0
         self._unknown = set(self._groups)
 
     @property
@@ -87,11 +88,23 @@ class SlotLedger:
         must = self._must_apply or bool(self._landed)
         return (must or len(self._events) >= MAX_WAITING_ALLOCS) and self.complete
 
+    def tell_history(self) -> None:
+        """Give the history what waits: allocations may wait for long. On the current stream."""
+        if self._history is None or self._told == len(self._events):
+            return
+        new, self._told = self._events[self._told :], len(self._events)
+        new = [event for event in new if isinstance(event, SlotEvent)]
+        for event in new:
+            if event.slots is not None and event.slots.is_cuda:
+                event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+        self._history.keep(new)
+
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
         if not self.due and not (at_once and self._events and self.complete):
             return 0
-        events, self._events, self._must_apply = self._events, [], False
+        self.tell_history()
+        events, self._events, self._must_apply, self._told = self._events, [], False, 0
         landed, self._landed = self._landed, []
         for load in landed:  # before the frees that followed them
             load.expose_late_writes()
@@ -100,8 +113,6 @@ class SlotLedger:
             if event.slots is not None and event.slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
                 event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
-        if self._history is not None:
-            self._history.keep([e for e in events if isinstance(e, SlotEvent)])
         for event in self._coalesce(events):
             if isinstance(event, LoadBack):
                 self._landed.append(event.land())

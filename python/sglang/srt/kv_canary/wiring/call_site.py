@@ -42,9 +42,8 @@ class _Stack(NamedTuple):
     codes: tuple[CodeType, ...]  # kept alive: their ids are the key
 
 
-SITES: list[CallSite] = [
-    CallSite("", ())
-]  # those that were seen; the first stands for all that are too many
+# Those that were seen. The first stands for all beyond MAX_STACKS.
+SITES: list[CallSite] = [CallSite("", ())]
 _stacks: dict[tuple[int, ...], _Stack] = {}
 
 
