@@ -76,5 +76,7 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "streaming sessions": _has("enable_streaming_session"),
     "data parallelism (replicas)": lambda args: args.dp_size > 1 and not args.enable_dp_attention,
     "data-parallel attention (idle batches)": _has("enable_dp_attention"),
+    "HiCache: host memory, and the storage backend file": _has("enable_hierarchical_cache"),
+    "prefill-decode disaggregation over Mooncake": lambda args: args.disaggregation_mode != "null",
     "sliding-window layers": lambda args: model_has(args, "is_hybrid_swa"),
 }

@@ -37,7 +37,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "HiCache: host memory, and the storage backend file",
         _PARTLY,
-        "MHA and MLA pools; a page without records, or damaged, is not used; not run on a GPU",
+        "MHA and MLA pools; a page without records, or damaged, is not used; on a GPU: MHA, host memory",
     ),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport(
