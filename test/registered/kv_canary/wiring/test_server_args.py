@@ -12,7 +12,11 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryConfigError, CanaryStartupError
-from sglang_kv_canary.testing.tiny_models import write_tiny_llama, write_tiny_whisper
+from sglang_kv_canary.testing.tiny_models import (
+    write_tiny_gemma3_with_images,
+    write_tiny_llama,
+    write_tiny_whisper,
+)
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.server_args import FIELDS, check_request
 from sglang_kv_canary.wiring.v0_5_12.server_args import add_fields, install_server_args
@@ -243,6 +247,7 @@ NOT_BY_A_FIELD = {
     "encoder-decoder model",
     "sweep over the C++ radix tree",
     "PD disaggregation with staging buffers",
+    "PD disaggregation with a multimodal model",
     "HiCache with the unified or C++ radix tree",
 }
 
@@ -319,6 +324,13 @@ def test_encoder_decoder_model_is_refused(make_args, tmp_path):
     check_request(args)
     args.kv_canary = "log"
     refuses(args, "encoder-decoder model")
+
+
+def test_disaggregation_of_a_multimodal_model_is_refused(make_args, tmp_path):
+    args = make_args(model_path=write_tiny_gemma3_with_images(tmp_path), kv_canary="log")
+    check_request(args)
+    args.disaggregation_mode = "decode"
+    refuses(args, "PD disaggregation with a multimodal model")
 
 
 def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):

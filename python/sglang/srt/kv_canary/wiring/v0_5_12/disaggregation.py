@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import Action
+from ...errors import startup_error
 from ...pool_patcher.buf_info_splice import plain_lists
 from ...runner.manager import CanaryManager
 from ...transfer.layout import TransferLayout, page_bytes, transferred_records
@@ -17,6 +18,7 @@ from ..scheduler import ENDED
 from .arrivals import arrival_of, as_arrival, hold, on_forward_stream, take_in, was_held
 from .mooncake import TRANSFERS
 
+_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
 _COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
 
@@ -24,6 +26,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     """The lists of KV stay SGLang's own. Peers pair them by position."""
     if not context.active:
         return original(queue)
+    _refuse_unknown_pool(queue.token_to_kv_pool)
     with plain_lists(queue.token_to_kv_pool):
         kv_manager = original(queue)
     from . import mooncake
@@ -34,6 +37,16 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         mooncake.attach_receiver(kv_manager, context.notices)
         context.target.expect_arrivals(kv_manager.kv_args.page_size)
     return kv_manager
+
+
+def _refuse_unknown_pool(pool: Any) -> None:
+    """States of linear layers have no records, and slots that stand for several tokens are sent in parts."""
+    name = type(pool).__name__
+    if name not in _POOLS:
+        raise startup_error(
+            f"transfers of the KV pool {name} are not covered (known: {', '.join(_POOLS)}).",
+            TRANSFERS,
+        )
 
 
 def _layout_of(manager: CanaryManager, page_size: int) -> TransferLayout:

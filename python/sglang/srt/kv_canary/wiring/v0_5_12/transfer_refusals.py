@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ..refusals import Refusal
+from ..refusals import Refusal, model_has
 
 __all__ = ["TRANSFERS"]
 
@@ -41,6 +41,12 @@ TRANSFERS: tuple[Refusal, ...] = (
         lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
         "each server names an adapter in its own way, so the chains of one mean nothing on the other.",
         "Remove --enable-lora and --lora-paths.",
+    ),
+    Refusal(
+        "PD disaggregation with a multimodal model",
+        lambda args: _transfers(args) and model_has(args, "is_multimodal"),
+        "tokens that stand for images, which both servers would have to number alike. No run has checked it yet.",
+        "Serve this model without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
         "PD disaggregation with data parallelism",
