@@ -327,7 +327,8 @@ def test_encoder_decoder_model_is_refused(make_args, tmp_path):
 
 
 def test_disaggregation_of_a_multimodal_model_is_refused(make_args, tmp_path):
-    args = make_args(model_path=write_tiny_gemma3_with_images(tmp_path), kv_canary="log")
+    model = write_tiny_gemma3_with_images(tmp_path)
+    args = make_args(model_path=model, kv_canary="log", enable_multimodal=True)
     check_request(args)
     args.disaggregation_mode = "decode"
     refuses(args, "PD disaggregation with a multimodal model")
