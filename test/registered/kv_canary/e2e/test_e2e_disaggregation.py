@@ -60,6 +60,14 @@ class Pair(CanaryE2EBase):
     def ask(self, request_id: str, prompt: list[int], count: int = 6, **more: Any) -> list[int]:
         return self.run(self.serving.generate(request_id, prompt, count, **more))
 
+    def damage_bytes_later(self, half: str) -> None:
+        """A decode finds bytes that change after they have arrived."""
+        injection = self.inject("flip_bytes", half=half, source=1, mode="DECODE")
+        self.ask("later", random_tokens(random.Random(6), 40), 24)
+        done = injection.answer()
+        self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
+        self.assert_all_explained(done)
+
     def written(self) -> int:
         counters = self.serving.send("counters").answer()["counters"]
         return counters["HEAD_K_FULL"]["written"]
@@ -121,11 +129,7 @@ class TestMha(DamagedPair):
         self.assert_no_violations()
 
     def test_damage_after_arrival_is_found_by_the_forward_that_reads_it(self) -> None:
-        injection = self.inject("flip_bytes", half="V", source=1, mode="DECODE")
-        self.ask("later", random_tokens(random.Random(6), 40), 24)
-        done = injection.answer()
-        self.assert_violation("CONTENT", "TAIL_V_FULL", slot=done["slots"][0])
-        self.assert_all_explained(done)
+        self.damage_bytes_later("V")
 
 
 class TestRetraction(CleanPair):
@@ -252,11 +256,7 @@ class TestUncheckedPrefill(OneSided):
     says: ClassVar = "it has no canary of this kind"
 
     def test_damage_after_arrival(self) -> None:
-        injection = self.inject("flip_bytes", half="K", source=0, mode="DECODE")
-        self.ask("later", random_tokens(random.Random(6), 40), 24)
-        done = injection.answer()
-        self.assert_violation("CONTENT", "TAIL_K_FULL", slot=done["slots"][0])
-        self.assert_all_explained(done)
+        self.damage_bytes_later("K")
 
 
 class TestOtherContent(OneSided):

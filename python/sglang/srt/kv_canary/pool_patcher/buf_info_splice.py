@@ -15,7 +15,8 @@ Readers of the lists in SGLang 0.5.12.post1 (disaggregation/prefill.py, decode.p
 - The code for unequal TP sizes (send_kvcache_slice), the mori connector and the staging buffer take entry 0 as the
   size of every layer. The decode side registers it as its own size. This is wrong: entry 0 is the K head.
 - A draft pool's lists are appended to the target's. Half of the length then separates nothing, with or without splice.
-So the canary refuses prefill-decode disaggregation until these readers know the splice.
+So transfers that the canary covers read the lists without the splice (`plain_lists`), and send records apart; see
+`transfer/`. The splice is for other code that copies a pool by its lists.
 """
 
 from __future__ import annotations
