@@ -584,7 +584,7 @@ def test_an_anchor_whose_write_failed_is_written_next_time(
     rig = in_context(ManagerRig())
     request = SimpleNamespace(req_pool_idx=3, extra_key="tenant")
     with monkeypatch.context() as patch:
-        patch.setattr(anchors, "_to_device", _broken)
+        patch.setattr(anchors, "upload", _broken)
         with pytest.raises(Broken):
             anchors.update_anchors([rig.manager], [request])
     retried = SimpleNamespace(req_pool_idx=3, extra_key=extra_key)

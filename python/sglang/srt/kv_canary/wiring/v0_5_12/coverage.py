@@ -34,18 +34,18 @@ SERVED: tuple[PathSupport, ...] = (
         "slots are freed with it; not run on a GPU",
     ),
     PathSupport("streaming sessions", _COVERED),
+    PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
+    PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport(
         "HiCache: host memory, and the storage backend file",
         _PARTLY,
         "MHA and MLA pools; a page without records, or damaged, is not used; on a GPU: MHA, host memory",
     ),
-    PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
         "content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
-    PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
