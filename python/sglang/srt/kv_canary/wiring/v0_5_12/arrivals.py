@@ -12,6 +12,7 @@ import torch
 
 from ...plan.anchor import anchor_of
 from ...plan.arrival import Arrival
+from ...reports.safe_text import safe_text
 from ...runner.manager import CanaryManager
 from ...transfer.notice import Notice
 from ..anchors import update_anchors
@@ -51,17 +52,17 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
     if _is_fake_transfer(request, scheduler.server_args):
         return as_arrival(request, Notice("", False, False))
     notice = context.notices.take(request.bootstrap_room)
-    where = f"{request.bootstrap_host}:{request.bootstrap_port}"
+    where = _address(request)
     if notice is None:
         notice = Notice(where, False, False, "it has no canary of this kind")
     if notice.why and (where, notice.why) not in context.told:
         context.told.add((where, notice.why))
         what = "the bytes of KV" if notice.has_records else "KV"
         logger.warning(
-            "kv-canary: %s from the prefill server at %r is not checked on arrival: %r. Later reads are",
+            "kv-canary: %s from the prefill server at %s is not checked on arrival: %s. Later reads are",
             what,
             where,
-            notice.why,
+            safe_text(notice.why),
         )
     return as_arrival(request, notice)
 
@@ -88,6 +89,11 @@ def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
     with torch.cuda.stream(scheduler.forward_stream):
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         yield
+
+
+def _address(request: Any) -> str:
+    """Of the prefill server, as the request names it."""
+    return f"{safe_text(request.bootstrap_host)}:{request.bootstrap_port}"
 
 
 def _origin(request: Any, notice: Notice) -> str:
@@ -129,7 +135,7 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
         return KVPoll.Transferring if waits else status
     if not verdict:
         return status
-    where = f"{request.bootstrap_host}:{request.bootstrap_port}"
+    where = _address(request)
     reason = f"kv-canary: the KV that arrived from the prefill server {where} is damaged"
     receiver.kv_mgr.record_failure(request.bootstrap_room, reason)
     receiver.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
