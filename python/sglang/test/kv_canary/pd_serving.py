@@ -189,6 +189,7 @@ def nothing_to_synchronize() -> None:
 FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
 DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
 AGAIN_LATER, RELEASED = "again_later", "released"
+HOST_COPY = "host_copy"
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
 
 
@@ -198,18 +199,33 @@ def transit_faults() -> None:
 
     target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data"
     HookRegistry.register(target, _damaged_in_transit, HookType.AROUND)
+    resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
+    HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
 
 
 def _damaged_in_transit(
     original: Callable[..., int], kv_manager: Any, session: str, blocks: Blocks
 ) -> int:
-    path = Path(os.environ[FAULT_FILE])
-    fault = path.read_text() if path.exists() else ""
+    path, fault = _fault()
     if fault == AGAIN_LATER:
         # A write that a transport has under way when its request ends.
         send = functools.partial(original, kv_manager, session, list(blocks))
         threading.Thread(target=_when_released, args=(path, send), daemon=True).start()
     return original(kv_manager, session, damaged(fault, kv_manager.kv_args, blocks))
+
+
+def _damage_host_copy(request: Any, *_: Any) -> None:
+    """One value of the KV that waits in host memory while its request is retracted."""
+    if _fault()[1] == HOST_COPY:
+        part = request.kv_cache_cpu
+        while not torch.is_tensor(part):
+            part = part[0]
+        part.view(-1)[0] += 1
+
+
+def _fault() -> tuple[Path, str]:
+    path = Path(os.environ[FAULT_FILE])
+    return path, path.read_text() if path.exists() else ""
 
 
 def _when_released(path: Path, send: Callable[[], int]) -> None:

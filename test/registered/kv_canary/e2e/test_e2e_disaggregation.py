@@ -10,10 +10,12 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import CanaryServer, consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.pd_serving import (
     AGAIN_LATER,
     DAMAGES,
+    HOST_COPY,
     PdServing,
     need_transport,
     nothing_to_synchronize,
@@ -136,7 +138,15 @@ class TestRetraction(CleanPair):
     """Requests whose KV waits in host memory until they resume."""
 
     env: ClassVar = {**HEALTH, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    plugins: ClassVar = (nothing_to_synchronize,)
+    plugins: ClassVar = (nothing_to_synchronize, transit_faults)
+
+    def test_damage_of_kv_that_waits_in_host_memory(self) -> None:
+        self.expect_violations()
+        rng = random.Random("host")
+        with self.serving.damaging(HOST_COPY):
+            self.generate_together([(f"host-{i}", random_tokens(rng, 30), 40) for i in range(2)])
+        event = self.assert_violation("CONTENT", "TAIL_K_FULL")
+        assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
 
 
 class CachingServing(PdServing):
@@ -257,6 +267,18 @@ class TestUncheckedPrefill(OneSided):
 
     def test_damage_after_arrival(self) -> None:
         self.damage_bytes_later("K")
+
+
+class TestUncheckedDecode:
+    def test_serving_goes_on_and_the_prefill_server_says_what_is_not_checked(self) -> None:
+        need_transport()
+        rng = random.Random("unchecked")
+        with UncheckedDecode(MODES["mha"], CHECKED) as serving:
+            for name in ("one", "other"):
+                answer = serving.run(serving.generate(name, random_tokens(rng, 70), 6))
+                assert len(answer) == 6
+            assert serving.prefill.stderr.count("has no canary of this kind") == 1
+            assert serving.prefill.events("violation") == []
 
 
 class TestOtherContent(OneSided):
