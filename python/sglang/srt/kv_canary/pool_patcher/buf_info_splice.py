@@ -12,10 +12,10 @@ Readers of the lists in SGLang 0.5.12.post1 (disaggregation/prefill.py, decode.p
   See common/conn.py, get_mha_kv_ptrs_with_pp and get_mla_kv_ptrs_with_pp.
 - DeepSeek-V4 compares the list's length with the number of layers per compression ratio: wrong with the splice.
   See _mla_slice_ptrs_for_pp in the same file.
-- The code for unequal TP sizes (send_kvcache_slice), the mori connector and the staging buffer take entry 0 as the
-  size of every layer. The decode side registers it as its own size. This is wrong: entry 0 is the K head.
+- Unequal TP sizes (send_kvcache_slice), the mori connector and the staging buffer read every layer's size from
+  entry 0. The decode side registers it as its own size. This is wrong: entry 0 is the K head.
 - A draft pool's lists are appended to the target's. Half of the length then separates nothing, with or without splice.
-So transfers that the canary covers read the lists without the splice (`plain_lists`), and send records apart; see
+So the transfers that the canary covers read SGLang's own lists (`plain_lists`). Records are sent apart, see
 `transfer/`. The splice is for other code that copies a pool by its lists.
 """
 
