@@ -526,7 +526,7 @@ def test_a_row_whose_release_goes_unnoticed_raises_no_false_alarm(
     rig.rows.req_to_token[1, 3] = 0  # recycled while the forward runs
     step = rig.decode([1])
     monkeypatch.setattr(rig.recorder, "row_released", _broken)
-    rows._before_row_free(None, SimpleNamespace(req_pool_idx=1))
+    rows.before_row_free(None, SimpleNamespace(req_pool_idx=1))
     rig.result(step)
     assert rig.settle() == []
     assert rig.manager.errors.total == 1

@@ -11,7 +11,7 @@ from ..scheduler import ENDED, REWRITTEN, around_cache_unfinished
 
 
 @guarded
-def _before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
+def before_row_free(pool: Any, req: Any, *a: Any, **k: Any) -> None:
     if context.active and req.req_pool_idx is not None:
         context.row_released(req.req_pool_idx)
 
@@ -33,7 +33,7 @@ def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
 
 _SESSIONS = "sglang.srt.session.streaming_session.StreamingSession"
 _BEFORE = (
-    ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", _before_row_free),
+    ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", before_row_free),
     (f"{_SESSIONS}.release_session", _before_session_release),
     (f"{_SESSIONS}._free_kv_aligned", _before_session_trim),
 )

@@ -152,11 +152,9 @@ def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
     if forward is None:
         arrival = arrival_of(scheduler, request)
         forward = take_in(scheduler, [request], [arrival], awaited=arrival.has_records)
+        forward = forward if arrival.has_records else 0
         setattr(request, _HELD, True)
         setattr(receiver, _HELD, forward)
-        if not arrival.has_records:
-            forward = 0
-            setattr(receiver, _HELD, 0)
     if not forward:
         return False
     manager.drain()

@@ -15,6 +15,7 @@ from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
 from ..scheduler import ENDED
+from ..until_0_5_17.rows import before_row_free
 from .arrivals import arrival_of, as_arrival, hold, on_forward_stream, take_in, was_held
 from .mooncake import TRANSFERS
 
@@ -121,12 +122,6 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     take_in(queue.scheduler, requests, arrivals)
 
 
-@guarded
-def _before_row_free(pool: Any, req: Any, *_: Any, **__: Any) -> None:
-    if context.active and req.req_pool_idx is not None:
-        context.row_released(req.req_pool_idx)
-
-
 _DECODE = "sglang.srt.disaggregation.decode"
 _QUEUE = f"{_DECODE}.DecodePreallocQueue"
 _PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
@@ -161,5 +156,6 @@ HOOKS = (
         HookType.BEFORE,
         TRANSFERS,
     ),
-    HookSpec(f"{_DECODE}.DecodeReqToTokenPool.free", _before_row_free, HookType.BEFORE, ENDED),
+    # No subclass of the pool that other servers have
+    HookSpec(f"{_DECODE}.DecodeReqToTokenPool.free", before_row_free, HookType.BEFORE, ENDED),
 )
