@@ -26,6 +26,7 @@ from .wiring.context import context
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
 from .wiring.startup_check import verify_hooks_applied
+from .wiring.surroundings import SchedulerSurroundings
 from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
 
 __all__ = ["install_canary", "register_pool_attacher"]
@@ -134,6 +135,7 @@ def _build_manager(
         tracking=context.tracking,
         token_oracle=token_oracle,
         history=context.history,
+        surroundings=SchedulerSurroundings(token_oracle),
     )
 
 

@@ -27,6 +27,7 @@ from sglang_kv_canary.reports.rank_file import EventFolder
 from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
+from sglang_kv_canary.runner.surroundings import Surroundings
 from sglang_kv_canary.wiring.call_site import SITES
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
 
@@ -58,6 +59,7 @@ class ManagerRig:
         event_file: str = "",
         sliding_window_size: int | None = None,
         context_len: int = CONTEXT,
+        surroundings: Surroundings | None = None,
         **settings: Any,
     ) -> None:
         if device == "cpu":
@@ -93,6 +95,7 @@ class ManagerRig:
             self.recorder,
             EventSink(event_file, 0, folder=EventFolder.of(config)).for_runner("target"),
             history=self.history,
+            surroundings=surroundings,
         )
         self.lengths = dict.fromkeys(range(1, MAX_REQUESTS + 1), 0)
         self.reported: list[Any] = []

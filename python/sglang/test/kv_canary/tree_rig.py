@@ -19,6 +19,8 @@ from sglang_kv_canary.plan.anchor import anchor_of
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.host_chain import chain_of_tokens
 from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
 
 from .manager_rig import CONTEXT, ManagerRig
 from .pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
@@ -45,6 +47,7 @@ class TreeRig(ManagerRig):
         if self.is_swa:
             sizes["size_swa"] = size_swa
         window = WINDOW if self.is_swa else None
+        kw.setdefault("surroundings", SchedulerSurroundings(None))
         super().__init__(real=make(**sizes), sliding_window_size=window, **kw)
         self.is_mla = kind == "mla"
         self.tree = self._make_tree()
@@ -116,6 +119,7 @@ class TreeRig(ManagerRig):
         self.lengths[req.req_pool_idx] = len(slots)
         self.manager.state.anchors[req.req_pool_idx] = anchor_of(extra_key)
         self._make_room(len(prompt) - len(slots))
+        context.row_owners.extend(req, len(slots), len(prompt) - len(slots))
         chain = chain_of_tokens(prompt[: len(slots)], anchor_of(extra_key))
         known = [KnownTokens(start=len(slots), start_chain=chain)]
         self.expected = lambda batch: ExpectedTokens.from_lists(known, self.device)

@@ -111,6 +111,16 @@ def test_chains_cannot_be_computed_back_and_equal_ones_stay_equal(
     assert not news & {event.get("expected_chain") for event in other}  # another key
 
 
+def test_no_token_id_stays_in_the_words_of_a_scene() -> None:
+    diverges = (
+        "position 5 leads to slot 7, which holds token 99 instead of -17, of row 1 (forward 2)"
+    )
+    redacted = Redaction().apply({"scene": {"diverges": diverges}})
+    assert redacted["scene"]["diverges"] == (
+        "position 5 leads to slot 7, which holds token [removed] instead of [removed], of row 1 (forward 2)"
+    )
+
+
 def test_redacted_events_are_events_still(folder: Path, tmp_path: Path) -> None:
     events = _events(_pack(folder, tmp_path / "bundle.tar.gz", Redaction(names=True)))
     assert [problem for event in events for problem in problems_of(event)] == []

@@ -14,11 +14,11 @@ from ..reports.safe_text import safe_text
 REMOVED = "[removed]"
 # Keys with "token" in them that hold no id of a request's token
 _NO_TOKEN_IDS = ("token_field", "token_oracle", "swa_out_of_window_tokens")
-# In the sentence of a cause, see `reports.sentence`
+# In the sentence of a cause, see `reports.sentence`, and in `reports.scene.divergence`
 _TOKENS_IN_WORDS = re.compile(r"\b(token|instead of) -?\d+")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _NAMES = ("request_id", "name", "host", "model", "served_model", "fault_injection")
-_WORDS = ("sentence", "reason", "error")
+_WORDS = ("sentence", "reason", "error", "diverges")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from .. import record
 from ..buffer_group import ContentSource
 from ..config import ContentMode
 from ..kernels.layout import content_unit
-from ..kernels.reference.content import content_fingerprint
-from ..kernels.reference.hashing import mix64
+from ..kernels.reference.content import content_fingerprint, word_keys
 from ..pool_patcher.content_layout import row_sources
 from ..pool_patcher.errors import UnsupportedPoolError
 
@@ -83,5 +82,4 @@ def _rows(source: ContentSource, slots: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _keys(index: int, words: int) -> torch.Tensor:
     """int64[words]: the keys of a source, see `record.CONTENT_BASE`."""
-    source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
-    return (mix64(torch.arange(words)) * source_key) | 1
+    return word_keys(index, torch.arange(words))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from .. import record
 from ..buffer_group import PoolKind
 from ..record import State
+from .scene_facts import CachedAt, ChangedWord, RowFilled, buffers_text
 
 NEAR = 8  # row entries on each side of the position
 MAX_LISTED = 4  # slots, rows or entries that a search lists
@@ -21,14 +22,17 @@ class Place:
     """Where to look. Unknown numbers are None."""
 
     kind: PoolKind
+    half: str  # of the finding; "" for an allocator's
     slot: int | None
     full_slot: int | None
     prev_slot: int | None
     row: int  # of the reader; 0 if the row is no longer its own
     position: int | None  # that the reader expects there
+    content_written: int | None
     content_now: int | None
     since: int  # first forward of the reader
     rows: tuple[int, ...]  # request rows in use
+    before: int | None  # the reader's forward before, if it was a decode: it read the whole prefix
     forward: int  # the last one that was launched
 
 
@@ -109,7 +113,17 @@ class Scene:
     ] = ()  # slots whose recorded fingerprint is the one of the bytes now
     # By half: the K or V bytes of the slot, one text of hexadecimal digits per content source (layer)
     bytes: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    diverges: str = ""  # the first entry that leads to another position
+    diverges: str = ""  # the first entry that leads to another position or token
+    last_read: int | None = None  # the reader's forward before that read the position, too
+    filled: RowFilled | None = None  # how the reader came by its KV; None: not known
+    cached_at: tuple[CachedAt, ...] = ()  # where the prefix cache holds the slot
+    cache_searched: str = ""  # "whole" or "part" of the prefix cache; "" if it was not searched
+    changed: tuple[ChangedWord, ...] = ()  # words each of which alone explains changed bytes
+    half: str = ""  # of `zero_buffers`
+    zero_buffers: tuple[
+        int, ...
+    ] = ()  # that hold only zero bytes of the slot, if its bytes changed
+    buffers: int = 0  # of this half
 
     def as_dict(self, with_records: bool = False) -> dict[str, Any]:
         """JSON-ready."""
@@ -128,6 +142,14 @@ class Scene:
             "other_full_slots": list(self.other_full_slots),
             "same_content": list(self.same_content),
             "diverges": self.diverges,
+            "last_read": self.last_read,
+            "filled": None if self.filled is None else self.filled.as_dict(),
+            "cached_at": [cached.as_dict() for cached in self.cached_at],
+            "cache_searched": self.cache_searched,
+            "changed": [word.as_dict() for word in self.changed],
+            "half": self.half,
+            "zero_buffers": list(self.zero_buffers),
+            "buffers": self.buffers,
         }
 
     @classmethod
@@ -141,6 +163,7 @@ class Scene:
             holders=tuple(RecordNow.from_event(holder) for holder in scene["holders"]),
             other_entries=tuple((row, position) for row, position in scene["other_entries"]),
             diverges=scene["diverges"],
+            **_facts_of(scene),
             records=tuple(
                 (name, tuple(RecordNow.from_event(values) for values in records))
                 for name, records in scene.get("records", {}).items()
@@ -155,6 +178,11 @@ class Scene:
             lines.append(
                 ("row", f"row {self.row} from position {self.first_entry}: {self._entries()}")
             )
+        if self.filled is not None:
+            lines.append(("filled", self.filled.text(self.position)))
+        if self.last_read is not None:
+            text = f"forward {self.last_read} of the request read position {self.position}, too, and found nothing"
+            lines.append(("last read", text))
         if self.diverges:
             lines.append(("diverges", self.diverges))
         others = [h for h in self.holders if h.slot not in (self.slot, self._entry())]
@@ -177,7 +205,19 @@ class Scene:
         if self.same_content:
             text = ", ".join(map(str, self.same_content))
             lines.append(("equals", f"the bytes now have the fingerprint of slot {text}"))
+        lines += [("bytes", word.text()) for word in self.changed]
+        if 0 < len(self.zero_buffers) < self.buffers:
+            lines.append(("zero", buffers_text(self.half, self.zero_buffers, self.buffers)))
+        if self.cache_searched:
+            lines.append(("cached", self._cached()))
         return lines
+
+    def _cached(self) -> str:
+        if self.cached_at:
+            return "in the prefix cache " + "; and ".join(at.text() for at in self.cached_at)
+        if self.cache_searched == "part":
+            return "not in the part of the prefix cache that was searched"
+        return "not in the prefix cache"
 
     def _entry(self) -> int | None:
         """The slot to which the reader's position leads."""
@@ -193,21 +233,26 @@ class Scene:
         return " ".join(shown)
 
 
-def first_that_differs(scene: Scene) -> str:
-    """The first of the entries up to the position whose record is live and of another position. Empty if none is."""
-    by_slot = {found.slot: found for found in scene.records[0][1]} if scene.records else {}
-    wrong = []
-    for position, slot in enumerate(scene.mapped or scene.entries, scene.first_entry):
-        found = by_slot.get(slot)
-        if found is None or slot <= 0 or scene.position is None or position > scene.position:
-            continue
-        if found.state == State.LIVE.name and found.position != position:
-            wrong.append((position, found))
-    if not wrong:
-        return ""
-    position, found = wrong[0]
-    more = "" if len(wrong) == 1 else f"; so do {len(wrong) - 1} of the next entries"
+def _facts_of(scene: Mapping[str, Any]) -> dict[str, Any]:
+    """What events of earlier versions lack."""
+    if "filled" not in scene:
+        return {}
+    return {
+        "filled": None if scene["filled"] is None else RowFilled(**scene["filled"]),
+        "cached_at": tuple(CachedAt(**cached) for cached in scene["cached_at"]),
+        "changed": tuple(ChangedWord.from_event(word) for word in scene["changed"]),
+        "zero_buffers": tuple(scene["zero_buffers"]),
+        **{name: scene[name] for name in ("last_read", "cache_searched", "half", "buffers")},
+    }
+
+
+def divergence(position: int, found: RecordNow, token: int | None, count: int) -> str:
+    """What the first wrong entry of a row leads to, of `count`. `token`: the request's own; None: not known."""
+    what = f"position {found.position}"
+    if found.position == position:
+        what = f"token {found.token} instead of {token},"
+    more = "" if count == 1 else f"; so do {count - 1} of the next entries"
     return (
-        f"position {position} leads to slot {found.slot}, which holds position {found.position} of row {found.row} "
+        f"position {position} leads to slot {found.slot}, which holds {what} of row {found.row} "
         f"(forward {found.forward}){more}"
     )

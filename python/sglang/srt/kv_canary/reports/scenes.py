@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 from ..endpoint import CanaryLaunchTag
+from ..record import Mode
+from .extent import parts_of
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
 from .scene import Pending, Place, Scene, Taker
@@ -54,15 +56,21 @@ def _place_of(v: Violation, recorder: FlightRecorder) -> Place:
     since = recorder.first_of(v.reader.forward, v.reader.row)
     owners = recorder.owners()
     is_its_row = owners.get(v.reader.row, "") == v.reader.request_id
+    before = recorder.previous_of(v.reader.forward, v.reader.row)
+    is_decode = before is not None and before.mode == Mode.DECODE.name
+    halves = parts_of((v.tag,))[1]
     return Place(
         kind=CanaryLaunchTag.kind_of(v.tag),
+        half=halves[0] if halves else "",
         slot=v.slot,
         full_slot=v.full_slot,
         prev_slot=v.prev_slot,
         row=v.reader.row if is_its_row else 0,
         position=v.stored_position if v.expected_position is None else v.expected_position,
+        content_written=v.content_written,
         content_now=v.content_now,
         since=since,
         rows=tuple(owners),
+        before=before.forward if is_decode else None,
         forward=newest,
     )

@@ -37,6 +37,7 @@ from .host_clock import HostClock
 from .scene_taker import SceneTaker
 from .slot_ledger import SlotLedger
 from .step_observer import CopyPoint, StepObserver, Summary
+from .surroundings import Surroundings
 from .tracking import Tracking
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class CanaryManager:
         cause_numbers: Iterator[int] | None = None,  # shared by the managers of a process
         token_oracle: TokenOracleManager | None = None,  # None: tokens are the model's
         history: SlotHistory | None = None,  # shared by the managers of a process
+        surroundings: Surroundings | None = None,  # None: nobody knows requests or prefix cache
     ) -> None:
         self.config = config
         self.identity = identity
@@ -102,7 +104,7 @@ class CanaryManager:
             cause_numbers,
             halves,
             history,
-            self._taker(),
+            self._taker(surroundings),
             self.ledger.tell_history,
         )
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
@@ -143,14 +145,20 @@ class CanaryManager:
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
 
-    def _taker(self) -> SceneTaker | None:
+    def _taker(self, surroundings: Surroundings | None) -> SceneTaker | None:
         """None on draft runners: their rows are the target's."""
         memories = (self.state.row_memory.of(group) for group in self.groups)
         memory = next((memory for memory in memories if memory is not None), None)
         if memory is None:
             return None
-        rows, with_bytes = self.plan_input.req_to_token, self.config.snapshot_kv
-        return SceneTaker(self.groups, rows, memory, with_bytes)
+        return SceneTaker(
+            self.groups,
+            self.plan_input.req_to_token,
+            memory,
+            self.config.content_mode,
+            surroundings,
+            self.config.snapshot_kv,
+        )
 
     # Life cycle
 

@@ -50,6 +50,8 @@ class WalkSegment(NamedTuple):
     length: int  # slots
     position: int  # position of the first of them
     extra_key: str | None  # the prefix's namespace (LoRA id, cache salt)
+    node: int | None = None  # number of the node; None: not known
+    locks: int | None = None  # requests that use the node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +180,8 @@ class RadixCacheWalker:
         if first < end and self._is_wanted(node):
             stop = min(end, first + chunk.room)
             prev = self._prev_of(chunk, frame, value, first)
-            chunk.add(node, _cut(value, first - frame.end, stop - frame.end), first, prev)
+            piece = _cut(value, first - frame.end, stop - frame.end)
+            chunk.add(node, self._view.lock(node), piece, first, prev)
             if stop < end:
                 frame.resume = stop
                 return
@@ -265,11 +268,13 @@ class _Chunk:
         budget = float("inf") if max_us is None else max_us * 1000 - _GATHER_NS
         self._deadline = time.perf_counter_ns() + budget
 
-    def add(self, node: Any, piece: torch.Tensor, position: int, prev: int) -> None:
+    def add(self, node: Any, locks: int, piece: torch.Tensor, position: int, prev: int) -> None:
         start, length = self.num_slots, piece.numel()
         self.pieces.append(piece)
         self.columns.extend((start, length, position, prev))
-        self.segments.append(WalkSegment(start, length, position, node.key.extra_key))
+        self.segments.append(
+            WalkSegment(start, length, position, node.key.extra_key, node.id, locks)
+        )
         self.num_slots += length
         self.room -= length
 

@@ -38,7 +38,7 @@ def word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) ->
     return torch.where(inside, flat[index].long() & ((1 << (8 * unit)) - 1), 0)
 
 
-def _words_read(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
+def words_read(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
     """Word indices int64[n, m] of a row that `mode` reads. int64[1, m] where all rows have the same."""
     count = -(-source.row_bytes // unit)
     if mode is ContentMode.ALL:
@@ -48,6 +48,12 @@ def _words_read(source: ContentSource, index: int, slots, unit: int, mode: Conte
     mixed = hashing.shift_right(hashing.mix64((slots << 16) + index), 33)
     first = (mixed % sectors) * per_sector
     return first[:, None] + torch.arange(per_sector, device=slots.device)
+
+
+def word_keys(index: int, words: torch.Tensor) -> torch.Tensor:
+    """The odd keys of `words` int64 of source number `index`, see `record.CONTENT_BASE`. Same shape."""
+    source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
+    return (hashing.mix64(words) * source_key) | 1
 
 
 def content_fingerprint(
@@ -64,10 +70,9 @@ def content_fingerprint(
     unit = content_unit(sources)
     total = torch.full_like(slots, record.to_signed64(record.CONTENT_BASE))
     for index, source in enumerate(sources):
-        words = _words_read(source, index, sampled_as, unit, mode)
-        source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
-        keys = (hashing.mix64(words) * source_key) | 1
-        total = total + (word_values(source, slots, words, unit) * keys).sum(dim=1)
+        words = words_read(source, index, sampled_as, unit, mode)
+        values = word_values(source, slots, words, unit)
+        total = total + (values * word_keys(index, words)).sum(dim=1)
     return total
 
 

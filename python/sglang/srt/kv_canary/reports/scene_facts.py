@@ -1,0 +1,118 @@
+"""Single facts of a scene: a changed word, where the prefix cache holds a slot, how a request came by its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def _as_dict(fact: Any) -> dict[str, Any]:
+    return {name: getattr(fact, name) for name in fact.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedWord:
+    """A word whose change alone explains the fingerprint of a slot."""
+
+    half: str
+    buffer: int  # from 0, in the order of the pool's layers
+    byte: int  # first byte of the word, from the slot's first byte in that buffer
+    size: int  # bytes
+    was: int  # unsigned, little-endian
+    now: int
+
+    @classmethod
+    def from_event(cls, values: Mapping[str, Any]) -> ChangedWord:
+        """The inverse of `as_dict`."""
+        numbers = {name: int(values[name], 16) for name in ("was", "now")}
+        return cls(**{**values, **numbers})
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; values as hexadecimal text."""
+        return {**_as_dict(self), "was": self._hex(self.was), "now": self._hex(self.now)}
+
+    def _hex(self, value: int) -> str:
+        return f"0x{value:0{2 * self.size}x}"
+
+    def text(self) -> str:
+        """One line."""
+        bits = (self.was ^ self.now).bit_count()
+        return (
+            f"one word explains it: {self.half} buffer {self.buffer}, byte {self.byte}: {self._hex(self.was)} became "
+            f"{self._hex(self.now)} ({bits} bit{'s' * (bits > 1)})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAt:
+    """A place of the slot in the prefix cache. Unknown numbers are None."""
+
+    position: int
+    node: int | None
+    first: int | None  # position of the node's first slot
+    last: int | None
+    locks: int | None  # requests that use the node
+
+    as_dict = _as_dict
+
+    def text(self) -> str:
+        """A clause."""
+        if self.node is None:
+            return f"at position {self.position}"
+        users = f"{self.locks} request{'s' * (self.locks != 1)}"
+        return (
+            f"at position {self.position}, in node {self.node} with positions {self.first} to {self.last}, "
+            f"used by {users}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilled:
+    """How a request came by its KV: positions below `cached` from the prefix cache, below `length` by prefills."""
+
+    cached: int
+    prefix: int  # where its last prefill began
+    length: int  # and ended
+
+    as_dict = _as_dict
+
+    def text(self, position: int | None) -> str:
+        """One line. `position`: the one to place."""
+        parts = [
+            _span(0, self.cached, "from the prefix cache"),
+            _span(self.cached, self.length, "by prefills"),
+        ]
+        text = ", ".join(filter(None, parts))
+        if self.prefix > self.cached:
+            text += f" (the last one began at {self.prefix})"
+        if position is None:
+            return text
+        return f"{text}; position {position} {self._place(position)}"
+
+    def _place(self, position: int) -> str:
+        if position < self.cached:
+            return "is cached"
+        return "was prefilled" if position < self.length else "was decoded"
+
+
+def _span(first: int, end: int, how: str) -> str:
+    return f"positions {first} to {end - 1} {how}" if end > first else ""
+
+
+def buffers_text(half: str, buffers: Sequence[int], count: int) -> str:
+    """One line: which of a half's `count` buffers hold only zero bytes of the slot."""
+    return (
+        f"{half} of the slot is all zero in {len(buffers)} of {count} buffers: {_ranges(buffers)}"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers, with runs folded: `0, 4 to 6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
