@@ -178,7 +178,7 @@ def test_a_decode_before_has_read_the_position() -> None:
     rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
     rig.decode_request(req, 8)
     assert lines_of(rig)["last read"] == (
-        "forward 3 of the request read position 5, too, and found nothing"
+        "forward 3 of the request read position 5, too, without this finding"
     )
 
 

@@ -181,7 +181,7 @@ class Scene:
         if self.filled is not None:
             lines.append(("filled", self.filled.text(self.position)))
         if self.last_read is not None:
-            text = f"forward {self.last_read} of the request read position {self.position}, too, and found nothing"
+            text = f"forward {self.last_read} of the request read position {self.position}, too, without this finding"
             lines.append(("last read", text))
         if self.diverges:
             lines.append(("diverges", self.diverges))
