@@ -18,7 +18,8 @@ import torch
 
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.reports.scene import Place
-from sglang_kv_canary.runner.scene_taker import PendingScene, SceneTaker
+from sglang_kv_canary.runner.pending_scene import PendingScene
+from sglang_kv_canary.runner.scene_taker import SceneTaker
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 

@@ -18,7 +18,7 @@ from sglang_kv_canary.reports import scenes
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary.reports.scene import MAX_LISTED, NEAR, Scene
 from sglang_kv_canary.runner import scene_taker
-from sglang_kv_canary.runner.scene_taker import PendingScene
+from sglang_kv_canary.runner.pending_scene import PendingScene
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 

@@ -19,7 +19,7 @@ from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.reference.content import content_fingerprint
 from sglang_kv_canary.record import WORD_CONTENT, WORD_IDENTITY
 from sglang_kv_canary.reports.scene import Scene
-from sglang_kv_canary.runner.changed_words import _inverse, explaining_words
+from sglang_kv_canary.runner.changed_words import Word, _inverse, explaining_words, row_of
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.wiring import surroundings
 from sglang_kv_canary.wiring.context import context
@@ -272,18 +272,20 @@ def test_every_single_word_is_found_and_no_other(
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     layers = [torch.randint(0, 200, (6, width), dtype=dtype, generator=generator) for _ in range(3)]
     sources = tuple(map(ContentSource.of_rows, layers))
-    slots = torch.tensor([rng.randrange(6)])
-    content = ContentMode(mode)
-    written = int(content_fingerprint(sources, slots, content))
+    slot, content = rng.randrange(6), ContentMode(mode)
+    written = _fingerprint(sources, slot, content)
     layer, word = rng.randrange(3), rng.randrange(width)
-    was = int(layers[layer][slots[0], word])
-    now = layers[layer][slots[0], word] = (was + rng.randrange(1, 200)) % 256
-    words = explaining_words(sources, content, slots, written, 4).tolist()
-    assert len(words) == 4
-    found = [known for known in words if known[0] >= 0]
-    seen = int(content_fingerprint(sources, slots, content)) != written
+    was = int(layers[layer][slot, word])
+    now = layers[layer][slot, word] = (was + rng.randrange(1, 200)) % 256
+    rows = tuple(row_of(source, slot) for source in sources)
+    found = explaining_words(rows, sources, content, slot, written)
+    seen = _fingerprint(sources, slot, content) != written
     assert seen or mode == "partial"
-    assert found == ([[layer, word * dtype.itemsize, int(now), was]] if seen else [])
+    assert found == ((Word(layer, word * dtype.itemsize, int(now), was),) if seen else ())
+
+
+def _fingerprint(sources: tuple[ContentSource, ...], slot: int, mode: ContentMode) -> int:
+    return int(content_fingerprint(sources, torch.tensor([slot]), mode))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Place:
     before: int | None  # the reader's forward before, if it was a decode: it read the whole prefix
     forward: int  # the last one that was launched
 
+    @property
+    def changed_half(self) -> str:
+        """The half whose bytes are not those that were written. Empty if none is known."""
+        return "" if self.content_written is None or self.content_now is None else self.half
+
 
 class Pending(Protocol):
     """A scene on its way to the host."""

@@ -1,4 +1,4 @@
-"""Which single word of a slot's bytes explains that their fingerprint has changed.
+"""Which single word of a slot's bytes explains that their fingerprint has changed. Runs on the host.
 
 A fingerprint is a sum of words times odd keys, modulo 2^64 (`record.CONTENT_BASE`). If one word alone has changed, each
 word has exactly one old value that would explain the difference, and only the right word's fits into a word: for the
@@ -7,54 +7,70 @@ others it does so by chance once in 2^32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from .. import record
 from ..buffer_group import ContentSource
 from ..config import ContentMode
 from ..kernels.layout import content_unit
-from ..kernels.reference.content import content_fingerprint, word_keys, word_values, words_read
+from ..kernels.reference.content import word_keys, words_read
 
-FIELDS = 4  # of a word: source, byte in its row, value now, value before
 _NEWTON_STEPS = 4  # 5 bits are right at first, and each step doubles them
 
 
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word that explains the change alone."""
+
+    source: int
+    byte: int  # the first one, in the source's row
+    now: int  # unsigned, little-endian
+    was: int
+
+
+def row_of(source: ContentSource, slot: int) -> torch.Tensor:
+    """uint8[row_bytes]: a view of the bytes of `slot`, on the device."""
+    data = source.data
+    flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
+    first = data.storage_offset() * data.element_size() + source.offset
+    page, token = divmod(slot, source.page_size)
+    start = first + page * source.page_stride + token * source.token_stride
+    return flat[start : start + source.row_bytes]
+
+
+def rows_of(row: torch.Tensor, sources: tuple[ContentSource, ...]) -> tuple[torch.Tensor, ...]:
+    """The rows of `sources`, one after the other in `row`."""
+    return row.split([source.row_bytes for source in sources])
+
+
 def explaining_words(
+    rows: tuple[torch.Tensor, ...],
     sources: tuple[ContentSource, ...],
     mode: ContentMode,
-    slots: torch.Tensor,
+    slot: int,
     written: int,
-    most: int,
-) -> torch.Tensor:
-    """int64[most, FIELDS]: the first words that explain the change alone; source -1 where there are no more.
+) -> tuple[Word, ...]:
+    """The words of `rows`, each of which explains the change alone. Usually one or none.
 
-    `slots` int64[1]. `written`: the fingerprint as it was, signed.
+    `rows`: uint8[row_bytes] of each source, on the host. `written`: the fingerprint as it was, signed.
     """
     unit = content_unit(sources)
-    delta = content_fingerprint(sources, slots, mode) - written
-    tables = []
-    for index, source in enumerate(sources):
-        words = words_read(source, index, slots, unit, mode)[0]
-        now = word_values(source, slots, words[None], unit)[0]
-        was = now - delta * _inverse(word_keys(index, words))
-        fits = (was >= 0) & (was < 1 << (8 * unit)) & (was != now)
-        fits &= words * unit < source.row_bytes
-        number = torch.full_like(words, index)
-        tables.append(torch.stack([torch.where(fits, number, -1), words * unit, now, was], dim=1))
-    table = torch.cat(tables)
-    order = torch.where(table[:, 0] >= 0, table[:, 0], len(sources)).argsort(stable=True)
-    found = table.index_select(0, order[:most])
-    missing = torch.full_like(table[:1], -1).expand(max(0, most - found.shape[0]), FIELDS)
-    return torch.cat([found, missing])
-
-
-def zero_sources(sources: tuple[ContentSource, ...], slots: torch.Tensor) -> torch.Tensor:
-    """int64[len(sources)]: 1 where all bytes of the slot are zero, in mode `all`'s words. `slots` int64[1]."""
-    unit = content_unit(sources)
-    is_zero = []
-    for index, source in enumerate(sources):
-        words = words_read(source, index, slots, unit, ContentMode.ALL)
-        is_zero.append((word_values(source, slots, words, unit) == 0).all(dim=1))
-    return torch.cat(is_zero).long()
+    now, keys, where = [], [], []
+    for index, (source, row) in enumerate(zip(sources, rows, strict=True)):
+        words = words_read(source, index, torch.tensor([slot]), unit, mode)[0]
+        words = words[words * unit < source.row_bytes]
+        values = row.long() if unit == 1 else row.view(torch.int32).long() & 0xFFFFFFFF
+        now.append(values[words])
+        keys.append(word_keys(index, words))
+        where.append(torch.stack([torch.full_like(words, index), words * unit], dim=1))
+    values, keys = torch.cat(now), torch.cat(keys)
+    delta = (values * keys).sum() + record.to_signed64(record.CONTENT_BASE) - written
+    was = values - delta * _inverse(keys)
+    fits = (was >= 0) & (was < 1 << (8 * unit)) & (was != values)
+    found = torch.cat([torch.cat(where), values[:, None], was[:, None]], dim=1)[fits]
+    return tuple(Word(*word) for word in found.tolist())
 
 
 def _inverse(odd: torch.Tensor) -> torch.Tensor:

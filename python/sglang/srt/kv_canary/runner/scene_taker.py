@@ -6,24 +6,20 @@ memory.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import record
-from ..buffer_group import CanaryBufferGroup, ContentSource, PoolKind, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import ContentMode
-from ..kernels.layout import content_unit
 from ..kernels.reference import hashing
-from ..kernels.reference.content import word_values
 from ..reports.async_copy import FutureTensors
-from ..reports.scene import MAX_LISTED, NEAR, Place, RecordNow, Scene, divergence
-from ..reports.scene_facts import CachedAt, ChangedWord, RowFilled
-from .changed_words import FIELDS, explaining_words, zero_sources
-from .surroundings import CachedSlots, RequestNow, Surroundings
+from ..reports.scene import MAX_LISTED, NEAR, Place
+from .changed_words import row_of
+from .pending_scene import PendingScene
+from .surroundings import CachedSlots, Surroundings
 
 PART = 1 << 18  # slots or row entries that one step of a search looks at
 MAX_ROWS = 64  # request rows that are searched
@@ -63,135 +59,28 @@ class SceneTaker:
             **found.searches(),
             "divergence": found.divergence(() if request is None else request.tokens),
             "cached": found.cached(cached),
-            **found.changes(self._content_mode),
-            **(found.bytes() if self._with_bytes else {}),
         }
         flat = torch.cat([part.reshape(-1).long() for part in parts.values()])
-        pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self._stream is not None)
-        copy = FutureTensors.copy((flat,), self._stream, (pinned,))
-        if self._stream is not None:
-            flat.record_stream(self._stream)
+        rows = found.bytes(self._with_bytes)
+        copied = (flat, *rows.values())
+        cuda = self._stream is not None
+        pinned = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=cuda) for t in copied)
+        copy = FutureTensors.copy(copied, self._stream, pinned)
+        for tensor in copied if cuda else ():
+            tensor.record_stream(self._stream)
         sizes = {name: part.numel() for name, part in parts.items()}
-        return PendingScene(copy, sizes, place, group, found.first_entry, request, cached)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingScene:
-    """A scene whose copy may still be under way."""
-
-    copy: FutureTensors
-    sizes: dict[str, int]
-    place: Place
-    group: CanaryBufferGroup
-    first_entry: int
-    request: RequestNow | None
-    cached: CachedSlots | None
-
-    def result(self, wait: bool = False) -> Scene | None:
-        """None while the copy is under way, unless `wait` blocks until it is complete."""
-        if wait:
-            self.copy.wait()
-        elif not self.copy.ready():
-            return None
-        values, parts = iter(self.copy.host[0].tolist()), {}
-        for name, size in self.sizes.items():
-            parts[name] = [next(values) for _ in range(size)]
-        return self._scene(parts)
-
-    def _scene(self, parts: dict[str, list[int]]) -> Scene:
-        place = self.place
-        names = [name for name in parts if name[:2] in ("K_", "V_")]
-        halves = {name[0]: [] for name in parts if "bytes" in name}
-        for name in parts:
-            if "bytes" in name:
-                halves[name[0]].append(bytes(parts[name]).hex())
-        return Scene(
-            forward=place.forward,
-            slot=place.slot,
-            row=place.row,
-            position=place.position,
-            first_entry=self.first_entry,
-            entries=tuple(parts["entries"]),
-            mapped=tuple(parts["mapped"]),
-            records=tuple((name, _records_of(parts[name])) for name in names),
-            bytes=tuple((half, tuple(rows)) for half, rows in halves.items()),
-            holders=_records_of(parts["holders"]),
-            other_entries=tuple(_others(parts["other_entries"], place))[:MAX_LISTED],
-            other_full_slots=tuple(_listed(parts["other_full_slots"], place.full_slot)),
-            same_content=tuple(_listed(parts["same_content"], place.slot)),
-            diverges=_divergence(parts["divergence"]),
-            last_read=self._last_read(),
-            filled=self._filled(),
-            **self._cached_at(parts["cached"]),
-            **self._changes(parts),
+        return PendingScene(
+            copy=copy,
+            sizes=sizes,
+            halves=tuple(rows),
+            place=place,
+            group=group,
+            content_mode=self._content_mode,
+            with_bytes=self._with_bytes,
+            first_entry=found.first_entry,
+            request=request,
+            cached=cached,
         )
-
-    def _last_read(self) -> int | None:
-        """A decode reads all that prefills have stored. Of decoded positions it is not known which it read."""
-        place, now = self.place, self.request
-        was_there = now is not None and place.position is not None and place.position < now.length
-        return place.before if was_there else None
-
-    def _filled(self) -> RowFilled | None:
-        now = self.request
-        return None if now is None else RowFilled(now.cached, now.prefix, now.length)
-
-    def _cached_at(self, hits: list[int]) -> dict[str, Any]:
-        if self.cached is None or not hits:
-            return {}
-        found = [pair for pair in zip(hits[::2], hits[1::2], strict=True) if pair[0] >= 0]
-        places = tuple(_cached_at(self.cached, *pair) for pair in found)
-        return {
-            "cached_at": places,
-            "cache_searched": "whole" if self.cached.is_whole else "part",
-        }
-
-    def _changes(self, parts: dict[str, list[int]]) -> dict[str, Any]:
-        if "changed" not in parts:
-            return {}
-        half, buffers = self.place.half, _Buffers.of(self.group.content(self.place.half))
-        size = content_unit(self.group.content(half))
-        words = zip(*[iter(parts["changed"])] * FIELDS, strict=True)
-        return {
-            "half": half,
-            "changed": tuple(
-                ChangedWord(half, *buffers.place(source, byte), size, was, now)
-                for source, byte, now, was in words
-                if source >= 0
-            ),
-            "zero_buffers": buffers.all_of(parts["zero"]),
-            "buffers": buffers.count,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """The pool's buffers behind content sources: a buffer whose rows are scattered has several."""
-
-    numbers: tuple[int, ...]  # of each source
-    offsets: tuple[int, ...]  # bytes, from the slot's first byte in the buffer
-
-    @classmethod
-    def of(cls, sources: tuple[ContentSource, ...]) -> _Buffers:
-        starts: dict[int, tuple[int, int]] = {}  # by address: number, offset of the first source
-        for source in sources:
-            starts.setdefault(source.data.data_ptr(), (len(starts), source.offset))
-        known = [starts[source.data.data_ptr()] for source in sources]
-        offsets = (s.offset - first for s, (_, first) in zip(sources, known, strict=True))
-        return cls(tuple(number for number, _ in known), tuple(offsets))
-
-    @property
-    def count(self) -> int:
-        return max(self.numbers, default=-1) + 1
-
-    def place(self, source: int, byte: int) -> tuple[int, int]:
-        """(buffer, byte in it) of a byte of a source."""
-        return self.numbers[source], self.offsets[source] + byte
-
-    def all_of(self, marks: list[int]) -> tuple[int, ...]:
-        """The buffers of which all sources are marked."""
-        unmarked = {n for n, mark in zip(self.numbers, marks, strict=True) if not mark}
-        return tuple(sorted(set(self.numbers) - unmarked))
 
 
 class _Search:
@@ -276,32 +165,16 @@ class _Search:
         positions = cached.positions.to(self._rows.device)[found.clamp(min=0)]
         return torch.stack([found, positions], dim=1)
 
-    def changes(self, mode: ContentMode) -> dict[str, torch.Tensor]:
-        """Of bytes that have changed: the words that explain it, and the sources that are all zero."""
-        place = self._place
-        if place.content_written is None or place.content_now is None or place.slot is None:
+    def bytes(self, of_all: bool) -> dict[str, torch.Tensor]:
+        """By half: the bytes of the slot in all content sources. Of the finding's half if they changed, or `of_all`."""
+        group, place = self._group, self._place
+        if place.slot is None or not 0 <= place.slot < group.num_slots:
             return {}
-        sources = self._group.content(place.half) if place.half in self._group.halves else ()
-        if not sources or not 0 <= place.slot < self._group.num_slots:
-            return {}
-        slots = torch.full((1,), place.slot, dtype=torch.int64, device=self._rows.device)
+        halves = [half for half in group.halves if of_all or half == place.changed_half]
         return {
-            "changed": explaining_words(sources, mode, slots, place.content_written, MAX_LISTED),
-            "zero": zero_sources(sources, slots),
-        }
-
-    def bytes(self) -> dict[str, torch.Tensor]:
-        """By half and content source: the bytes of the slot, one value each."""
-        group, slot = self._group, self._place.slot
-        if slot is None or not 0 <= slot < group.num_slots:
-            return {}
-        slots = torch.full((1,), slot, dtype=torch.int64, device=self._rows.device)
-        return {
-            f"{half} bytes {index}": word_values(
-                source, slots, torch.arange(source.row_bytes, device=slots.device)[None], 1
-            )
-            for half in group.halves
-            for index, source in enumerate(group.content(half))
+            half: torch.cat([row_of(source, place.slot) for source in group.content(half)])
+            for half in halves
+            if group.content(half)
         }
 
     def searches(self) -> dict[str, torch.Tensor]:
@@ -378,37 +251,3 @@ def _first_hits(values: torch.Tensor, is_hit: Any) -> torch.Tensor:
 def _parts(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     for start in range(0, values.shape[0], PART):
         yield start, values[start : start + PART]
-
-
-def _records_of(values: list[int]) -> tuple[RecordNow, ...]:
-    width = 1 + record.RECORD_WORDS
-    rows = (values[i : i + width] for i in range(0, len(values), width))
-    return tuple(RecordNow.of(row[0], row[1:]) for row in rows if row[0] >= 0)
-
-
-def _divergence(values: list[int]) -> str:
-    if not values or not values[0]:
-        return ""
-    count, position, slot, *words, token = values
-    own = None if token == record.UNKNOWN else token
-    return divergence(position, RecordNow.of(slot, words), own, count)
-
-
-def _cached_at(cached: CachedSlots, index: int, position: int) -> CachedAt:
-    starts = [span.start for span in cached.spans]
-    span = cached.spans[bisect_right(starts, index) - 1]
-    if span.node is None:
-        return CachedAt(position, None, None, None, None)
-    first = position - (index - span.start)
-    return CachedAt(position, span.node, first, first + span.length - 1, span.locks)
-
-
-def _others(values: list[int], place: Place) -> Iterator[tuple[int, int]]:
-    """The pairs of (row, position) other than the reader's own."""
-    for pair in zip(values[::2], values[1::2], strict=True):
-        if pair[1] >= 0 and pair != (place.row, place.position):
-            yield pair
-
-
-def _listed(values: list[int], own: int | None) -> list[int]:
-    return [value for value in values if value >= 0 and value != own]
