@@ -5,6 +5,7 @@ On a GPU the graphs are SGLang's. Without one its runner pads and replays, but w
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import tempfile
@@ -112,9 +113,13 @@ class TestPiecewisePrefillGraphs(Raise):
 
 @needs_gpu
 class TestFullPrefillGraphs(Raise):
+    """The attention is in the graph, too. Without a number of requests it would run single ones only."""
+
     flags: ClassVar = {
         **RAISE,
-        "cuda_graph_backend_prefill": "full",
+        "cuda_graph_config": json.dumps(
+            {"prefill": {"backend": "full", "full_prefill_max_req": 8}}
+        ),
         "attention_backend": "fa3",
     }
 
