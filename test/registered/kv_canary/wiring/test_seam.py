@@ -201,7 +201,7 @@ ASKED = {
     if asked.keys() <= inspect.signature(ServerArgs).parameters.keys()
 }
 # Asked for by the model, or by a variable of SGLang's.
-NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing", "prefill CUDA graphs"}
+NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing"}
 
 
 @has_seam
@@ -211,19 +211,6 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
-
-
-@has_seam
-@pytest.mark.parametrize(
-    ("backend", "refused"), [("full", True), ("breakable", True), ("disabled", False)]
-)
-def test_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
-    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
-
-    case = next(case for case in release().refusals() if case.name == "prefill CUDA graphs")
-    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
-    assert case.predicate(SimpleNamespace(device="cuda", cuda_graph_config=config)) is refused
-    assert not case.predicate(SimpleNamespace(device="cpu", cuda_graph_config=config))
 
 
 @has_seam

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.wiring.context import context
@@ -83,6 +83,19 @@ def test_a_batch_that_is_narrower_than_the_metadata_has_its_first_part(rig: Rig)
     whole = swa_location.location_of_attention(rig.backend, batch)
     batch.out_cache_loc = batch.out_cache_loc[:2]
     assert swa_location.location_of_attention(rig.backend, batch).tolist() == whole[:2].tolist()
+
+
+def test_a_prefill_that_is_padded_after_its_metadata_has_slot_0_there(rig: Rig) -> None:
+    """As a prefill graph pads its batch. The layer gets the tokens of the requests alone."""
+    batch = rig.decode_batch()
+    rig.backend.init_forward_metadata(batch)
+    slots = swa_location.location_of_attention(rig.backend, batch).tolist()
+    batch.out_cache_loc = torch.nn.functional.pad(batch.out_cache_loc, (0, 2))
+    batch.forward_mode, batch.extend_seq_lens_cpu = ForwardMode.EXTEND, [2, 1]
+    assert swa_location.location_of_attention(rig.backend, batch).tolist() == [*slots, 0, 0]
+    batch.extend_seq_lens_cpu = [2, 2]
+    with pytest.raises(RuntimeError, match="holds 3 SWA slots for 5 new tokens"):
+        swa_location.location_of_attention(rig.backend, batch)
 
 
 def test_a_batch_without_new_tokens_has_none(rig: Rig) -> None:

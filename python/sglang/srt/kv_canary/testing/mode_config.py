@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..wiring.releases import release
 from . import consts
 from .fill_ins import dp_attention_on_torch_native, mla_on_torch_native, swa_on_torch_native
 from .tiny_models import (
@@ -59,7 +58,6 @@ _CPU = {
     "mem_fraction_static": 0.99,
 }
 _CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
-_REFUSED_ON_NEWER = {"disable_prefill_cuda_graph": True}  # a default of SGLang's on CUDA
 
 MODES: dict[str, ModeConfig] = {
     "mha": ModeConfig(
@@ -150,5 +148,4 @@ def server_args_of(mode: ModeConfig) -> dict[str, Any]:
     """The mode's arguments for this machine's device."""
     if not torch.cuda.is_available():
         return {**mode.server_args, **mode.cpu_args}
-    newer = _REFUSED_ON_NEWER if release().has_own_canary else {}
-    return {**mode.server_args, **mode.cuda_args, **newer}
+    return {**mode.server_args, **mode.cuda_args}

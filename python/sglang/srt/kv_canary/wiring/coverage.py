@@ -38,6 +38,12 @@ def _uses_graphs(args: Any) -> bool:
     return args.device == "cuda" and not getattr(args, "disable_cuda_graph", False)
 
 
+def _uses_prefill_graphs(args: Any) -> bool:
+    """`cuda_graph_config` is None for model_path "dummy", which captures nothing."""
+    config = getattr(args, "cuda_graph_config", None)
+    return args.device == "cuda" and config is not None and config.prefill.backend != "disabled"
+
+
 def _speculates(args: Any) -> bool:
     return args.speculative_algorithm is not None
 
@@ -59,6 +65,7 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "mixed batches (--enable-mixed-chunk)": _has("enable_mixed_chunk"),
     "overlap scheduling": lambda args: not args.disable_overlap_schedule,
     "decode CUDA graphs": _uses_graphs,
+    "prefill CUDA graphs": _uses_prefill_graphs,
     "piecewise prefill CUDA graphs": lambda args: (
         _uses_graphs(args) and not getattr(args, "disable_piecewise_cuda_graph", False)
     ),

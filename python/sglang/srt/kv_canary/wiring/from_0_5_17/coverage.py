@@ -9,6 +9,7 @@ __all__ = ["NO_GPU", "served"]
 
 _COVERED, _PARTLY = Coverage.COVERED, Coverage.PARTLY
 NO_GPU = "never run on a GPU"
+_GRAPHS = ("decode CUDA graphs", "prefill CUDA graphs")  # captured on a GPU only
 
 # Name -> what is said besides what has run on a GPU.
 _PATHS: dict[str, str] = {
@@ -21,6 +22,7 @@ _PATHS: dict[str, str] = {
     "flush_cache": "",
     "LoRA and cache salts": "by the chain's anchor",
     "decode CUDA graphs": "",
+    "prefill CUDA graphs": "breakable, piecewise and full",
     "weight update, also under running requests": "",
     "tensor parallelism": "each rank checks its own pool",
     "pipeline parallelism": "each stage checks its own layers, and decode inputs against the last stage's samples",
@@ -45,6 +47,4 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
 
 def _path(name: str, what: str, on_gpu: bool) -> PathSupport:
     note = "; ".join(part for part in (what, "" if on_gpu else NO_GPU) if part)
-    # Captured launches exist on a GPU only.
-    partly = name == "decode CUDA graphs" and not on_gpu
-    return PathSupport(name, _PARTLY if partly else _COVERED, note)
+    return PathSupport(name, _PARTLY if name in _GRAPHS and not on_gpu else _COVERED, note)

@@ -1,9 +1,18 @@
-"""The graph runner of decode."""
+"""The graph runners. Prefill runs `model.forward` around its graphs, so its launches are in none of them."""
 
 from __future__ import annotations
 
-from ..cuda_graph import graph_hooks
+from ..cuda_graph import around_capture, graph_hooks
+from ..hook_spec import HookSpec, HookType
 
-HOOKS = graph_hooks(
-    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "execute"
+_RUNNERS = "sglang.srt.model_executor.runner"
+
+HOOKS = (
+    *graph_hooks(f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner", "execute"),
+    HookSpec(
+        f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture",
+        around_capture,
+        HookType.AROUND,
+        "prefill CUDA graphs",
+    ),
 )

@@ -5,8 +5,6 @@ Newer releases have many ways to keep KV that no test of ours has run. They are 
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.environ import envs
 
 from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
@@ -36,12 +34,6 @@ SHARED: tuple[Refusal, ...] = (
         lambda args: args.enable_dsa_cache_layer_split,
         "slots are spread over ranks, and a slot of one rank stands for tokens of another.",
         "Remove --enable-dsa-cache-layer-split.",
-    ),
-    Refusal(
-        "prefill CUDA graphs",
-        lambda args: args.device == "cuda" and _has_prefill_graphs(args.cuda_graph_config),
-        _UNTESTED,
-        "Add --disable-prefill-cuda-graph.",
     ),
     Refusal(
         "unified memory",
@@ -80,10 +72,3 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --elastic-ep-backend and --ep-join-mode.",
     ),
 )
-
-
-def _has_prefill_graphs(config: Any) -> bool:
-    """`config`: CudaGraphConfig; None for model_path "dummy", which captures nothing."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-
-    return config is not None and config.prefill.backend != Backend.DISABLED

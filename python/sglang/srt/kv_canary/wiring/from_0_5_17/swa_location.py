@@ -50,7 +50,8 @@ _LOCATIONS: dict[str, Callable[[Any], torch.Tensor | None]] = {
 def location_of_attention(backend: Any, forward_batch: Any) -> torch.Tensor | None:
     """SWA slots int64[tokens] in which `backend` stores the batch's new tokens. None for a batch without any.
 
-    Raises RuntimeError if the backend holds fewer slots than the batch has tokens.
+    A prefill graph pads its batch after the backend has made its metadata. Attention leaves the padding out, which
+    has slot 0 here. Raises RuntimeError if the backend holds fewer slots than the batch has tokens of requests.
     """
     slots = forward_batch.out_cache_loc
     if slots is None or not slots.numel():
@@ -58,12 +59,23 @@ def location_of_attention(backend: Any, forward_batch: Any) -> torch.Tensor | No
     if qualified_name(type(backend)) == _PAIR:
         backend = backend._select_backend(forward_batch.forward_mode)
     location = _LOCATIONS[qualified_name(type(backend))](backend)
-    if location is None or location.shape[0] < slots.shape[0]:
-        held = None if location is None else location.shape[0]
+    held = None if location is None else location.shape[0]
+    tokens = slots.shape[0]
+    if held is not None and _tokens_of_requests(forward_batch) <= held < tokens:
+        return torch.nn.functional.pad(location, (0, tokens - held))
+    if held is None or held < tokens:
         raise RuntimeError(
-            f"kv-canary: {type(backend).__name__} holds {held} SWA slots for {slots.shape[0]} new tokens"
+            f"kv-canary: {type(backend).__name__} holds {held} SWA slots for {tokens} new tokens"
         )
-    return location[: slots.shape[0]]
+    return location[:tokens]
+
+
+def _tokens_of_requests(forward_batch: Any) -> int:
+    """New tokens that are no padding. Only prefills have padding that this release's metadata does not have."""
+    lengths = forward_batch.extend_seq_lens_cpu
+    if lengths is None or not forward_batch.forward_mode.is_extend():
+        return forward_batch.out_cache_loc.shape[0]
+    return sum(lengths)
 
 
 def _after_backends_exist(_: Any, model_runner: Any) -> None:
