@@ -1,6 +1,6 @@
 """Whole-server cost of the canary: the same engine off and on, back to back, case by case.
 
-    python benchmark/kv_canary/bench_server.py MODEL_DIR [--variants off,log,partial,all] [--cases 1x512x512 ...]
+    python benchmark/kv_canary/bench_server.py MODEL_DIR [--variants off,log,partial,all,builtin] [--cases 1x512x512 ...]
         [--engine '{"attention_backend": "triton"}'] [--reps 3] [--out results.jsonl]
 
 Every variant is an engine in a process of its own, all on one GPU; they start together and then take turns:
@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import random
 import statistics
 import time
 from typing import Any
+
+from sglang_kv_canary.seam_guard import BUILTIN_ENV
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -25,12 +28,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "log": {"kv_canary": "log"},
     "partial": {"kv_canary": "log", "kv_canary_real_data": "partial"},
     "all": {"kv_canary": "log", "kv_canary_real_data": "all"},
+    # SGLang's own canary, from 0.5.13 on: the K half, and the bytes of one layer
+    "builtin": {"kv_canary": "log"},
+    "builtin_all": {"kv_canary": "log", "kv_canary_real_data": "all"},
 }
 DEFAULT_CASES = ("1x512x512", "64x256x512", "128x512x512", "16x16384x1")
 
 
-def _serve(pipe: Any, model: str, args: dict[str, Any]) -> None:
+def _serve(pipe: Any, name: str, model: str, args: dict[str, Any]) -> None:
     """Engine process: answers (input ids, output length) with seconds."""
+    if name.startswith("builtin"):
+        os.environ[BUILTIN_ENV] = "1"
     import sglang
 
     start = time.perf_counter()
@@ -57,7 +65,7 @@ def _start(names: list[str], model: str, engine: dict[str, Any]) -> dict[str, An
     for i, name in enumerate(names):
         pipe, child = context.Pipe()
         args = {"port": 30000 + 100 * i, **engine, **VARIANTS[name]}
-        context.Process(target=_serve, args=(child, model, args)).start()
+        context.Process(target=_serve, args=(child, name, model, args)).start()
         pipes[name] = pipe
     for name, pipe in pipes.items():
         print(json.dumps({"variant": name, "startup_s": round(pipe.recv(), 1)}), flush=True)
