@@ -1,6 +1,6 @@
 """Whole-server cost of the canary: the same engine off and on, back to back, case by case.
 
-    python benchmark/kv_canary/bench_server.py MODEL_DIR [--variants off,log,partial,all,builtin] [--cases 1x512x512 ...]
+    python benchmark/kv_canary/bench_server.py MODEL_DIR [--variants off,log,partial,all] [--cases 1x512x512 ...]
         [--engine '{"attention_backend": "triton"}'] [--reps 3] [--out results.jsonl]
 
 Every variant is an engine in a process of its own, all on one GPU; they start together and then take turns:
@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 from sglang_kv_canary.seam_guard import BUILTIN_ENV
+from sglang_kv_canary.wiring.releases import release
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -32,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "builtin": {"kv_canary": "log"},
     "builtin_all": {"kv_canary": "log", "kv_canary_real_data": "all"},
 }
+# The flag for the largest decode graph, before 0.5.13 and from then on
+_MAX_GRAPH = ("cuda_graph_max_bs", "cuda_graph_max_bs_decode")
 DEFAULT_CASES = ("1x512x512", "64x256x512", "128x512x512", "16x16384x1")
 
 
@@ -107,7 +110,7 @@ def main() -> None:
         # The engines measure free memory while the others start, so the pool size is given, not profiled.
         "mem_fraction_static": 0.9,
         "max_total_tokens": options.max_total_tokens,
-        "cuda_graph_max_bs": 128,
+        _MAX_GRAPH[release().has_own_canary]: 128,
         "log_level": "error",
         "random_seed": 1,
         **json.loads(options.engine),
