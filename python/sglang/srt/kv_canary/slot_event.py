@@ -19,6 +19,7 @@ class SlotEventKind(IntEnum):
     FREE = 1
     CLEAR = 2  # every slot came back
     UNFILL = 3  # the target writes these slots and the draft model may not follow
+    LOAD = 4  # K and V come from elsewhere: for the history only
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,8 @@ class TestRetraction(CleanPair):
             self.generate_together([(f"host-{i}", random_tokens(rng, 30), 40) for i in range(2)])
         event = self.assert_violation("CONTENT", "TAIL_K_FULL")
         assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
+        cause = self.serving.events("cause")[-1]
+        assert cause["history"][-1]["purpose"] == "arrival"
 
 
 class CachingServing(PdServing):

@@ -220,6 +220,9 @@ class TestLargeLoad(HiCacheE2E):
         event = self.assert_violation("CONTENT", "TAIL_V_FULL", reader="late-b", writer="late-a")
         assert event["tier"] is None
         assert hits(answer) == PROMPT - 1
+        from_host = "load from host memory"
+        (cause,) = [c for c in self.serving.events("cause") if c["cause"] == event["cause"]][:1]
+        assert [m["purpose"] for m in cause["history"]][-2:] == [from_host] * 2
 
 
 class TestContentOff(HiCacheE2E):

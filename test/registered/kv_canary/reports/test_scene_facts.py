@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_large_prefix_cache_is_searched_in_part(monkeypatch: pytest.MonkeyPatc
     rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
     rig.decode_request(req, 7)
     assert lines_of(rig)["cached"] == "not in the part of the prefix cache that was searched"
+
+
+def test_a_cache_that_cannot_be_listed_is_not_searched() -> None:
+    rig = serving()
+    req = rig.admit(PROMPT)
+    rig.manager.radix_cache = SimpleNamespace(device="cpu")
+    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.decode_request(req, 7)
+    lines = lines_of(rig)
+    assert "filled" in lines
+    assert "cached" not in lines
 
 
 def test_without_a_scheduler_nothing_is_said() -> None:

@@ -244,6 +244,23 @@ def test_who_frees_what() -> None:
         assert free.site.functions[: len(functions)] == functions
 
 
+def test_what_came_from_elsewhere_is_told_and_changes_no_record() -> None:
+    rig = watched()
+    rig.extend(1, range(20))
+    slots = rig.rows.req_to_token[1, 4:9].long()
+    before = rig.manager.groups[0].k_head.clone()
+    context.slots_filled(slots, 1, "load from host memory", "start_loading", "ada")
+    rig.manager.ledger.apply(at_once=True)
+    assert torch.equal(rig.manager.groups[0].k_head, before)
+    assert [m.kind for m in moments(rig, rig.slot(1, 3))] == [ALLOC]
+    alloc, load = moments(rig, rig.slot(1, 4))
+    assert (alloc.kind, load.kind, load.slots) == (ALLOC, SlotEventKind.LOAD, 5)
+    assert load.text() == (
+        'after step 1: filled with 4 others, load from host memory of request "ada" (start_loading)'
+    )
+    assert SlotMoment.from_event(load.as_dict()) == load
+
+
 def test_a_free_group_tells_who_queued_the_slot() -> None:
     rig = watched()
     rig.extend(1, range(20))

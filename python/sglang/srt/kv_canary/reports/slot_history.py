@@ -28,6 +28,7 @@ _VERBS = {
     SlotEventKind.ALLOC: "handed out",
     SlotEventKind.FREE: "freed",
     SlotEventKind.CLEAR: "freed with all other slots",
+    SlotEventKind.LOAD: "filled",
 }
 
 

@@ -64,7 +64,7 @@ class SlotLedger:
         if pool_kind in self._unknown:
             return
         self._events.append(SlotEvent(kind, pool_kind, slots, page_size, None, step, calls))
-        self._must_apply |= kind is not SlotEventKind.ALLOC
+        self._must_apply |= kind not in (SlotEventKind.ALLOC, SlotEventKind.LOAD)
 
     def record_load_back(self, load: LoadBack) -> None:
         """Record that records come into slots whose allocation has been recorded."""
@@ -104,7 +104,8 @@ class SlotLedger:
         if not self.due and not (at_once and self._events and self.complete):
             return 0
         self.tell_history()
-        events, self._events, self._must_apply, self._told = self._events, [], False, 0
+        events = [e for e in self._events if not _is_for_history(e)]
+        self._events, self._must_apply, self._told = [], False, 0
         landed, self._landed = self._landed, []
         for load in landed:  # before the frees that followed them
             load.expose_late_writes()
@@ -154,3 +155,8 @@ class SlotLedger:
         if self._call_ids is None:
             self._call_ids = torch.arange(MOST_CALLS, dtype=torch.int32, device=device)
         return torch.cat([self._call_ids[i : i + 1].expand(n) for i, n in enumerate(lengths)])
+
+
+def _is_for_history(event: SlotEvent | LoadBack) -> bool:
+    """Whether it changes no record."""
+    return isinstance(event, SlotEvent) and event.kind is SlotEventKind.LOAD

@@ -6,6 +6,7 @@ Four frames are looked at: a retraction frees four calls down.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
@@ -28,6 +29,7 @@ _PURPOSES = (
     ("cache_finished_req", "end of a request"),
     ("release_kv_cache", "end of a request"),
     ("session", "session"),
+    ("load_back", "load from host memory"),
     ("verify", "verify"),
     ("alloc_for_decode", "decode"),
     ("alloc_for_extend", "prefill"),
@@ -65,6 +67,13 @@ def call_of(count: int) -> SlotCalls | None:
         return count, stack.site, None
     request = (f0, f1, f2, f3)[stack.request_at].f_locals.get("req")
     return count, stack.site, getattr(request, "rid", None)
+
+
+@cache
+def site_of(purpose: str, function: str) -> int:
+    """The number of a call site that is known without its stack."""
+    SITES.append(CallSite(purpose, (function,)))
+    return len(SITES) - 1
 
 
 def _learn(key: tuple[int, ...], codes: tuple[CodeType, ...]) -> _Stack:

@@ -16,7 +16,7 @@ from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..slot_event import SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard
-from .call_site import QueuedFrees
+from .call_site import QueuedFrees, site_of
 from .registration import Registration, SchedulerStart
 from .row_owners import RowOwners
 
@@ -124,6 +124,20 @@ class CanaryContext:
         calls = () if call is None else self.queued_frees.calls_of(call)
         for manager in self.managers:
             manager.ledger.record(kind, pool_kind, slots, allocator.page_size, step, calls)
+
+    def slots_filled(
+        self,
+        slots: torch.Tensor,
+        page_size: int,
+        purpose: str,
+        function: str,
+        request_id: str | None,
+    ) -> None:
+        """K and V come into FULL slots int64[n], by `function` of SGLang and not by a forward."""
+        calls = (slots.shape[0], site_of(purpose, function), request_id)
+        step = self.recorder.step_count
+        for manager in self.managers:
+            manager.ledger.record(SlotEventKind.LOAD, PoolKind.FULL, slots, page_size, step, calls)
 
 
 context = CanaryContext()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..runner.surroundings import CachedSlots, CachedSpan, RequestNow
+from ..sweep.radix_cache_walker import UnsupportedRadixCacheError
 from ..sweep.walkers import walker_of
 from ..token_oracle import TokenOracleManager
 from .context import context
@@ -41,7 +42,10 @@ class SchedulerSurroundings:
         tree = None if context.target is None else context.target.radix_cache
         if tree is None or getattr(tree, "disable", False):
             return None
-        walker = walker_of(tree)
+        try:
+            walker = walker_of(tree)
+        except UnsupportedRadixCacheError:  # without a sweep it need not be listed
+            return None
         listed = walker.next_chunk(max_us=LISTING_US)
         if listed is None or not listed.num_slots:
             return None

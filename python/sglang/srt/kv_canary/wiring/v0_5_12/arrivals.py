@@ -39,11 +39,21 @@ def take_in(
             (arrival.row, request.rid) for arrival, request in zip(arrivals, requests, strict=True)
         ]
         origins = {arrival.row: arrival.origin for arrival in arrivals}
+        attempt(_note_filled, scheduler, requests, arrivals)
         context.recorder.begin_step(rows, origins)
         try:
             return manager.note_arrivals(arrivals, awaited)
         finally:
             context.recorder.end_step()
+
+
+def _note_filled(scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arrival]) -> None:
+    rows = context.target.plan_input.req_to_token
+    for request, arrival in zip(requests, arrivals, strict=True):
+        slots = rows[arrival.row, arrival.first : arrival.length].long()
+        context.slots_filled(
+            slots, scheduler.page_size, "arrival", "process_decode_queue", request.rid
+        )
 
 
 def arrival_of(scheduler: Any, request: Any) -> Arrival:

@@ -182,6 +182,9 @@ def _arrive(
     stream = _stream_of(controller, controller.load_stream)
     ledger = context.target.ledger
     for device_slots, words in loads:
+        context.slots_filled(
+            device_slots, controller.page_size, "load from host memory", "start_loading", None
+        )
         ledger.record_load_back(tier.load_back(device_slots, words, stream))
     ledger.awaits_load_back = False
 
