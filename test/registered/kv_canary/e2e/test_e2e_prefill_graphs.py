@@ -74,9 +74,9 @@ class PrefillGraphs(CanaryE2EBase):
     def assert_graphs_were_at_work(self) -> None:
         """With and without padding, of one request and of several."""
         replays = self.replays()
-        assert sum(r.padded_to > r.tokens for r in replays) > 3
-        assert sum(r.padded_to == r.tokens for r in replays) > 3
-        assert sum(r.requests > 1 for r in replays) > 3
+        assert sum(r.padded_to > r.tokens for r in replays) >= 3
+        assert sum(r.padded_to == r.tokens for r in replays) >= 3
+        assert sum(r.requests > 1 for r in replays) >= 3
 
 
 class Raise(PrefillGraphs):
@@ -167,7 +167,7 @@ class TestPrefillGraphsOnSlidingWindows(PrefillGraphs, FaultCases):
         self.run_case(case, str(case))
 
     def test_clean(self) -> None:
-        shape = FamilyShape(192 if ON_GPU else 24, seed=45)
+        shape = FamilyShape(192 if ON_GPU else 48, seed=45)
         assert self.run(drive_families(self.serving, shape)).requests == shape.requests
         self.assert_no_violations()
         self.assert_graphs_were_at_work()
@@ -183,8 +183,8 @@ class TestEagleWithPrefillGraphs(PrefillGraphs, EagleFaults):
         self.converse("graphs")
         self.assert_clean()
         replays = self.replays()
-        assert sum(r.padded_to > r.tokens for r in replays) > 3
-        assert sum(r.requests > 1 for r in replays) > 3
+        assert sum(r.padded_to > r.tokens for r in replays) >= 3
+        assert sum(r.requests > 1 for r in replays) >= 3
 
 
 if __name__ == "__main__":
