@@ -108,6 +108,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_swa.py",
     "e2e/test_e2e_sweep.py",
     "e2e/test_e2e_weight_update.py",
+    "e2e/test_speculative_e2e.py",
     "project/test_doctor.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",

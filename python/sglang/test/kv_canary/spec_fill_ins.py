@@ -6,10 +6,14 @@ A fill-in as those of `fill_ins.py`. SGLang's own Triton kernels run interpreted
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import sys
 from typing import Any
 
 import torch
+
+from sglang_kv_canary.wiring.releases import release
 
 __all__ = ["INTERPRETED", "eagle_on_cpu"]
 
@@ -23,6 +27,16 @@ _FULL_MASK = 0  # sglang.srt.speculative.eagle_utils.TreeMaskMode: rows span the
 
 def eagle_on_cpu() -> None:
     """Replace what EAGLE needs a GPU for."""
+    if release().has_own_canary:
+        _fill_in_sgl_kernel()
+    else:
+        _replace_gpu_kernels()
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.Tensor.record_stream = lambda *_: None
+    torch.cpu.Event = _NoEvent
+
+
+def _replace_gpu_kernels() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative import eagle_utils
 
@@ -32,9 +46,31 @@ def eagle_on_cpu() -> None:
         ("eagle_info_v2.assign_extend_cache_locs_func", assign_extend_cache_locs),
     ):
         HookRegistry.register(f"sglang.srt.speculative.{target}", stand_in, HookType.REPLACE)
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
-    torch.Tensor.record_stream = lambda *_: None
-    torch.cpu.Event = _NoEvent
+
+
+def _fill_in_sgl_kernel() -> None:
+    """Newer releases have CPU kernels for all of it, in the sgl_kernel that tools/cpu_sgl_kernel stands in for."""
+    import sgl_kernel
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    overlap = "sglang.srt.arg_groups.speculative_hook._disable_overlap_schedule_for_cpu"
+    HookRegistry.register(overlap, lambda *_: None, HookType.REPLACE)
+    kernels = {
+        "assign_draft_cache_locs_contiguous_cpu": assign_draft_slots,
+        "assign_extend_cache_locs_cpu": assign_extend_slots,
+        "assign_req_to_token_pool_cpu": assign_rows,
+        "build_tree_kernel_efficient_cpu": build_tree,
+        "copy_all_layer_kv_cache_cpu": copy_slots,
+        "fill_bonus_tokens_cpu": fill_bonus_tokens,
+        "verify_tree_greedy_cpu": verify_tree_greedy_cpu,
+    }
+    for name, kernel in kernels.items():
+        setattr(sgl_kernel, name, kernel)
+    for module in [m for n, m in sys.modules.items() if n.startswith("sglang.")]:
+        for name, value in list(vars(module).items()):
+            if getattr(value, "__module__", "") == "sgl_kernel" and value.__name__ in kernels:
+                setattr(module, name, kernels[value.__name__])
 
 
 class _NoEvent:
@@ -149,3 +185,80 @@ def assign_extend_cache_locs(
     """Slots of each request's new positions, one request after the other, int64."""
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     return torch.cat([req_to_token[row, start:end] for row, start, end in spans]).long()
+
+
+# The same as the CPU kernels of newer releases
+
+
+def verify_tree_greedy_cpu(**tensors: torch.Tensor) -> None:
+    """SGLang spells some arguments in another way there."""
+    renamed = {name.replace("retrive_", "retrieve_"): t for name, t in tensors.items()}
+    verify_tree_greedy(**renamed)
+
+
+def assign_draft_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """`topk * num_steps` slots of each request from its length on."""
+    ends = seq_lens + topk * num_steps
+    assign_extend_slots(req_pool_indices, req_to_token, seq_lens, ends, out_cache_loc, pool_len)
+
+
+def assign_extend_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    count = len(req_pool_indices)
+    slots = assign_extend_cache_locs(
+        req_pool_indices, req_to_token, start_offset, end_offset, count, 0, None
+    )
+    out_cache_loc.copy_(slots)
+
+
+def assign_rows(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    """The slots of each request's new positions go to its row."""
+    spans, at = (
+        zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True),
+        0,
+    )
+    for row, start, end in spans:
+        req_to_token[row, start:end] = out_cache_loc[at : at + end - start].int()
+        at += end - start
+
+
+def fill_bonus_tokens(
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+) -> None:
+    """The last accepted token of each request."""
+    last = torch.arange(len(accept_lens)) * accept_stride + accept_lens - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def copy_slots(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """Copy the bytes of slots in each buffer. `data_ptrs`: addresses of the buffers; `strides`: bytes of a slot."""
+    for base, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(base + source * size, size) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows, strict=True):
+            ctypes.memmove(base + target * size, row, size)

@@ -29,6 +29,7 @@ from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang_kv_canary.wiring.speculative import around_draft_prefill
 from sglang_kv_canary.wiring.v0_5_12 import speculative
 
 from .pool_fixtures import make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
@@ -267,9 +268,7 @@ class SpecRig:
             input_embeds=None,
             multimodal_inputs=self.media,
         )
-        speculative._around_draft_prefill(
-            lambda *_: self._forward(manager, batch, pool), self.worker, scheduled
-        )
+        around_draft_prefill(lambda *_: self._forward(manager, batch, pool), self.worker, scheduled)
 
     def _batch(self, mode, rows, tokens, positions, slots) -> ForwardBatch:
         return ForwardBatch(

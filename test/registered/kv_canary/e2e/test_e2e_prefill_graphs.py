@@ -22,6 +22,7 @@ from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.fault_cases import Case, FaultCases, tags
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.eagle_serving import V2
 from sglang_kv_canary_rigs.prefill_graphs import (
     NOTES,
     Replay,
@@ -29,6 +30,7 @@ from sglang_kv_canary_rigs.prefill_graphs import (
     prefill_graphs_on_cpu,
     replays_in,
 )
+from sglang_kv_canary_rigs.spec_fault_cases import EagleFaults
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -72,9 +74,9 @@ class PrefillGraphs(CanaryE2EBase):
     def assert_graphs_were_at_work(self) -> None:
         """With and without padding, of one request and of several."""
         replays = self.replays()
-        assert sum(r.padded_to > r.tokens for r in replays) > 3
-        assert sum(r.padded_to == r.tokens for r in replays) > 3
-        assert sum(r.requests > 1 for r in replays) > 3
+        assert sum(r.padded_to > r.tokens for r in replays) >= 3
+        assert sum(r.padded_to == r.tokens for r in replays) >= 3
+        assert sum(r.requests > 1 for r in replays) >= 3
 
 
 class Raise(PrefillGraphs):
@@ -165,11 +167,24 @@ class TestPrefillGraphsOnSlidingWindows(PrefillGraphs, FaultCases):
         self.run_case(case, str(case))
 
     def test_clean(self) -> None:
-        shape = FamilyShape(192 if ON_GPU else 32, seed=45)
+        shape = FamilyShape(192 if ON_GPU else 48, seed=45)
         assert self.run(drive_families(self.serving, shape)).requests == shape.requests
         self.assert_no_violations()
         self.assert_graphs_were_at_work()
         assert not self.serving.events("internal_error")
+
+
+class TestEagleWithPrefillGraphs(PrefillGraphs, EagleFaults):
+    """The target's prefills and the draft's, each in graphs of its own."""
+
+    speculation: ClassVar = V2
+
+    def test_clean(self) -> None:
+        self.converse("graphs")
+        self.assert_clean()
+        replays = self.replays()
+        assert sum(r.padded_to > r.tokens for r in replays) >= 3
+        assert sum(r.requests > 1 for r in replays) >= 3
 
 
 if __name__ == "__main__":

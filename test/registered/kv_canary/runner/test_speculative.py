@@ -28,7 +28,7 @@ from sglang_kv_canary.runner import manager
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.token_oracle import TokenOracle, TokenOracleManager
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.v0_5_12 import speculative
+from sglang_kv_canary.wiring.speculative import before_draft_replay
 from sglang_kv_canary_rigs.ngram_fill_ins import PairCorpus, reconstruct_indices
 from sglang_kv_canary_rigs.spec_rig import SpecRig, _linked, accept, scratch, v1_step
 
@@ -239,6 +239,16 @@ def test_draft_extend_v2_skips_stale_rows_of_padding(rows):
     assert requests_of(found, None).valid.tolist() == [True, False]
     assert prefixes(found)[0] == 5
     assert found.write.tokens_per_request == 4
+
+
+def test_draft_extend_v2_leaves_out_what_a_prefill_graph_pads(rows):
+    """Newer releases run the draft-extend of STANDALONE in one."""
+    slots = torch.tensor([20, 21, 22, 23, 24, 25, 0, 0])
+    padded = batch(ForwardMode.DRAFT_EXTEND_V2, out_cache_loc=slots, extend_num_tokens=6)
+    found = plan(PlanInput.allocate(rows, is_draft=True), padded)
+    assert (found.write.tokens_per_request, found.num_tokens) == (3, 6)
+    assert found.write.out_cache_loc.tolist() == slots[:6].tolist()
+    assert prefixes(found) == [2, 4]
 
 
 def test_a_padded_plan_of_ragged_requests_is_refused(rows):
@@ -523,7 +533,7 @@ def test_a_replayed_draft_counts_as_one_forward():
         context.by_runner[id(runner.model_runner)] = rig.draft
         decode = batch(ForwardMode.DECODE, batch_size=1, req_pool_indices=torch.tensor([1]))
         decode.seq_lens = torch.tensor([12])
-        speculative._before_draft_replay(runner, decode)
+        before_draft_replay(runner, decode)
         for step in range(CHAIN.inner_draft_forwards):
             decode.positions = torch.tensor([12 + step])
             decode.out_cache_loc = torch.tensor([50 + step])

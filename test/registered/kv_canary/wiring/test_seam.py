@@ -165,9 +165,17 @@ print(context.registration.started, context.registration.hooks)
 
 # Refusals
 
+_EAGLE = {"speculative_algorithm": "EAGLE"}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
-    "speculative decoding": {"speculative_algorithm": "EAGLE"},
+    "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
+        "speculative_algorithm": "NGRAM"
+    },
+    "multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
+    "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
+    "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
+    "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
+    "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode and prefill context parallelism": {"dcp_size": 2},
     "sharded KV cache": {"enable_kv_cache_sharding": True},
     "DSA cache split by layers": {"enable_dsa_cache_layer_split": True},
@@ -201,7 +209,11 @@ ASKED = {
     if asked.keys() <= inspect.signature(ServerArgs).parameters.keys()
 }
 # Asked for by the model, or by a variable of SGLang's.
-NOT_BY_AN_ARGUMENT = {"encoder-decoder model", "post-capture KV sizing"}
+NOT_BY_AN_ARGUMENT = {
+    "encoder-decoder model",
+    "post-capture KV sizing",
+    "speculative decoding with the token oracle",
+}
 
 
 @has_seam
@@ -222,6 +234,34 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
     assert not case.predicate(args)
     with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
         assert case.predicate(args)
+
+
+@has_seam
+def test_the_oracle_names_no_tokens_of_a_verify(monkeypatch) -> None:
+    cases = {case.name: case for case in release().refusals()}
+    case = cases["speculative decoding with the token oracle"]
+    plain, eagle = (ServerArgs(model_path="dummy", device="cpu", **more) for more in ({}, _EAGLE))
+    assert not case.predicate(eagle)
+    monkeypatch.setenv("SGLANG_KV_CANARY_TOKEN_ORACLE", "1")
+    assert case.predicate(eagle)
+    assert not case.predicate(plain)
+
+
+@has_seam
+def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
+    from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
+
+    def runner(pool: Any, draft_model_idx: int | None = None) -> Any:
+        return SimpleNamespace(token_to_kv_pool=pool, draft_model_idx=draft_model_idx)
+
+    plain, eagle = (SimpleNamespace(speculative_algorithm=name) for name in (None, "EAGLE"))
+    mha, swa = make_mha_pool().pool, make_swa_pool().pool
+    refuse_uncovered_runner(plain, runner(swa))
+    refuse_uncovered_runner(eagle, runner(mha))
+    with pytest.raises(CanaryStartupError, match="sliding-window layers"):
+        refuse_uncovered_runner(eagle, runner(swa))
+    with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
+        refuse_uncovered_runner(eagle, runner(mha, draft_model_idx=0))
 
 
 @has_seam

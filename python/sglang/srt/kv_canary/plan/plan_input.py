@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -219,7 +220,12 @@ class PlanInput:
         return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
 
     def _draft_extend_v2(self, fb) -> ForwardPlan:
-        """seq_lens include the new tokens: the same number for each request, accepted or not."""
+        """seq_lens include the new tokens: the same number for each request, accepted or not.
+
+        A prefill graph pads the tokens after those of the last request. Other graphs pad requests.
+        """
+        if fb.extend_num_tokens is not None and fb.extend_num_tokens < fb.out_cache_loc.shape[0]:
+            fb = _first_tokens(fb, fb.extend_num_tokens)
         tokens = fb.out_cache_loc.shape[0] // fb.batch_size
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
         return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
@@ -262,6 +268,18 @@ class PlanInput:
         )
         growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
         return ForwardPlan(verify, write, self.req_to_token, expected, growth)
+
+
+def _first_tokens(fb: ForwardBatch, count: int) -> SimpleNamespace:
+    """What a uniform plan reads of `fb`, without the tokens from `count` on."""
+    return SimpleNamespace(
+        req_pool_indices=fb.req_pool_indices,
+        seq_lens=fb.seq_lens,
+        batch_size=fb.batch_size,
+        input_ids=fb.input_ids[:count],
+        positions=fb.positions[:count],
+        out_cache_loc=fb.out_cache_loc[:count],
+    )
 
 
 def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:

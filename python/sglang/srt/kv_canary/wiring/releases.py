@@ -76,6 +76,7 @@ class Release:
     # Whether an allocator's free() is seen later: at the end of its free group, or page by page.
     queues_frees: Callable[[Any], bool]
     swa_location: torch.dtype  # of the SWA slots in which attention stores new tokens
+    draft_ids: torch.dtype  # of the token ids that draft-extend is fed
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.

@@ -118,11 +118,12 @@ def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
         forwards.append(
             EagerForwards(ForwardMode.DECODE, first, largest, worker.topk, inner_steps=steps)
         )
-    mode, tokens = ForwardMode.DRAFT_EXTEND, 1
     if _is_v2(worker):
         mode, tokens = ForwardMode.DRAFT_EXTEND_V2, worker.speculative_num_draft_tokens
-    first = _first_without(worker.cuda_graph_runner_for_draft_extend)
-    forwards.append(EagerForwards(mode, first, largest, tokens, ids=torch.int32))
+    else:
+        mode, tokens = ForwardMode.DRAFT_EXTEND, 1
+    first, ids = _first_without(worker.cuda_graph_runner_for_draft_extend), release().draft_ids
+    forwards.append(EagerForwards(mode, first, largest, tokens, ids=ids))
     return forwards
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
+from .speculation_refusals import SPECULATION
 
 __all__ = ["SHARED"]
 
@@ -17,12 +18,7 @@ SHARED: tuple[Refusal, ...] = (
     *COMMON,
     DISAGGREGATION,
     HICACHE,
-    Refusal(
-        "speculative decoding",
-        lambda args: args.speculative_algorithm is not None,
-        _UNTESTED,
-        "Remove --speculative-algorithm.",
-    ),
+    *SPECULATION,
     Refusal(
         "decode and prefill context parallelism",
         lambda args: args.attn_cp_size > 1 or args.dcp_size > 1 or args.enable_prefill_cp,

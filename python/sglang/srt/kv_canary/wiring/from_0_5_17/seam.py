@@ -17,6 +17,7 @@ from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from .pools import POOLS, SUB_POOLS
+from .speculation_refusals import refuse_uncovered_runner
 
 
 class Seam:
@@ -56,8 +57,10 @@ def install(
             "slots of the encoder's cross-attention hold no token of the request.",
             "an encoder-decoder model",
         )
+    settled = release().settled(server_args)
+    refuse_uncovered_runner(settled, model_runner)
     manager = context.install(
-        server_args=release().settled(server_args),
+        server_args=settled,
         model_runner=model_runner,
         token_oracle_manager=token_oracle_manager,
     )

@@ -115,6 +115,7 @@ RELEASE = Release(
     swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
     swa_location=torch.int32,
+    draft_ids=torch.int32,
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,
     decode_graphs_of=_decode_graphs_of,

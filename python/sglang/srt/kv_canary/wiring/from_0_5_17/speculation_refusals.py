@@ -1,0 +1,89 @@
+"""Speculative decoding that is refused on all releases with SGLang's seam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...environ import TOKEN_ORACLE, read_settings
+from ...errors import startup_error
+from ..refusals import Refusal
+
+__all__ = ["SPECULATION", "refuse_uncovered_runner"]
+
+_COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN")  # NEXTN: SGLang resolves it to EAGLE
+_UNTESTED = "no test of the canary has run it on this release yet."
+_REMOVE = "Remove --speculative-algorithm"
+
+
+def _speculates(args: Any) -> bool:
+    return args.speculative_algorithm is not None
+
+
+SPECULATION: tuple[Refusal, ...] = (
+    Refusal(
+        "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE",
+        lambda args: _speculates(args) and args.speculative_algorithm not in _COVERED,
+        _UNTESTED,
+        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
+    ),
+    Refusal(
+        "multi-layer EAGLE",
+        lambda args: _speculates(args) and args.enable_multi_layer_eagle,
+        "layer i stores the token that is i + 1 after a slot's own, which the cached prefix does not determine.",
+        f"{_REMOVE} or --enable-multi-layer-eagle.",
+    ),
+    Refusal(
+        "adaptive speculation",
+        lambda args: _speculates(args) and args.speculative_adaptive,
+        _UNTESTED,
+        "Remove --speculative-adaptive.",
+    ),
+    Refusal(
+        "draft trees (top-k above 1)",
+        lambda args: _speculates(args) and (args.speculative_eagle_topk or 1) > 1,
+        _UNTESTED,
+        "Set --speculative-eagle-topk to 1.",
+    ),
+    Refusal(
+        "speculative decoding in step with other ranks",
+        lambda args: (
+            _speculates(args)
+            and (
+                args.enable_dp_attention
+                or args.moe_a2a_backend != "none"
+                or args.moe_dense_tp_size == 1
+            )
+        ),
+        "draft and verify forwards that are padded or idle to keep step with the other ranks.",
+        f"{_REMOVE}, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+    ),
+    Refusal(
+        "speculative decoding over pipeline stages",
+        lambda args: _speculates(args) and args.pp_size > 1,
+        _UNTESTED,
+        f"{_REMOVE} or --pp-size.",
+    ),
+    Refusal(
+        "speculative decoding with the token oracle",
+        lambda args: _speculates(args) and read_settings()["token_oracle"],
+        "the oracle's tokens, which this release's verify is not given.",
+        f"Unset {TOKEN_ORACLE.name}.",
+    ),
+)
+
+
+def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
+    """Raises CanaryStartupError for what only a model runner tells. `server_args`: after all defaults."""
+    if server_args.speculative_algorithm is None:
+        return
+    if model_runner.draft_model_idx is not None:  # some models switch it on themselves
+        raise startup_error(
+            "multi-layer EAGLE stores tokens that the cached prefix does not determine. "
+            f"{_REMOVE}.",
+            "the draft model's KV",
+        )
+    if getattr(model_runner.token_to_kv_pool, "swa_kv_pool", None) is not None:
+        raise startup_error(
+            f"speculative decoding with sliding-window layers: {_UNTESTED} {_REMOVE}.",
+            "KV in SWA slots",
+        )

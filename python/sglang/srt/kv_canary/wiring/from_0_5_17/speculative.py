@@ -1,0 +1,17 @@
+"""Hooks on speculative decoding: EAGLE, EAGLE3 and STANDALONE, all of them v2."""
+
+from __future__ import annotations
+
+from ..hook_spec import HookSpec, HookType
+from ..sampled_tokens import SAMPLED, after_verify_v2
+from ..speculative import draft_hooks
+
+HOOKS = (
+    *draft_hooks("execute", pools=()),  # without draft trees nothing moves
+    HookSpec(
+        "sglang.srt.speculative.eagle_utils.eagle_sample",
+        after_verify_v2,
+        HookType.AFTER,
+        SAMPLED,
+    ),
+)
