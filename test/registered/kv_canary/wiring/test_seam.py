@@ -174,6 +174,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
     "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
     "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
+    "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode and prefill context parallelism": {"dcp_size": 2},
