@@ -5,7 +5,6 @@ On a GPU the graphs are SGLang's. Without one its runner pads and replays, but w
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -111,24 +110,6 @@ class TestPrefillGraphs(Raise):
 @needs_gpu
 class TestPiecewisePrefillGraphs(Raise):
     flags: ClassVar = {**RAISE, "cuda_graph_backend_prefill": "tc_piecewise"}
-
-
-@needs_gpu
-class TestFullPrefillGraphs(Raise):
-    """The attention is in the graph, too. Without a number of requests it would run single ones only."""
-
-    flags: ClassVar = {
-        **RAISE,
-        "cuda_graph_config": json.dumps(
-            {"prefill": {"backend": "full", "full_prefill_max_req": 8}}
-        ),
-        "attention_backend": "fa3",
-    }
-
-
-@needs_gpu
-class TestBreakableDecodeGraphs(Raise):
-    flags: ClassVar = {**RAISE, "cuda_graph_backend_decode": "breakable"}
 
 
 class TestPrefillGraphFaults(PrefillGraphs, FaultCases):

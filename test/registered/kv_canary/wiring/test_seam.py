@@ -174,6 +174,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
     "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
     "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
+    "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode and prefill context parallelism": {"dcp_size": 2},
@@ -211,6 +212,7 @@ ASKED = {
 # Asked for by the model, or by a variable of SGLang's.
 NOT_BY_AN_ARGUMENT = {
     "encoder-decoder model",
+    "full prefill CUDA graphs",
     "post-capture KV sizing",
     "speculative decoding with the token oracle",
 }
@@ -223,6 +225,20 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+@pytest.mark.parametrize(
+    ("backend", "refused"),
+    [("full", True), ("breakable", False), ("tc_piecewise", False), ("disabled", False)],
+)
+def test_full_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    case = next(case for case in release().refusals() if case.name == "full prefill CUDA graphs")
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    assert case.predicate(SimpleNamespace(device="cuda", cuda_graph_config=config)) is refused
+    assert not case.predicate(SimpleNamespace(device="cpu", cuda_graph_config=config))
 
 
 @has_seam
@@ -291,9 +307,19 @@ def test_what_runs_without_graphs_is_planned_for_this_releases_batches() -> None
     from sglang_kv_canary.plan.plan_input import PlanInput
     from sglang_kv_canary.wiring.warm_up import EagerForwards
 
-    plan_input = PlanInput.allocate(torch.zeros(8, 16, dtype=torch.int32), False, 1, 1)
-    for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
-        plans = list(EagerForwards(mode, 1, 4, known=mode is ForwardMode.EXTEND).plans(plan_input))
+    target, draft = (
+        PlanInput.allocate(torch.zeros(8, 16, dtype=torch.int32), is_draft, 1, 4)
+        for is_draft in (False, True)
+    )
+    for plan_input, mode, tokens in (
+        (target, ForwardMode.DECODE, 1),
+        (target, ForwardMode.EXTEND, 1),
+        (target, ForwardMode.TARGET_VERIFY, 4),
+        (draft, ForwardMode.DECODE, 1),
+        (draft, ForwardMode.DRAFT_EXTEND_V2, 4),
+    ):
+        known = mode is ForwardMode.EXTEND
+        plans = list(EagerForwards(mode, 1, 4, tokens, known=known).plans(plan_input))
         assert plans
         assert all(plan is not None for plan in plans)
 

@@ -91,7 +91,7 @@ class EagerForwards:
 
 def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
     """What a target's ModelRunner runs without a graph."""
-    args, largest = model_runner.server_args, _max_requests(manager)
+    args, largest = release().settled(model_runner.server_args), _max_requests(manager)
     forwards = [_prefills(args, largest, known=True)]
     if not model_runner.is_generation:
         return forwards
@@ -109,7 +109,7 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
 
 def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
     """What the draft model's runner of an EAGLE worker (v1 or v2) runs without a graph."""
-    args, largest = worker.server_args, _max_requests(manager)
+    args, largest = release().settled(worker.server_args), _max_requests(manager)
     forwards = [_prefills(args, largest, manager.config.token_check is TokenCheck.ALL)]
     shape = SpeculationShape.from_server_args(args)
     if shape.num_steps > 1:  # adaptive speculation may begin with 1
@@ -170,10 +170,10 @@ def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
     """Launch everything that the target launches outside graphs while it serves."""
     page_size = model_runner.token_to_kv_pool_allocator.page_size
     _warm_up(manager, target_forwards(manager, model_runner), page_size)
-    args = model_runner.server_args
+    args = release().settled(model_runner.server_args)
     drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
     warm_up_next_tokens(manager.launcher, drafts)
-    if _moves_slots(model_runner.server_args, page_size):
+    if _moves_slots(args, page_size):
         warm_up_moves(manager.launcher, _slot_types(manager, torch.int64))
     if manager.config.sweep_interval:
         warm_up_sweep(manager.launcher)
@@ -187,7 +187,9 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     _warm_up(manager, draft_forwards(manager, worker), page_size)
     if not _is_v2(worker):
         warm_up_unfills(manager.launcher, _slot_types(manager, torch.int64))
-    if _moves_slots(worker.server_args, page_size):  # the last page of each branch
+    if _moves_slots(
+        release().settled(worker.server_args), page_size
+    ):  # the last page of each branch
         warm_up_moves(manager.launcher, _slot_types(manager, torch.int32))
 
 

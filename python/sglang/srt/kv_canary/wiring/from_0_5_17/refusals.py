@@ -5,6 +5,8 @@ Newer releases have many ways to keep KV that no test of ours has run. They are 
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.environ import envs
 
 from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
@@ -30,6 +32,12 @@ SHARED: tuple[Refusal, ...] = (
         lambda args: args.enable_dsa_cache_layer_split,
         "slots are spread over ranks, and a slot of one rank stands for tokens of another.",
         "Remove --enable-dsa-cache-layer-split.",
+    ),
+    Refusal(
+        "full prefill CUDA graphs",
+        lambda args: args.device == "cuda" and _has_full_prefill_graphs(args.cuda_graph_config),
+        _UNTESTED,
+        "Remove --cuda-graph-backend-prefill, or add --disable-prefill-cuda-graph.",
     ),
     Refusal(
         "unified memory",
@@ -68,3 +76,10 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --elastic-ep-backend and --ep-join-mode.",
     ),
 )
+
+
+def _has_full_prefill_graphs(config: Any) -> bool:
+    """`config`: CudaGraphConfig; None for model_path "dummy", which captures nothing."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return config is not None and config.prefill.backend == Backend.FULL

@@ -45,6 +45,12 @@ SPECULATION: tuple[Refusal, ...] = (
         "Set --speculative-eagle-topk to 1.",
     ),
     Refusal(
+        "attention window of the draft model",
+        lambda args: _speculates(args) and args.speculative_draft_window_size is not None,
+        _UNTESTED,
+        "Remove --speculative-draft-window-size.",
+    ),
+    Refusal(
         "speculative decoding in step with other ranks",
         lambda args: (
             _speculates(args)

@@ -15,6 +15,7 @@ _ON_GPU = (
     "retraction and resume",
     "flush_cache",
     "decode CUDA graphs",
+    "prefill CUDA graphs",
     "streaming sessions",
 )
 
