@@ -17,6 +17,8 @@ _ON_GPU = (
     "decode CUDA graphs",
     "prefill CUDA graphs",
     "streaming sessions",
+    "speculative: target verify",
+    "speculative: draft and draft-extend, top-k 1",
 )
 
 SERVED: tuple[PathSupport, ...] = (
