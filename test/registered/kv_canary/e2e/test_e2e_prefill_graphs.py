@@ -29,6 +29,7 @@ from sglang_kv_canary_rigs.prefill_graphs import (
     prefill_graphs_on_cpu,
     replays_in,
 )
+from sglang_kv_canary_rigs.scripted_models import OFTEN_RIGHT, write_scripted_llama
 from sglang_kv_canary_rigs.spec_fault_cases import EagleFaults
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
@@ -166,6 +167,16 @@ class TestEagleWithPrefillGraphs(PrefillGraphs, EagleFaults):
         replays = self.replays()
         assert sum(r.padded_to > r.tokens for r in replays) >= 3
         assert sum(r.requests > 1 for r in replays) >= 3
+
+
+class TestStandaloneWithPrefillGraphs(TestEagleWithPrefillGraphs):
+    """Its draft-extend may run in a prefill graph, too, which pads it after its last request."""
+
+    speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
 
 
 if __name__ == "__main__":
