@@ -46,7 +46,10 @@ def _begin_step(batch: Any) -> StepRecord:
     # `map` and `dict` loop in C: a step of 256 requests has no time for a loop of its own.
     rows = dict(zip(map(release().row_of, requests), map(_RID, requests), strict=True))
     rows.pop(None, None)
-    return context.recorder.begin_step(rows.items())
+    starts = None
+    if context.starts_of is not None:
+        starts = dict(zip(map(release().row_of, requests), context.starts_of(batch), strict=True))
+    return context.recorder.begin_step(rows.items(), starts=starts)
 
 
 def _end_step() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
+from ...config import Action
 from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
 
 __all__ = ["SHARED"]
@@ -19,6 +20,12 @@ SHARED: tuple[Refusal, ...] = (
     *COMMON,
     DISAGGREGATION,
     HICACHE,
+    Refusal(
+        "ending requests that read damage",
+        lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
+        "SGLANG_KV_CANARY_ACTION=abort runs on 0.5.12.post1 only: no request would be ended here.",
+        "Unset SGLANG_KV_CANARY_ACTION.",
+    ),
     Refusal(
         "speculative decoding",
         lambda args: args.speculative_algorithm is not None,

@@ -1,0 +1,259 @@
+"""SGLANG_KV_CANARY_ACTION=abort: what is done about damage, at the boundary between two steps.
+
+The manager says who has read damage and where it lies. All ranks agree on it. Then its readers end with an error, the
+damaged prefixes leave the cache, and memory that changes by itself leaves the allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...record import WORD_WRITER
+from ...reports.safe_text import safe_text
+from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+from ...runner.manager import CanaryManager
+from .abort import end_running, end_waiting
+from .agreement import Agreement
+from .arrivals import on_forward_stream
+from .cached_prefixes import CachedPrefixes, NoPrefixes
+from .withheld_slots import WithheldSlots
+
+logger = logging.getLogger(__name__)
+
+RECENT_STEPS = 64  # a finding comes some steps after its forward
+MAX_ENDED = 4096  # ended requests that are remembered: more findings about them may come
+MAX_NAMED = 16  # requests in one log line
+
+__all__ = ["Containment"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that holds slots."""
+
+    request: Any
+    length: int  # slots in its row
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Who has read damage, and what they have computed from it."""
+
+    live: tuple[tuple[Any, str], ...]  # requests, and why
+    waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
+    answered: tuple[str, ...]  # ids of requests that had their answer by then
+    tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
+
+
+@dataclass(slots=True)
+class Containment:
+    """One per scheduler. Used from its thread, between two steps."""
+
+    scheduler: Any
+    manager: CanaryManager
+    desk: DamageDesk
+    agreement: Agreement
+    prefixes: CachedPrefixes | NoPrefixes
+    withheld: WithheldSlots
+    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)  # request ids
+    _recent: deque[tuple[int, Any]] = field(default_factory=deque)  # (step, finished request)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32[request rows, context length]: the full slots of each row."""
+        return self.manager.plan_input.req_to_token
+
+    def before_requests(self) -> None:
+        """The scheduler is about to read the requests of a step."""
+        if self.desk.is_waiting:
+            self.agreement.publish(self.desk.take())
+        self.agreement.before_requests()
+
+    def after_requests(self, requests: list[Any] | None) -> None:
+        """No request of the step has looked at the cache yet."""
+        if self.prefixes.num_held or self.desk.quarantined:
+            self.prefixes.free_unheld()
+            self.desk.quarantined = self.prefixes.num_held
+        self.withheld.take_from_free_lists()
+        if agreed := self.agreement.agreed(requests):
+            self._act(Damage.of_all(agreed))
+            self.withheld.take_from_free_lists()
+        self.desk.withheld = self.withheld.counts()
+
+    def note_finished(self, request: Any) -> None:
+        """`request` gives its row back. A finding about it may still come."""
+        step = self.manager.recorder.step_count
+        self._recent.append((step, request))
+        while self._recent[0][0] < step - RECENT_STEPS:
+            self._recent.popleft()
+
+    # What is done
+
+    def _act(self, damage: Damage) -> None:
+        live = list(_live_requests(self.scheduler))
+        readers = self._readers_of(damage, live)
+        dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
+        for request, why in readers.live:
+            end_running(request, why)
+        for request, why in readers.waiting:
+            end_waiting(self.scheduler, request, why)
+        for (
+            each
+        ) in live:  # what is not in reach under its old key must not be cached under it again
+            if self.prefixes.holds(each.request):
+                each.request.skip_radix_cache_insert = True
+        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
+        ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
+        self._remember(ended)
+        self.desk.quarantined = self.prefixes.num_held
+        self._tell(ended, readers.answered, dropped, bad)
+
+    def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
+        """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
+        by_id = {each.request.rid: each for each in live}
+        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        ends: dict[str, str] = {}
+        retracted: dict[str, str] = {}
+        answered: dict[str, None] = {}
+        tainted: set[int] = set()
+        for reader in damage.readers:
+            found = by_id.get(reader.request_id)
+            if found is not None and found.request.req_pool_idx == reader.row:
+                tainted.update(self._slots(found, reader.start))
+                ends[reader.request_id] = _why(reader)
+            elif reader.request_id in waiting:
+                retracted[reader.request_id] = _why(reader)
+            elif reader.request_id not in self._ended:
+                answered[reader.request_id] = None
+                tainted.update(self._cached_slots_of(reader))
+        changed = self._still_there([slot for slot in damage.slots if slot.changed])
+        suspect = self._spread(changed, tainted, live, ends)
+        for _, request in self._recent:
+            known = request.rid in self._ended or request.rid in answered or not request.finished()
+            if not known and tainted and tainted.intersection(self.prefixes.slots_of(request, 0)):
+                answered[request.rid] = None
+        return _Readers(
+            tuple((by_id[rid].request, why) for rid, why in ends.items() if rid not in self._ended),
+            tuple((waiting[rid], why) for rid, why in retracted.items()),
+            tuple(answered),
+            frozenset(tainted | suspect),
+        )
+
+    def _spread(
+        self, changed: set[int], tainted: set[int], live: list[_Live], ends: dict[str, str]
+    ) -> set[int]:
+        """Add requests that hold slots of `changed` or `tainted`. Returns the slots behind `changed` ones.
+
+        What a request holds behind a tainted slot is tainted. Behind a changed one it may be older than the change.
+        """
+        if isinstance(self.prefixes, NoPrefixes):
+            return set()  # requests share nothing
+        suspect: set[int] = set()
+        rows = {each.request.rid: self._slots(each, 0) for each in live}
+        found = bool(changed or tainted)
+        while found:
+            found = False
+            for rid in [rid for rid in rows if rid not in ends]:
+                wrong = (changed | tainted | suspect).intersection(rows[rid])
+                if not wrong:
+                    continue
+                behind = rows[rid][min(map(rows[rid].index, wrong)) + 1 :]
+                (tainted if wrong & tainted else suspect).update(behind)
+                ends[rid] = (
+                    "this request reads KV cache that is damaged or was computed from damage"
+                )
+                found = True
+        return suspect
+
+    def _slots(self, live: _Live, start: int) -> list[int]:
+        """Full slots of the request's row from position `start` on. Waits for the schedule stream."""
+        row = self.rows[live.request.req_pool_idx, start : live.length].tolist()
+        return [slot for slot in row if slot > 0]
+
+    def _cached_slots_of(self, reader: Reader) -> list[int]:
+        for _, request in self._recent:
+            if request.rid == reader.request_id:
+                return self.prefixes.slots_of(request, reader.start)
+        return []
+
+    def _still_there(self, slots: list[DamagedSlot]) -> set[int]:
+        """Those of `slots` that nobody has rewritten since. Waits for the forwards in flight."""
+        if not slots:
+            return set()
+        group = next(g for g in self.manager.groups if g.chain_source is None and g.stride == 1)
+        with on_forward_stream(self.scheduler, self.manager):
+            where = torch.tensor([s.slot for s in slots], device=group.k_tail.device)
+            words = group.k_tail[where, WORD_WRITER].tolist()
+        return {s.slot for s, word in zip(slots, words, strict=True) if word == s.writer}
+
+    def _remember(self, ended: Iterable[str]) -> None:
+        self._ended.update(dict.fromkeys(ended))
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    # What is said
+
+    def _tell(
+        self,
+        ended: tuple[str, ...],
+        answered: tuple[str, ...],
+        dropped: int,
+        bad: tuple[tuple[str, int], ...],
+    ) -> None:
+        if not (ended or answered or dropped or bad):
+            return
+        self.desk.outcomes["aborted"] += len(ended)
+        self.desk.outcomes["answered"] += len(answered)
+        self.manager.sink.emit(
+            {
+                "event": "containment",
+                "aborted": list(ended),
+                "answered": list(answered),
+                "dropped": dropped,
+                "withheld": [{"pool": kind, "slot": slot} for kind, slot in bad],
+            }
+        )
+        logger.error(
+            "kv-canary action: ended %s; already answered: %s; %d cached tokens dropped",
+            _named(ended),
+            _named(answered),
+            dropped,
+        )
+        for kind, slot in bad:
+            logger.error(
+                "kv-canary action: %s slot %d has changed by itself twice. It is never handed out again, because its "
+                "memory may be bad. See docs/alarms.md#hardware-or-software",
+                kind,
+                slot,
+            )
+
+
+def _live_requests(scheduler: Any) -> Iterator[_Live]:
+    """Requests of the batches, in flight or not, and the one whose prompt is prefilled in chunks."""
+    seen: set[int] = set()
+    batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+    requests = [r for batch in batches if batch is not None for r in batch.reqs]
+    for request in (*requests, scheduler.chunked_req):
+        if request is None or id(request) in seen or request.req_pool_idx is None:
+            continue
+        seen.add(id(request))
+        if not request.finished():
+            yield _Live(request, request.kv_allocated_len)
+
+
+def _why(reader: Reader) -> str:
+    return f"this request has read damaged KV cache ({' + '.join(reader.reasons)})"
+
+
+def _named(ids: tuple[str, ...]) -> str:
+    if not ids:
+        return "no request"
+    names = ", ".join(f'"{safe_text(rid)}"' for rid in ids[:MAX_NAMED])
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    return f"{names}{more}"
