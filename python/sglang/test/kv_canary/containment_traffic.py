@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,18 @@ from sglang_kv_canary.testing.traffic import random_tokens
 
 from .scripted_models import write_attentive_llama
 
-__all__ = ["ROUNDS_OF_FAULTS", "Answer", "Balance", "Fault", "Round", "rounds", "serve"]
+__all__ = [
+    "ENV",
+    "FLAGS",
+    "KINDS_OF_FAULTS",
+    "Answer",
+    "Balance",
+    "Fault",
+    "Pool",
+    "Round",
+    "rounds",
+    "serve",
+]
 
 _MHA = MODES["mha"]
 MODES["attentive"] = replace(
@@ -71,33 +82,52 @@ class Answer:
     error: str | None = None
 
 
-def _kinds(family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]) -> list[Fault]:
-    bytes_of_v = {"half": "V", "count": BYTES}
-    all_of_them, first, loner = frozenset(family), family[0], loners[0]
-    return [
-        # in a running request's own part
-        Fault("flip_bytes", {**bytes_of_v, "rid": loner, "mode": "DECODE", "position": 9}, frozenset([loner])),
-        # in a cached prefix, before its readers come
-        Fault("flip_bytes", {**bytes_of_v, "cached": list(prefix), "position": 11}, all_of_them),
-        # in a shared prefix, under its readers
-        Fault("flip_bytes", {**bytes_of_v, "rid": first, "mode": "DECODE", "position": 11, "source": 1}, all_of_them),
-        Fault("write_outside_plan", {"rid": loners[1], "mode": "DECODE", "position": 12}, frozenset([loners[1]])),
-        # page tables, for one forward
-        Fault("other_requests_row", {"rid": loner, "mode": "DECODE"}, frozenset([loner])),
-        Fault("padding_slot", {"rid": loners[1], "mode": "DECODE"}, frozenset([loners[1]])),
-        Fault("other_requests_slot", {"rid": first, "mode": "DECODE", "position": 36}, frozenset([first])),
-        # between two chunks of a prompt
-        Fault("flip_bytes", {**bytes_of_v, "rid": loners[2], "mode": "EXTEND", "position": 20}, frozenset([loners[2]])),
-        # what the forward is fed with
-        Fault("wrong_token", {"rid": loner, "mode": "DECODE"}, frozenset([loner])),
-    ]  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How to damage bytes so that the answer is another one, and which faults find what they need."""
+
+    half: str = "V"
+    size: int = BYTES  # bytes of one token and layer
+    has_cache: bool = True
+    chunk_mode: str = "EXTEND"  # SGLang's mode of a prompt's second chunk
+
+    def kinds(
+        self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
+    ) -> list[Fault]:
+        def flipped(victims: Iterable[str], **args: Any) -> Fault:
+            args = {"half": self.half, "count": self.size, **args}
+            return Fault("flip_bytes", args, frozenset(victims))
+
+        def in_decode(name: str, victim: str, **args: Any) -> Fault:
+            return Fault(name, {"rid": victim, "mode": "DECODE", **args}, frozenset([victim]))
+
+        shared = [
+            # in a cached prefix, before its readers come
+            flipped(family, cached=list(prefix), position=11),
+            # in a shared prefix, under its readers
+            flipped(family, rid=family[0], mode="DECODE", position=11, source=1),
+        ]
+        return [
+            *(shared if self.has_cache else ()),
+            # in a running request's own part
+            flipped([loners[0]], rid=loners[0], mode="DECODE", position=9),
+            in_decode("write_outside_plan", loners[1], position=12),
+            # page tables, for one forward
+            in_decode("other_requests_row", loners[0]),
+            in_decode("padding_slot", loners[1]),
+            in_decode("other_requests_slot", family[0], position=36),
+            # between two chunks of a prompt
+            flipped([loners[2]], rid=loners[2], mode=self.chunk_mode, position=20),
+            # what the forward is fed with
+            in_decode("wrong_token", loners[0]),
+        ]
 
 
-ROUNDS_OF_FAULTS = 9
+KINDS_OF_FAULTS = 9
 
 
-def rounds(count: int, seed: int = 0) -> Iterator[Round]:
-    """`count` rounds; equal arguments give equal rounds. Each kind of fault comes once in ROUNDS_OF_FAULTS."""
+def rounds(count: int, seed: int = 0, pool: Pool | None = None) -> Iterator[Round]:
+    """`count` rounds, each with the next kind of fault. Equal arguments give equal rounds."""
     rng = random.Random(seed)
     for number in range(count):
         prefix = random_tokens(rng, PREFIX)
@@ -107,11 +137,12 @@ def rounds(count: int, seed: int = 0) -> Iterator[Round]:
         prompts = [prefix + random_tokens(rng, rng.randrange(6, 30)) for _ in family]
         prompts += [random_tokens(rng, length + rng.randrange(8)) for length in lengths]
         requests = tuple(
-            Asked(rid, tuple(prompt), rng.randrange(14, 20), rng.random() < 0.3, 0.02 * rng.random())
+            Asked(
+                rid, tuple(prompt), rng.randrange(14, 20), rng.random() < 0.3, 0.02 * rng.random()
+            )
             for rid, prompt in zip((*family, *loners), prompts, strict=True)
-        )  # fmt: skip
-        kinds = _kinds(family, loners, prefix)
-        assert len(kinds) == ROUNDS_OF_FAULTS
+        )
+        kinds = (pool or Pool()).kinds(family, loners, prefix)
         yield Round(number, tuple(prefix), requests, kinds[number % len(kinds)])
 
 

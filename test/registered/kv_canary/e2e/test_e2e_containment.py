@@ -13,7 +13,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
     FLAGS,
-    ROUNDS_OF_FAULTS,
+    KINDS_OF_FAULTS,
     Answer,
     Balance,
     Round,
@@ -23,7 +23,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
-ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", ROUNDS_OF_FAULTS))
+ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", KINDS_OF_FAULTS))
 
 
 class ContainmentBase(CanaryE2EBase):

@@ -61,7 +61,7 @@ class WithheldSlots:
     def after_clear(self, allocator: Any) -> None:
         """The free list is complete again."""
         for kind, own in self.allocators.items():
-            if own is allocator and self._withheld.get(kind):
+            if own is allocator and kind in self._withheld:
                 self._awaited[kind] |= self._withheld[kind]
                 self._withheld[kind] = set()
                 self.take_from_free_lists()
