@@ -39,6 +39,7 @@ MODES["attentive"] = replace(
     server_args={**_MHA.server_args, "load_format": "auto"},
 )
 
+TIE = 1e-3  # log probabilities that differ by less are equal
 PREFIX, BYTES = 32, 128  # tokens that a family shares; bytes of V of one token and layer
 ENV = {
     "SGLANG_KV_CANARY_ACTION": "abort",
@@ -111,11 +112,12 @@ class Pool:
             *(shared if self.has_cache else ()),
             # in a running request's own part
             flipped([loners[0]], rid=loners[0], mode="DECODE", position=9),
-            in_decode("write_outside_plan", loners[1], position=12),
+            flipped([loners[1]], rid=loners[1], mode="DECODE", position=12, source=1),
+            # in the own part of one that shares a prefix
+            flipped([family[0]], rid=family[0], mode="DECODE", position=PREFIX + 4),
             # page tables, for one forward
             in_decode("other_requests_row", loners[0]),
             in_decode("padding_slot", loners[1]),
-            in_decode("other_requests_slot", family[0], position=36),
             # between two chunks of a prompt
             flipped([loners[2]], rid=loners[2], mode=self.chunk_mode, position=20),
             # what the forward is fed with
@@ -153,44 +155,76 @@ class Balance:
     ended: int = 0
     right: int = 0  # answers equal to those of a clean server
     answered: int = 0  # wrong, and listed as answered before the damage was known
+    ties: int = 0  # answers in which the model had the choice between two tokens
     tokens_left: list[int] = field(
         default_factory=list
-    )  # wrong tokens that each ended stream has delivered
+    )  # wrong ones, delivered by streams that were ended
     problems: list[str] = field(default_factory=list)
 
-    def add(
+    async def add(
         self,
+        server: CanaryServer,
         done: Round,
         clean: Mapping[str, Answer],
         answers: Mapping[str, Answer],
-        actions: Sequence[Mapping[str, Any]],
     ) -> None:
-        """`actions`: the events `containment` of the round."""
-        ended = {rid for action in actions for rid in action["aborted"]}
-        listed = {rid for action in actions for rid in action["answered"]}
-        for rid, answer in answers.items():
+        actions = [a for a in server.events("containment") if a["rank"] == 0]
+        ended = {rid for action in actions for rid in action["aborted"]} & set(answers)
+        listed = {rid for action in actions for rid in action["answered"]} & set(answers)
+        for asked in done.requests:
+            rid, answer, right = (
+                asked.request_id,
+                answers[asked.request_id],
+                clean[asked.request_id],
+            )
             if answer.error is not None:
-                self._add_error(done, rid, answer, clean[rid], ended)
-            elif answer.tokens == clean[rid].tokens:
+                self.ended += 1
+                self._check_error(done, rid, answer, right, ended)
+            elif answer.tokens == right.tokens:
                 self.right += 1
             elif rid in listed:
                 self.answered += 1
+            elif (gap := await _gap(server, asked, answer, right)) < TIE:
+                self.ties += 1
             else:
-                self.problems.append(f"{done.fault.name}: {rid} has a wrong answer and no error")
+                self.problems.append(
+                    f"{done.fault.name}: {rid} has a wrong answer from token {_common(answer, right)} on and no error, "
+                    f"log probabilities differ by {gap:.3g}: {answer}, expected {right}"
+                )
         for rid in (ended | listed) - done.fault.victims:
             self.problems.append(f"{done.fault.name}: {rid} is listed and has read no damage")
         if not ended | listed:
             self.problems.append(f"{done.fault.name} in round {done.number}: nobody was ended")
 
-    def _add_error(
-        self, done: Round, rid: str, answer: Answer, clean: Answer, ended: set[str]
+    def _check_error(
+        self, done: Round, rid: str, answer: Answer, right: Answer, ended: set[str]
     ) -> None:
-        self.ended += 1
-        same = [a == b for a, b in zip(answer.tokens, clean.tokens, strict=False)]
         if answer.tokens:
-            self.tokens_left.append(len(same) - same.index(False) if False in same else 0)
+            self.tokens_left.append(len(answer.tokens) - _common(answer, right))
         if rid not in ended or "kv-canary" not in str(answer.error):
             self.problems.append(f"{done.fault.name}: {rid} got {answer.error!r}")
+
+
+def _common(one: Answer, other: Answer) -> int:
+    """Tokens with which both answers begin."""
+    same = [a == b for a, b in zip(one.tokens, other.tokens, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -> float:
+    """How much likelier one answer's first different token is than the other's. Batches round differently."""
+    common = _common(one, other)
+    choices = [one.tokens[common], other.tokens[common]]
+    body = {
+        "input_ids": [*asked.prompt, *one.tokens[:common]],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "token_ids_logprob": choices,
+    }
+    async with server._session.post(f"{server.url}/generate", json=body) as reply:
+        likely = (await reply.json())["meta_info"]["output_token_ids_logprobs"][0]
+    first, second = (logprob for logprob, *_ in likely)
+    return abs(first - second)
 
 
 async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, Answer]:
@@ -235,5 +269,5 @@ def _of_stream(text: str) -> Answer:
         finish = chunk["meta_info"]["finish_reason"]
         if finish is not None and finish["type"] == "abort":
             return Answer(tokens, json.dumps(finish))
-        tokens = (*tokens, *chunk["output_ids"])
+        tokens = tuple(chunk["output_ids"])  # all so far
     return Answer(tokens)

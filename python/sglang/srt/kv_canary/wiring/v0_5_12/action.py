@@ -99,16 +99,14 @@ def _after_clear(_: Any, allocator: Any) -> None:
 
 
 def _around_check_pool(
-    original: Callable[..., tuple[bool, str]], pool_name: str, *a: Any, **k: Any
+    original: Callable[..., tuple[bool, str]], pool_name: str, available: int, *a: Any, **k: Any
 ) -> tuple[bool, str]:
-    """Withheld slots are neither free nor in use, and no leak."""
+    """Withheld slots are neither in use nor a leak."""
     withheld = 0
     if context.containment is not None:
         withheld = context.containment.withheld.counts()[pool_name.upper()]
-    if not withheld:
-        return original(pool_name, *a, **k)
-    leak, text = original(pool_name, *a, **{**k, "uncached": k.get("uncached", 0) + withheld})
-    return leak, f"{text} (uncached: {withheld} of them withheld by kv-canary)"
+    leak, text = original(pool_name, available + withheld, *a, **k)
+    return leak, f"{text}, {withheld} of the available ones withheld" if withheld else text
 
 
 ACTION = "requests that read damage, which SGLANG_KV_CANARY_ACTION=abort ends"
