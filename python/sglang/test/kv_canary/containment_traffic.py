@@ -6,6 +6,7 @@ The model's every token depends on all tokens before it. So an answer that is co
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -115,9 +116,9 @@ class Pool:
             flipped([loners[1]], rid=loners[1], mode="DECODE", position=12, source=1),
             # in the own part of one that shares a prefix
             flipped([family[0]], rid=family[0], mode="DECODE", position=PREFIX + 4),
-            # page tables, for one forward
-            in_decode("other_requests_row", loners[0]),
-            in_decode("padding_slot", loners[1]),
+            # page tables: SGLang would free slots of others, and lose the request's own
+            in_decode("other_requests_row", loners[0], keep=True),
+            in_decode("padding_slot", loners[1], keep=True),
             # between two chunks of a prompt
             flipped([loners[2]], rid=loners[2], mode=self.chunk_mode, position=20),
             # what the forward is fed with
@@ -227,22 +228,29 @@ async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -
     return abs(first - second)
 
 
+_clean_rounds = itertools.count(1)
+
+
 async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, Answer]:
-    """The answers of a round by request id, with its fault or without."""
-    await server.generate(f"r{done.number}-warm{int(faulty)}", list(done.warm), 1)
+    """The answers of a round by request id, with its fault or without.
+
+    Ids of clean requests are sent with a prefix: SGLang aborts the id of a stream 2 s after its end.
+    """
+    prefix = "" if faulty else f"clean{next(_clean_rounds)}-"
+    await server.generate(f"{prefix}r{done.number}-warm", list(done.warm), 1)
     injection = server.send(done.fault.name, **done.fault.args) if faulty else None
     if injection is not None and "cached" in done.fault.args:
         await injection.executed()
-    answers = await asyncio.gather(*(_ask(server, asked) for asked in done.requests))
+    answers = await asyncio.gather(*(_ask(server, asked, prefix) for asked in done.requests))
     if injection is not None:
         await injection.executed()
     return {asked.request_id: a for asked, a in zip(done.requests, answers, strict=True)}
 
 
-async def _ask(server: CanaryServer, asked: Asked) -> Answer:
+async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
     await asyncio.sleep(asked.delay_s)
     body = {
-        "rid": asked.request_id,
+        "rid": f"{prefix}{asked.request_id}",
         "input_ids": list(asked.prompt),
         "sampling_params": {"temperature": 0.0, "max_new_tokens": asked.count, "ignore_eos": True},
         "stream": asked.stream,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..hook_spec import HookSpec, HookType
 from .agreement import Alone, Together, why_not_agreed
 from .cached_prefixes import prefixes_of
 from .containment import Containment
+from .owned_slots import OwnedSlots
 from .withheld_slots import WithheldSlots, allocators_by_kind
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     if why := _why_reported_only(args, prefixes, scheduler):
         logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
         return
+    allocator = scheduler.token_to_kv_pool_allocator
     together = args.tp_size > 1 and not args.enable_dp_attention
     context.containment = Containment(
         scheduler=scheduler,
@@ -37,7 +40,8 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         desk=manager.expect_action(),
         agreement=Together(scheduler) if together else Alone(),
         prefixes=prefixes,
-        withheld=WithheldSlots(allocators_by_kind(scheduler.token_to_kv_pool_allocator)),
+        withheld=WithheldSlots(allocators_by_kind(allocator)),
+        owned=OwnedSlots(allocator, manager.plan_input.req_to_token),
     )
     context.starts_of = _starts_of
 
@@ -92,6 +96,19 @@ def _before_row_free(_: Any, request: Any, *__: Any, **___: Any) -> None:
         context.containment.note_finished(request)
 
 
+def _around_release(original: Callable[..., Any], request: Any, *a: Any, **k: Any) -> Any:
+    containment = context.containment
+    careful = None if containment is None else attempt_aside(containment.releasing, request)
+    with careful or nullcontext():
+        return original(request, *a, **k)
+
+
+@guarded_aside
+def _before_idle(scheduler: Any) -> None:
+    if context.containment is not None and scheduler.is_fully_idle():
+        context.containment.on_idle()
+
+
 @guarded
 def _after_clear(_: Any, allocator: Any) -> None:
     if context.containment is not None:
@@ -122,6 +139,8 @@ HOOKS = (
         HookType.AFTER,
         ACTION,
     ),
+    HookSpec(f"{_SCHEDULER}.on_idle", _before_idle, HookType.BEFORE, ACTION),
+    HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
     HookSpec(
         f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", _before_row_free, HookType.BEFORE, ACTION
     ),

@@ -59,6 +59,9 @@ class NoPrefixes:
 
     num_held = 0
 
+    def slots(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
     def drop(self, slots: Iterable[int]) -> int:
         return 0
 
@@ -105,6 +108,13 @@ class CachedPrefixes:
         for node in self._dropped:
             self._free(node)
         self._dropped = [node for node in self._dropped if self._is_in_tree(node)]
+
+    def slots(self) -> torch.Tensor:
+        """int64[n]: all full slots of the cache, on its device."""
+        none = torch.empty(0, dtype=torch.int64, device=self.tree.device)
+        return torch.cat(
+            [none, *(n.value for n in _with_descendants(self.tree.root_node) if n.parent)]
+        )
 
     @property
     def num_held(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from .abort import end_running, end_waiting
 from .agreement import Agreement
 from .arrivals import on_forward_stream
 from .cached_prefixes import CachedPrefixes, NoPrefixes
+from .owned_slots import OwnedSlots
 from .withheld_slots import WithheldSlots
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,9 @@ logger = logging.getLogger(__name__)
 RECENT_STEPS = 64  # a finding comes some steps after its forward
 MAX_ENDED = 4096  # ended requests that are remembered: more findings about them may come
 MAX_NAMED = 16  # requests in one log line
+
+# Damage with which every slot still has one owner, who knows it
+_KEEPS_OWNERS = frozenset({"CONTENT", "BAD_STATE", "WRITE_TOKEN", "WRITE_POSITION"})
 
 __all__ = ["Containment"]
 
@@ -61,6 +66,8 @@ class Containment:
     agreement: Agreement
     prefixes: CachedPrefixes | NoPrefixes
     withheld: WithheldSlots
+    owned: OwnedSlots
+    _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)  # request ids
     _recent: deque[tuple[int, Any]] = field(default_factory=deque)  # (step, finished request)
 
@@ -78,7 +85,8 @@ class Containment:
     def after_requests(self, requests: list[Any] | None) -> None:
         """No request of the step has looked at the cache yet."""
         if self.prefixes.num_held or self.desk.quarantined:
-            self.prefixes.free_unheld()
+            with self._freeing_only_owned(self.owned.disturbed):
+                self.prefixes.free_unheld()
             self.desk.quarantined = self.prefixes.num_held
         self.withheld.take_from_free_lists()
         if agreed := self.agreement.agreed(requests):
@@ -93,12 +101,49 @@ class Containment:
         while self._recent[0][0] < step - RECENT_STEPS:
             self._recent.popleft()
 
+    def releasing(self, request: Any) -> AbstractContextManager[None]:
+        """Around the release of the request's slots."""
+        misled = request.rid in self._misled
+        self._misled.discard(request.rid)
+        return (
+            self._freeing_only_owned(misled, self.prefixes.slots(), request)
+            if misled
+            else nullcontext()
+        )
+
+    def on_idle(self) -> None:
+        """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
+        if not (self.owned.disturbed and self.owned.can_be_restored):
+            return
+        lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
+        if lost or surplus:
+            logger.warning(
+                "kv-canary action: the free list is repaired: %d slots that nobody held are free again, and %d that "
+                "were listed as free while in use, or twice, are not",
+                lost,
+                surplus,
+            )
+
     # What is done
+
+    def _freeing_only_owned(
+        self, disturbed: bool, cached: torch.Tensor | None = None, released: Any = None
+    ) -> AbstractContextManager[None]:
+        if not disturbed:
+            return nullcontext()
+        live = [each for each in _live_requests(self.scheduler) if each.request is not released]
+        others = [(each.request.req_pool_idx, each.length) for each in live]
+        return self.owned.freeing_only(self.rows.new_empty(0) if cached is None else cached, others)
 
     def _act(self, damage: Damage) -> None:
         live = list(_live_requests(self.scheduler))
         readers = self._readers_of(damage, live)
-        dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
+        misled = {r.request_id for r in damage.readers if _is_misled(r)}
+        self._misled |= misled & {request.rid for request, _ in readers.live}
+        if misled or any(not slot.changed for slot in damage.slots):
+            self.owned.disturbed = True
+        with self._freeing_only_owned(self.owned.disturbed):
+            dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
         for request, why in readers.live:
             end_running(request, why)
         for request, why in readers.waiting:
@@ -131,9 +176,16 @@ class Containment:
                 retracted[reader.request_id] = _why(reader)
             elif reader.request_id not in self._ended:
                 answered[reader.request_id] = None
-                tainted.update(self._cached_slots_of(reader))
+                tainted.update(self._cached_slots_of(reader, reader.start))
         changed = self._still_there([slot for slot in damage.slots if slot.changed])
         suspect = self._spread(changed, tainted, live, ends)
+        for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
+            found = by_id.get(reader.request_id)
+            suspect.update(
+                self._cached_slots_of(reader, 0)
+                if found is None
+                else self.prefixes.slots_of(found.request, 0)
+            )
         for _, request in self._recent:
             known = request.rid in self._ended or request.rid in answered or not request.finished()
             if not known and tainted and tainted.intersection(self.prefixes.slots_of(request, 0)):
@@ -176,10 +228,11 @@ class Containment:
         row = self.rows[live.request.req_pool_idx, start : live.length].tolist()
         return [slot for slot in row if slot > 0]
 
-    def _cached_slots_of(self, reader: Reader) -> list[int]:
+    def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
+        """Of a finished request, from position `start` on."""
         for _, request in self._recent:
             if request.rid == reader.request_id:
-                return self.prefixes.slots_of(request, reader.start)
+                return self.prefixes.slots_of(request, start)
         return []
 
     def _still_there(self, slots: list[DamagedSlot]) -> set[int]:
@@ -245,6 +298,11 @@ def _live_requests(scheduler: Any) -> Iterator[_Live]:
         seen.add(id(request))
         if not request.finished():
             yield _Live(request, request.kv_allocated_len)
+
+
+def _is_misled(reader: Reader) -> bool:
+    """Whether the request's row, or the allocator's free list, may be wrong."""
+    return not _KEEPS_OWNERS.issuperset(reader.reasons)
 
 
 def _why(reader: Reader) -> str:

@@ -66,6 +66,10 @@ class WithheldSlots:
                 self._withheld[kind] = set()
                 self.take_from_free_lists()
 
+    def pages(self, kind: str) -> set[int]:
+        """Pages of this pool kind that must not be free."""
+        return self._awaited.get(kind, set()) | self._withheld.get(kind, set())
+
     def counts(self) -> Counter[str]:
         """Withheld slots by pool kind. They are neither free nor cached nor in use."""
         return Counter(
