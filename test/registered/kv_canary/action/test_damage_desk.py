@@ -63,7 +63,7 @@ def found(desk: DamageDesk, *rows: np.ndarray) -> Damage:
 def test_a_reader_is_named_once_with_the_first_position_computed_from_damage(desk: DamageDesk):
     again = finding(READER_FORWARD=3)
     damage = found(desk, again, finding(READER_FORWARD=2), finding(READER_FORWARD=2, half="V"))
-    assert damage.readers == (Reader("ada", 1, 41, ("CONTENT",)),)
+    assert damage.readers == (Reader("ada", 1, 2, 41, ("CONTENT",)),)
     assert damage.slots == (DamagedSlot(9, written(0), changed=True),)
     assert desk.take() == Damage()
 
@@ -121,11 +121,13 @@ def test_memory_is_bad_when_a_slot_changes_by_itself_twice(second, is_bad, desk:
 
 def test_what_the_ranks_have_found_is_put_together(desk: DamageDesk):
     mine = found(desk, finding(READER_FORWARD=2))
-    other = Damage((Reader("ada", 1, 40, ("CHAIN",)),), (DamagedSlot(9, 5, False),), (("SWA", 3),))
+    ada = Reader("ada", 1, 1, 40, ("CHAIN",))
+    other = Damage((ada,), (DamagedSlot(9, 5, False),), (("SWA", 3),), (31, 30))
     both = Damage.of_all([mine, Damage.from_wire(other.to_wire())])
     assert both.readers == other.readers
     assert both.slots == (*mine.slots, *other.slots)
     assert both.bad_memory == (("SWA", 3),)
+    assert both.tainted == (30, 31)
     assert Damage.from_wire(both.to_wire()) == both
 
 

@@ -89,6 +89,19 @@ class TestContainment(ContainmentBase):
         assert withheld == [{"pool": "FULL", "slot": slots[0]}]
         assert f"FULL slot {slots[0]} has changed by itself twice" in self.serving.stderr
 
+    def test_a_request_that_was_answered_by_then_is_listed(self) -> None:
+        """So is the one that a wrong row would have made SGLang leak a slot of."""
+        self.expect_violations()
+        prompt = random_tokens(random.Random("answered"), 20)
+        self.generate("early-writer", prompt, 1)
+        self.inject("flip_bytes", cached=prompt, position=5, count=64).answer()
+        assert len(self.generate("early-reader", prompt, 1)) == 1
+        assert self.actions()[-1]["answered"] == ["early-reader"]
+        self.inject("padding_slot", rid="early-row", mode="DECODE", keep=True)
+        self.generate("early-row", prompt[::-1], 5)
+        action = self.actions()[-1]
+        assert action["answered"] + action["aborted"] == ["early-row"]
+
     def test_a_client_gets_an_error_that_says_why(self) -> None:
         self.expect_violations()
         prompt = random_tokens(random.Random("error"), 20)

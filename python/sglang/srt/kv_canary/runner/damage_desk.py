@@ -33,7 +33,8 @@ class Reader:
 
     request_id: str
     row: int
-    start: int  # first position that it has computed from damage
+    forward: int  # the first one that has read damage
+    start: int  # first position that this forward computed
     reasons: tuple[str, ...]
 
 
@@ -43,7 +44,7 @@ class DamagedSlot:
 
     slot: int
     writer: int  # writer word of its record when it was read
-    changed: bool  # its own bytes are wrong, so whoever holds it reads damage
+    changed: bool  # its own bytes are wrong, so whoever holds it now reads damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Damage:
     readers: tuple[Reader, ...] = ()
     slots: tuple[DamagedSlot, ...] = ()
     bad_memory: tuple[tuple[str, int], ...] = ()  # (pool kind, slot): changed by itself twice
+    tainted: tuple[int, ...] = ()  # full slots that the readers have computed from damage
 
     def to_wire(self) -> str:
         return json.dumps(asdict(self))
@@ -65,25 +67,30 @@ class Damage:
             tuple(Reader(**{**r, "reasons": tuple(r["reasons"])}) for r in values["readers"]),
             tuple(DamagedSlot(**slot) for slot in values["slots"]),
             tuple((kind, slot) for kind, slot in values["bad_memory"]),
+            tuple(values["tainted"]),
         )
 
     @classmethod
     def of_all(cls, parts: Iterable[Damage]) -> Damage:
-        """What several ranks have found. Of each reader, the first position counts."""
+        """What several ranks have found. Of each reader, the first forward counts."""
         readers: dict[tuple[str, int], Reader] = {}
         slots: dict[tuple[int, int], DamagedSlot] = {}
         bad: dict[tuple[str, int], None] = {}
+        tainted: set[int] = set()
         for part in parts:
+            tainted.update(part.tainted)
             for reader in part.readers:
                 known = readers.get((reader.request_id, reader.row))
-                if known is None or reader.start < known.start:
+                if known is None or reader.forward < known.forward:
                     readers[reader.request_id, reader.row] = reader
             for slot in part.slots:
                 known_slot = slots.get((slot.slot, slot.writer))
                 if known_slot is None or slot.changed:
                     slots[slot.slot, slot.writer] = slot
             bad.update(dict.fromkeys(part.bad_memory))
-        return cls(tuple(readers.values()), tuple(slots.values()), tuple(bad))
+        return cls(
+            tuple(readers.values()), tuple(slots.values()), tuple(bad), tuple(sorted(tainted))
+        )
 
 
 @dataclass(slots=True)
@@ -132,7 +139,7 @@ class DamageDesk:
             request = self.recorder.request_id(forward, row)
             if request is not None:
                 start = self.recorder.start_of(forward, row)
-                yield Reader(request, row, start, reason_names(reasons))
+                yield Reader(request, row, forward, start, reason_names(reasons))
 
     def _slots(
         self, rows: np.ndarray

@@ -95,7 +95,8 @@ def _idle_tick_is_due() -> bool:
 
 
 @guarded
-def _after_idle(_: Any, scheduler: Any) -> None:
+def after_idle(_: Any, scheduler: Any) -> None:
+    """Hand over what the last step has found."""
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
         context.recorder.settle_without_result()  # no row is given back until what waits has been handed over
@@ -182,6 +183,6 @@ HOOKS = (
         HookType.AROUND,
         ENDED,
     ),
-    HookSpec(f"{_SCHEDULER}.on_idle", _after_idle, HookType.AFTER, "findings of the last step"),
+    HookSpec(f"{_SCHEDULER}.on_idle", after_idle, HookType.AFTER, "findings of the last step"),
     HookSpec(f"{_SCHEDULER}.__init__", _mark_init_finished, HookType.AFTER, "every forward"),
 )

@@ -13,6 +13,7 @@ from ...config import Action
 from ..context import context
 from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
+from ..scheduler import after_idle
 from .agreement import Alone, Together, why_not_agreed
 from .cached_prefixes import prefixes_of
 from .containment import Containment
@@ -106,6 +107,7 @@ def _around_release(original: Callable[..., Any], request: Any, *a: Any, **k: An
 @guarded_aside
 def _before_idle(scheduler: Any) -> None:
     if context.containment is not None and scheduler.is_fully_idle():
+        after_idle(None, scheduler)
         context.containment.on_idle()
 
 

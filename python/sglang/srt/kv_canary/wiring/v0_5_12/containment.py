@@ -10,17 +10,18 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ...record import WORD_WRITER
+from ...buffer_group import PoolKind
+from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
 from .abort import end_running, end_waiting
-from .agreement import Agreement
+from .agreement import Agreement, Alone
 from .arrivals import on_forward_stream
 from .cached_prefixes import CachedPrefixes, NoPrefixes
 from .owned_slots import OwnedSlots
@@ -79,7 +80,10 @@ class Containment:
     def before_requests(self) -> None:
         """The scheduler is about to read the requests of a step."""
         if self.desk.is_waiting:
-            self.agreement.publish(self.desk.take())
+            found = self.desk.take()
+            slots = self._as_they_are(found.slots)
+            tainted = self._computed_from_damage(found.readers)
+            self.agreement.publish(replace(found, slots=slots, tainted=tainted))
         self.agreement.before_requests()
 
     def after_requests(self, requests: list[Any] | None) -> None:
@@ -113,6 +117,9 @@ class Containment:
 
     def on_idle(self) -> None:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
+        if isinstance(self.agreement, Alone) and self.desk.is_waiting:
+            self.before_requests()
+            self.after_requests(None)
         if not (self.owned.disturbed and self.owned.can_be_restored):
             return
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
@@ -148,9 +155,7 @@ class Containment:
             end_running(request, why)
         for request, why in readers.waiting:
             end_waiting(self.scheduler, request, why)
-        for (
-            each
-        ) in live:  # what is not in reach under its old key must not be cached under it again
+        for each in live:  # a dropped prefix must not be cached under its old key again
             if self.prefixes.holds(each.request):
                 each.request.skip_radix_cache_insert = True
         bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
@@ -166,18 +171,16 @@ class Containment:
         ends: dict[str, str] = {}
         retracted: dict[str, str] = {}
         answered: dict[str, None] = {}
-        tainted: set[int] = set()
+        tainted = set(damage.tainted)
         for reader in damage.readers:
             found = by_id.get(reader.request_id)
             if found is not None and found.request.req_pool_idx == reader.row:
-                tainted.update(self._slots(found, reader.start))
                 ends[reader.request_id] = _why(reader)
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
             elif reader.request_id not in self._ended:
                 answered[reader.request_id] = None
-                tainted.update(self._cached_slots_of(reader, reader.start))
-        changed = self._still_there([slot for slot in damage.slots if slot.changed])
+        changed = {slot.slot for slot in damage.slots if slot.changed}
         suspect = self._spread(changed, tainted, live, ends)
         for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
             found = by_id.get(reader.request_id)
@@ -206,13 +209,14 @@ class Containment:
         """
         if isinstance(self.prefixes, NoPrefixes):
             return set()  # requests share nothing
+        # All ranks hold the same rows, so they come to the same result.
         suspect: set[int] = set()
         rows = {each.request.rid: self._slots(each, 0) for each in live}
         found = bool(changed or tainted)
         while found:
             found = False
             for rid in [rid for rid in rows if rid not in ends]:
-                wrong = (changed | tainted | suspect).intersection(rows[rid])
+                wrong = (changed | tainted).intersection(rows[rid])
                 if not wrong:
                     continue
                 behind = rows[rid][min(map(rows[rid].index, wrong)) + 1 :]
@@ -235,15 +239,40 @@ class Containment:
                 return self.prefixes.slots_of(request, start)
         return []
 
-    def _still_there(self, slots: list[DamagedSlot]) -> set[int]:
-        """Those of `slots` that nobody has rewritten since. Waits for the forwards in flight."""
+    def _computed_from_damage(self, readers: Iterable[Reader]) -> tuple[int, ...]:
+        """Full slots that the readers have written since they read damage, in their rows and in the cache."""
+        live = {each.request.rid: each for each in _live_requests(self.scheduler)}
+        tainted: list[int] = []
+        for reader in readers:
+            found = live.get(reader.request_id)
+            if found is not None and found.request.req_pool_idx == reader.row:
+                slots = self._slots(found, reader.start)
+            else:
+                slots = self._cached_slots_of(reader, reader.start)
+            # A duplicate of the cache has taken the place of some: these are right.
+            writers = map(unpack_writer, self._writers_of(slots))
+            for slot, (low, row, _, _) in zip(slots, writers, strict=True):
+                forward = self.manager.recorder.whole_number(low)
+                if row == reader.row and forward >= reader.forward:
+                    tainted.append(slot)
+        return tuple(tainted)
+
+    def _as_they_are(self, slots: tuple[DamagedSlot, ...]) -> tuple[DamagedSlot, ...]:
+        """Nobody reads damage in a slot that was rewritten since."""
+        words = self._writers_of([slot.slot for slot in slots])
+        return tuple(
+            replace(slot, changed=slot.changed and word == slot.writer)
+            for slot, word in zip(slots, words, strict=True)
+        )
+
+    def _writers_of(self, slots: list[int]) -> list[int]:
+        """Writer words of full slots. Waits for the forwards in flight: damage is no hot path."""
         if not slots:
-            return set()
-        group = next(g for g in self.manager.groups if g.chain_source is None and g.stride == 1)
+            return []
+        group = next(g for g in self.manager.groups if g.kind is PoolKind.FULL)
         with on_forward_stream(self.scheduler, self.manager):
-            where = torch.tensor([s.slot for s in slots], device=group.k_tail.device)
-            words = group.k_tail[where, WORD_WRITER].tolist()
-        return {s.slot for s, word in zip(slots, words, strict=True) if word == s.writer}
+            where = torch.tensor(slots, device=group.k_tail.device)
+            return group.k_tail[where, WORD_WRITER].tolist()
 
     def _remember(self, ended: Iterable[str]) -> None:
         self._ended.update(dict.fromkeys(ended))
