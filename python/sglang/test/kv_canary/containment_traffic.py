@@ -91,7 +91,7 @@ class Pool:
     half: str = "V"
     size: int = BYTES  # bytes of one token and layer
     has_cache: bool = True
-    chunk_mode: str = "EXTEND"  # SGLang's mode of a prompt's second chunk
+    keeps_rows: bool = True  # whether wrong entries of the page table stay
 
     def kinds(
         self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
@@ -117,10 +117,10 @@ class Pool:
             # in the own part of one that shares a prefix
             flipped([family[0]], rid=family[0], mode="DECODE", position=PREFIX + 4),
             # page tables: SGLang would free slots of others, and lose the request's own
-            in_decode("other_requests_row", loners[0], keep=True),
-            in_decode("padding_slot", loners[1], keep=True),
+            in_decode("other_requests_row", loners[0], keep=self.keeps_rows),
+            in_decode("padding_slot", loners[1], keep=self.keeps_rows),
             # between two chunks of a prompt
-            flipped([loners[2]], rid=loners[2], mode=self.chunk_mode, position=20),
+            flipped([loners[2]], rid=loners[2], mode="EXTEND", position=20),
             # what the forward is fed with
             in_decode("wrong_token", loners[0]),
         ]

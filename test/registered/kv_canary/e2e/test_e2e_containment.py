@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
@@ -24,11 +25,16 @@ from sglang_kv_canary_rigs.containment_traffic import (
     rounds,
     serve,
 )
+from sglang_kv_canary_rigs.eagle_serving import V1, V2, EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+# The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
+LONG = "KV_CANARY_TEST_CONTAINMENT_ROUNDS" in os.environ
 ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", KINDS_OF_FAULTS))
+long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 
 
 class ContainmentBase(CanaryE2EBase):
@@ -155,6 +161,73 @@ class TestTwoRanks(ContainmentBase):
         assert self.generate(f"reader{rank}", prompt, 16) == []
         acted = [a for a in self.actions() if a["aborted"] == [f"reader{rank}"]]
         assert sorted(action["rank"] for action in acted) == [0, 1]
+
+
+@long_form
+class TestWithoutOverlap(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "disable_overlap_schedule": True}
+
+
+@long_form
+class TestWithoutCache(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "disable_radix_cache": True}
+    pool: ClassVar = Pool(has_cache=False)
+
+
+@long_form
+class TestSlidingWindow(ContainmentBase):
+    mode_name = "swa"
+    pool: ClassVar = Pool(keeps_rows=False)  # what is lost is not found again
+
+
+@long_form
+class TestMla(ContainmentBase):
+    mode_name = "mla"
+    pool: ClassVar = Pool(half="K", size=64)
+
+
+class Speculation:
+    """The answers are those of a script, whatever attention reads: leaks and innocent requests would show."""
+
+    env: ClassVar = ENV
+
+    @pytest.mark.parametrize("victim", ["family0", "loner0", "loner1"])
+    def test_exactly_the_reader_of_damage_ends(self, victim: str) -> None:
+        self.expect_violations()
+        rng = random.Random(victim)
+        shared = random_tokens(rng, 20)
+        prompts = {f"family{i}": shared + random_tokens(rng, 5) for i in range(2)}
+        prompts |= {f"loner{i}": random_tokens(rng, 24) for i in range(3)}
+        self.generate(f"{victim}-warm", shared, 1)
+        fault = {"half": "V", "count": 16, "mode": "TARGET_VERIFY", "position": 22}
+        injection = self.inject("flip_bytes", rid=f"{victim}-{victim}", **fault)
+
+        async def together() -> list[list[int]]:
+            asked = (self.serving.generate(f"{victim}-{n}", p, 24) for n, p in prompts.items())
+            return await asyncio.gather(*asked)
+
+        answers = dict(zip(prompts, self.run(together()), strict=True))
+        injection.answer()
+        self.settle()
+        assert self.serving.events("containment")[-1]["aborted"] == [f"{victim}-{victim}"]
+        assert answers.pop(victim) == []
+        assert answers == {name: scripted_answer(prompts[name], 24) for name in answers}
+        assert self.serving.events("internal_error") == []
+
+
+@long_form
+class TestEagleV2(Speculation, EagleE2EBase):
+    speculation: ClassVar = V2
+
+
+@long_form
+class TestEagleV1(Speculation, EagleE2EBase):
+    speculation: ClassVar = V1
+
+
+@long_form
+class TestNgram(Speculation, NgramE2EBase):
+    pass
 
 
 if __name__ == "__main__":

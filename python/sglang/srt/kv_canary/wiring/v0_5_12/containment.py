@@ -125,8 +125,8 @@ class Containment:
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
         if lost or surplus:
             logger.warning(
-                "kv-canary action: the free list is repaired: %d slots that nobody held are free again, and %d that "
-                "were listed as free while in use, or twice, are not",
+                "kv-canary action: the free list is repaired. %d slots that nobody held were missing, %d slots were there "
+                "that are cached, or were there twice",
                 lost,
                 surplus,
             )

@@ -1,7 +1,7 @@
-"""Slots that are freed when a reader of damage ends, where its row or the allocator's free list may be wrong.
+"""What is freed when a reader of damage ends, if its row or the free list may be wrong.
 
-A row that leads to slots of others, or a slot that was freed too early, would make SGLang free a slot that somebody
-else owns. Two requests would then get it.
+The row may lead to slots of others. A slot may have been freed too early. SGLang would free it again, and two requests
+would get it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class OwnedSlots:
     def freeing_only(
         self, cached: torch.Tensor, others: Iterable[tuple[int, int]]
     ) -> Iterator[None]:
-        """`free` passes over slots that are free already, cached, or in a row of `others`, (row, length) pairs.
+        """`free` passes over slots that have another owner, or are free already. Waits for the schedule stream.
 
-        `cached`: full slots that the prefix cache holds. Waits for the schedule stream.
+        `cached`: full slots of the prefix cache. `others`: (row, length) of the other requests.
         """
         free = self.allocator.free
         foreign = torch.cat([cached.long(), *(self.rows[r, :n].long() for r, n in others)])
@@ -62,9 +62,9 @@ class OwnedSlots:
         return self._full is self.allocator
 
     def restore(self, cached: torch.Tensor, withheld: Iterable[int]) -> tuple[int, int]:
-        """Make the free list what it must be on a server without requests: all that is neither cached nor `withheld`.
+        """On a server without requests: make the free list all that is neither cached nor in the pages `withheld`.
 
-        `withheld`: pages. Returns how many slots were lost, and how many were free and in use, or free twice.
+        Returns how many slots were lost, and how many were listed too often.
         """
         full = self.allocator
         size, device = full.size // full.page_size, full.free_pages.device
