@@ -71,10 +71,10 @@ class StaleWeights(_StrEnum):
 
 
 class Action(_StrEnum):
-    """What happens to a request whose KV arrives damaged at a decode server."""
+    """What happens to a request that reads damage, besides the report."""
 
     REPORT = "report"  # it is served
-    ABORT = "abort"  # it is ended with an error before its KV is used
+    ABORT = "abort"  # it is ended with an error, and the damage is kept away from others
 
 
 E = TypeVar("E", bound=_StrEnum)
@@ -168,23 +168,12 @@ class CanaryConfig:
         settings["token_check"] = TokenCheck(settings["token_check"])
         settings["stale_weights"] = StaleWeights(settings["stale_weights"])
         settings["action"] = Action(settings["action"])
-        if settings["action"] is Action.ABORT:
-            _refuse_abort(mode, getattr(server_args, "disaggregation_mode", "null"))
+        if settings["action"] is Action.ABORT and mode is CanaryMode.RAISE:
+            raise CanaryConfigError(
+                f"{ENV_PREFIX}ACTION='abort' is refused with {FLAG_MODE} raise, which ends the server: set {FLAG_MODE} "
+                "log, or unset the variable."
+            )
         return cls(mode=mode, content_mode=content_mode, sweep_interval=interval, **settings)
-
-
-def _refuse_abort(mode: CanaryMode, disaggregation: str) -> None:
-    """The user believes that damage ends requests. Where it does not, the setting is refused."""
-    where = f"{ENV_PREFIX}ACTION='abort' is refused"
-    if mode is CanaryMode.RAISE:
-        raise CanaryConfigError(
-            f"{where} with {FLAG_MODE} raise, which ends the server: set {FLAG_MODE} log, or unset the variable."
-        )
-    if disaggregation == "null":
-        raise CanaryConfigError(
-            f"{where} without --disaggregation-mode: it ends requests whose KV arrives damaged, and all KV is computed "
-            "here. Unset the variable."
-        )
 
 
 def _refuse_without_mode(content_mode: ContentMode, interval: int) -> None:

@@ -180,8 +180,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "ACTION",
         EnvStr,
         "report",
-        "What happens to a request whose KV arrives damaged at a decode server. report: it is served. abort: it is "
-        "ended with an error before its KV is used. Other findings are reported.",
+        "What happens to a request that reads damage, besides the report. report: it is served. abort: it is ended "
+        "with an error, and the damage is kept away from other requests; see docs/operate.md.",
         choices=("report", "abort"),
     ),
     EnvSetting(

@@ -93,6 +93,26 @@ def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
     return _save(folder, _CONFIG, weights)
 
 
+def write_attentive_llama(folder: str | Path) -> str:
+    """A model whose every token depends on all tokens before it, through attention; load it with `load_format="auto"`.
+
+    So each damaged K or V that a forward reads changes the answer. Returns the path.
+    """
+    generator = torch.Generator().manual_seed(17)
+    hidden = TINY_LLAMA["hidden_size"]
+    weights = {
+        "model.embed_tokens.weight": _embeddings() * 0.1,
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": torch.randn(_VOCAB, hidden, generator=generator),
+    }
+    for layer in range(TINY_LLAMA["num_hidden_layers"]):
+        weights |= _layer(TINY_LLAMA, name := f"model.layers.{layer}.", seed=30 + layer)
+        weights[f"{name}self_attn.o_proj.weight"] = 4 * torch.randn(
+            hidden, hidden, generator=generator
+        )
+    return _save(folder, TINY_LLAMA, weights)
+
+
 def write_scripted_gemma4(folder: str | Path) -> str:
     """The same as a Gemma 4: one layer that sees 16 tokens, one that sees all, an SWA pool. Returns the path."""
     config = _GEMMA4

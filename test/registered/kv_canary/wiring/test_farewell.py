@@ -56,7 +56,7 @@ def test_nothing_more_is_named_where_a_process_is_killed(fresh: FreshProcesses) 
 @pytest.mark.parametrize(
     "safe_point",
     [
-        "hooks._after_idle(None, None)",
+        "hooks.after_idle(None, None)",
         "hooks._around_process_result(lambda *_: None, None, step, None)",
     ],
     ids=("idle", "result"),
@@ -111,7 +111,7 @@ def test_the_main_process_asks_and_waits_for_the_answer(
     code = """
 pid_file = farewell.Path(os.environ[farewell.FOLDER_ENV], f"{os.getpid()}.pid")
 print(pid_file.exists())
-hooks._after_idle(None, None)
+hooks.after_idle(None, None)
 print(pid_file.exists())
 """
     ended = fresh.run(PREPARE + code, env={module.FOLDER_ENV: str(tmp_path)})

@@ -86,11 +86,11 @@ def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
     loop = Loop(rig)
     loop.process(loop.launch(1, damage=True))
     assert rig.reported == []
-    hooks._after_idle(None, None)
+    hooks.after_idle(None, None)
     found = len(rig.reported)
     assert found > 0
     rig.rows.req_to_token[1, 3] = 0  # nobody runs, nobody looks
-    hooks._after_idle(None, None)
+    hooks.after_idle(None, None)
     assert len(rig.reported) == found
     assert not rig.manager.owes_copy
 

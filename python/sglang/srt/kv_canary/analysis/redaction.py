@@ -17,7 +17,16 @@ _NO_TOKEN_IDS = ("token_field", "token_oracle", "swa_out_of_window_tokens")
 # In the sentence of a cause, see `reports.sentence`, and in `reports.scene.divergence`
 _TOKENS_IN_WORDS = re.compile(r"\b(token|instead of) -?\d+")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_NAMES = ("request_id", "name", "host", "model", "served_model", "fault_injection")
+_NAMES = (
+    "aborted",
+    "answered",
+    "fault_injection",
+    "host",
+    "model",
+    "name",
+    "request_id",
+    "served_model",
+)
 _WORDS = ("sentence", "reason", "error", "diverges")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, Side
 from ..runner.arrival_desk import OUTCOMES
+from ..runner.damage_desk import AFFECTED, ALLOCATOR_KINDS, DamageDesk
 from ..runner.ranks import Ranks
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
@@ -76,6 +77,20 @@ METRICS: tuple[Metric, ...] = (
         "arrivals_total",
         "Requests whose KV was not computed here, by what happened to it: checked, taken_over or aborted.",
         ("outcome",),
+    ),
+    Metric(
+        "affected_requests_total",
+        "Requests that read damage, with the action abort: aborted, or answered before it was known.",
+        ("outcome",),
+    ),
+    Metric(
+        "quarantined_tokens",
+        "Cached tokens that were dropped because of damage, and that a running request still holds.",
+    ),
+    Metric(
+        "withheld_slots",
+        "Slots that are never handed out again: their bytes changed by themselves twice.",
+        ("pool",),
     ),
     Metric("sweep_passes_total", "Completed passes over the prefix cache."),
     Metric("sweep_seconds_total", "Seconds that completed passes took, from first to last chunk."),
@@ -194,12 +209,21 @@ class MetricsExporter(StepObserver):
         arrived = {} if manager.arrivals is None else manager.arrivals.outcomes
         for outcome in OUTCOMES:
             self._count("arrivals_total", arrived.get(outcome, 0), outcome=outcome)
+        if manager.damage is not None:
+            self._publish_action(manager.damage)
         for where, count in manager.errors.by_where.items():
             self._count("internal_errors_total", count, where=where)
         for (tag, reason), count in found.by_tag_and_reason.items():
             pair = {"reason": reason, "launch_tag": tag}
             if self._count("violations_total", count, **pair):
                 self._set("last_violation_timestamp_seconds", time.time(), **pair)
+
+    def _publish_action(self, damage: DamageDesk) -> None:
+        for outcome in AFFECTED:
+            self._count("affected_requests_total", damage.outcomes[outcome], outcome=outcome)
+        self._set("quarantined_tokens", damage.quarantined)
+        for kind in ALLOCATOR_KINDS:
+            self._set("withheld_slots", damage.withheld[kind], pool=kind)
 
     def _publish_device(self, summary: Summary) -> None:
         self._count("forwards_total", summary.forward_done)

@@ -157,6 +157,16 @@ class Checking(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Containment(Event):
+    """What was done about damage: SGLANG_KV_CANARY_ACTION=abort."""
+
+    aborted: tuple[str, ...]  # request ids
+    answered: tuple[str, ...]  # request ids, too late to end
+    dropped: int
+    withheld: tuple[Mapping[str, Any], ...]  # pool and slot
+
+
 _TYPES: dict[str, type[Event]] = {
     "active": Active,
     "violation": Found,
@@ -167,6 +177,7 @@ _TYPES: dict[str, type[Event]] = {
     "sweep_pass": SweepPass,
     "internal_error": InternalError,
     "checking": Checking,
+    "containment": Containment,
 }
 
 

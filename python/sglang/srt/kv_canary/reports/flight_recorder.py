@@ -30,6 +30,8 @@ class StepRecord:
     # Without a result it is over as soon as a later step's arrives.
     has_result: bool = True
     origins: Mapping[int, str] = field(default_factory=dict)  # row -> where its KV came from
+    # row -> first position that the step computes; empty unless an action asks for it
+    starts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +80,23 @@ class FlightRecorder:
         return self._steps.count
 
     def begin_step(
-        self, requests: Iterable[tuple[int, str]], origins: Mapping[int, str] | None = None
+        self,
+        requests: Iterable[tuple[int, str]],
+        origins: Mapping[int, str] | None = None,
+        starts: Mapping[int, int] | None = None,
     ) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs.
 
         `origins`: of a step that checks what has arrived, where each row's KV came from. Such a step has no result.
+        `starts`: the first position that the step computes, of each row.
         """
         steps = self._steps
         steps.count += 1
         steps.current = StepRecord(steps.count, dict(requests))
         if origins is not None:
             steps.current.origins, steps.current.has_result = origins, False
+        if starts is not None:
+            steps.current.starts = starts
         steps.in_flight.append(steps.current)
         return steps.current
 
@@ -192,6 +200,11 @@ class FlightRecorder:
         """Where the KV that `forward` checked in `row` came from. None: no forward of an arrival."""
         found = self._forwards.get(forward)
         return None if found is None or found.step is None else found.step.origins.get(row)
+
+    def start_of(self, forward: int, row: int) -> int:
+        """The first position that `forward` computed for `row`. 0 if it is not on record."""
+        found = self._forwards.get(forward)
+        return 0 if found is None or found.step is None else found.step.starts.get(row, 0)
 
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)

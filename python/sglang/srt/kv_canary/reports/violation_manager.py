@@ -40,7 +40,7 @@ class ViolationManager:
         self._unsettled = _NO_ROWS
         self._found: deque[tuple[Finding, int]] = deque()  # outside the device pool, by any thread
         # Called with rows int64[n, len(Column)] that are no longer moot
-        self.listener: Callable[[np.ndarray], None] | None = None
+        self.listeners: list[Callable[[np.ndarray], None]] = []
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -121,8 +121,8 @@ class ViolationManager:
         rows = rows[~moot]
         self.reported += len(rows)
         self._count(rows)
-        if self.listener is not None:
-            self.listener(rows)
+        for listener in self.listeners:
+            listener(rows)
         if len(rows):
             self._reporter.log_or_raise_violation(rows, self._recorder)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..buffer_group import CanaryBufferGroup, Side
 from ..capacities import CanaryLaunchCapacities
-from ..config import CanaryConfig, CanaryMode, StaleWeights
+from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
 from ..endpoint import Part
 from ..errors import CanaryPhaseError
 from ..kernels.backend import select_backend
@@ -32,6 +32,7 @@ from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
+from .damage_desk import DamageDesk
 from .first_error import FirstError
 from .host_clock import HostClock
 from .scene_taker import SceneTaker
@@ -135,11 +136,13 @@ class CanaryManager:
         )
         self._active_single_forward: int | None = None
         self._depth = 0  # nested model.forward calls: only the outermost counts
-        # RAISE copies at every step, so that the server ends before it answers many more tokens.
-        seconds = 0.0 if config.mode is CanaryMode.RAISE else config.copy_every_s
+        # Copies at every step, so that few more tokens are answered before the server or the request ends.
+        at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
+        seconds = 0.0 if at_once else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
         self.owes_copy = False  # work was launched after the last copy
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
+        self.damage: DamageDesk | None = None  # None: findings are reported only
         self._copied_forward = 0  # forwards launched before the last copy that arrived
         self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
@@ -297,7 +300,13 @@ class CanaryManager:
             self.launcher, self.plan_input.req_to_token, page_size
         )
         self.arrivals = ArrivalDesk(launcher, self._attempt, self._note_launch)
-        self.violations.listener = self.arrivals.note_findings
+        self.violations.listeners.append(self.arrivals.note_findings)
+
+    def expect_action(self) -> DamageDesk:
+        """Findings are asked for at step boundaries, to act on them."""
+        self.damage = DamageDesk(self.recorder)
+        self.violations.listeners.append(self.damage.note_findings)
+        return self.damage
 
     def settle_slots(self) -> None:
         """Apply the allocator's events now, on the current stream, after those that forwards have applied.

@@ -15,6 +15,7 @@ from ..reports.internal_errors import InternalErrors
 from ..reports.violation_manager import ViolationManager
 from ..state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
+from .damage_desk import DamageDesk
 from .host_clock import HostClock
 from .slot_ledger import SlotLedger
 
@@ -28,6 +29,7 @@ class Observed(Protocol):
     launcher: Launcher
     ledger: SlotLedger
     arrivals: ArrivalDesk | None
+    damage: DamageDesk | None
     violations: ViolationManager
     errors: InternalErrors
     clock: HostClock

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import CanaryStartupError
 from ..record import PREV_ANCHOR, PREV_UNREACHABLE
+from .out_of_cache import is_out_of_cache
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -165,8 +166,11 @@ class RadixCacheWalker:
             else:
                 # `get`: SGLang's children are defaultdicts, and [] would grow the tree.
                 node = frame.node.children.get(frame.keys[-1])
-                value = None if node is None else self._view.value(node)
-                if value is None:  # evicted since, or only on the host, as are all nodes below
+                gone = node is None or is_out_of_cache(node)
+                value = None if gone else self._view.value(node)
+                if (
+                    value is None
+                ):  # evicted or dropped since, or only on the host, as are all nodes below
                     self._leave(frame)
                 else:
                     self._visit(chunk, frame, node, value)

@@ -75,6 +75,11 @@ class CanaryContext:
     page_store: PageStore | None = None  # records beside the pages of its storage backend
     # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
     host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
+    containment: Any | None = (
+        None  # SGLANG_KV_CANARY_ACTION=abort; None: findings are reported only
+    )
+    # The first position that each request of a batch computes; None: nobody asks
+    starts_of: Callable[[Any], list[int]] | None = None
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:

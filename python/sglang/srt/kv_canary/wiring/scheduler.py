@@ -46,7 +46,10 @@ def _begin_step(batch: Any) -> StepRecord:
     # `map` and `dict` loop in C: a step of 256 requests has no time for a loop of its own.
     rows = dict(zip(map(release().row_of, requests), map(_RID, requests), strict=True))
     rows.pop(None, None)
-    return context.recorder.begin_step(rows.items())
+    starts = None
+    if context.starts_of is not None:
+        starts = dict(zip(map(release().row_of, requests), context.starts_of(batch), strict=True))
+    return context.recorder.begin_step(rows.items(), starts=starts)
 
 
 def _end_step() -> None:
@@ -92,7 +95,8 @@ def _idle_tick_is_due() -> bool:
 
 
 @guarded
-def _after_idle(_: Any, scheduler: Any) -> None:
+def after_idle(_: Any, scheduler: Any) -> None:
+    """Hand over what the last step has found."""
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
         context.recorder.settle_without_result()  # no row is given back until what waits has been handed over
@@ -179,6 +183,6 @@ HOOKS = (
         HookType.AROUND,
         ENDED,
     ),
-    HookSpec(f"{_SCHEDULER}.on_idle", _after_idle, HookType.AFTER, "findings of the last step"),
+    HookSpec(f"{_SCHEDULER}.on_idle", after_idle, HookType.AFTER, "findings of the last step"),
     HookSpec(f"{_SCHEDULER}.__init__", _mark_init_finished, HookType.AFTER, "every forward"),
 )

@@ -19,6 +19,7 @@ from ..anchors import update_anchors
 from ..context import context
 from ..guard import attempt
 from ..releases import release
+from .abort import fail_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -146,10 +147,9 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
     if not verdict:
         return status
     where = _address(request)
-    reason = f"kv-canary: the KV that arrived from the prefill server {where} is damaged"
-    receiver.kv_mgr.record_failure(request.bootstrap_room, reason)
-    receiver.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
-    receiver.conclude_state = KVPoll.Failed
+    fail_transfer(
+        receiver, request, f"the KV that arrived from the prefill server {where} is damaged"
+    )
     context.target.arrivals.outcomes["aborted"] += 1
     del receiver.poll  # SGLang's own again: the failure is known
     return KVPoll.Failed

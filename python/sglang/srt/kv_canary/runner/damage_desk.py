@@ -1,0 +1,215 @@
+"""Findings that ask for an action: who has read damage, in which slots it lies, and which memory may be bad."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+
+import numpy as np
+
+from ..buffer_group import PoolKind, Side
+from ..endpoint import CanaryLaunchTag
+from ..record import UNKNOWN, Column, Reason, is_writer_intact
+from ..reports.flight_recorder import FlightRecorder
+from ..reports.violation import reason_names
+
+__all__ = ["Damage", "DamageDesk", "DamagedSlot", "Reader"]
+
+# No request reads through a double free, and stale weights are a choice of the operator.
+_REPORTED_ONLY = Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS
+# Slots of these kinds are FULL slots, or are mapped from one.
+_COVERED = (PoolKind.FULL, PoolKind.SWA, PoolKind.INDEXER)
+AFFECTED = ("aborted", "answered")  # what becomes of requests that read damage
+ALLOCATOR_KINDS = ("FULL", "SWA")  # pool kinds whose slots can be withheld
+MAX_REMEMBERED = 65536  # slots with findings; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A request whose forward has read damage."""
+
+    request_id: str
+    row: int
+    forward: int  # the first one that has read damage
+    start: int  # first position that this forward computed
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedSlot:
+    """A slot of the FULL slot space that must leave the prefix cache."""
+
+    slot: int
+    writer: int  # writer word of its record when it was read
+    changed: bool  # its own bytes are wrong, so whoever holds it now reads damage
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Everything that was found since the last time."""
+
+    readers: tuple[Reader, ...] = ()
+    slots: tuple[DamagedSlot, ...] = ()
+    bad_memory: tuple[tuple[str, int], ...] = ()  # (pool kind, slot): changed by itself twice
+    tainted: tuple[int, ...] = ()  # full slots that the readers have computed from damage
+
+    def to_wire(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_wire(cls, text: str) -> Damage:
+        """The inverse of `to_wire`."""
+        values = json.loads(text)
+        return cls(
+            tuple(Reader(**{**r, "reasons": tuple(r["reasons"])}) for r in values["readers"]),
+            tuple(DamagedSlot(**slot) for slot in values["slots"]),
+            tuple((kind, slot) for kind, slot in values["bad_memory"]),
+            tuple(values["tainted"]),
+        )
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Damage]) -> Damage:
+        """What several ranks have found. Of each reader, the first forward counts."""
+        readers: dict[tuple[str, int], Reader] = {}
+        slots: dict[tuple[int, int], DamagedSlot] = {}
+        bad: dict[tuple[str, int], None] = {}
+        tainted: set[int] = set()
+        for part in parts:
+            tainted.update(part.tainted)
+            for reader in part.readers:
+                known = readers.get((reader.request_id, reader.row))
+                if known is None or reader.forward < known.forward:
+                    readers[reader.request_id, reader.row] = reader
+            for slot in part.slots:
+                known_slot = slots.get((slot.slot, slot.writer))
+                if known_slot is None or slot.changed:
+                    slots[slot.slot, slot.writer] = slot
+            bad.update(dict.fromkeys(part.bad_memory))
+        return cls(
+            tuple(readers.values()), tuple(slots.values()), tuple(bad), tuple(sorted(tainted))
+        )
+
+
+@dataclass(slots=True)
+class DamageDesk:
+    """Belongs to the target runner's manager. Used from the scheduler's thread.
+
+    `note_findings` takes what is reported. `take` hands it over once, at a step boundary.
+    """
+
+    recorder: FlightRecorder
+    outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
+    quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
+    withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
+    _pending: list[Damage] = field(default_factory=list)
+    # (slot, writer word): a finding may come again when the slot has another owner
+    _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
+    # (pool kind, slot) -> its changes, each as (half, writer word, fingerprint of the bytes)
+    _changes: OrderedDict[tuple[str, int], set[tuple[str, int, int]]] = field(
+        default_factory=OrderedDict
+    )
+
+    def note_findings(self, rows: np.ndarray) -> None:
+        """`rows` int64[n, len(Column)] of the ring are reported."""
+        if not len(rows):
+            return
+        rows = rows[(rows[:, Column.REASONS] & ~int(_REPORTED_ONLY)) != 0]
+        rows = rows[(rows[:, Column.REASONS] & int(Reason.DOUBLE_FREE)) == 0]
+        if not len(rows):
+            return
+        found = Damage(tuple(self._readers(rows)), *self._slots(rows))
+        if found != Damage():
+            self._pending.append(found)
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._pending)
+
+    def take(self) -> Damage:
+        pending, self._pending = self._pending, []
+        return Damage.of_all(pending)
+
+    def _readers(self, rows: np.ndarray) -> Iterable[Reader]:
+        rows = rows[_mask(rows[:, Column.TAG], _reads)]
+        columns = (Column.READER_FORWARD, Column.READER_ROW, Column.REASONS)
+        for forward, row, reasons in np.unique(rows[:, columns], axis=0).tolist():
+            request = self.recorder.request_id(forward, row)
+            if request is not None:
+                start = self.recorder.start_of(forward, row)
+                yield Reader(request, row, forward, start, reason_names(reasons))
+
+    def _slots(
+        self, rows: np.ndarray
+    ) -> tuple[tuple[DamagedSlot, ...], tuple[tuple[str, int], ...]]:
+        rows = rows[_mask(rows[:, Column.TAG], _is_covered)]
+        columns = (
+            Column.TAG,
+            Column.REASONS,
+            Column.SLOT,
+            Column.FULL_SLOT,
+            Column.WRITER,
+            Column.EXPECTED_CONTENT,
+        )
+        slots, bad = {}, {}
+        for tag_id, reasons, slot, full_slot, writer, content in np.unique(
+            rows[:, columns], axis=0
+        ).tolist():
+            tag = CanaryLaunchTag.from_id(tag_id)
+            full = full_slot if tag.kind is PoolKind.SWA else slot
+            changed = reasons == Reason.CONTENT
+            if full > 0 and (full, writer) not in self._acted:
+                # A SWA slot is damage to those only whose window holds it.
+                alone = changed and tag.kind is not PoolKind.SWA
+                before = slots.get((full, writer))
+                if before is None or alone:
+                    slots[full, writer] = DamagedSlot(full, writer, alone)
+            known = changed and slot > 0 and is_writer_intact(writer) and content != UNKNOWN
+            if known and self._has_changed_twice(tag, slot, (tag.half, writer, content)):
+                bad[_allocator_kind(tag.kind), slot] = None
+        for full, writer in slots:
+            self._remember(self._acted, (full, writer), None)
+        return tuple(slots.values()), tuple(bad)
+
+    def _has_changed_twice(
+        self, tag: CanaryLaunchTag, slot: int, change: tuple[str, int, int]
+    ) -> bool:
+        """Whether `change` is the second one of this half of the slot."""
+        key = _allocator_kind(tag.kind), slot
+        changes = self._changes.get(key)
+        if changes is None:
+            changes = set()
+            self._remember(self._changes, key, changes)
+        if change in changes:
+            return False
+        changes.add(change)
+        return sum(half == change[0] for half, _, _ in changes) == 2
+
+    @staticmethod
+    def _remember(memory: OrderedDict, key: object, value: object) -> None:
+        memory[key] = value
+        if len(memory) > MAX_REMEMBERED:
+            memory.popitem(last=False)
+
+
+def _allocator_kind(kind: PoolKind) -> str:
+    """Of the allocator that hands out slots of `kind`, one of _COVERED."""
+    return (PoolKind.SWA if kind is PoolKind.SWA else PoolKind.FULL).value
+
+
+@cache
+def _reads(tag_id: int) -> bool:
+    """Whether a request's forward found it, rather than the sweep."""
+    return CanaryLaunchTag.from_id(tag_id).side is not Side.SWEEP
+
+
+@cache
+def _is_covered(tag_id: int) -> bool:
+    return CanaryLaunchTag.from_id(tag_id).kind in _COVERED
+
+
+def _mask(tags: np.ndarray, test: object) -> np.ndarray:
+    kinds: Sequence[int] = np.unique(tags).tolist()
+    return np.isin(tags, [tag for tag in kinds if test(tag)])

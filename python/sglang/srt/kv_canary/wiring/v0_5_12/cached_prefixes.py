@@ -1,0 +1,199 @@
+"""Damaged prefixes leave the radix tree: out of reach at once, freed as soon as no request holds them.
+
+A node that requests hold cannot be deleted. It gets a key of its own instead, which no request has. SGLang's locks,
+sizes and eviction go on as before, because the node stays in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...sweep.out_of_cache import OutOfCache, is_out_of_cache
+
+__all__ = ["CachedPrefixes", "NoPrefixes", "prefixes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What differs between the trees."""
+
+    lock: Callable[[Any], int]  # requests that hold the node
+    delete: Callable[[Any, Any], None]  # a leaf that nobody holds, without its slots
+
+
+def prefixes_of(tree: Any) -> CachedPrefixes | NoPrefixes | None:
+    """None: a prefix cache from which nothing can be dropped."""
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+
+    if type(tree) in (ChunkCache, SWAChunkCache) or getattr(tree, "disable", False):
+        return NoPrefixes()
+    if type(tree) is RadixCache:
+        return CachedPrefixes(tree, _Tree(lambda node: node.lock_ref, _delete_leaf))
+    if type(tree) is SWARadixCache:
+        return CachedPrefixes(tree, _Tree(lambda node: node.full_lock_ref, _delete_swa_leaf))
+    return None
+
+
+def _delete_leaf(tree: Any, node: Any) -> None:
+    tree._delete_leaf(node)
+    tree._record_remove_event(node)
+
+
+def _delete_swa_leaf(tree: Any, node: Any) -> None:
+    tree._record_remove_event(node)
+    tree.full_lru_list.remove_node(node)
+    if not node.swa_tombstone:
+        tree.swa_lru_list.remove_node(node)
+    tree._delete_leaf(node)
+    tree._iteratively_delete_tombstone_leaf(node)
+
+
+class NoPrefixes:
+    """A server without a prefix cache."""
+
+    num_held = 0
+
+    def slots(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
+    def drop(self, slots: Iterable[int]) -> int:
+        return 0
+
+    def holds(self, request: Any) -> bool:
+        return False
+
+    def free_unheld(self) -> None:
+        pass
+
+    def slots_of(self, request: Any, start: int) -> list[int]:
+        return []
+
+
+@dataclass(slots=True)
+class CachedPrefixes:
+    """A RadixCache or SWARadixCache. Used from the scheduler's thread, between two steps."""
+
+    tree: Any
+    kind: _Tree
+    _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
+
+    def drop(self, slots: Iterable[int]) -> int:
+        """Nobody gets a prefix with one of `slots` (FULL) any more. Returns how many tokens were dropped."""
+        roots = self._topmost_with(slots)
+        for node in roots:
+            self._hide(node)
+        self._dropped += roots
+        dropped = sum(len(node.value) for root in roots for node in _with_descendants(root))
+        self.free_unheld()
+        return dropped
+
+    def holds(self, request: Any) -> bool:
+        """Whether `request` holds a dropped prefix, so that its own tokens must not be cached under the old key."""
+        node = request.last_node
+        while node is not None and node.parent is not None:
+            if is_out_of_cache(node):
+                return True
+            node = node.parent
+        return False
+
+    def free_unheld(self) -> None:
+        """Free what no request holds any more. Its slots are rewritten before anybody reads them."""
+        self._dropped = [node for node in self._dropped if self._is_in_tree(node)]
+        for node in self._dropped:
+            self._free(node)
+        self._dropped = [node for node in self._dropped if self._is_in_tree(node)]
+
+    def slots(self) -> torch.Tensor:
+        """int64[n]: all full slots of the cache, on its device."""
+        none = torch.empty(0, dtype=torch.int64, device=self.tree.device)
+        return torch.cat(
+            [none, *(n.value for n in _with_descendants(self.tree.root_node) if n.parent)]
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of dropped prefixes that requests still hold."""
+        return sum(len(node.value) for root in self._dropped for node in _with_descendants(root))
+
+    def slots_of(self, request: Any, start: int) -> list[int]:
+        """Slots of the request's tokens from position `start` on, as far as they are cached."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        tree, tokens = self.tree, request.origin_input_ids + request.output_ids
+        key = RadixKey(tokens, request.extra_key, is_bigram=tree.is_eagle)
+        key = key.page_aligned(tree.page_size)
+        node, position, slots = tree.root_node, 0, []
+        while len(key) and (child := node.children.get(key.child_key(tree.page_size))):
+            matched = child.key.match(key, page_size=tree.page_size)
+            if position + matched > start:
+                slots += child.value[max(0, start - position) : matched].tolist()
+            if matched < len(child.key):
+                break
+            node, key, position = child, key[matched:], position + matched
+        return slots
+
+    def _topmost_with(self, slots: Iterable[int]) -> list[Any]:
+        """Nodes with one of `slots`, without those below another one. Copies the tree's slots to the host once."""
+        nodes = list(_reachable(self.tree.root_node))
+        wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.tree.device)
+        if not nodes or not len(wanted):
+            return []
+        values = [node.value for node in nodes]
+        lengths = torch.tensor([len(value) for value in values])
+        hits = torch.isin(torch.cat(values), wanted).cpu()
+        owners = torch.repeat_interleave(torch.arange(len(nodes)), lengths)[hits]
+        found = {id(nodes[i]): nodes[i] for i in owners.tolist()}
+        return [n for n in found.values() if not any(id(a) in found for a in _ancestors(n))]
+
+    def _hide(self, node: Any) -> None:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        page_size, siblings = self.tree.page_size, node.parent.children
+        del siblings[node.key.child_key(page_size)]
+        node.key = RadixKey(node.key.token_ids, OutOfCache(), is_bigram=node.key.is_bigram)
+        siblings[node.key.child_key(page_size)] = node
+
+    def _free(self, node: Any) -> None:
+        for child in list(node.children.values()):
+            self._free(child)
+        if node.children or self.kind.lock(node) or not self._is_in_tree(node):
+            return
+        self.tree.token_to_kv_pool_allocator.free(node.value)
+        self.kind.delete(self.tree, node)
+
+    def _is_in_tree(self, node: Any) -> bool:
+        """Not after eviction or a flush, which have freed its slots."""
+        while node.parent is not None:
+            if node.parent.children.get(node.key.child_key(self.tree.page_size)) is not node:
+                return False
+            node = node.parent
+        return node is self.tree.root_node
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """All nodes below `root` that requests can hit."""
+    waiting = list(root.children.values())
+    while waiting:
+        node = waiting.pop()
+        if not is_out_of_cache(node):
+            yield node
+            waiting += node.children.values()
+
+
+def _with_descendants(node: Any) -> Iterator[Any]:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children.values()
+
+
+def _ancestors(node: Any) -> Iterator[Any]:
+    while (node := node.parent) is not None:
+        yield node

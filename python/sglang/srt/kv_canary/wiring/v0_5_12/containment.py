@@ -1,0 +1,346 @@
+"""SGLANG_KV_CANARY_ACTION=abort: what is done about damage, at the boundary between two steps.
+
+The manager says who has read damage and where it lies. All ranks agree on it. Then its readers end with an error, the
+damaged prefixes leave the cache, and memory that changes by itself leaves the allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...buffer_group import PoolKind
+from ...record import WORD_WRITER, unpack_writer
+from ...reports.safe_text import safe_text
+from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+from ...runner.manager import CanaryManager
+from .abort import end_running, end_waiting
+from .agreement import Agreement, Alone
+from .arrivals import on_forward_stream
+from .cached_prefixes import CachedPrefixes, NoPrefixes
+from .owned_slots import OwnedSlots
+from .withheld_slots import WithheldSlots
+
+logger = logging.getLogger(__name__)
+
+RECENT_STEPS = 64  # a finding comes some steps after its forward
+MAX_ENDED = 4096  # ended requests that are remembered: more findings about them may come
+MAX_NAMED = 16  # requests in one log line
+
+# Damage with which every slot still has one owner, who knows it
+_KEEPS_OWNERS = frozenset({"CONTENT", "BAD_STATE", "WRITE_TOKEN", "WRITE_POSITION"})
+
+__all__ = ["Containment"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that holds slots."""
+
+    request: Any
+    length: int  # slots in its row
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Who has read damage, and what they have computed from it."""
+
+    live: tuple[tuple[Any, str], ...]  # requests, and why
+    waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
+    answered: tuple[str, ...]  # ids of requests that had their answer by then
+    tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
+
+
+@dataclass(slots=True)
+class Containment:
+    """One per scheduler. Used from its thread, between two steps."""
+
+    scheduler: Any
+    manager: CanaryManager
+    desk: DamageDesk
+    agreement: Agreement
+    prefixes: CachedPrefixes | NoPrefixes
+    withheld: WithheldSlots
+    owned: OwnedSlots
+    _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
+    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)  # request ids
+    _recent: deque[tuple[int, Any]] = field(default_factory=deque)  # (step, finished request)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int32[request rows, context length]: the full slots of each row."""
+        return self.manager.plan_input.req_to_token
+
+    def before_requests(self) -> None:
+        """The scheduler is about to read the requests of a step."""
+        if self.desk.is_waiting:
+            found = self.desk.take()
+            slots = self._as_they_are(found.slots)
+            tainted = self._computed_from_damage(found.readers)
+            self.agreement.publish(replace(found, slots=slots, tainted=tainted))
+        self.agreement.before_requests()
+
+    def after_requests(self, requests: list[Any] | None) -> None:
+        """No request of the step has looked at the cache yet."""
+        if self.prefixes.num_held or self.desk.quarantined:
+            with self._freeing_only_owned(self.owned.disturbed):
+                self.prefixes.free_unheld()
+            self.desk.quarantined = self.prefixes.num_held
+        self.withheld.take_from_free_lists()
+        if agreed := self.agreement.agreed(requests):
+            self._act(Damage.of_all(agreed))
+            self.withheld.take_from_free_lists()
+        self.desk.withheld = self.withheld.counts()
+
+    def note_finished(self, request: Any) -> None:
+        """`request` gives its row back. A finding about it may still come."""
+        step = self.manager.recorder.step_count
+        self._recent.append((step, request))
+        while self._recent[0][0] < step - RECENT_STEPS:
+            self._recent.popleft()
+
+    def releasing(self, request: Any) -> AbstractContextManager[None]:
+        """Around the release of the request's slots."""
+        misled = request.rid in self._misled
+        self._misled.discard(request.rid)
+        return (
+            self._freeing_only_owned(misled, self.prefixes.slots(), request)
+            if misled
+            else nullcontext()
+        )
+
+    def on_idle(self) -> None:
+        """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
+        if isinstance(self.agreement, Alone) and self.desk.is_waiting:
+            self.before_requests()
+            self.after_requests(None)
+        if not (self.owned.disturbed and self.owned.can_be_restored):
+            return
+        lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
+        if lost or surplus:
+            logger.warning(
+                "kv-canary action: the free list is repaired. %d slots that nobody held were missing, %d slots were there "
+                "that are cached, or were there twice",
+                lost,
+                surplus,
+            )
+
+    # What is done
+
+    def _freeing_only_owned(
+        self, disturbed: bool, cached: torch.Tensor | None = None, released: Any = None
+    ) -> AbstractContextManager[None]:
+        if not disturbed:
+            return nullcontext()
+        live = [each for each in _live_requests(self.scheduler) if each.request is not released]
+        others = [(each.request.req_pool_idx, each.length) for each in live]
+        return self.owned.freeing_only(self.rows.new_empty(0) if cached is None else cached, others)
+
+    def _act(self, damage: Damage) -> None:
+        live = list(_live_requests(self.scheduler))
+        readers = self._readers_of(damage, live)
+        misled = {r.request_id for r in damage.readers if _is_misled(r)}
+        self._misled |= misled & {request.rid for request, _ in readers.live}
+        if misled or any(not slot.changed for slot in damage.slots):
+            self.owned.disturbed = True
+        with self._freeing_only_owned(self.owned.disturbed):
+            dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
+        for request, why in readers.live:
+            end_running(request, why)
+        for request, why in readers.waiting:
+            end_waiting(self.scheduler, request, why)
+        for each in live:  # a dropped prefix must not be cached under its old key again
+            if self.prefixes.holds(each.request):
+                each.request.skip_radix_cache_insert = True
+        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
+        ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
+        self._remember(ended)
+        self.desk.quarantined = self.prefixes.num_held
+        self._tell(ended, readers.answered, dropped, bad)
+
+    def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
+        """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
+        by_id = {each.request.rid: each for each in live}
+        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        ends: dict[str, str] = {}
+        retracted: dict[str, str] = {}
+        answered: dict[str, None] = {}
+        tainted = set(damage.tainted)
+        for reader in damage.readers:
+            found = by_id.get(reader.request_id)
+            if found is not None and found.request.req_pool_idx == reader.row:
+                ends[reader.request_id] = _why(reader)
+            elif reader.request_id in waiting:
+                retracted[reader.request_id] = _why(reader)
+            elif reader.request_id not in self._ended:
+                answered[reader.request_id] = None
+        changed = {slot.slot for slot in damage.slots if slot.changed}
+        suspect = self._spread(changed, tainted, live, ends)
+        for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
+            found = by_id.get(reader.request_id)
+            suspect.update(
+                self._cached_slots_of(reader, 0)
+                if found is None
+                else self.prefixes.slots_of(found.request, 0)
+            )
+        for _, request in self._recent:
+            known = request.rid in self._ended or request.rid in answered or not request.finished()
+            if not known and tainted and tainted.intersection(self.prefixes.slots_of(request, 0)):
+                answered[request.rid] = None
+        return _Readers(
+            tuple((by_id[rid].request, why) for rid, why in ends.items() if rid not in self._ended),
+            tuple((waiting[rid], why) for rid, why in retracted.items()),
+            tuple(answered),
+            frozenset(tainted | suspect),
+        )
+
+    def _spread(
+        self, changed: set[int], tainted: set[int], live: list[_Live], ends: dict[str, str]
+    ) -> set[int]:
+        """Add requests that hold slots of `changed` or `tainted`. Returns the slots behind `changed` ones.
+
+        What a request holds behind a tainted slot is tainted. Behind a changed one it may be older than the change.
+        """
+        if isinstance(self.prefixes, NoPrefixes):
+            return set()  # requests share nothing
+        # All ranks hold the same rows, so they come to the same result.
+        suspect: set[int] = set()
+        rows = {each.request.rid: self._slots(each, 0) for each in live}
+        found = bool(changed or tainted)
+        while found:
+            found = False
+            for rid in [rid for rid in rows if rid not in ends]:
+                wrong = (changed | tainted).intersection(rows[rid])
+                if not wrong:
+                    continue
+                behind = rows[rid][min(map(rows[rid].index, wrong)) + 1 :]
+                (tainted if wrong & tainted else suspect).update(behind)
+                ends[rid] = (
+                    "this request reads KV cache that is damaged or was computed from damage"
+                )
+                found = True
+        return suspect
+
+    def _slots(self, live: _Live, start: int) -> list[int]:
+        """Full slots of the request's row from position `start` on. Waits for the schedule stream."""
+        row = self.rows[live.request.req_pool_idx, start : live.length].tolist()
+        return [slot for slot in row if slot > 0]
+
+    def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
+        """Of a finished request, from position `start` on."""
+        for _, request in self._recent:
+            if request.rid == reader.request_id:
+                return self.prefixes.slots_of(request, start)
+        return []
+
+    def _computed_from_damage(self, readers: Iterable[Reader]) -> tuple[int, ...]:
+        """Full slots that the readers have written since they read damage, in their rows and in the cache."""
+        live = {each.request.rid: each for each in _live_requests(self.scheduler)}
+        tainted: list[int] = []
+        for reader in readers:
+            found = live.get(reader.request_id)
+            if found is not None and found.request.req_pool_idx == reader.row:
+                slots = self._slots(found, reader.start)
+            else:
+                slots = self._cached_slots_of(reader, reader.start)
+            # A duplicate of the cache has taken the place of some: these are right.
+            writers = map(unpack_writer, self._writers_of(slots))
+            for slot, (low, row, _, _) in zip(slots, writers, strict=True):
+                forward = self.manager.recorder.whole_number(low)
+                if row == reader.row and forward >= reader.forward:
+                    tainted.append(slot)
+        return tuple(tainted)
+
+    def _as_they_are(self, slots: tuple[DamagedSlot, ...]) -> tuple[DamagedSlot, ...]:
+        """Nobody reads damage in a slot that was rewritten since."""
+        words = self._writers_of([slot.slot for slot in slots])
+        return tuple(
+            replace(slot, changed=slot.changed and word == slot.writer)
+            for slot, word in zip(slots, words, strict=True)
+        )
+
+    def _writers_of(self, slots: list[int]) -> list[int]:
+        """Writer words of full slots. Waits for the forwards in flight: damage is no hot path."""
+        if not slots:
+            return []
+        group = next(g for g in self.manager.groups if g.kind is PoolKind.FULL)
+        with on_forward_stream(self.scheduler, self.manager):
+            where = torch.tensor(slots, device=group.k_tail.device)
+            return group.k_tail[where, WORD_WRITER].tolist()
+
+    def _remember(self, ended: Iterable[str]) -> None:
+        self._ended.update(dict.fromkeys(ended))
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    # What is said
+
+    def _tell(
+        self,
+        ended: tuple[str, ...],
+        answered: tuple[str, ...],
+        dropped: int,
+        bad: tuple[tuple[str, int], ...],
+    ) -> None:
+        if not (ended or answered or dropped or bad):
+            return
+        self.desk.outcomes["aborted"] += len(ended)
+        self.desk.outcomes["answered"] += len(answered)
+        self.manager.sink.emit(
+            {
+                "event": "containment",
+                "aborted": list(ended),
+                "answered": list(answered),
+                "dropped": dropped,
+                "withheld": [{"pool": kind, "slot": slot} for kind, slot in bad],
+            }
+        )
+        logger.error(
+            "kv-canary action: ended %s; already answered: %s; %d cached tokens dropped",
+            _named(ended),
+            _named(answered),
+            dropped,
+        )
+        for kind, slot in bad:
+            logger.error(
+                "kv-canary action: %s slot %d has changed by itself twice. It is never handed out again, because its "
+                "memory may be bad. See docs/alarms.md#hardware-or-software",
+                kind,
+                slot,
+            )
+
+
+def _live_requests(scheduler: Any) -> Iterator[_Live]:
+    """Requests of the batches, in flight or not, and the one whose prompt is prefilled in chunks."""
+    seen: set[int] = set()
+    batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+    requests = [r for batch in batches if batch is not None for r in batch.reqs]
+    for request in (*requests, scheduler.chunked_req):
+        if request is None or id(request) in seen or request.req_pool_idx is None:
+            continue
+        seen.add(id(request))
+        if not request.finished():
+            yield _Live(request, request.kv_allocated_len)
+
+
+def _is_misled(reader: Reader) -> bool:
+    """Whether the request's row, or the allocator's free list, may be wrong."""
+    return not _KEEPS_OWNERS.issuperset(reader.reasons)
+
+
+def _why(reader: Reader) -> str:
+    return f"this request has read damaged KV cache ({' + '.join(reader.reasons)})"
+
+
+def _named(ids: tuple[str, ...]) -> str:
+    if not ids:
+        return "no request"
+    names = ", ".join(f'"{safe_text(rid)}"' for rid in ids[:MAX_NAMED])
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    return f"{names}{more}"

@@ -1,0 +1,87 @@
+"""What is freed when a reader of damage ends, if its row or the free list may be wrong.
+
+The row may lead to slots of others. A slot may have been freed too early. SGLang would free it again, and two requests
+would get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["OwnedSlots"]
+
+
+@dataclass(slots=True)
+class OwnedSlots:
+    """Of one allocator: a TokenToKVPoolAllocator, a PagedTokenToKVPoolAllocator or one for SWA."""
+
+    allocator: Any
+    rows: torch.Tensor  # int32[request rows, context length]
+    disturbed: bool = False  # slots may be lost, or free and in use at once
+
+    @property
+    def _full(self) -> Any:
+        return getattr(self.allocator, "full_attn_allocator", self.allocator)
+
+    @contextmanager
+    def freeing_only(
+        self, cached: torch.Tensor, others: Iterable[tuple[int, int]]
+    ) -> Iterator[None]:
+        """`free` passes over slots that have another owner, or are free already. Waits for the schedule stream.
+
+        `cached`: full slots of the prefix cache. `others`: (row, length) of the other requests.
+        """
+        free = self.allocator.free
+        foreign = torch.cat([cached.long(), *(self.rows[r, :n].long() for r, n in others)])
+
+        def free_owned(slots: torch.Tensor) -> None:
+            free(self._owned(slots, foreign))
+
+        self.allocator.free = free_owned
+        try:
+            yield
+        finally:
+            del self.allocator.free
+
+    def _owned(self, slots: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
+        full, pages = self._full, slots.long() // self._full.page_size
+        queued = [s.long() // full.page_size for s in self.allocator.free_group]
+        foreign = foreign // full.page_size
+        taken = torch.cat([full.free_pages, full.release_pages, foreign, *queued])
+        inside = (slots > 0) & (slots < full.size + full.page_size)
+        return slots[inside & ~torch.isin(pages, taken)].unique()
+
+    @property
+    def can_be_restored(self) -> bool:
+        """Not on SWA pools, whose slots are free in one pool and in use in the other."""
+        return self._full is self.allocator
+
+    def restore(self, cached: torch.Tensor, withheld: Iterable[int]) -> tuple[int, int]:
+        """On a server without requests: make the free list all that is neither cached nor in the pages `withheld`.
+
+        Returns how many slots were lost, and how many were listed too often.
+        """
+        full = self.allocator
+        size, device = full.size // full.page_size, full.free_pages.device
+        is_free = torch.ones(size + 1, dtype=torch.bool, device=device)
+        is_free[0] = False
+        is_free[cached.long() // full.page_size] = False
+        is_free[torch.tensor(list(withheld), dtype=torch.int64, device=device)] = False
+        before = torch.cat([full.free_pages, full.release_pages])
+        known = torch.zeros_like(is_free)
+        known[before] = True
+        lost = (is_free & ~known).nonzero().flatten().to(before.dtype)
+        kept = (is_free & known).nonzero().flatten().to(before.dtype)
+        surplus = len(before) - len(kept)
+        if surplus:
+            full.free_pages, full.release_pages = kept, kept[:0]
+        if len(lost):
+            offsets = torch.arange(full.page_size, device=device)
+            full.free((lost[:, None] * full.page_size + offsets).flatten())
+        self.disturbed = False
+        return len(lost) * full.page_size, surplus * full.page_size

@@ -1,0 +1,281 @@
+"""Rounds of requests with one fault each, for SGLANG_KV_CANARY_ACTION=abort, and who must be ended by it.
+
+The model's every token depends on all tokens before it. So an answer that is computed from damage is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.serving import CanaryServer
+from sglang_kv_canary.testing.traffic import random_tokens
+
+from .scripted_models import write_attentive_llama
+
+__all__ = [
+    "ENV",
+    "FLAGS",
+    "KINDS_OF_FAULTS",
+    "Answer",
+    "Balance",
+    "Fault",
+    "Pool",
+    "Round",
+    "rounds",
+    "serve",
+]
+
+_MHA = MODES["mha"]
+MODES["attentive"] = replace(
+    _MHA,
+    name="attentive",
+    write_model=write_attentive_llama,
+    server_args={**_MHA.server_args, "load_format": "auto"},
+)
+
+TIE = 1e-3  # log probabilities that differ by less are equal
+PREFIX, BYTES = 32, 128  # tokens that a family shares; bytes of V of one token and layer
+ENV = {
+    "SGLANG_KV_CANARY_ACTION": "abort",
+    # SGLang's own leak check is on, and ends the server.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+FLAGS = {"kv_canary": "log", "kv_canary_real_data": "all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A command of `perturb.faults`, and whom it can reach."""
+
+    name: str
+    args: Mapping[str, Any]
+    victims: frozenset[str]  # request ids that may read the damage: nobody else
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    request_id: str
+    prompt: tuple[int, ...]
+    count: int
+    stream: bool
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    number: int
+    warm: tuple[int, ...]  # the family's prefix, cached before the round
+    requests: tuple[Asked, ...]
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`tokens` arrived; with an `error`, its text."""
+
+    tokens: tuple[int, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """How to damage bytes so that the answer is another one, and which faults find what they need."""
+
+    half: str = "V"
+    size: int = BYTES  # bytes of one token and layer
+    has_cache: bool = True
+    keeps_rows: bool = True  # whether wrong entries of the page table stay
+
+    def kinds(
+        self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
+    ) -> list[Fault]:
+        def flipped(victims: Iterable[str], **args: Any) -> Fault:
+            args = {"half": self.half, "count": self.size, **args}
+            return Fault("flip_bytes", args, frozenset(victims))
+
+        def in_decode(name: str, victim: str, **args: Any) -> Fault:
+            return Fault(name, {"rid": victim, "mode": "DECODE", **args}, frozenset([victim]))
+
+        shared = [
+            # in a cached prefix, before its readers come
+            flipped(family, cached=list(prefix), position=11),
+            # in a shared prefix, under its readers
+            flipped(family, rid=family[0], mode="DECODE", position=11, source=1),
+        ]
+        return [
+            *(shared if self.has_cache else ()),
+            # in a running request's own part
+            flipped([loners[0]], rid=loners[0], mode="DECODE", position=9),
+            flipped([loners[1]], rid=loners[1], mode="DECODE", position=12, source=1),
+            # in the own part of one that shares a prefix
+            flipped([family[0]], rid=family[0], mode="DECODE", position=PREFIX + 4),
+            # page tables: SGLang would free slots of others, and lose the request's own
+            in_decode("other_requests_row", loners[0], keep=self.keeps_rows),
+            in_decode("padding_slot", loners[1], keep=self.keeps_rows),
+            # between two chunks of a prompt
+            flipped([loners[2]], rid=loners[2], mode="EXTEND", position=20),
+            # what the forward is fed with
+            in_decode("wrong_token", loners[0]),
+        ]
+
+
+KINDS_OF_FAULTS = 9
+
+
+def rounds(count: int, seed: int = 0, pool: Pool | None = None) -> Iterator[Round]:
+    """`count` rounds, each with the next kind of fault. Equal arguments give equal rounds."""
+    rng = random.Random(seed)
+    for number in range(count):
+        prefix = random_tokens(rng, PREFIX)
+        family = [f"r{number}-family{i}" for i in range(3)]
+        loners = [f"r{number}-loner{i}" for i in range(3)]
+        lengths = (20, 24, 150)  # the last one is prefilled in chunks
+        prompts = [prefix + random_tokens(rng, rng.randrange(6, 30)) for _ in family]
+        prompts += [random_tokens(rng, length + rng.randrange(8)) for length in lengths]
+        requests = tuple(
+            Asked(
+                rid, tuple(prompt), rng.randrange(14, 20), rng.random() < 0.3, 0.02 * rng.random()
+            )
+            for rid, prompt in zip((*family, *loners), prompts, strict=True)
+        )
+        kinds = (pool or Pool()).kinds(family, loners, prefix)
+        yield Round(number, tuple(prefix), requests, kinds[number % len(kinds)])
+
+
+@dataclass(slots=True)
+class Balance:
+    """What became of the requests of faulty rounds."""
+
+    ended: int = 0
+    right: int = 0  # answers equal to those of a clean server
+    answered: int = 0  # wrong, and listed as answered before the damage was known
+    ties: int = 0  # answers in which the model had the choice between two tokens
+    tokens_left: list[int] = field(
+        default_factory=list
+    )  # wrong ones, delivered by streams that were ended
+    problems: list[str] = field(default_factory=list)
+
+    async def add(
+        self,
+        server: CanaryServer,
+        done: Round,
+        clean: Mapping[str, Answer],
+        answers: Mapping[str, Answer],
+    ) -> None:
+        actions = [a for a in server.events("containment") if a["rank"] == 0]
+        ended = {rid for action in actions for rid in action["aborted"]} & set(answers)
+        listed = {rid for action in actions for rid in action["answered"]} & set(answers)
+        for asked in done.requests:
+            rid, answer, right = (
+                asked.request_id,
+                answers[asked.request_id],
+                clean[asked.request_id],
+            )
+            if answer.error is not None:
+                self.ended += 1
+                self._check_error(done, rid, answer, right, ended)
+            elif answer.tokens == right.tokens:
+                self.right += 1
+            elif rid in listed:
+                self.answered += 1
+            elif (gap := await _gap(server, asked, answer, right)) < TIE:
+                self.ties += 1
+            else:
+                self.problems.append(
+                    f"{done.fault.name}: {rid} has a wrong answer from token {_common(answer, right)} on and no error, "
+                    f"log probabilities differ by {gap:.3g}: {answer}, expected {right}"
+                )
+        for rid in (ended | listed) - done.fault.victims:
+            self.problems.append(f"{done.fault.name}: {rid} is listed and has read no damage")
+        if not ended | listed:
+            self.problems.append(f"{done.fault.name} in round {done.number}: nobody was ended")
+
+    def _check_error(
+        self, done: Round, rid: str, answer: Answer, right: Answer, ended: set[str]
+    ) -> None:
+        if answer.tokens:
+            self.tokens_left.append(len(answer.tokens) - _common(answer, right))
+        if rid not in ended or "kv-canary" not in str(answer.error):
+            self.problems.append(f"{done.fault.name}: {rid} got {answer.error!r}")
+
+
+def _common(one: Answer, other: Answer) -> int:
+    """Tokens with which both answers begin."""
+    same = [a == b for a, b in zip(one.tokens, other.tokens, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -> float:
+    """How much likelier one answer's first different token is than the other's. Batches round differently."""
+    common = _common(one, other)
+    choices = [one.tokens[common], other.tokens[common]]
+    body = {
+        "input_ids": [*asked.prompt, *one.tokens[:common]],
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "token_ids_logprob": choices,
+    }
+    async with server._session.post(f"{server.url}/generate", json=body) as reply:
+        likely = (await reply.json())["meta_info"]["output_token_ids_logprobs"][0]
+    first, second = (logprob for logprob, *_ in likely)
+    return abs(first - second)
+
+
+_clean_rounds = itertools.count(1)
+
+
+async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, Answer]:
+    """The answers of a round by request id, with its fault or without.
+
+    Ids of clean requests are sent with a prefix: SGLang aborts the id of a stream 2 s after its end.
+    """
+    prefix = "" if faulty else f"clean{next(_clean_rounds)}-"
+    await server.generate(f"{prefix}r{done.number}-warm", list(done.warm), 1)
+    injection = server.send(done.fault.name, **done.fault.args) if faulty else None
+    if injection is not None and "cached" in done.fault.args:
+        await injection.executed()
+    answers = await asyncio.gather(*(_ask(server, asked, prefix) for asked in done.requests))
+    if injection is not None:
+        await injection.executed()
+    return {asked.request_id: a for asked, a in zip(done.requests, answers, strict=True)}
+
+
+async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
+    await asyncio.sleep(asked.delay_s)
+    body = {
+        "rid": f"{prefix}{asked.request_id}",
+        "input_ids": list(asked.prompt),
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": asked.count, "ignore_eos": True},
+        "stream": asked.stream,
+    }
+    async with server._session.post(f"{server.url}/generate", json=body) as reply:
+        text = await reply.text()
+    if asked.stream:
+        return _of_stream(text)
+    values = json.loads(text)
+    if reply.status != 200:
+        return Answer((), f"HTTP {reply.status}: {text}")
+    return Answer(tuple(values["output_ids"]))
+
+
+def _of_stream(text: str) -> Answer:
+    tokens: tuple[int, ...] = ()
+    for line in text.split("\n\n"):
+        line = line.removeprefix("data: ").strip()
+        if not line or line == "[DONE]":
+            continue
+        chunk = json.loads(line)
+        if "error" in chunk:
+            return Answer(tokens, json.dumps(chunk["error"]))
+        finish = chunk["meta_info"]["finish_reason"]
+        if finish is not None and finish["type"] == "abort":
+            return Answer(tokens, json.dumps(finish))
+        tokens = tuple(chunk["output_ids"])  # all so far
+    return Answer(tokens)

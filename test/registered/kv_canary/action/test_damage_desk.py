@@ -1,0 +1,135 @@
+"""Findings become damage: each reader once, from the first position on, and memory that changes by itself twice."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+
+register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
+
+
+def written(forward: int, state: State = State.LIVE) -> int:
+    return pack_writer(forward, 1, Mode.EXTEND, state)
+
+
+def finding(**values: int) -> np.ndarray:
+    """A row of the ring. By default forward 1 reads slot 9 in row 1, whose K bytes have changed."""
+    tag = CanaryLaunchTag(
+        values.pop("kind", PoolKind.FULL), values.pop("half", "K"), values.pop("side", Side.TAIL)
+    )
+    row = np.full(len(Column), UNKNOWN, dtype=np.int64)
+    known = {
+        "TAG": tag.id,
+        "REASONS": Reason.CONTENT,
+        "SLOT": 9,
+        "FULL_SLOT": 9,
+        "READER_ROW": 1,
+        "READER_FORWARD": 1,
+        "WRITER": written(0),
+        "EXPECTED_CONTENT": 77,
+        **values,
+    }
+    for name, value in known.items():
+        row[Column[name]] = int(value)
+    return row
+
+
+@pytest.fixture
+def desk() -> DamageDesk:
+    """Forwards 1, 2, ... run "ada" in row 1 and "bob" in row 2. Each computes one token, from position 40 on."""
+    recorder = FlightRecorder()
+    for forward in range(1, 4):
+        starts = {1: 39 + forward, 2: 69 + forward}
+        recorder.begin_step([(1, "ada"), (2, "bob")], starts=starts)
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+    return DamageDesk(recorder)
+
+
+def found(desk: DamageDesk, *rows: np.ndarray) -> Damage:
+    desk.note_findings(np.stack(rows))
+    return desk.take()
+
+
+def test_a_reader_is_named_once_with_the_first_position_computed_from_damage(desk: DamageDesk):
+    again = finding(READER_FORWARD=3)
+    damage = found(desk, again, finding(READER_FORWARD=2), finding(READER_FORWARD=2, half="V"))
+    assert damage.readers == (Reader("ada", 1, 2, 41, ("CONTENT",)),)
+    assert damage.slots == (DamagedSlot(9, written(0), changed=True),)
+    assert desk.take() == Damage()
+
+
+def test_the_same_damage_asks_for_one_action_on_its_slot(desk: DamageDesk):
+    found(desk, finding())
+    later = found(desk, finding(READER_FORWARD=3, READER_ROW=2))
+    assert [reader.request_id for reader in later.readers] == ["bob"]
+    assert later.slots == ()  # by now the slot may have another owner
+    assert found(desk, finding(WRITER=written(2))).slots != ()
+
+
+def test_only_changed_bytes_are_damage_to_all_who_hold_the_slot(desk: DamageDesk):
+    wrong_row = finding(REASONS=Reason.CHAIN | Reason.POSITION, side=Side.HEAD)
+    assert found(desk, wrong_row).slots == (DamagedSlot(9, written(0), changed=False),)
+    swa = finding(kind=PoolKind.SWA, SLOT=4, FULL_SLOT=30)
+    assert found(desk, swa).slots == (DamagedSlot(30, written(0), changed=False),)
+
+
+@pytest.mark.parametrize("reasons", [Reason.DOUBLE_FREE, Reason.STALE_WEIGHTS], ids=str)
+def test_what_is_reported_only_asks_for_nothing(reasons: Reason, desk: DamageDesk):
+    assert found(desk, finding(REASONS=reasons)) == Damage()
+    both = finding(REASONS=Reason.STALE_WEIGHTS | Reason.CONTENT)
+    assert [reader.request_id for reader in found(desk, both).readers] == ["ada"]
+
+
+def test_the_sweep_has_no_reader(desk: DamageDesk):
+    damage = found(desk, finding(side=Side.SWEEP, READER_ROW=0))
+    assert (damage.readers, len(damage.slots)) == ((), 1)
+
+
+def test_slot_0_is_never_dropped(desk: DamageDesk):
+    unmapped = finding(REASONS=Reason.UNMAPPED_SLOT, SLOT=0, FULL_SLOT=0, WRITER=0)
+    damage = found(desk, unmapped)
+    assert (len(damage.readers), damage.slots) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("second", "is_bad"),
+    [
+        ({"EXPECTED_CONTENT": 78}, True),  # the bytes have changed again
+        ({"WRITER": written(2)}, True),  # rewritten, and changed again
+        ({"READER_FORWARD": 3}, False),  # the same change
+        ({"half": "V"}, False),  # one store of a whole token changes both
+        ({"SLOT": 10, "FULL_SLOT": 10, "EXPECTED_CONTENT": 78}, False),
+        ({"REASONS": Reason.CONTENT | Reason.CHAIN, "EXPECTED_CONTENT": 78}, False),
+        ({"WRITER": written(2) ^ 1, "EXPECTED_CONTENT": 78}, False),  # a damaged record
+    ],
+    ids=str,
+)
+def test_memory_is_bad_when_a_slot_changes_by_itself_twice(second, is_bad, desk: DamageDesk):
+    assert found(desk, finding()).bad_memory == ()
+    assert found(desk, finding(**second)).bad_memory == ((("FULL", 9),) if is_bad else ())
+
+
+def test_what_the_ranks_have_found_is_put_together(desk: DamageDesk):
+    mine = found(desk, finding(READER_FORWARD=2))
+    ada = Reader("ada", 1, 1, 40, ("CHAIN",))
+    other = Damage((ada,), (DamagedSlot(9, 5, False),), (("SWA", 3),), (31, 30))
+    both = Damage.of_all([mine, Damage.from_wire(other.to_wire())])
+    assert both.readers == other.readers
+    assert both.slots == (*mine.slots, *other.slots)
+    assert both.bad_memory == (("SWA", 3),)
+    assert both.tainted == (30, 31)
+    assert Damage.from_wire(both.to_wire()) == both
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

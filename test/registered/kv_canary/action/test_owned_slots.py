@@ -1,0 +1,93 @@
+"""A request whose row is wrong frees nothing of others, and an idle server gets back what was lost with it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, make_tree
+
+if release().has_own_canary:
+    pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
+
+from sglang_kv_canary.wiring.v0_5_12.owned_slots import OwnedSlots
+
+register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
+
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def free_slots(allocator: Any) -> list[int]:
+    """Slots on the free list, each as often as it is there."""
+    pages = [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+    return sorted(p * allocator.page_size + i for p in pages for i in range(allocator.page_size))
+
+
+def owned(kind: str = "radix", page: int = 1) -> OwnedSlots:
+    """Row 1 has the slots of "ada", row 2 those of "bob", 8 each."""
+    allocator = make_tree(kind, page).allocator
+    rows = torch.zeros((4, 32), dtype=torch.int32)
+    for row in (1, 2):
+        rows[row, :8] = allocator.alloc(8)
+    return OwnedSlots(allocator, rows)
+
+
+@pytest.mark.parametrize(("kind", "page"), [("radix", 1), ("radix", 4), ("swa", 1)])
+def test_slots_of_others_are_not_freed(kind: str, page: int) -> None:
+    slots = owned(kind, page)
+    full = getattr(slots.allocator, "full_attn_allocator", slots.allocator)
+    ada, bob = slots.rows[1, :8].clone(), slots.rows[2, :8].clone()
+    before = free_slots(full)
+    cached = slots.allocator.alloc(4)
+    slots.rows[1, :4] = bob[:4]  # of another request
+    with slots.freeing_only(cached, [(2, 8)]):
+        slots.allocator.free(slots.rows[1, :8])
+        slots.allocator.free(cached)  # of the cache
+        slots.allocator.free(torch.tensor(before[-4:]))  # free already
+        slots.allocator.free(torch.tensor([0, POOL_SLOTS + page]))  # padding, out of range
+    expected = sorted({*before, *ada[4:].tolist()} - set(cached.tolist()))
+    assert free_slots(full) == expected
+    slots.allocator.free(bob)  # the rule holds for one release
+    assert free_slots(full) == sorted({*expected, *bob.tolist()})
+
+
+def test_slots_that_wait_in_a_free_group_are_not_freed_again() -> None:
+    slots = owned()
+    bob, before = slots.rows[2, :8].clone(), free_slots(slots.allocator)
+    slots.allocator.free_group_begin()
+    slots.allocator.free(bob)
+    with slots.freeing_only(NONE, []):
+        slots.allocator.free(bob)
+    slots.allocator.free_group_end()
+    assert free_slots(slots.allocator) == sorted([*before, *bob.tolist()])
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_an_idle_servers_free_list_is_all_that_is_neither_cached_nor_withheld(page: int) -> None:
+    slots = owned(page=page)
+    allocator, ada, bob = slots.allocator, slots.rows[1, :8], slots.rows[2, :8]
+    allocator.free(bob[:4])  # too early: the cache holds them
+    allocator.free(allocator.free_pages[:1] * page)  # twice
+    slots.disturbed = True
+    bad = int(ada[0]) // page
+    lost, surplus = slots.restore(bob, [bad])
+    assert (lost, surplus) == (8 - page, 4 + page)
+    everything = set(range(page, POOL_SLOTS + page))
+    bad_slots = {bad * page + i for i in range(page)}
+    assert free_slots(allocator) == sorted(everything - set(bob.tolist()) - bad_slots)
+    assert slots.restore(bob, [bad]) == (0, 0)
+    assert not slots.disturbed
+
+
+def test_swa_pools_are_not_restored() -> None:
+    assert owned().can_be_restored
+    assert not owned("swa").can_be_restored
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,234 @@
+"""SGLANG_KV_CANARY_ACTION=abort: exactly the requests that read damage end, and the others are answered as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from typing import Any, ClassVar
+from urllib.error import HTTPError
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs.containment_traffic import (
+    ENV,
+    FLAGS,
+    KINDS_OF_FAULTS,
+    Answer,
+    Balance,
+    Pool,
+    Round,
+    rounds,
+    serve,
+)
+from sglang_kv_canary_rigs.eagle_serving import V1, V2, EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+# The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
+LONG = "KV_CANARY_TEST_CONTAINMENT_ROUNDS" in os.environ
+ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", KINDS_OF_FAULTS))
+long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+
+
+class ContainmentBase(CanaryE2EBase):
+    """The same rounds without faults, on the same server, give the right answers. Nobody ends in them."""
+
+    mode_name = "attentive"
+    flags: ClassVar = FLAGS
+    env: ClassVar = ENV
+    pool: ClassVar = Pool()
+    count: ClassVar[int] = ROUNDS
+
+    def actions(self) -> list[dict[str, Any]]:
+        self.settle()
+        return self.serving.events("containment")
+
+    def serve_clean(self, plan: list[Round]) -> list[dict[str, Answer]]:
+        async def all_of_them() -> list[dict[str, Answer]]:
+            return [await serve(self.serving, each, faulty=False) for each in plan]
+
+        answers = self.run(all_of_them())
+        assert {a.error for each in answers for a in each.values()} == {None}
+        assert self.actions() == []
+        assert self.violations() == []
+        assert self.run(self.serving.flush())
+        return answers
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        plan = list(rounds(self.count, pool=self.pool))
+        clean, balance = self.serve_clean(plan), Balance()
+        self.expect_violations()
+        for each, right in zip(plan, clean, strict=True):
+            answers = self.run(serve(self.serving, each, faulty=True))
+            self.settle()
+            self.run(balance.add(self.serving, each, right, answers))
+        assert balance.problems == []
+        assert balance.ended + balance.answered >= self.count
+        assert max(balance.tokens_left, default=0) <= 2  # of 14 to 19
+        # Idle with SGLang's leak check on, and as right as before.
+        assert self.run(self.serving.flush())
+        assert self.run(serve(self.serving, plan[0], faulty=False)) == clean[0]
+        assert self.serving.events("internal_error") == []
+
+
+class TestContainment(ContainmentBase):
+    def test_a_slot_that_changes_by_itself_twice_is_never_handed_out_again(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("bad memory"), 20)
+        slots = []
+        for attempt in range(3):
+            assert self.run(self.serving.flush())  # the allocator begins with the same slots again
+            self.generate(f"writer{attempt}", prompt, 1)
+            done = self.inject("flip_bytes", cached=prompt, position=5, count=64).answer()
+            slots += done["slots"]
+            self.generate(f"reader{attempt}", prompt, 4)
+            self.actions()
+        assert slots[0] == slots[1] != slots[2]
+        withheld = [slot for action in self.actions() for slot in action["withheld"]]
+        assert withheld == [{"pool": "FULL", "slot": slots[0]}]
+        assert f"FULL slot {slots[0]} has changed by itself twice" in self.serving.stderr
+
+    def test_a_request_that_was_answered_by_then_is_listed(self) -> None:
+        """So is the one that a wrong row would have made SGLang leak a slot of."""
+        self.expect_violations()
+        prompt = random_tokens(random.Random("answered"), 20)
+        self.generate("early-writer", prompt, 1)
+        self.inject("flip_bytes", cached=prompt, position=5, count=64).answer()
+        assert len(self.generate("early-reader", prompt, 1)) == 1
+        assert self.actions()[-1]["answered"] == ["early-reader"]
+        self.inject("padding_slot", rid="early-row", mode="DECODE", keep=True)
+        self.generate("early-row", prompt[::-1], 5)
+        action = self.actions()[-1]
+        assert action["answered"] + action["aborted"] == ["early-row"]
+
+    def test_a_client_gets_an_error_that_says_why(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("error"), 20)
+        self.generate("writer", prompt, 1)
+        self.inject("flip_bytes", cached=prompt, position=5, count=64).answer()
+        body = {"rid": "reader", "input_ids": prompt, "sampling_params": SAMPLING}
+        with pytest.raises(HTTPError, match="kv-canary: this request has read damaged KV") as told:
+            self.serving.post("/generate", body)
+        assert told.value.code == 500
+
+
+class TestWithoutTheAction(ContainmentBase):
+    """The faults change answers: without the action each round has a wrong one, and nobody is told."""
+
+    env: ClassVar = {
+        **ENV,
+        "SGLANG_KV_CANARY_ACTION": "report",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",  # a wrong row loses slots
+    }
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        """They end in no round."""
+        plan = list(rounds(KINDS_OF_FAULTS))
+        clean = self.serve_clean(plan)
+        self.expect_violations()
+        harmless = []
+        for each, right in zip(plan, clean, strict=True):
+            answers = self.run(serve(self.serving, each, faulty=True))
+            if all(answer.tokens == right[rid].tokens for rid, answer in answers.items()):
+                harmless.append(each.fault)
+            assert {answer.error for answer in answers.values()} == {None}
+            assert self.run(self.serving.flush())  # the damage would stay
+        assert harmless == []
+        assert self.actions() == []
+
+
+class TestTwoRanks(ContainmentBase):
+    """Damage of one rank ends the request on both, in the same step: otherwise they would wait for each other."""
+
+    flags: ClassVar = {**FLAGS, "tp_size": 2}
+    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64)
+    count: ClassVar[int] = max(2, ROUNDS // 5)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_damage_of_one_rank_ends_the_request_on_both(self, rank: int) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random(rank), 40)
+        self.generate(f"writer{rank}", prompt, 1)
+        self.inject("flip_bytes", rank, cached=prompt, position=20, count=64, half="V").answer()
+        assert self.generate(f"reader{rank}", prompt, 16) == []
+        acted = [a for a in self.actions() if a["aborted"] == [f"reader{rank}"]]
+        assert sorted(action["rank"] for action in acted) == [0, 1]
+
+
+@long_form
+class TestWithoutOverlap(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "disable_overlap_schedule": True}
+
+
+@long_form
+class TestWithoutCache(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "disable_radix_cache": True}
+    pool: ClassVar = Pool(has_cache=False)
+
+
+@long_form
+class TestSlidingWindow(ContainmentBase):
+    mode_name = "swa"
+    pool: ClassVar = Pool(keeps_rows=False)  # what is lost is not found again
+
+
+@long_form
+class TestMla(ContainmentBase):
+    mode_name = "mla"
+    pool: ClassVar = Pool(half="K", size=64)
+
+
+class Speculation:
+    """The answers are those of a script, whatever attention reads: leaks and innocent requests would show."""
+
+    env: ClassVar = ENV
+
+    @pytest.mark.parametrize("victim", ["family0", "loner0", "loner1"])
+    def test_exactly_the_reader_of_damage_ends(self, victim: str) -> None:
+        self.expect_violations()
+        rng = random.Random(victim)
+        shared = random_tokens(rng, 20)
+        prompts = {f"family{i}": shared + random_tokens(rng, 5) for i in range(2)}
+        prompts |= {f"loner{i}": random_tokens(rng, 24) for i in range(3)}
+        self.generate(f"{victim}-warm", shared, 1)
+        fault = {"half": "V", "count": 16, "mode": "TARGET_VERIFY", "position": 22}
+        injection = self.inject("flip_bytes", rid=f"{victim}-{victim}", **fault)
+
+        async def together() -> list[list[int]]:
+            asked = (self.serving.generate(f"{victim}-{n}", p, 24) for n, p in prompts.items())
+            return await asyncio.gather(*asked)
+
+        answers = dict(zip(prompts, self.run(together()), strict=True))
+        injection.answer()
+        self.settle()
+        assert self.serving.events("containment")[-1]["aborted"] == [f"{victim}-{victim}"]
+        assert answers.pop(victim) == []
+        assert answers == {name: scripted_answer(prompts[name], 24) for name in answers}
+        assert self.serving.events("internal_error") == []
+
+
+@long_form
+class TestEagleV2(Speculation, EagleE2EBase):
+    speculation: ClassVar = V2
+
+
+@long_form
+class TestEagleV1(Speculation, EagleE2EBase):
+    speculation: ClassVar = V1
+
+
+@long_form
+class TestNgram(Speculation, NgramE2EBase):
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
