@@ -95,8 +95,8 @@ class Scene:
         before = len(self.rig.reported)
         with self.flipped(rng):
             seen = next((n for n in range(1, limit + 1) if self._reports(before)), None)
-        for _ in range(2 * limit if self.rig.manager.config.sweep_interval else 1):
-            self.forward()  # what a pass has still to say about the flipped bit
+        for _ in range(2):  # what was found with the bit flipped is reported by then
+            self.forward()
         return seen
 
     def _reports(self, before: int) -> bool:
@@ -105,7 +105,7 @@ class Scene:
         return len(self.rig.reported) > before
 
 
-def trials(make: Callable[[], Scene], count: int, limit: int, room: int = 2000) -> list[int | None]:
+def trials(make: Callable[[], Scene], count: int, limit: int, room: int = 1000) -> list[int | None]:
     """A fresh scene before the request is `room` tokens longer."""
     rng, scene, found = random.Random(1), make(), []
     begun = scene.length

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.cli import fault_table
@@ -25,6 +26,9 @@ from sglang_kv_canary.testing.serving import CanaryServer
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the faults are staged in CPU engines"
+)
 MHA = SETUPS["mha"]
 # id -> (reason, verdict on the guess)
 ON_MHA = {
@@ -101,6 +105,16 @@ def test_missed_fault_and_false_alarm_fail(mha: CanaryServer) -> None:
     alarmed = stage_on(mha, MHA, replace(FAULTS["store-lost"], traffic=_damages_by_itself))
     assert alarmed.clean_alarms > 0
     assert not alarmed.holds
+
+
+def test_server_that_does_not_start_is_told_for_each_of_its_faults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SETUPS, "mha", replace(MHA, flags={"attention_backend": "no-such"}))
+    results = [*stage_all([FAULTS[name] for name in GAPS])]
+    assert [r.fault.id for r in results] == GAPS
+    assert all("did not start" in r.problem and "no-such" in r.problem for r in results)
+    assert not any(r.holds for r in results)
 
 
 def test_bench_puts_everything_back() -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..demo.console import say
 from ..fault_table.fault import StagedFault
 from ..fault_table.run import Result, stage_all
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kv-canary fault-table",
         description="Stages KV-cache bugs that happened in SGLang's own code, on servers with tiny models. Each runs "
-        "under the traffic in which it strikes, after the same traffic without it. Takes about five minutes on 2 CPU "
+        "under the traffic in which it strikes, after the same traffic without it. Takes five to ten minutes on 2 CPU "
         "cores. Ends with code 1 if a bug is not caught, or if clean traffic raises an alarm.",
     )
     parser.add_argument(
@@ -67,6 +69,10 @@ def _chosen(only: Sequence[str] | None, parser: argparse.ArgumentParser) -> list
 def _check(file: Path | None, parser: argparse.ArgumentParser) -> None:
     if release().has_own_canary:
         parser.error("the faults are staged in the code of SGLang 0.5.12.post1; use that release")
+    if torch.cuda.is_available():
+        parser.error(
+            "the faults are staged in CPU engines; hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         parser.error(f"--json {file}: expected a file in an existing folder")
 
@@ -93,7 +99,7 @@ def _run(faults: Sequence[StagedFault], args: argparse.Namespace) -> int:
 def _progress(result: Result) -> str:
     name = f"{result.fault.id:26}"
     if result.problem:
-        return f"{name} PROBLEM: {safe_text(result.problem, 400)}"
+        return f"{name} PROBLEM: {safe_text(result.problem, 1000)}"
     alarms = f"{result.clean_alarms} FALSE ALARMS; " if result.clean_alarms else ""
     return f"{name} {alarms}{_detected(result)}"
 

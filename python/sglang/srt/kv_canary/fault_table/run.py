@@ -18,6 +18,7 @@ from .traffic import Stage
 __all__ = ["Result", "stage_all", "stage_on"]
 
 Events = list[dict[str, Any]]
+MOST_SAID = 600  # characters of an error, which may quote the server's stderr
 SWEEP_S = 0.4  # an idle server sweeps what the cache holds within this time
 
 
@@ -69,13 +70,21 @@ def stage_all(
 def _on_server(
     setup: Setup, faults: Sequence[StagedFault], told: Callable[[str], None]
 ) -> Iterator[Result]:
+    """A fault may end the server; then the next one gets another."""
     left = list(faults)
     while left:
         start = time.monotonic()
-        with setup.server() as serving:
-            told(f"server {setup.name} ({setup.pool}): {time.monotonic() - start:.0f} s to start")
-            while left and serving.alive:
-                yield stage_on(serving, setup, left.pop(0))
+        try:
+            with setup.server() as serving:
+                told(
+                    f"server {setup.name} ({setup.pool}): {time.monotonic() - start:.0f} s to start"
+                )
+                while left and serving.alive:
+                    yield stage_on(serving, setup, left.pop(0))
+        except (RuntimeError, TimeoutError, OSError) as error:
+            problem = f"the server did not start: {str(error)[-MOST_SAID:]}"
+            yield from (_result(setup, fault, [], [], [], [], problem) for fault in left)
+            return
 
 
 def stage_on(serving: CanaryServer, setup: Setup, fault: StagedFault) -> Result:
@@ -92,7 +101,7 @@ def stage_on(serving: CanaryServer, setup: Setup, fault: StagedFault) -> Result:
         strikes = serving.send(MEND, role=ROLE).answer()["strikes"]
         serving.run(_settle(serving, flush=True))
     except Exception as error:  # whatever the fault has done to the server, the table goes on
-        problem = f"{type(error).__name__}: {error}"[-2000:]
+        problem = f"{type(error).__name__}: {str(error)[-MOST_SAID:]}"
     found, causes = watch.new()
     return _result(setup, fault, clean, strikes, found, causes, problem)
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..testing.eagle_mode import V2  # adds the mode
 from ..testing.hicache_mode import FILL_INS, SMALL_POOL
 from ..testing.mode_config import MODES, ModeConfig
@@ -56,10 +54,6 @@ class Setup:
         return serving
 
 
-# SGLang's page allocator and EAGLE's attention are Triton kernels.
-_ON_CPU = not torch.cuda.is_available()
-_INTERPRETED = INTERPRETED if _ON_CPU else {}
-_INTERPRETER = (quick_interpreter,) if _ON_CPU else ()
 # Real weights, which an update can replace.
 _MHA = replace(
     MODES["mha"],
@@ -80,8 +74,8 @@ SETUPS: dict[str, Setup] = {
             "MHA, pages of 16",
             MODES["mha"],
             {"page_size": 16},
-            _INTERPRETED,
-            _INTERPRETER,
+            INTERPRETED,  # SGLang's page allocator is a Triton kernel
+            (quick_interpreter,),
         ),
         Setup("mla", "MLA", MODES["mla"]),
         Setup("swa", "SWA", MODES["swa"], {"disable_overlap_schedule": True}),
@@ -94,6 +88,6 @@ SETUPS: dict[str, Setup] = {
             plugins=FILL_INS,
             storage=True,
         ),
-        Setup("eagle", "MHA, EAGLE draft", MODES["eagle"], V2, _INTERPRETED, draft=True),
+        Setup("eagle", "MHA, EAGLE draft", MODES["eagle"], V2, INTERPRETED, draft=True),
     )
 }

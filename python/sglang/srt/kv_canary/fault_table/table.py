@@ -68,7 +68,7 @@ _ROWS = (
         "sgl#24527",
         "abort frees the pages, the late write lands in the next request",
         "mha",
-        traffic.aborted,
+        partial(traffic.aborted, tokens=30),
         stores.late_write_after_abort,
         _LATE,
     ),
@@ -351,12 +351,12 @@ NOT_STAGED: tuple[NotStaged, ...] = (
     NotStaged(
         "vllm#56104",
         "first failed handle frees blocks under sibling writes",
-        "needs a prefill and a decode server; late-write-after-abort is its end on one server",
+        "needs two servers and Mooncake; `test_e2e_disaggregation.py` stages a write that comes late",
     ),
     NotStaged(
         "vllm#44238",
         "transfer is complete before its bytes are visible",
-        "needs a prefill and a decode server; load-not-fenced is the same between two tiers",
+        "needs two servers and Mooncake; `test_e2e_disaggregation.py` damages what is in transit",
     ),
     NotStaged(
         "Mooncake#2236",

@@ -63,10 +63,10 @@ async def staggered(stage: Stage, answer: int = 200) -> None:
     await victim
 
 
-async def aborted(stage: Stage) -> None:
+async def aborted(stage: Stage, tokens: int = 100) -> None:
     """`early` is aborted in its decodes, and `victim` gets its slots."""
     early = asyncio.ensure_future(stage.ask("early", stage.prompt("early"), 400))
-    await stage.decoding("early", 100)
+    await stage.decoding("early", tokens)
     await stage.serving.abort("early")
     await early
     await stage.ask("victim", stage.prompt("victim"), LONG)
