@@ -24,7 +24,7 @@ from sglang_kv_canary.fault_table.table import FAULTS, NOT_STAGED
 from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.testing.serving import CanaryServer
 
-register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the faults are staged in CPU engines"
@@ -148,6 +148,7 @@ def result_of(name: str, **fields: object) -> Result:
         findings=2,
         reasons=("CHAIN",),
         tag="HEAD_K_FULL",
+        runner="target",
         forwards=3,
         guess=BugClass.ROW_SUBSTITUTION.value,
         confidence="likely",
@@ -202,6 +203,8 @@ def test_table_tells_caught_missed_unsure_and_gaps_apart() -> None:
     assert "right: row_substitution (likely)" in shown
     assert "unsure: unknown" in shown
     assert "NOT CAUGHT" in shown
+    assert "(draft)" not in shown
+    assert "at HEAD_K_FULL (draft)" in fault_table._progress(replace(right, runner="draft"))
     assert "not detected: store-lost: the fingerprint" in shown
     assert "did not strike" in shown
     assert "caught 3 of 5, 1 known gaps, 0 alarms in clean runs. Guesses: 1 right" in shown

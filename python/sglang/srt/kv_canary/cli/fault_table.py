@@ -108,7 +108,8 @@ def _detected(result: Result) -> str:
     if not result.strikes:
         return "did not strike"
     if result.caught:
-        return f"{' + '.join(result.reasons)} at {result.tag}"
+        of_draft = " (draft)" if result.runner == "draft" else ""
+        return f"{' + '.join(result.reasons)} at {result.tag}{of_draft}"
     return "not detected" if result.fault.gap else "NOT CAUGHT"
 
 
@@ -195,6 +196,7 @@ def _as_json(results: Sequence[Result], seconds: float) -> dict[str, Any]:
                 "gap": r.fault.gap,
                 "reasons": list(r.reasons),
                 "tag": r.tag,
+                "runner": r.runner,
                 "findings": r.findings,
                 "forwards": r.forwards,
                 "expected_guess": r.fault.expected.value,

@@ -33,6 +33,7 @@ class Result:
     findings: int
     reasons: tuple[str, ...]  # of the first finding
     tag: str  # of the first finding; "" if there is none
+    runner: str  # that made it: "target" or "draft"
     forwards: int | None  # from the strike to the first finding; None: not known
     guess: str  # class of bug that is guessed for the first cause
     confidence: str
@@ -156,6 +157,7 @@ def _result(
         findings=len(found),
         reasons=() if first is None else tuple(first["reasons"]),
         tag="" if first is None else first["tag"],
+        runner="" if first is None else first["runner"],
         forwards=None if first is None else _seen_after(strikes)(first)[0],
         guess=guess["class"],
         confidence=guess["confidence"],
