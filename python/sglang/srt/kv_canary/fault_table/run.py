@@ -71,7 +71,7 @@ def stage_all(
 def _on_server(
     setup: Setup, faults: Sequence[StagedFault], told: Callable[[str], None]
 ) -> Iterator[Result]:
-    """A fault may end the server; then the next one gets another."""
+    """After a problem, the next fault gets a server of its own: this one may have ended, or still be broken."""
     left = list(faults)
     while left:
         start = time.monotonic()
@@ -80,8 +80,11 @@ def _on_server(
                 told(
                     f"server {setup.name} ({setup.pool}): {time.monotonic() - start:.0f} s to start"
                 )
-                while left and serving.alive:
-                    yield stage_on(serving, setup, left.pop(0))
+                while left:
+                    result = stage_on(serving, setup, left.pop(0))
+                    yield result
+                    if result.problem:
+                        break
         except (RuntimeError, TimeoutError, OSError) as error:
             problem = f"the server did not start: {str(error)[-MOST_SAID:]}"
             yield from (_result(setup, fault, [], [], [], [], problem) for fault in left)
