@@ -39,6 +39,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("doctor", "cli.doctor", "would a server with these arguments be protected here"),
     Command(
+        "fault-table",
+        "cli.fault_table",
+        "bugs that happened to KV caches, staged in SGLang's own code: which are caught",
+    ),
+    Command(
         "faults",
         "cli.faults",
         "faults that can be injected, with arguments and what must be reported",

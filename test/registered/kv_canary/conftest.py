@@ -31,8 +31,8 @@ def kernels_stay_in_bounds() -> Iterator[None]:
     if not INTERPRET:
         yield
         return
+    from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
     from sglang_kv_canary_rigs.bounds_guard import BoundsGuard
-    from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
 
     quick_interpreter()
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.scripted_models import write_attentive_llama
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.traffic import random_tokens
-
-from .scripted_models import write_attentive_llama
 
 __all__ = [
     "ENV",

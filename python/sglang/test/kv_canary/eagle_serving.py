@@ -12,48 +12,11 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
-from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
+from sglang_kv_canary.testing.eagle_mode import V2
+from sglang_kv_canary.testing.scripted_models import successor, write_scripted_eagle
 from sglang_kv_canary.testing.serving import Serving
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
-
-from .quick_interpreter import quick_interpreter
-from .scripted_models import successor, write_scripted_eagle
-from .scripted_models import write_scripted_llama as write_target
-from .spec_fill_ins import INTERPRETED, eagle_on_cpu
-
-_MHA = MODES["mha"]
-# Short requests: on a CPU every attention kernel is interpreted. At most 8 requests of 72 tokens at once.
-POOL_SLOTS = 640
-CHUNK = 16  # most prompts take two chunks or more
-
-MODES["eagle"] = ModeConfig(
-    name="eagle",
-    write_model=write_target,
-    pools=("FULL",),
-    halves=("K", "V"),
-    server_args={
-        **_MHA.server_args,
-        "load_format": "auto",
-        "max_total_tokens": POOL_SLOTS,
-        "max_running_requests": 8,
-        "chunked_prefill_size": CHUNK,
-        "context_length": 256,
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_steps": 3,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 4,
-    },
-    cpu_args={
-        **_MHA.cpu_args,
-        "attention_backend": "triton",
-        "triton_attention_num_kv_splits": 1,
-        "disable_cuda_graph": True,
-    },
-    cuda_args=_MHA.cuda_args,
-    cpu_fill_ins=(eagle_on_cpu, quick_interpreter),
-)
-V1 = {"disable_overlap_schedule": True}
-V2 = {"disable_overlap_schedule": False}
 
 
 class EagleE2EBase(CanaryE2EBase):

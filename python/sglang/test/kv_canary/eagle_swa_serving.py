@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.scripted_models import (
+    write_scripted_gemma4,
+    write_scripted_gemma4_assistant,
+)
 from sglang_kv_canary.testing.serving import Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 
 from .eagle_serving import EagleE2EBase, scripted_answer
-from .scripted_models import write_scripted_gemma4, write_scripted_gemma4_assistant
 
 _EAGLE = MODES["eagle"]
 # Requests grow to at most 12 + 2 * (14 + 10) = 60 tokens, nearly four windows. The SWA pool has half the slots of the

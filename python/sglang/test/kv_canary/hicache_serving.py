@@ -6,23 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
-from sglang_kv_canary.testing.fill_ins import hicache_on_cpu, pageable_memory
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.serving import CanaryServer, Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 
-ON_CPU = not torch.cuda.is_available()
-FILL_INS = (hicache_on_cpu, pageable_memory) if ON_CPU else ()
-# Three prompts of 100 tokens fit on the device, all of them in host memory.
-SMALL_POOL = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 6.0,
-    "max_total_tokens": 320,
-    "enable_cache_report": True,
-    **({"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"} if ON_CPU else {}),
-}
 PROMPT = 100
 
 

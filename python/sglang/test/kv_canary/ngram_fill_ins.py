@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .spec_fill_ins import verify_tree_greedy
+from sglang_kv_canary.testing.spec_fill_ins import verify_tree_greedy
 
 __all__ = ["PairCorpus", "ngram_on_cpu", "reconstruct_indices"]
 

@@ -22,11 +22,11 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.fill_ins import pageable_memory
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.choices_grammar import choices_grammar
 from sglang_kv_canary_rigs.feature_serving import MANY, CleanServer, together
-from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
-from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")

@@ -11,6 +11,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import CanaryServer, consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.pd_serving import (
     AGAIN_LATER,
@@ -21,8 +23,6 @@ from sglang_kv_canary_rigs.pd_serving import (
     nothing_to_synchronize,
     transit_faults,
 )
-from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
-from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 

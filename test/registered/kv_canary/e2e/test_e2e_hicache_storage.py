@@ -14,11 +14,12 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, ON_CPU
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
-from sglang_kv_canary_rigs.hicache_serving import FILL_INS, ON_CPU, HiCacheE2E, ask, hits, prompts
-from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
-from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
+from sglang_kv_canary_rigs.hicache_serving import HiCacheE2E, ask, hits, prompts
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")

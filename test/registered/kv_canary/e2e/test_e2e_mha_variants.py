@@ -10,9 +10,9 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
-from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
-from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")

@@ -26,10 +26,10 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
     two_prompts,
 )
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.quick_interpreter import quick_interpreter
-from sglang_kv_canary_rigs.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs.swa_divergence_asserts import SwaDivergenceMixin
 
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")

@@ -9,6 +9,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.traffic import TrafficShape, drive, random_tokens
 from sglang_kv_canary_rigs.altered_sampling import (
@@ -16,7 +17,7 @@ from sglang_kv_canary_rigs.altered_sampling import (
     alter_verified_tokens,
     request_file,
 )
-from sglang_kv_canary_rigs.eagle_serving import V1, V2, EagleE2EBase
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.token_oracle_serving import CheckedClient, TokenOracleE2E
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")

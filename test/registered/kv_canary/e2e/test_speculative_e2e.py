@@ -10,16 +10,16 @@ from typing import ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fault_cases import Case, tags
-from sglang_kv_canary.testing.traffic import random_tokens
-from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.eagle_serving import V1, V2
-from sglang_kv_canary_rigs.scripted_models import (
+from sglang_kv_canary.testing.scripted_models import (
     OFTEN_RIGHT,
     write_scripted_eagle,
     write_scripted_eagle3,
     write_scripted_llama,
 )
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
     EVERYWHERE,

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fault_cases import Case, tags
-from sglang_kv_canary_rigs.eagle_serving import V1, V2
 from sglang_kv_canary_rigs.eagle_swa_serving import EagleSwaE2EBase, FrozenKvE2EBase
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, VERIFY, EagleFaults, flips
 

@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.triton.jit import INTERPRET, jit
+from sglang_kv_canary.testing.quick_interpreter import tritons_patch_attr
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
     Pool,
@@ -21,7 +22,6 @@ from sglang_kv_canary_rigs.kernel_cases import (
     make_group,
     make_state,
 )
-from sglang_kv_canary_rigs.quick_interpreter import tritons_patch_attr
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 

@@ -26,13 +26,17 @@ def test_help_names_every_command(capsys):
         main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
+    assert all(
+        re.search(rf"^    {command.name}(?: |$)", shown, re.MULTILINE) for command in COMMANDS
+    )
 
 
 def test_without_a_command_shows_the_help(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
-    assert all(re.search(rf"^    {command.name} ", shown, re.MULTILINE) for command in COMMANDS)
+    assert all(
+        re.search(rf"^    {command.name}(?: |$)", shown, re.MULTILINE) for command in COMMANDS
+    )
 
 
 @pytest.mark.parametrize("argv", [["no-such-command"], ["--no-such-option"]], ids=str)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_kv_canary.testing.tiny_models import TINY_GEMMA4, TINY_LLAMA, _write
+from .tiny_models import TINY_GEMMA4, TINY_LLAMA, _write
 
 # One head: interpreted attention kernels cost some milliseconds per head.
 _CONFIG = {
