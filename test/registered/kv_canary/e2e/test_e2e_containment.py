@@ -13,6 +13,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
@@ -25,7 +26,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
     rounds,
     serve,
 )
-from sglang_kv_canary_rigs.eagle_serving import V1, V2, EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")

@@ -17,12 +17,12 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.eagle_mode import V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.fault_cases import Case, FaultCases, tags
 from sglang_kv_canary.testing.scripted_models import OFTEN_RIGHT, write_scripted_llama
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.eagle_serving import V2
 from sglang_kv_canary_rigs.prefill_graphs import (
     NOTES,
     Replay,
