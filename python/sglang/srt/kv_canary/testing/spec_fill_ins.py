@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_kv_canary.wiring.releases import release
+from ..wiring.releases import release
 
 __all__ = ["INTERPRETED", "eagle_on_cpu"]
 

@@ -1,8 +1,7 @@
 """Which damage is acted on, and in which step: the same on all tensor-parallel ranks.
 
-SGLang's first rank reads the requests of a step and broadcasts them to the others. Damage goes with them: what another
-rank has found reaches the first one through a socket, and all ranks get it with the requests of one step. Without
-damage this costs one look at the socket.
+SGLang's first rank reads the requests of a step and broadcasts them to the others. Damage goes with them. What another
+rank has found reaches the first one through a socket. Without damage this costs one look at the socket.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class Containment:
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
         if lost or surplus:
             logger.warning(
-                "kv-canary action: the free list is repaired. %d slots that nobody held were missing, %d slots were "
-                "there that are cached, or were there twice",
+                "kv-canary action: the free list is repaired. %d slots were missing in it. %d were in it twice, or are "
+                "cached",
                 lost,
                 surplus,
             )
