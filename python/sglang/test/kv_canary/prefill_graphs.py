@@ -66,8 +66,9 @@ def _after_init(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.runtime_context import get_exec
 
     published, own = get_exec().graph.cuda_graph_config, model_runner.server_args.cuda_graph_config
-    for config in (published, own):  # a draft model's arguments may be a copy
-        config.prefill.backend, config.prefill.bs = "breakable", list(_BUCKETS)
+    for config in (published, own):
+        if config is not None:  # 0.5.17 gives a draft model a copy, newer releases leave it unset
+            config.prefill.backend, config.prefill.bs = "breakable", list(_BUCKETS)
     cuda_graph_setup.should_skip_auto_prefill_cuda_graph_for_memory = lambda *_: False
     _attend_on_cpu()
     module.resolve_prefill_backend = _eager_backend

@@ -32,7 +32,7 @@ from sglang_kv_canary_rigs.prefill_graphs import (
 )
 from sglang_kv_canary_rigs.spec_fault_cases import EagleFaults
 
-register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
 
 if not release().has_own_canary:
