@@ -242,6 +242,16 @@ def freed(*positions: int) -> ManagerRig:
     return rig
 
 
+def freed_of_another() -> ManagerRig:
+    """The first slot of a prefix that row 3 shares with row 1. Decodes do not know its token."""
+    rig = mha()
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[3] = 20
+    free(rig, rig.slot(1, 0))
+    rig.decode([3])
+    return rig
+
+
 def forgotten_predecessor() -> Evidence:
     """Two slots in a row are freed, and the cause of the first is no longer remembered."""
     rig = freed(5, 6)
@@ -395,6 +405,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         "one record",
     ),
     "freed while in use": (lambda: freed(5), foreign_free_slot, "free slot of somebody else"),
+    "another's slot freed while in use": (
+        freed_of_another,
+        lambda: freed(0),
+        "freed while in use",
+    ),
     "own slot freed while in use": (
         forgotten_predecessor,
         lambda: evidence_of(freed(5, 6), 2),
@@ -558,6 +573,10 @@ SENTENCES = {
     "freed while in use": (
         'request "req-1" at position 5 reads slot 6, which was freed after forward 2; the request wrote '
         "it itself 2 forwards earlier at position 5"
+    ),
+    "another's slot freed while in use": (
+        'request "req-3" at position 0 reads slot 1, which was freed after forward 2; "req-1" wrote it '
+        "2 forwards earlier at position 0"
     ),
     "own slot freed while in use": (
         'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request wrote '

@@ -117,6 +117,10 @@ def _bytes_only(e: Evidence) -> bool:
     return e.has(Reason.CONTENT) and e.only(Reason.CONTENT)
 
 
+def _freed_prefix(e: Evidence) -> bool:
+    return e.has(*_LIFETIME) and e.same_position and e.same_chain
+
+
 SURE, LIKELY, UNSURE = Confidence
 # Order matters. What the forward was given comes first, then what can be seen of the slot alone, then what takes the
 # history of reader and writer.
@@ -276,9 +280,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "freed while in use",
         BugClass.USE_AFTER_FREE,
-        lambda e: e.has(*_LIFETIME) and e.same_position and e.same_chain,
+        lambda e: _freed_prefix(e) and (e.is_own or e.first.expected_token is not None),
         "the slot still holds the reader's own prefix, so it was freed too early",
         SURE,
+    ),
+    Rule(
+        "another's slot freed while in use",
+        BugClass.USE_AFTER_FREE,
+        _freed_prefix,
+        "the slot continues what lies before it; its token could not be compared, and another request wrote it",
+        LIKELY,
     ),
     Rule(
         "own slot freed while in use",
