@@ -108,6 +108,17 @@ class TestContainment(ContainmentBase):
         action = self.actions()[-1]
         assert action["answered"] + action["aborted"] == ["early-row"]
 
+    def test_nothing_that_was_computed_from_damage_is_cached(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("computed"), 20)
+        goes_on = [*prompt, *self.generate("computed-first", prompt, 1), 7, 8, 9]
+        right = self.generate("computed-right", goes_on, 8)
+        assert self.run(self.serving.flush())
+        # K and V of another token, under the key of the first token of the answer
+        self.inject("wrong_token", rid="computed-victim", mode="DECODE")
+        assert self.generate("computed-victim", prompt, 8) == []
+        assert self.generate("computed-next", goes_on, 8) == right
+
     def test_a_client_gets_an_error_that_says_why(self) -> None:
         self.expect_violations()
         prompt = random_tokens(random.Random("error"), 20)
