@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from sglang_kv_canary.analysis.overview import Overview
 from sglang_kv_canary.analysis.text import as_text
 from sglang_kv_canary.cli.report import main
 from sglang_kv_canary.record import Reason
-from sglang_kv_canary.reports.event_loader import load_events
+from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -177,6 +178,42 @@ def test_the_history_of_the_slot_is_told(folder: Path, tmp_path: Path, capsys) -
     page = _page(folder, tmp_path / "page.html")
     assert "<dt>history</dt><dd>after step 3: " in page
     assert "<dt></dt><dd>after step 4: " in page
+
+
+def test_the_surroundings_of_the_slot_are_told(folder: Path, tmp_path: Path, capsys) -> None:
+    """As in the report of the log."""
+    lines = [
+        line
+        for cause in load_events(folder).of(CauseTold)
+        for line in (cause.story.scene.lines() if cause.story.scene else ())
+    ]
+    assert {name for name, _ in lines} >= {"row", "elsewhere"}
+    shown = " ".join(_text(folder, capsys).split())
+    page = html.unescape(_page(folder, tmp_path / "page.html"))
+    for name, text in lines:
+        assert f"{name}: {text}" in shown
+        assert f"<dt>{name}</dt><dd>{text}</dd>" in page
+
+
+def test_what_was_done_is_told(folder: Path, tmp_path: Path, capsys) -> None:
+    assert "What was done" not in _text(folder, capsys)
+    (file, *_) = sorted(folder.iterdir())
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    names = ("time", "rank", "pp_rank", "dp_rank", "run", "schema", "runner")
+    stamp = {name: events[0][name] for name in names}
+    done = {
+        "event": "containment",
+        "aborted": ["gus", HOSTILE],
+        "answered": ["ada"],
+        "dropped": 412,
+        "withheld": [{"pool": "SWA", "slot": 61}],
+    }
+    write_events(file, [*events, {**stamp, **done}])
+    shown = _text(folder, capsys)
+    (row,) = [line for line in shown.splitlines() if '"gus"' in line and "412" in line]
+    assert '"ada"' in row
+    assert row.endswith("SWA slot 61")
+    assert '<h2 id="contained">' in _page(folder, tmp_path / "page.html")
 
 
 def test_servers_are_shown_beside_each_other(folder: Path, tmp_path: Path, capsys) -> None:

@@ -12,6 +12,7 @@ from ..reports.event_loader import (
     Active,
     CauseTold,
     Checking,
+    Containment,
     Event,
     Found,
     Health,
@@ -54,6 +55,11 @@ class Process:
     @cached_property
     def errors(self) -> tuple[InternalError, ...]:
         return tuple(event for event in self.events if isinstance(event, InternalError))
+
+    @cached_property
+    def contained(self) -> tuple[Containment, ...]:
+        """What was done about damage: SGLANG_KV_CANARY_ACTION=abort."""
+        return tuple(event for event in self.events if isinstance(event, Containment))
 
     @property
     def health(self) -> Health | None:
@@ -143,10 +149,9 @@ class KnownCause:
         return guess.bug.value if guess else "unknown"
 
     @property
-    def history(self) -> tuple[str, ...]:
-        """What the allocators did with its slot, oldest first, a line each."""
-        moments = self.told.story.history if self.told else ()
-        return tuple(moment.text() for moment in moments)
+    def details(self) -> tuple[tuple[str, str], ...]:
+        """(name, text) of the lines that its report has on the slot's history and surroundings."""
+        return tuple(self.told.story.details()) if self.told else ()
 
     @property
     def extent(self) -> str:

@@ -52,6 +52,7 @@ def page_of(overview: Overview, most_causes: int) -> str:
         slots_left=slots_left,
         processes=text.process_rows(overview),
         by_reason=text.reason_rows(overview),
+        contained=text.contained_rows(overview),
         cost=_markup(plots.cost(overview)),
         cost_rows=text.cost_rows(overview),
         no_statistics=text.NO_STATISTICS,
@@ -86,7 +87,7 @@ def _cause(same: SameCause, anchor: str) -> dict[str, Any]:
         ("extent", cause.extent or f"forwards {first} to {last}, {cause.findings} findings"),
         ("read by", text.requests_text(cause)),
         ("written by", "; ".join(actor.text() for actor in cause.writers[:OWNERS])),
-        *(("history" if not i else "", moment) for i, moment in enumerate(cause.history)),
+        *text.named_once(cause.details),
         ("since", f"{text.utc(cause.time)} UTC"),
         ("runbook", runbook_section(cause.reasons[0])),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from ..reports.safe_text import printable_text, safe_text
@@ -31,6 +31,9 @@ def as_text(overview: Overview, *, most_causes: int, width: int, colour: bool) -
         if left > 0:
             yield f"... and {left} more: raise --causes"
         yield from ("", paint.bold("Causes by reason and process"), *table(reason_rows(overview)))
+    contained = contained_rows(overview)
+    if len(contained) > 1:
+        yield from ("", paint.bold("What was done"), *table(contained))
     cost = cost_rows(overview)
     yield from ("", paint.bold("Coverage and cost"))
     yield from table(cost) if len(cost) > 1 else [NO_STATISTICS]
@@ -94,6 +97,32 @@ def reason_rows(overview: Overview) -> list[tuple[str, ...]]:
     return rows
 
 
+def contained_rows(overview: Overview) -> list[tuple[str, ...]]:
+    """One row for each time that requests were ended because of damage."""
+    rows = [
+        ("process", "time, UTC", "ended", "already answered", "cached tokens dropped", "withheld")
+    ]
+    for process in overview.processes:
+        for event in process.contained:
+            withheld = ", ".join(f"{slot['pool']} slot {slot['slot']}" for slot in event.withheld)
+            names = (_ids(event.aborted), _ids(event.answered), str(event.dropped), withheld)
+            rows.append((process.label, utc(event.stamp.time), *(name or "-" for name in names)))
+    return rows
+
+
+def _ids(requests: Sequence[str]) -> str:
+    shown = ", ".join(f'"{safe_text(request)}"' for request in requests[:READERS_SHOWN])
+    return shown + (", ..." if len(requests) > READERS_SHOWN else "")
+
+
+def named_once(details: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The same lines, without a name that the line before has, too."""
+    before = ""
+    for name, text in details:
+        yield ("" if name == before else name, text)
+        before = name
+
+
 def cost_rows(overview: Overview) -> list[tuple[str, ...]]:
     """Medians over the statistics events of each process."""
     rows = [("process", "steps", "coverage", "slots checked", "host us a step", "sweep passes")]
@@ -147,7 +176,7 @@ def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
     lines = [cause.sentence, cause.guess and f"guess: {cause.guess}", extent]
     if cause.readers:
         lines.append(f"read by {requests_text(cause)}")
-    lines += [f"history: {moment}" for moment in cause.history]
+    lines += [f"{name}: {text}" for name, text in cause.details]
     lines.append(f"since {utc(cause.time)} UTC; {runbook_section(cause.reasons[0])}")
     for line in filter(None, lines):
         text = textwrap.fill(
