@@ -17,6 +17,7 @@ from sglang_kv_canary.runner import live_answers as module
 from sglang_kv_canary.runner.live_answers import Answer, LiveAnswers, Unanswerable
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
+from sglang_kv_canary_rigs.dsv4_rig import Dsv4Rig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
 
@@ -171,6 +172,19 @@ def test_a_slot_without_a_swa_slot_has_no_records_there() -> None:
     assert full["state"] == "LIVE"
     assert (swa["slot"], swa["state"], swa["records"], swa["causes"]) == (None, None, {}, [])
     assert len(PROMPT) > WINDOW
+
+
+def test_compressed_slots_are_those_that_stand_for_the_token() -> None:
+    rig = Dsv4Rig()
+    rig.result(rig.extend(1, range(600)))
+    answers, position = Asked(rig), 511  # the last token of a slot of each stride
+    groups = answers.of_slot(rig.slot(1, position))["groups"]
+    expected = {g.kind.value: rig.slot_of(g.kind, 1, position) for g in rig.manager.groups}
+    assert {"SWA", "C4", "C128"} <= set(expected)
+    assert {group["pool"]: group["slot"] for group in groups} == expected
+    assert {group["state"] for group in groups} == {"LIVE"}
+    assert {group["writer"]["request_id"] for group in groups} == {"req-1"}
+    assert [group["pool"] for group in answers.of_request(1)["groups"]] == ["SWA"]
 
 
 def test_the_history_of_the_allocator_is_told_even_before_it_is_applied() -> None:

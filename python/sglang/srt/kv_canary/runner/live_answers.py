@@ -237,6 +237,8 @@ class LiveAnswers:
         """By group of the target: the first entry of the row that leads to another position or token."""
         answers: list[dict[str, Any]] = []
         for group in self._target.groups:
+            if group.stride != 1:
+                continue  # such slots hold no single position
             if self._target.recorder.owners().get(row) != request_id or length <= 0:
                 break  # it has ended since the last copy
             place = self._place(self._target, group.kind, row=row, position=length - 1)
