@@ -320,17 +320,18 @@ class _Copy:
 
 
 def test_the_scheduler_goes_on_while_a_copy_is_under_way() -> None:
-    copy = _Copy()
+    copy, went_on = _Copy(), []
 
     def begin(asked: Mapping[str, Any]) -> Answer:
         yield FutureTensors((), copy)
+        went_on.append(True)
         return {}
 
     desk = QuestionDesk(begin)
     answers = question(desk)
     desk.attend()
     desk.attend()
-    assert (answers, copy.waited) == ([], False)
+    assert (answers, went_on, copy.waited) == ([], [], False)
     copy.arrived = True
     desk.attend()
     assert awaited(answers) == {"status": 200, "body": {}}
