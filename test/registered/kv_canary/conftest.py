@@ -97,6 +97,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_dp_attention.py",
     "e2e/test_e2e_farewell.py",
+    "e2e/test_e2e_live_questions.py",
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",
     "e2e/test_e2e_mha_variants.py",
@@ -112,6 +113,7 @@ ON_NEWER_RELEASES = (
     "project/test_doctor.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
+    "wiring/test_live_questions.py",
     "wiring/test_seam.py",
     "wiring/test_swa_location.py",
 )

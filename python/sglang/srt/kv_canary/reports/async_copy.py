@@ -18,6 +18,16 @@ class FutureTensors:
     done: Any | None  # torch.cuda.Event; None: the copy is complete
 
     @classmethod
+    def start(cls, tensors: tuple[torch.Tensor, ...], stream: Any | None) -> FutureTensors:
+        """`copy` to new host tensors. The memory of `tensors` stays valid until the copy is complete."""
+        cuda = stream is not None
+        out = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=cuda) for t in tensors)
+        future = cls.copy(tensors, stream, out)
+        for tensor in tensors if cuda else ():
+            tensor.record_stream(stream)
+        return future
+
+    @classmethod
     def copy(
         cls, tensors: tuple[torch.Tensor, ...], stream: Any | None, out: tuple[torch.Tensor, ...]
     ) -> FutureTensors:

@@ -206,6 +206,18 @@ class FlightRecorder:
         found = self._forwards.get(forward)
         return 0 if found is None or found.step is None else found.step.starts.get(row, 0)
 
+    def last_of(self, request_id: str) -> tuple[ForwardRecord, int] | None:
+        """The last forward on record that ran a request, and its row. Looks through all forwards on record."""
+        seen: StepRecord | None = None
+        for found in reversed(self._forwards.values()):
+            if found.step is None or found.step is seen:
+                continue
+            seen = found.step
+            for row, request in seen.requests.items():
+                if request == request_id:
+                    return found, row
+        return None
+
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)
         if found is None or found.step is None:

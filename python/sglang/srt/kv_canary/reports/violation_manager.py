@@ -12,6 +12,7 @@ import torch
 from ..record import VIOLATION_COLUMNS, Column
 from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
+from .cause import Cause
 from .flight_recorder import FlightRecorder
 from .moot import are_moot, are_settled
 from .tier_finding import Finding
@@ -79,6 +80,12 @@ class ViolationManager:
     def name_waiting(self, idle: bool) -> None:
         """Name causes whose turn in the log has come."""
         self._reporter.name_waiting(idle)
+
+    def causes_about(
+        self, is_about: Callable[[Cause], bool], limit: int
+    ) -> list[tuple[Cause, str]]:
+        """See `ViolationReporter.causes_about`."""
+        return self._reporter.causes_about(is_about, limit)
 
     def finish(self) -> None:
         """The process ends. Name every waiting cause, and count the findings that were not settled."""

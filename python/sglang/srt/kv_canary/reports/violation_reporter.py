@@ -191,6 +191,13 @@ class ViolationReporter:
         leave_last_words(text)
         raise CanaryViolationError(text)
 
+    def causes_about(
+        self, is_about: Callable[[Cause], bool], limit: int
+    ) -> list[tuple[Cause, str]]:
+        """The newest `limit` causes that `is_about` accepts, oldest first, each with its sentence."""
+        found = [cause for cause in self._causes.values() if is_about(cause)]
+        return [(cause, self._story_of(cause).sentence) for cause in found[-limit:]]
+
     # What is said
 
     def name_waiting(self, idle: bool = False) -> None:

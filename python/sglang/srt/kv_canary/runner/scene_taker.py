@@ -63,11 +63,7 @@ class SceneTaker:
         flat = torch.cat([part.reshape(-1).long() for part in parts.values()])
         rows = found.bytes(self._with_bytes)
         copied = (flat, *rows.values())
-        cuda = self._stream is not None
-        pinned = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=cuda) for t in copied)
-        copy = FutureTensors.copy(copied, self._stream, pinned)
-        for tensor in copied if cuda else ():
-            tensor.record_stream(self._stream)
+        copy = FutureTensors.start(copied, self._stream)
         sizes = {name: part.numel() for name, part in parts.items()}
         return PendingScene(
             copy=copy,

@@ -295,9 +295,16 @@ class CanaryServer(Serving):
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
 
-    def get(self, path: str) -> Any:
-        """The JSON answer to a GET."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+    @property
+    def admin(self) -> dict[str, str]:
+        """Headers that show the server's admin key, if it has one."""
+        key = self.server_args.get("admin_api_key")
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON answer to a GET. Raises HTTPError for an error status."""
+        request = urllib.request.Request(self.url + path, headers=dict(headers or {}))
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -353,11 +360,13 @@ class CanaryServer(Serving):
             return [one["output_ids"] for one in await answer.json()]
 
     async def abort(self, request_id: str) -> None:
-        async with self._session.post(f"{self.url}/abort_request", json={"rid": request_id}):
+        url, body = f"{self.url}/abort_request", {"rid": request_id}
+        async with self._session.post(url, json=body, headers=self.admin):
             pass
 
     async def flush(self) -> bool:
-        async with self._session.post(f"{self.url}/flush_cache?timeout=60") as answer:
+        url = f"{self.url}/flush_cache?timeout=60"
+        async with self._session.post(url, headers=self.admin) as answer:
             return answer.status == 200
 
     def _wait_until_ready(self) -> None:

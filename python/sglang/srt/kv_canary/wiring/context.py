@@ -59,6 +59,7 @@ class CanaryContext:
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     attend_farewell: Callable[[], None] | None = None  # between steps and while idle
+    attend_questions: Callable[[bool], None] | None = None  # at the same places; whether idle
     next_idle_tick: float = 0.0
     # Keyed by ScheduleBatch.forward_iter
     launched: dict[int, StepRecord] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
 from .process_identity import process_identity
+from .question_desk import install_question_desk
 from .releases import release
 from .startup_check import set_active_summary
 
@@ -65,7 +66,7 @@ def _around_process_result(
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
         manager.drain()
-    attempt_aside(_attend_farewell)
+    attempt_aside(_attend, False)
     return returned
 
 
@@ -102,12 +103,15 @@ def after_idle(_: Any, scheduler: Any) -> None:
         context.recorder.settle_without_result()  # no row is given back until what waits has been handed over
         for manager in context.managers:
             manager.on_idle()
-        attempt_aside(_attend_farewell)
+        attempt_aside(_attend, True)
 
 
-def _attend_farewell() -> None:
+def _attend(idle: bool) -> None:
+    """What others ask of this process."""
     if context.attend_farewell is not None:
         context.attend_farewell()
+    if context.attend_questions is not None:
+        context.attend_questions(idle)
 
 
 def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
@@ -153,6 +157,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
             set_active_summary(description)
     if context.active:
         install_farewell()
+        install_question_desk(scheduler.server_args)
 
 
 def active_line(description: dict[str, Any]) -> str:

@@ -98,6 +98,7 @@ RELEASE = Release(
         "token_oracle",
         "v0_5_12.token_oracle",
         "v0_5_12.weights",
+        "live_questions",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),

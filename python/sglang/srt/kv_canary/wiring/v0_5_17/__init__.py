@@ -70,6 +70,7 @@ RELEASE = Release(
         "from_0_5_17.swa_location",
         "token_oracle",
         "v0_5_17.weights",
+        "live_questions",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
