@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import stat
@@ -24,7 +25,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner.live_answers import Answer, Unanswerable
-from sglang_kv_canary.wiring import farewell, live_questions, scheduler
+from sglang_kv_canary.wiring import farewell, live_questions, question_desk, scheduler
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.live_questions import QuestionWindow, add_routes
 from sglang_kv_canary.wiring.question_desk import QuestionDesk, install_question_desk, serve
@@ -352,7 +353,7 @@ def test_an_error_in_an_answer_reaches_neither_scheduler_nor_client(
     desk = QuestionDesk(begin)
     context.attend_questions = desk.attend
     answers = question(desk)
-    scheduler._after_idle(None, None)
+    scheduler.after_idle(None, None)
     assert awaited(answers)["status"] == 500
     assert "secret" not in json.dumps(answers)
     assert "secret" in caplog.text
@@ -406,7 +407,7 @@ def test_answers_come_from_the_managers_and_hold_no_token(installed: Path) -> No
     thread.start()
     deadline = time.monotonic() + 60
     while thread.is_alive() and time.monotonic() < deadline:
-        scheduler._after_idle(None, None)
+        scheduler.after_idle(None, None)
         time.sleep(0.001)
     assert [answer.status_code for answer in found] == [200, 200, 400, 404]
     (slot,) = found[0].json()["ranks"]
@@ -435,7 +436,8 @@ def test_a_folder_that_takes_no_socket_is_said_and_the_server_starts(
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setenv(farewell.FOLDER_ENV, str(deep))
-    install_question_desk(SimpleNamespace(admin_api_key=KEY))
+    with caplog.at_level(logging.WARNING, logger=question_desk.logger.name):
+        install_question_desk(SimpleNamespace(admin_api_key=KEY))
     assert context.attend_questions is None
     assert "kv-canary answers no live questions: cannot make the socket" in caplog.text
 
