@@ -209,8 +209,7 @@ class MetricsExporter(StepObserver):
         arrived = {} if manager.arrivals is None else manager.arrivals.outcomes
         for outcome in OUTCOMES:
             self._count("arrivals_total", arrived.get(outcome, 0), outcome=outcome)
-        if manager.damage is not None:
-            self._publish_action(manager.damage)
+        self._publish_action(manager.damage)
         for where, count in manager.errors.by_where.items():
             self._count("internal_errors_total", count, where=where)
         for (tag, reason), count in found.by_tag_and_reason.items():
@@ -218,12 +217,15 @@ class MetricsExporter(StepObserver):
             if self._count("violations_total", count, **pair):
                 self._set("last_violation_timestamp_seconds", time.time(), **pair)
 
-    def _publish_action(self, damage: DamageDesk) -> None:
+    def _publish_action(self, damage: DamageDesk | None) -> None:
+        """Zeros without an action, so that every panel has data."""
         for outcome in AFFECTED:
-            self._count("affected_requests_total", damage.outcomes[outcome], outcome=outcome)
-        self._set("quarantined_tokens", damage.quarantined)
+            count = 0 if damage is None else damage.outcomes[outcome]
+            self._count("affected_requests_total", count, outcome=outcome)
+        self._set("quarantined_tokens", 0 if damage is None else damage.quarantined)
         for kind in ALLOCATOR_KINDS:
-            self._set("withheld_slots", damage.withheld[kind], pool=kind)
+            count = 0 if damage is None else damage.withheld[kind]
+            self._set("withheld_slots", count, pool=kind)
 
     def _publish_device(self, summary: Summary) -> None:
         self._count("forwards_total", summary.forward_done)
