@@ -74,6 +74,17 @@ def test_a_damaged_cached_slot_says_whose_prefix_it_is() -> None:
     )
 
 
+def test_one_position_is_no_range() -> None:
+    rig = serving()
+    rig.serve(PROMPT)
+    req = rig.admit([*PROMPT[:8], 300])
+    rig.pool.k_buffer[1][rig.slot(req.req_pool_idx, 5)] += 1
+    rig.decode_request(req, 7)
+    assert lines_of(rig)["filled"].startswith(
+        "positions 0 to 7 from the prefix cache, position 8 by prefills; "
+    )
+
+
 @pytest.mark.parametrize(
     ("position", "place"), [(12, "was prefilled"), (18, "was decoded")], ids=str
 )

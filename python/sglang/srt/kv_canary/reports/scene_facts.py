@@ -97,7 +97,11 @@ class RowFilled:
 
 
 def _span(first: int, end: int, how: str) -> str:
-    return f"positions {first} to {end - 1} {how}" if end > first else ""
+    if end <= first:
+        return ""
+    return (
+        f"position {first} {how}" if end == first + 1 else f"positions {first} to {end - 1} {how}"
+    )
 
 
 def buffers_text(half: str, buffers: Sequence[int], count: int) -> str:
