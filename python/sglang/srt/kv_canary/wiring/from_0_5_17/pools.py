@@ -46,7 +46,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "scales are interleaved over the tokens of a page, which no content source describes": (
         f"{_POOLS}.MHATokenToKVPoolMXFP8",
     ),
-    "SGLang builds it with --enable-page-major-kv-layout only, which is refused": (
+    "0.5.17 builds it with --enable-page-major-kv-layout, which is refused; later releases cannot build it": (
         f"{_POOLS}.PageMajorMHATokenToKVPool",
     ),
     "index keys lie in pools of their own, which have no records yet": (
