@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,17 @@ def skip_where_pools_on_cpu_cannot_be_written() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("writes to a pool on CPU; runs where no GPU is visible (CUDA_VISIBLE_DEVICES=)")
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """One rank of context parallelism: MLA and DSA pools of the newest releases ask a published config for it."""
+    with ExitStack() as stack:
+        with suppress(ImportError, AttributeError, ValueError):  # other releases do not ask
+            from sglang.srt.runtime_context import get_parallel
+
+            stack.enter_context(get_parallel().override(attn_dcp_size=1, dcp_enabled=False))
+        yield
 
 
 class RealPool(NamedTuple):
@@ -36,6 +47,7 @@ def make_mha_pool(
     start_layer: int = 0,
     device: str = "cpu",
     pool_class: type | None = None,
+    **kwargs: Any,
 ) -> RealPool:
     """MHATokenToKVPool (or `pool_class`) of `size` + `page_size` slots."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -52,6 +64,7 @@ def make_mha_pool(
         enable_memory_saver=False,
         start_layer=start_layer,
         end_layer=start_layer + layers,
+        **kwargs,
     )
     return RealPool(pool, make_allocator(pool))
 
@@ -139,14 +152,13 @@ def make_nsa_pool(
     start_layer: int = 0,
     device: str = "cpu",
     pool_class: type | None = None,
+    **kwargs: Any,
 ) -> RealPool:
     """NSATokenToKVPool (or `pool_class`) with DeepSeek-V3.2's dimensions and its page size of 64.
 
-    `dtype=torch.float8_e4m3fn, kv_cache_dim=656` builds the FP8 layout.
+    `dtype=torch.float8_e4m3fn, kv_cache_dim=656` builds the FP8 layout. From 0.5.17 on it is a DSATokenToKVPool.
     """
-    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
-
-    pool = (pool_class or NSATokenToKVPool)(
+    pool = (pool_class or nsa_pool_class())(
         size=size,
         page_size=64,
         kv_lora_rank=512,
@@ -159,8 +171,16 @@ def make_nsa_pool(
         kv_cache_dim=kv_cache_dim,
         start_layer=start_layer,
         end_layer=start_layer + layers,
+        **kwargs,
     )
     return RealPool(pool, make_allocator(pool))
+
+
+def nsa_pool_class() -> type:
+    """NSATokenToKVPool, which newer releases have renamed."""
+    from sglang.srt.mem_cache import memory_pool
+
+    return getattr(memory_pool, "DSATokenToKVPool", None) or memory_pool.NSATokenToKVPool
 
 
 def make_swa_pool(
@@ -258,9 +278,9 @@ def make_hybrid_linear_pool(
         head_num=2,
         head_dim=8,
         full_attention_layer_ids=list(full_attention_layer_ids),
-        enable_kvcache_transpose=False,
         device=device,
         mamba_pool=mamba_pool,
+        **_taken_by(HybridLinearKVPool.__init__, enable_kvcache_transpose=False),
         use_mla=use_mla,
         kv_lora_rank=32,
         qk_rope_head_dim=16,

@@ -212,6 +212,7 @@ ASKED = {
 # Asked for by the model, or by a variable of SGLang's.
 NOT_BY_AN_ARGUMENT = {
     "encoder-decoder model",
+    "ending requests that read damage",
     "full prefill CUDA graphs",
     "post-capture KV sizing",
     "speculative decoding with the token oracle",
@@ -249,6 +250,18 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
     args = ServerArgs(model_path="dummy", device="cpu")
     assert not case.predicate(args)
     with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
+        assert case.predicate(args)
+
+
+@has_seam
+def test_no_request_is_ended_on_this_release() -> None:
+    load_plugins()  # adds the variable to SGLang's
+    from sglang.srt.environ import envs
+
+    case = next(c for c in release().refusals() if c.name == "ending requests that read damage")
+    args = ServerArgs(model_path="dummy", device="cpu")
+    assert not case.predicate(args)
+    with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
         assert case.predicate(args)
 
 

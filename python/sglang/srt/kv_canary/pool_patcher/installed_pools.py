@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,11 @@ from ..buffer_group import PoolKind
 from . import registry
 from .registry import Coverage, PoolSupport
 
-NOT_ON_THIS_RELEASE = PoolSupport(refused="no test of the canary has run it on this release yet")
+UNKNOWN = PoolSupport(
+    refused="nobody has read this class yet: it came with another build of SGLang"
+)
 _ROOT = "sglang.srt.mem_cache.memory_pool.KVCache"
+_SGLANG = "sglang.srt."  # what is not installed came with another release
 _CLASS = re.compile(r"^class\s+(\w+)\s*\(([^()]*)\)\s*:", re.MULTILINE)
 
 
@@ -55,19 +58,17 @@ class InstalledPool:
         return self.support.covers + missing
 
 
-def installed_pools(known: Collection[str] | None = None) -> tuple[InstalledPool, ...]:
+def installed_pools(known: Mapping[str, PoolSupport] | None = None) -> tuple[InstalledPool, ...]:
     """All KVCache subclasses of SGLang, and of other code that registered an attacher. Covered classes come first.
 
-    `known`: qualified names of the classes that this release's hooks cover. None: all that have an attacher.
+    `known`: what this release's hooks do for each class, by qualified name. None: what the registry says.
     """
     lines = _lines_of_bases()
     found = [_resolve(name, lines) for name in sorted(lines)]
     if known is not None:
-        found = [
-            p if p.name in known else InstalledPool(p.name, NOT_ON_THIS_RELEASE) for p in found
-        ]
+        found = [InstalledPool(p.name, known.get(p.name, UNKNOWN)) for p in found]
         return tuple(sorted(found, key=lambda pool: pool.status.rank))
-    others = sorted(set(registry.known()) - set(lines))
+    others = sorted(n for n in registry.known() if n not in lines and not n.startswith(_SGLANG))
     found += [InstalledPool(name, registry.known()[name]) for name in others]
     return tuple(sorted(found, key=lambda pool: pool.status.rank))
 

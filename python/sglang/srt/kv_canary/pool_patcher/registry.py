@@ -51,7 +51,14 @@ class PoolSupport:
 
 _FULL, _SWA = PoolKind.FULL, PoolKind.SWA
 _NO_FP4 = "SGLang 0.5.12.post1 itself cannot serve this pool (KVFP4QuantizeUtil is missing there)"
-_NOT_NPU = "its layout on Ascend NPUs is not covered, and the canary has no NPU kernels"
+NOT_NPU = "its layout on Ascend NPUs is not covered, and the canary has no NPU kernels"
+
+_NSA = PoolSupport(
+    "nsa:attach_nsa",
+    {_FULL: 1, PoolKind.INDEXER: 1},
+    "latent rows and indexer keys with scales of every layer",
+    "ROCm's preshuffled indexer pages (refused there): they interleave tokens",
+)
 
 _REGISTRY: dict[str, PoolSupport] = {
     f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool": PoolSupport(
@@ -69,12 +76,8 @@ _REGISTRY: dict[str, PoolSupport] = {
     f"{_MEM_CACHE}.memory_pool.MLATokenToKVPoolFP4": PoolSupport(
         "mla:attach_mla", {_FULL: 1}, f"latent rows of every layer, scales included; {_NO_FP4}"
     ),
-    f"{_MEM_CACHE}.memory_pool.NSATokenToKVPool": PoolSupport(
-        "nsa:attach_nsa",
-        {_FULL: 1, PoolKind.INDEXER: 1},
-        "latent rows and indexer keys with scales of every layer",
-        "ROCm's preshuffled indexer pages (refused there): they interleave tokens",
-    ),
+    f"{_MEM_CACHE}.memory_pool.NSATokenToKVPool": _NSA,
+    f"{_MEM_CACHE}.memory_pool.DSATokenToKVPool": _NSA,  # its name from 0.5.17 on
     f"{_MEM_CACHE}.memory_pool.HybridLinearKVPool": PoolSupport(
         "hybrid_linear:attach_hybrid_linear",
         {_FULL: 2},
@@ -109,10 +112,10 @@ _REGISTRY: dict[str, PoolSupport] = {
         refused="HiSparse swaps rows between host and device under another index; turn HiSparse off"
     ),
     "sglang.srt.hardware_backend.npu.memory_pool_npu.NPUMHATokenToKVPool": PoolSupport(
-        refused=_NOT_NPU
+        refused=NOT_NPU
     ),
     "sglang.srt.hardware_backend.npu.memory_pool_npu.NPUMLATokenToKVPool": PoolSupport(
-        refused=_NOT_NPU
+        refused=NOT_NPU
     ),
     "sglang.srt.hardware_backend.mlx.model_runner_stub._DummyKVCache": PoolSupport(
         refused="MLX keeps KV elsewhere; this pool has no buffers"

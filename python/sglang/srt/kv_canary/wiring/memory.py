@@ -42,7 +42,7 @@ def pool_class_of(model_config: Any) -> str:
         return "DeepSeekV4TokenToKVPool"
     if model_config.attention_arch == AttentionArch.MLA:
         has_indexer = release().has_indexer(model_config.hf_config)
-        return "NSATokenToKVPool" if has_indexer else "MLATokenToKVPool"
+        return release().indexer_pool if has_indexer else "MLATokenToKVPool"
     return "SWAKVPool" if model_config.is_hybrid_swa else "MHATokenToKVPool"
 
 
@@ -55,7 +55,7 @@ def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[
         c128 = 0 if is_draft else config.c128_max_total_num_tokens
         slots = {PoolKind.SWA: swa, PoolKind.C4: c4, PoolKind.C4_INDEXER: c4, PoolKind.C128: c128}
         return pool_class, slots
-    if pool_class == "NSATokenToKVPool":
+    if pool_class == release().indexer_pool:
         return pool_class, {PoolKind.FULL: full, PoolKind.INDEXER: full}
     if pool_class == "SWAKVPool":
         full_slots = config.full_max_total_num_tokens or 0

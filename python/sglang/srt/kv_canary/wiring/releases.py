@@ -6,7 +6,7 @@ What differs between releases is in one folder per family of releases: `v0_5_12`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ from ..seam_guard import is_set
 if TYPE_CHECKING:
     import torch
 
+    from ..pool_patcher.registry import PoolSupport
     from ..runner.ranks import Ranks
     from .path_support import PathSupport
     from .refusals import Refusal
@@ -54,8 +55,8 @@ class Release:
         [], None
     ]  # raises CanaryStartupError for a build that is not this release's own
     served: Callable[[], tuple[PathSupport, ...]]  # paths that are covered
-    # Qualified names of the pool classes that are covered. None: all that have an attacher.
-    known_pools: Callable[[], tuple[str, ...] | None]
+    # What is done for each pool class, by qualified name. None: what the registry of attachers says.
+    known_pools: Callable[[], Mapping[str, PoolSupport] | None]
     refusals: Callable[[], tuple[Refusal, ...]]  # setups that cannot be protected
     install_flags: Callable[
         [], None
@@ -81,6 +82,7 @@ class Release:
     settled: Callable[[Any], Any]
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
     has_indexer: Callable[[Any], bool]
+    indexer_pool: str  # name of the pool class that SGLang builds for it
     decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.

@@ -7,8 +7,12 @@ from typing import Any
 from ...buffer_group import ContentSource
 from ..attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
 from ..content_layout import row_sources
+from ..errors import UnsupportedPoolError
 from ..group_builder import build_group, splice_halves
 from ..layers import layer_buffers, scale_buffers
+
+# 0.5.12.post1 names no layout: it has the first one only.
+_LAYOUTS = ("nhd", "page_major_layer_major")
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
@@ -16,6 +20,7 @@ def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
 
     A pool without layers or slots gives no group. A pool that lacks a layer's buffer is refused.
     """
+    _refuse_other_layouts(pool)
     layers = pool.layer_num
     if not layers or pool.size <= 0:
         return PoolAttachment()
@@ -24,6 +29,21 @@ def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
     content = [_content(pool, half, num_slots) for half in ("k", "v")]
     group = build_group(options.kind, num_slots, pool.device, options, *content)
     return PoolAttachment((group,), {KV_BUF_INFOS: splice_halves(group, layers, pool.page_size)})
+
+
+def _refuse_other_layouts(pool: Any) -> None:
+    """Where tokens are not the rows of a buffer, its shape may still look as if they were."""
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if layout not in _LAYOUTS:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} keeps K and V in the layout {layout}, whose pages are split by heads before "
+            "tokens; unset SGLANG_USE_HND_KVCACHE and SGLANG_AITER_KV_CACHE_LAYOUT"
+        )
+    if getattr(pool, "native_k_scale_buffer", None) is not None:
+        raise UnsupportedPoolError(
+            f"{type(pool).__name__} keeps scales in native_k_scale_buffer, whose pages are split by heads before "
+            "tokens; serve with another --kv-cache-dtype than nvfp4"
+        )
 
 
 def _content(pool: Any, half: str, num_slots: int) -> tuple[ContentSource, ...]:

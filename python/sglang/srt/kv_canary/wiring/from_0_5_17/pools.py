@@ -1,14 +1,109 @@
-"""The pools that are covered. Others, also subclasses of these, keep K and V in a layout of their own."""
+"""What is done for each pool class on these releases. Others, also subclasses of these, have a layout of their own."""
 
 from __future__ import annotations
 
-__all__ = ["POOLS", "SUB_POOLS"]
+from dataclasses import replace
 
-POOLS = (
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
-    "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
-    "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
-)
+from ...pool_patcher import registry
+from ...pool_patcher.registry import PoolSupport
 
-# The pools inside of a SWAKVPool.
-SUB_POOLS = ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",)
+__all__ = ["PARTS", "POOLS", "SERVED_WITH_SPECULATION"]
+
+_MEM_CACHE = "sglang.srt.mem_cache"
+_POOLS = f"{_MEM_CACHE}.memory_pool"
+_MHA, _MLA = f"{_POOLS}.MHATokenToKVPool", f"{_POOLS}.MLATokenToKVPool"
+_MHA_FP4, _MLA_FP4 = f"{_POOLS}.MHATokenToKVPoolFP4", f"{_POOLS}.MLATokenToKVPoolFP4"
+_DSA, _HYBRID = f"{_POOLS}.DSATokenToKVPool", f"{_POOLS}.HybridLinearKVPool"
+_SWA = f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool"
+_UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
+_SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
+_DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
+_NPU = "sglang.srt.hardware_backend.npu"
+_NEVER_SERVED = "; judged by pool objects; never served"
+
+# Pool with parts -> classes that a part may have.
+PARTS = {_SWA: (_MHA,), _HYBRID: (_MHA, _MLA)}
+# Speculative decoding writes these in tests. SWA pools are refused by a reason of their own.
+SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
+
+_BY_REASON: dict[str, tuple[str, ...]] = {
+    "slot ids are virtual: compaction moves their pages to other addresses, and records would not follow": (
+        f"{_UNIFIED}.UnifiedMHATokenToKVPool",
+        f"{_UNIFIED}.UnifiedMLATokenToKVPool",
+        f"{_UNIFIED}.UnifiedSWAKVPool",
+        f"{_UNIFIED}.UnifiedHybridLinearKVPool",
+        f"{_DRAFT}.UnifiedDraftKVPool",
+        f"{_DRAFT}.UnifiedDraftSWAKVPool",
+    ),
+    "pages are spread over ranks, and a rank gathers those of others into scratch rows": (
+        f"{_SHARDED}.PageInterleaveMHATokenToKVPool",
+        f"{_SHARDED}.PageInterleaveMLATokenToKVPool",
+        f"{_SHARDED}.PageInterleaveDSATokenToKVPool",
+    ),
+    "layers are spread over ranks: a rank keeps no bytes of the others' layers": (
+        f"{_MEM_CACHE}.dsa_cache_layer_split.LayerSplitDSATokenToKVPool",
+    ),
+    "scales are interleaved over the tokens of a page, which no content source describes": (
+        f"{_POOLS}.MHATokenToKVPoolMXFP8",
+    ),
+    "0.5.17 builds it with --enable-page-major-kv-layout, which is refused; later releases cannot build it": (
+        f"{_POOLS}.PageMajorMHATokenToKVPool",
+    ),
+    "index keys lie in pools of their own, which have no records yet": (
+        f"{_POOLS}.MiniMaxSparseKVPool",
+    ),
+    "it is a part of MiniMaxSparseKVPool only, which is refused": (
+        f"{_POOLS}.MHATokenToKOnlyPool",
+    ),
+    "keys, values and scales are packed by page, in the order of the attention kernel": (
+        f"{_NVFP4}.MiniMaxM3Nvfp4KVPool",
+        f"{_NVFP4}.MiniMaxM3Nvfp4MainKVPool",
+        f"{_NVFP4}.MiniMaxM3Nvfp4IndexKPool",
+    ),
+    "an index key stands for several tokens, and a ring per request is overwritten in place": (
+        f"{_MEM_CACHE}.qsa_kv_pool.QSATokenToKVPool",
+    ),
+    "SGLang has rebuilt it since 0.5.12.post1, and no adapter has followed": (
+        f"{_DSV4}.DeepSeekV4TokenToKVPool",
+        f"{_DSV4}.DeepSeekV4SingleKVPool",
+        f"{_DSV4}.DeepSeekV4IndexerPool",
+        f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
+    ),
+    "HiSparse swaps rows between host and device under another index; turn HiSparse off": (
+        f"{_HISPARSE}.HiSparseDSATokenToKVPool",
+        f"{_HISPARSE}.HiSparseMHAMainPool",
+    ),
+    registry.NOT_NPU: (
+        f"{_NPU}.dsv4.dsv4_memory_pool.DSV4NPUTokenToKVPool",
+        f"{_NPU}.dsv4.dsv4_memory_pool.NPUDeepSeekV4IndexerPool",
+        f"{_NPU}.dsv4.dsv4_memory_pool.NPUDeepSeekV4SingleKVPool",
+        f"{_NPU}.memory_pool_npu.NPUMHATokenToKOnlyPool",
+        f"{_NPU}.memory_pool_npu.NPUMiniMaxSparseKVPool",
+    ),
+}
+
+
+def _pools() -> dict[str, PoolSupport]:
+    known = registry.known()
+    refused_everywhere = {name: support for name, support in known.items() if not support.attacher}
+    refused = {
+        name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names
+    }
+    served = {name: known[name] for name in (_MHA, _MLA, _SWA)}
+    judged = {
+        _MHA_FP4: "K and V of every layer, scales included",
+        _MLA_FP4: "latent rows of every layer, scales included",
+        _DSA: known[_DSA].covers,
+        _HYBRID: known[_HYBRID].covers,
+    }
+    return {
+        **refused_everywhere,
+        **refused,
+        **served,
+        **{
+            name: replace(known[name], covers=what + _NEVER_SERVED) for name, what in judged.items()
+        },
+    }
+
+
+POOLS = _pools()

@@ -55,7 +55,7 @@ SHARED: tuple[Refusal, ...] = (
     Refusal(
         "page-major KV layout",
         lambda args: args.enable_page_major_kv_layout,
-        _UNTESTED,
+        "no server has run it with the canary: SGLang itself builds such pools on 0.5.17 only.",
         "Remove --enable-page-major-kv-layout.",
     ),
     Refusal(

@@ -5,7 +5,7 @@ Everything that our canary does hangs on the hooks. So the calls of the seam hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-from .pools import POOLS, SUB_POOLS
+from .pools import PARTS, POOLS
 from .speculation_refusals import refuse_uncovered_runner
 
 
@@ -69,20 +69,25 @@ def install(
 
 def _refuse_unknown_pool(model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
-    _refuse_unless_in(POOLS, pool, "the KV pool")
+    known = [name for name, support in POOLS.items() if support.attacher]
+    _refuse_unless_in(known, pool, "the KV pool")
+    parts = PARTS.get(qualified_name(type(pool)), ())
     for part in ("full_kv_pool", "swa_kv_pool"):
         if (sub_pool := getattr(pool, part, None)) is not None:
-            _refuse_unless_in(SUB_POOLS, sub_pool, f"{type(pool).__name__}.{part}")
+            _refuse_unless_in(parts, sub_pool, f"{type(pool).__name__}.{part}")
 
 
-def _refuse_unless_in(pools: Sequence[str], pool: Any, what: str) -> None:
+def _refuse_unless_in(pools: Collection[str], pool: Any, what: str) -> None:
     name = qualified_name(type(pool))
-    if name not in pools:
-        known = ", ".join(pool.rpartition(".")[2] for pool in pools)
-        raise startup_error(
-            f"the canary does not know {what} {name} of this release (known: {known}).",
-            f"{what} {type(pool).__qualname__}",
-        )
+    if name in pools:
+        return
+    refused = POOLS[name].refused if name in POOLS else ""
+    known = ", ".join(pool.rpartition(".")[2] for pool in pools)
+    raise startup_error(
+        f"the canary does not know {what} {name} of this release (known: {known})."
+        + (f" The reason: {refused}." if refused else ""),
+        f"{what} {type(pool).__qualname__}",
+    )
 
 
 HOOKS = (HookSpec(SEAM, install, HookType.REPLACE, "any KV slot"),)

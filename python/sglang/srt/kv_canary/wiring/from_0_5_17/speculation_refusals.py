@@ -6,7 +6,9 @@ from typing import Any
 
 from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
+from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
+from .pools import SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -92,4 +94,10 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
         raise startup_error(
             f"speculative decoding with sliding-window layers: {_UNTESTED} {_REMOVE}.",
             "KV in SWA slots",
+        )
+    pool = qualified_name(type(model_runner.token_to_kv_pool))
+    if pool not in SERVED_WITH_SPECULATION:
+        raise startup_error(
+            f"speculative decoding with the KV pool {pool}: {_UNTESTED} {_REMOVE}.",
+            "KV that drafts and verifies write",
         )

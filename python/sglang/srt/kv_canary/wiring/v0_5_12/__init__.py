@@ -120,6 +120,7 @@ RELEASE = Release(
     draft_ids=torch.int32,
     settled=lambda server_args: server_args,
     has_indexer=_has_indexer,
+    indexer_pool="NSATokenToKVPool",
     decode_graphs_of=_decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,

@@ -92,6 +92,7 @@ RELEASE = Release(
     draft_ids=torch.int64,
     settled=lambda server_args: server_args,
     has_indexer=has_indexer,
+    indexer_pool="DSATokenToKVPool",
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,

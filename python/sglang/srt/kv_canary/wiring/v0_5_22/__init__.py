@@ -125,6 +125,7 @@ RELEASE = Release(
     draft_ids=torch.int64,
     settled=_settled,
     has_indexer=has_indexer,
+    indexer_pool="DSATokenToKVPool",
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,

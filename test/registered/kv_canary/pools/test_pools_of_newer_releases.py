@@ -1,0 +1,379 @@
+"""Pools of releases with a canary of SGLang's own: real objects, their layout, and what is refused by which reason.
+
+SGLang's own set_kv_buffer writes where it runs on CPU. What GPU kernels write (the indexer's keys, FP8 latent rows) is
+changed byte by byte, where SGLang's code places it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.kernels.reference.content import content_fingerprint
+from sglang_kv_canary.pool_patcher import (
+    UnsupportedPoolError,
+    attach_canary_buffers,
+    record_bytes_per_slot,
+)
+from sglang_kv_canary.pool_patcher.installed_pools import UNKNOWN, installed_pools
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs import pool_fixtures as pools
+from sglang_kv_canary_rigs.pool_fixtures import RealPool
+
+register_cpu_ci(est_time=12, suite="stage-a-test-cpu")
+
+if not release().has_own_canary:
+    pytest.skip(
+        "the pools of this release are judged by test_pool_patcher.py; lifted by make test SGLANG=0.5.23",
+        allow_module_level=True,
+    )
+
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17.pools import POOLS  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17.seam import _refuse_unknown_pool  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import (  # noqa: E402
+    refuse_uncovered_runner,
+)
+
+Key = tuple[str, str]  # pool kind, half
+Rows = dict[Key, list[torch.Tensor]]  # of one slot, in each buffer of each layer: uint8 [bytes]
+K, V, INDEXER = ("FULL", "K"), ("FULL", "V"), ("INDEXER", "K")
+
+
+@pytest.fixture(autouse=True)
+def _pools_on_cpu() -> Iterator[None]:
+    """FP4's quantiser runs without being compiled."""
+    pools.skip_where_pools_on_cpu_cannot_be_written()
+    torch.manual_seed(0)
+    with torch._dynamo.config.patch(disable=True), pools.one_rank():
+        yield
+
+
+def _row(buffer: torch.Tensor, slot: int) -> torch.Tensor:
+    return buffer[slot].view(torch.uint8).view(-1)
+
+
+def _mha_rows(pool: Any, slot: int) -> Rows:
+    rows: Rows = {}
+    for key, half in ((K, "k"), (V, "v")):
+        scales = getattr(pool, f"{half}_scale_buffer", None) or []
+        buffers = [*getattr(pool, f"{half}_buffer"), *scales]
+        rows[key] = [_row(buffer, slot) for buffer in buffers]
+    return rows
+
+
+def _mla_rows(pool: Any, slot: int) -> Rows:
+    buffers = [*pool.kv_buffer, *(getattr(pool, "kv_scale_buffer", None) or [])]
+    return {K: [_row(buffer, slot) for buffer in buffers]}
+
+
+def _dsa_rows(pool: Any, slot: int) -> Rows:
+    """A page of the indexer: 64 keys of 128 bytes, then 64 scales of 4 bytes."""
+    page, at = divmod(slot, 64)
+    pages = [buffer[page] for buffer in pool.index_k_with_scale_buffer if len(buffer)]
+    keys = [page[at * 128 : (at + 1) * 128] for page in pages]
+    scales = [page[64 * 128 + at * 4 : 64 * 128 + at * 4 + 4] for page in pages]
+    return {**_mla_rows(pool, slot), INDEXER: keys + scales}
+
+
+def _hybrid_rows(pool: Any, slot: int) -> Rows:
+    inner = pool.full_kv_pool
+    return (_mla_rows if pool.use_mla else _mha_rows)(inner, slot)
+
+
+def _fp8_dsa_pool() -> RealPool:
+    return pools.make_nsa_pool(dtype=torch.float8_e4m3fn, kv_cache_dim=656)
+
+
+def _mx_pool(page_size: int) -> RealPool:
+    """FP4 in a plain MHA pool, as these releases serve it."""
+    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
+
+    method = FP4MXBlock16KVCacheMethod()
+    return pools.make_mha_pool(
+        page_size=page_size, dtype=torch.float4_e2m1fn_x2, head_dim=16, quant_method=method
+    )
+
+
+Case = tuple[Callable[[], RealPool], Callable[[Any, int], Rows]]
+CASES: dict[str, Case] = {
+    "dsa": (pools.make_nsa_pool, _dsa_rows),
+    "dsa-fp8": (_fp8_dsa_pool, _dsa_rows),
+    "dsa-stage": (lambda: pools.make_nsa_pool(start_layer=3), _dsa_rows),
+}
+for _page_size in (1, 16):
+    _size = {"page_size": _page_size}
+    CASES |= {
+        f"mha-{_page_size}": (lambda size=_size: pools.make_mha_pool(**size), _mha_rows),
+        f"mla-{_page_size}": (lambda size=_size: pools.make_mla_pool(**size), _mla_rows),
+        f"mha-mx-{_page_size}": (lambda size=_page_size: _mx_pool(size), _mha_rows),
+        f"mha-fp4-{_page_size}": (lambda size=_size: pools.make_fp4_mha_pool(**size), _mha_rows),
+        f"mla-fp4-{_page_size}": (lambda size=_size: pools.make_fp4_mla_pool(**size), _mla_rows),
+        f"hybrid-{_page_size}": (
+            lambda size=_size: pools.make_hybrid_linear_pool(**size),
+            _hybrid_rows,
+        ),
+        f"hybrid-mla-{_page_size}": (
+            lambda size=_size: pools.make_hybrid_linear_pool(use_mla=True, **size),
+            _hybrid_rows,
+        ),
+    }
+
+
+def _attach(real: RealPool, content: bool = True) -> tuple[CanaryBufferGroup, ...]:
+    return attach_canary_buffers(real.pool, allocator=real.allocator, content=content)
+
+
+def _fingerprints(groups: tuple[CanaryBufferGroup, ...]) -> dict[Key, torch.Tensor]:
+    return {
+        (group.kind.value, half): content_fingerprint(
+            group.content(half), torch.arange(group.num_slots), ContentMode.ALL
+        )
+        for group in groups
+        for half in group.halves
+    }
+
+
+def _changed(before: dict[Key, torch.Tensor], after: dict[Key, torch.Tensor]) -> dict[Key, list]:
+    found = {key: (before[key] != after[key]).nonzero().flatten().tolist() for key in before}
+    return {key: slots for key, slots in found.items() if slots}
+
+
+def _slots(groups: tuple[CanaryBufferGroup, ...]) -> list[int]:
+    last = groups[0].num_slots - 1
+    return [1, last // 2, last]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_buffer_of_every_layer_is_content_of_its_slot_alone(name: str) -> None:
+    make, rows_of = CASES[name]
+    real = make()
+    groups = _attach(real)
+    before = _fingerprints(groups)
+    for slot in _slots(groups):
+        rows = rows_of(real.pool, slot)
+        assert rows.keys() == before.keys()
+        for key, buffers in rows.items():
+            for row in buffers:
+                for at in (0, len(row) - 1):
+                    row[at] ^= 0x5A
+                    assert _changed(before, _fingerprints(groups)) == {key: [slot]}, (slot, at)
+                    row[at] ^= 0x5A
+    assert not _changed(before, _fingerprints(groups))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_byte_of_a_slot_is_left_out(name: str) -> None:
+    make, rows_of = CASES[name]
+    real = make()
+    groups = _attach(real)
+    stored = {key: sum(len(row) for row in rows) for key, rows in rows_of(real.pool, 1).items()}
+    read = {
+        (group.kind.value, half): sum(source.row_bytes for source in group.content(half))
+        for group in groups
+        for half in group.halves
+    }
+    assert read == stored
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_slot_that_the_allocator_hands_out_has_a_record(name: str) -> None:
+    real = CASES[name][0]()
+    largest = int(real.allocator.free_pages.max()) * real.pool.page_size + real.pool.page_size - 1
+    for group in _attach(real, content=False):
+        assert group.num_slots == real.pool.size + real.pool.page_size
+        assert largest < group.num_slots
+        assert not any(group.content(half) for half in group.halves)
+
+
+def _layer(layer_id: int) -> Any:
+    return SimpleNamespace(layer_id=layer_id)
+
+
+def _new_rows(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one token, in the width that set_kv_buffer takes."""
+    inner = getattr(pool, "full_kv_pool", pool)
+    is_fp4 = inner.dtype == torch.float4_e2m1fn_x2
+    dtype = torch.bfloat16 if is_fp4 else inner.dtype
+    if hasattr(inner, "kv_cache_dim"):
+        row = torch.rand(1, 1, inner.kv_cache_dim).to(dtype) + 1
+        return row, row
+    shape = (1, inner.head_num, inner.head_dim)
+    return torch.rand(shape).to(dtype) + 1, torch.rand(shape).to(dtype) + 2
+
+
+# FP8 latent rows of DSA are packed by a GPU kernel.
+WRITTEN = [name for name in CASES if name != "dsa-fp8"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_sglang_writes_to_a_slot_changes_its_fingerprint_only(name: str) -> None:
+    real = CASES[name][0]()
+    groups = _attach(real)
+    halves = {(group.kind.value, half) for group in groups for half in group.halves} - {INDEXER}
+    layers = (1, 3) if hasattr(real.pool, "full_kv_pool") else (0, 1)
+    for layer in layers:
+        for slot in _slots(groups):
+            before = _fingerprints(groups)
+            loc = torch.tensor([slot])
+            real.pool.set_kv_buffer(
+                _layer(layer + real.pool.start_layer), loc, *_new_rows(real.pool)
+            )
+            expected = {key: [slot] for key in halves}
+            assert _changed(before, _fingerprints(groups)) == expected, (layer, slot)
+
+
+# ------------------------------------------------------------------------------------- the indexer
+
+
+has_shared_indexers = pytest.mark.skipif(
+    "skip_topk_layers" not in pools.nsa_pool_class().__init__.__annotations__,
+    reason="on this release each layer has an indexer; lifted by make test SGLANG=0.5.23",
+)
+
+
+@has_shared_indexers
+def test_a_layer_that_shares_an_indexer_has_no_keys_to_check() -> None:
+    shared = pools.make_nsa_pool(skip_topk_layers=[True, False])
+    groups = _attach(shared)
+    assert [group.kind for group in groups] == [PoolKind.FULL, PoolKind.INDEXER]
+    assert len(groups[1].k_content) == 2  # keys and scales of one layer
+    before = _fingerprints(groups)
+    _dsa_rows(shared.pool, 130)[INDEXER][0][5] += 1
+    assert _changed(before, _fingerprints(groups)) == {INDEXER: [130]}
+
+    none_has = pools.make_nsa_pool(skip_topk_layers=[True, True])
+    assert [group.kind for group in _attach(none_has)] == [PoolKind.FULL]
+
+
+@has_shared_indexers
+def test_keys_of_several_tokens_are_refused() -> None:
+    real = pools.make_nsa_pool()
+    real.pool.index_kpool = 4
+    with pytest.raises(UnsupportedPoolError, match="pools the indexer keys of 4 tokens"):
+        _attach(real)
+
+
+def test_indexer_keys_of_other_slots_are_refused() -> None:
+    with pytest.raises(UnsupportedPoolError, match="indexer keys of 256 slots, got 384"):
+        _attach(pools.make_nsa_pool(index_buf_size=320))
+
+
+# ------------------------------------------------------------------------------ layouts of MHA pools
+
+
+@pytest.mark.parametrize("head_num", [2, 16], ids=["other", "as many heads as slots in a page"])
+def test_pages_that_are_split_by_heads_are_refused(head_num: int) -> None:
+    """With as many heads as slots in a page, the shape of a buffer does not tell one from the other."""
+    from sglang.srt.environ import envs
+
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        real = pools.make_mha_pool(page_size=16, head_num=head_num)
+    with pytest.raises(UnsupportedPoolError, match="layout hnd"):
+        _attach(real)
+
+
+def test_scales_that_are_split_by_heads_are_refused() -> None:
+    real = _mx_pool(16)
+    real.pool.native_k_scale_buffer = real.pool.k_scale_buffer
+    with pytest.raises(UnsupportedPoolError, match="native_k_scale_buffer"):
+        _attach(real)
+
+
+def test_interleaved_scales_fit_no_content_source() -> None:
+    """The reason for which MXFP8 is refused, also where it is asked for past the seam."""
+    real = pools.make_mha_pool(
+        size=256,
+        page_size=128,
+        head_dim=32,
+        dtype=torch.float8_e4m3fn,
+        pool_class=memory_pool.MHATokenToKVPoolMXFP8,
+    )
+    with pytest.raises(UnsupportedPoolError, match="one row per slot"):
+        _attach(real)
+
+
+# ----------------------------------------------------------------------------------------- the table
+
+
+def _accepted(pool: Any) -> None:
+    _refuse_unknown_pool(SimpleNamespace(token_to_kv_pool=pool))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_seam_takes_what_is_judged(name: str) -> None:
+    _accepted(CASES[name][0]().pool)
+
+
+def test_the_seam_says_why_a_pool_is_refused() -> None:
+    mxfp8 = pools.make_mha_pool(head_dim=32, pool_class=memory_pool.MHATokenToKVPoolMXFP8).pool
+    with pytest.raises(CanaryStartupError, match="The reason: scales are interleaved"):
+        _accepted(mxfp8)
+
+
+def test_parts_of_a_hybrid_pool_have_to_be_known() -> None:
+    real = pools.make_hybrid_linear_pool()
+    real.pool.full_kv_pool = pools.make_nsa_pool().pool
+    with pytest.raises(CanaryStartupError, match=r"HybridLinearKVPool.full_kv_pool .*DSATokenTo"):
+        _accepted(real.pool)
+
+
+def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
+    table = installed_pools(release().known_pools())
+    assert [pool.name for pool in table if pool.support is UNKNOWN] == []
+    assert [pool.name for pool in table if "no test of the canary" in pool.note] == []
+    never_served = {
+        name.rpartition(".")[2] for name, pool in POOLS.items() if "never served" in pool.covers
+    }
+    assert never_served == {
+        "MHATokenToKVPoolFP4",
+        "MLATokenToKVPoolFP4",
+        "DSATokenToKVPool",
+        "HybridLinearKVPool",
+    }
+
+
+def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool() -> None:
+    """The doctor looks the same name up in the table of this release."""
+    real = pools.make_nsa_pool()
+    name = release().indexer_pool
+    assert type(real.pool).__name__ == name
+    used = {group.kind: group.record_bytes // group.num_slots for group in _attach(real)}
+    assert record_bytes_per_slot(name) == used
+    assert any(pool.name.endswith(f".{name}") for pool in installed_pools(POOLS))
+
+
+@pytest.mark.parametrize(
+    ("make", "is_served"),
+    [
+        (pools.make_mha_pool, True),
+        (pools.make_mla_pool, True),
+        (pools.make_nsa_pool, False),
+        (pools.make_hybrid_linear_pool, False),
+    ],
+    ids=["mha", "mla", "dsa", "hybrid"],
+)
+def test_speculation_writes_to_served_pools_only(
+    make: Callable[[], RealPool], is_served: bool
+) -> None:
+    runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=make().pool)
+    refuse_uncovered_runner(SimpleNamespace(speculative_algorithm=None), runner)
+    eagle = SimpleNamespace(speculative_algorithm="EAGLE")
+    if is_served:
+        refuse_uncovered_runner(eagle, runner)
+        return
+    with pytest.raises(CanaryStartupError, match="speculative decoding with the KV pool"):
+        refuse_uncovered_runner(eagle, runner)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
