@@ -20,6 +20,7 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
+from ..guard import attempt_aside
 from .abort import end_running, end_waiting
 from .agreement import Agreement, Alone
 from .arrivals import on_forward_stream
@@ -89,7 +90,7 @@ class Containment:
     def after_requests(self, requests: list[Any] | None) -> None:
         """No request of the step has looked at the cache yet."""
         if self.prefixes.num_held or self.desk.quarantined:
-            with self._freeing_only_owned(self.owned.disturbed):
+            with self._freeing_only_owned():
                 self.prefixes.free_unheld()
             self.desk.quarantined = self.prefixes.num_held
         self.withheld.take_from_free_lists()
@@ -107,13 +108,11 @@ class Containment:
 
     def releasing(self, request: Any) -> AbstractContextManager[None]:
         """Around the release of the request's slots."""
-        misled = request.rid in self._misled
+        if request.rid not in self._misled:
+            return nullcontext()
         self._misled.discard(request.rid)
-        return (
-            self._freeing_only_owned(misled, self.prefixes.slots(), request)
-            if misled
-            else nullcontext()
-        )
+        cached, others = attempt_aside(self._slots_of_others, request) or (None, [])
+        return self.owned.freeing_only(cached, others)
 
     def on_idle(self) -> None:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
@@ -133,14 +132,20 @@ class Containment:
 
     # What is done
 
-    def _freeing_only_owned(
-        self, disturbed: bool, cached: torch.Tensor | None = None, released: Any = None
-    ) -> AbstractContextManager[None]:
-        if not disturbed:
+    def _freeing_only_owned(self) -> AbstractContextManager[None]:
+        """Around the release of cached slots."""
+        if not self.owned.disturbed:
             return nullcontext()
+        cached, others = self.rows.new_empty(0), attempt_aside(self._held_rows)
+        return self.owned.freeing_only(None if others is None else cached, others or [])
+
+    def _slots_of_others(self, request: Any) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        return self.prefixes.slots(), self._held_rows(request)
+
+    def _held_rows(self, released: Any = None) -> list[tuple[int, int]]:
+        """(row, length) of all requests but `released`."""
         live = [each for each in _live_requests(self.scheduler) if each.request is not released]
-        others = [(each.request.req_pool_idx, each.length) for each in live]
-        return self.owned.freeing_only(self.rows.new_empty(0) if cached is None else cached, others)
+        return [(each.request.req_pool_idx, each.length) for each in live]
 
     def _act(self, damage: Damage) -> None:
         live = list(_live_requests(self.scheduler))
@@ -149,7 +154,7 @@ class Containment:
         self._misled |= misled & {request.rid for request, _ in readers.live}
         if misled or any(not slot.changed for slot in damage.slots):
             self.owned.disturbed = True
-        with self._freeing_only_owned(self.owned.disturbed):
+        with self._freeing_only_owned():
             dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
         for request, why in readers.live:
             end_running(request, why)
