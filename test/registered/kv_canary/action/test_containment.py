@@ -15,7 +15,6 @@ from sglang_kv_canary_rigs.radix_fixtures import make_tree
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.v0_5_12.agreement import Alone
 from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import prefixes_of
 from sglang_kv_canary.wiring.v0_5_12.containment import Containment, _Live
 from sglang_kv_canary.wiring.v0_5_12.owned_slots import OwnedSlots
@@ -39,7 +38,6 @@ def spread(changed: set[int], tainted: set[int], cache: bool = True) -> tuple[se
         scheduler=None,
         manager=SimpleNamespace(plan_input=SimpleNamespace(req_to_token=rows)),
         desk=None,
-        agreement=Alone(),
         prefixes=prefixes_of(tree.cache),
         withheld=WithheldSlots({}),
         owned=OwnedSlots(tree.allocator, rows),

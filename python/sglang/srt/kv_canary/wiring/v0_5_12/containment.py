@@ -1,7 +1,7 @@
 """SGLANG_KV_CANARY_ACTION=abort: what is done about damage, at the boundary between two steps.
 
-The manager says who has read damage and where it lies. All ranks agree on it. Then its readers end with an error, the
-damaged prefixes leave the cache, and memory that changes by itself leaves the allocator.
+The manager says who has read damage and where it lies. Then its readers end with an error, the damaged prefixes leave
+the cache, and memory that changes by itself leaves the allocator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
 from ..guard import attempt_aside
 from .abort import end_running, end_waiting
-from .agreement import Agreement, Alone
 from .arrivals import on_forward_stream
 from .cached_prefixes import CachedPrefixes, NoPrefixes
 from .owned_slots import OwnedSlots
@@ -65,7 +64,6 @@ class Containment:
     scheduler: Any
     manager: CanaryManager
     desk: DamageDesk
-    agreement: Agreement
     prefixes: CachedPrefixes | NoPrefixes
     withheld: WithheldSlots
     owned: OwnedSlots
@@ -78,26 +76,25 @@ class Containment:
         """int32[request rows, context length]: the full slots of each row."""
         return self.manager.plan_input.req_to_token
 
-    def before_requests(self) -> None:
-        """The scheduler is about to read the requests of a step."""
-        if self.desk.is_waiting:
-            found = self.desk.take()
-            slots = self._as_they_are(found.slots)
-            tainted = self._computed_from_damage(found.readers)
-            self.agreement.publish(replace(found, slots=slots, tainted=tainted))
-        self.agreement.before_requests()
-
-    def after_requests(self, requests: list[Any] | None) -> None:
-        """No request of the step has looked at the cache yet."""
+    def between_steps(self) -> None:
+        """The requests of a step have arrived. None of them has looked at the cache yet."""
         if self.prefixes.num_held or self.desk.quarantined:
             with self._freeing_only_owned():
                 self.prefixes.free_unheld()
             self.desk.quarantined = self.prefixes.num_held
         self.withheld.take_from_free_lists()
-        if agreed := self.agreement.agreed(requests):
-            self._act(Damage.of_all(agreed))
+        if self.desk.is_waiting:
+            self._act(self._resolved())
             self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
+
+    def _resolved(self) -> Damage:
+        """What was found, as it lies in the pool now. After an error it is found again in the next step."""
+        found = self.desk.peek()
+        slots = self._as_they_are(found.slots)
+        tainted = self._computed_from_damage(found.readers)
+        self.desk.clear()
+        return replace(found, slots=slots, tainted=tainted)
 
     def note_finished(self, request: Any) -> None:
         """`request` gives its row back. A finding about it may still come."""
@@ -116,9 +113,8 @@ class Containment:
 
     def on_idle(self) -> None:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
-        if isinstance(self.agreement, Alone) and self.desk.is_waiting:
-            self.before_requests()
-            self.after_requests(None)
+        if self.desk.is_waiting:
+            self.between_steps()
         if not (self.owned.disturbed and self.owned.can_be_restored):
             return
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
@@ -154,20 +150,28 @@ class Containment:
         self._misled |= misled & {request.rid for request, _ in readers.live}
         if misled or any(not slot.changed for slot in damage.slots):
             self.owned.disturbed = True
-        with self._freeing_only_owned():
-            dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
+        # First, because no later error may let a wrong answer go out
         for request, why in readers.live:
             end_running(request, why)
         for request, why in readers.waiting:
             end_waiting(self.scheduler, request, why)
-        for each in live:  # a dropped prefix must not be cached under its old key again
-            if self.prefixes.holds(each.request):
-                each.request.skip_radix_cache_insert = True
-        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
         ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
         self._remember(ended)
-        self.desk.quarantined = self.prefixes.num_held
+        slots = {*readers.tainted, *(s.slot for s in damage.slots)}
+        dropped = attempt_aside(self._drop, slots, live) or 0
+        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
         self._tell(ended, readers.answered, dropped, bad)
+
+    def _drop(self, slots: set[int], live: list[_Live]) -> int:
+        """Take `slots` out of the cache. Returns how many tokens were dropped."""
+        try:
+            with self._freeing_only_owned():
+                return self.prefixes.drop(slots)
+        finally:
+            for each in live:  # a dropped prefix must not be cached under its old key again
+                if self.prefixes.holds(each.request):
+                    each.request.skip_radix_cache_insert = True
+            self.desk.quarantined = self.prefixes.num_held
 
     def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
         """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
@@ -214,7 +218,6 @@ class Containment:
         """
         if isinstance(self.prefixes, NoPrefixes):
             return set()  # requests share nothing
-        # All ranks hold the same rows, so they come to the same result.
         suspect: set[int] = set()
         rows = {each.request.rid: self._slots(each, 0) for each in live}
         found = bool(changed or tainted)
