@@ -12,7 +12,13 @@ from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
-from sglang_kv_canary.runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+from sglang_kv_canary.runner.damage_desk import (
+    MAX_CHANGES,
+    Damage,
+    DamageDesk,
+    DamagedSlot,
+    Reader,
+)
 
 register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
 
@@ -120,6 +126,14 @@ def test_slot_0_is_never_dropped(desk: DamageDesk):
 def test_memory_is_bad_when_a_slot_changes_by_itself_twice(second, is_bad, desk: DamageDesk):
     assert found(desk, finding()).bad_memory == ()
     assert found(desk, finding(**second)).bad_memory == ((("FULL", 9),) if is_bad else ())
+
+
+def test_a_slot_that_changes_all_the_time_fills_no_memory(desk: DamageDesk):
+    for content in range(100):
+        found(desk, finding(EXPECTED_CONTENT=content))
+    (changes,) = desk._changes.values()
+    assert len(changes) == MAX_CHANGES
+    assert found(desk, finding(EXPECTED_CONTENT=100)).bad_memory == ()
 
 
 def test_findings_are_put_together(desk: DamageDesk):

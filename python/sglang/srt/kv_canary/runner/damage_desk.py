@@ -23,6 +23,7 @@ _REPORTED_ONLY = Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS
 _COVERED = (PoolKind.FULL, PoolKind.SWA, PoolKind.INDEXER)
 AFFECTED = ("aborted", "answered")  # what becomes of requests that read damage
 ALLOCATOR_KINDS = ("FULL", "SWA")  # pool kinds whose slots can be withheld
+MAX_CHANGES = 8  # of a slot that are remembered: the second one of a half decides
 MAX_REMEMBERED = 65536  # slots with findings; the oldest are forgotten
 
 
@@ -171,7 +172,7 @@ class DamageDesk:
         if changes is None:
             changes = set()
             self._remember(self._changes, key, changes)
-        if change in changes:
+        if change in changes or len(changes) >= MAX_CHANGES:
             return False
         changes.add(change)
         return sum(half == change[0] for half, _, _ in changes) == 2
