@@ -66,7 +66,7 @@ class _Readers:
 
     live: tuple[tuple[Any, str], ...]  # requests, and why
     waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
-    answered: dict[str, int]  # ids of requests that had their answer by then, and their last forward
+    answered: dict[str, int]  # ids of requests that had their answer, and their last forward
     tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
 
 
