@@ -210,6 +210,16 @@ def test_what_cannot_be_resolved_is_tried_again(rig: Rig) -> None:
     assert not rig.desk.is_waiting
 
 
+def test_readers_end_when_freed_memory_cannot_be_withheld(rig: Rig) -> None:
+    request = rig.request("chat", 1)
+    rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
+    rig.containment.withheld.withhold("FULL", 7)
+    rig.tree.allocator.free_pages = None  # as an error on the device
+    with pytest.raises(AttributeError):
+        rig.containment.between_steps()
+    assert request.to_finish is not None
+
+
 def test_a_finished_request_is_remembered_without_its_tensors(rig: Rig) -> None:
     request = rig.request("chat", 1)
     rig.finish(request)

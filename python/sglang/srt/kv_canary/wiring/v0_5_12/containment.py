@@ -93,14 +93,13 @@ class Containment:
 
     def between_steps(self) -> None:
         """The requests of a step have arrived. None of them has looked at the cache yet."""
+        if self.desk.is_waiting:
+            self._act(self._resolved())
         if self.prefixes.num_held or self.desk.quarantined:
             with self._freeing_only_owned():
                 self.prefixes.free_unheld()
             self.desk.quarantined = self.prefixes.num_held
         self.withheld.take_from_free_lists()
-        if self.desk.is_waiting:
-            self._act(self._resolved())
-            self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
 
     def _resolved(self) -> Damage:
@@ -193,7 +192,7 @@ class Containment:
         dropped = attempt_aside(self._drop, slots, live) or 0
         bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
         if bad:
-            self._admit_only_what_fits()
+            attempt_aside(self._admit_only_what_fits)
         self._tell(ended, tuple(readers.answered), dropped, bad)
 
     def _drop(self, slots: set[int], live: list[_Live]) -> int:
