@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from types import SimpleNamespace
@@ -105,6 +106,20 @@ def test_a_prefix_that_is_held_is_freed_with_its_last_holder(kind: str, page: in
     assert prefixes.num_held == 0
     assert tree.held_slots() == set(again)
     assert_accounted(tree)
+
+
+def test_a_deep_tree_is_freed() -> None:
+    """A conversation of many turns is a chain of as many nodes."""
+    tree, limit = make_tree("radix"), sys.getrecursionlimit()
+    for end in range(1, 91):
+        tree.insert(range(end))
+    prefixes, whole = prefixes_of(tree.cache), cached(tree, list(range(90)))
+    sys.setrecursionlimit(len(inspect.stack()) + 50)
+    try:
+        assert prefixes.drop(whole[:1]) == 90
+    finally:
+        sys.setrecursionlimit(limit)
+    assert sizes(tree) == (POOL_SLOTS, 0, 0)
 
 
 @every_tree

@@ -12,7 +12,13 @@ from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
-from sglang_kv_canary.runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+from sglang_kv_canary.runner.damage_desk import (
+    MAX_CHANGES,
+    Damage,
+    DamageDesk,
+    DamagedSlot,
+    Reader,
+)
 
 register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
 
@@ -57,7 +63,9 @@ def desk() -> DamageDesk:
 
 def found(desk: DamageDesk, *rows: np.ndarray) -> Damage:
     desk.note_findings(np.stack(rows))
-    return desk.take()
+    damage = desk.peek()
+    desk.clear()
+    return damage
 
 
 def test_a_reader_is_named_once_with_the_first_position_computed_from_damage(desk: DamageDesk):
@@ -65,7 +73,8 @@ def test_a_reader_is_named_once_with_the_first_position_computed_from_damage(des
     damage = found(desk, again, finding(READER_FORWARD=2), finding(READER_FORWARD=2, half="V"))
     assert damage.readers == (Reader("ada", 1, 2, 41, ("CONTENT",)),)
     assert damage.slots == (DamagedSlot(9, written(0), changed=True),)
-    assert desk.take() == Damage()
+    assert desk.peek() == Damage()
+    assert not desk.is_waiting
 
 
 def test_the_same_damage_asks_for_one_action_on_its_slot(desk: DamageDesk):
@@ -119,16 +128,23 @@ def test_memory_is_bad_when_a_slot_changes_by_itself_twice(second, is_bad, desk:
     assert found(desk, finding(**second)).bad_memory == ((("FULL", 9),) if is_bad else ())
 
 
-def test_what_the_ranks_have_found_is_put_together(desk: DamageDesk):
+def test_a_slot_that_changes_all_the_time_fills_no_memory(desk: DamageDesk):
+    for content in range(100):
+        found(desk, finding(EXPECTED_CONTENT=content))
+    (changes,) = desk._changes.values()
+    assert len(changes) == MAX_CHANGES
+    assert found(desk, finding(EXPECTED_CONTENT=100)).bad_memory == ()
+
+
+def test_findings_are_put_together(desk: DamageDesk):
     mine = found(desk, finding(READER_FORWARD=2))
     ada = Reader("ada", 1, 1, 40, ("CHAIN",))
     other = Damage((ada,), (DamagedSlot(9, 5, False),), (("SWA", 3),), (31, 30))
-    both = Damage.of_all([mine, Damage.from_wire(other.to_wire())])
+    both = Damage.of_all([mine, other])
     assert both.readers == other.readers
     assert both.slots == (*mine.slots, *other.slots)
     assert both.bad_memory == (("SWA", 3),)
     assert both.tainted == (30, 31)
-    assert Damage.from_wire(both.to_wire()) == both
 
 
 if __name__ == "__main__":

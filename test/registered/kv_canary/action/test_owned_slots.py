@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, make_tree
 
 if release().has_own_canary:
@@ -65,6 +67,30 @@ def test_slots_that_wait_in_a_free_group_are_not_freed_again() -> None:
         slots.allocator.free(bob)
     slots.allocator.free_group_end()
     assert free_slots(slots.allocator) == sorted([*before, *bob.tolist()])
+
+
+def test_a_cache_on_the_host_goes_with_rows_on_a_device() -> None:
+    slots = owned()
+    slots.rows = slots.rows.to("meta")  # NoPrefixes has no device of its own
+    with slots.freeing_only(NONE, [(2, 8)]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cached", "others"), [(None, []), (NONE, [(99, 8)])], ids=["unknown", "error"]
+)
+def test_nothing_is_freed_when_the_owners_are_not_known(cached: Any, others: Any) -> None:
+    slots = owned()
+    ada, before = slots.rows[1, :8].clone(), free_slots(slots.allocator)
+    context.managers.append(ManagerRig().manager)
+    try:
+        with slots.freeing_only(cached, others):
+            slots.allocator.free(ada)
+    finally:
+        context.reset()
+    assert free_slots(slots.allocator) == before
+    assert slots.disturbed
+    assert slots.restore(slots.rows[2, :8], []) == (8, 0)  # ada's come back
 
 
 @pytest.mark.parametrize("page", [1, 4])

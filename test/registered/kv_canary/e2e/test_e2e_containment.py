@@ -157,25 +157,6 @@ class TestWithoutTheAction(ContainmentBase):
         assert self.actions() == []
 
 
-class TestTwoRanks(ContainmentBase):
-    """Damage of one rank ends the request on both, in the same step: otherwise they would wait for each other."""
-
-    flags: ClassVar = {**FLAGS, "tp_size": 2}
-    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    pool: ClassVar = Pool(size=64)
-    count: ClassVar[int] = max(2, ROUNDS // 5)
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_damage_of_one_rank_ends_the_request_on_both(self, rank: int) -> None:
-        self.expect_violations()
-        prompt = random_tokens(random.Random(rank), 40)
-        self.generate(f"writer{rank}", prompt, 1)
-        self.inject("flip_bytes", rank, cached=prompt, position=20, count=64, half="V").answer()
-        assert self.generate(f"reader{rank}", prompt, 16) == []
-        acted = [a for a in self.actions() if a["aborted"] == [f"reader{rank}"]]
-        assert sorted(action["rank"] for action in acted) == [0, 1]
-
-
 @long_form
 class TestWithoutOverlap(ContainmentBase):
     flags: ClassVar = {**FLAGS, "disable_overlap_schedule": True}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -24,6 +23,7 @@ _REPORTED_ONLY = Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS
 _COVERED = (PoolKind.FULL, PoolKind.SWA, PoolKind.INDEXER)
 AFFECTED = ("aborted", "answered")  # what becomes of requests that read damage
 ALLOCATOR_KINDS = ("FULL", "SWA")  # pool kinds whose slots can be withheld
+MAX_CHANGES = 8  # of a slot that are remembered: the second one of a half decides
 MAX_REMEMBERED = 65536  # slots with findings; the oldest are forgotten
 
 
@@ -56,23 +56,9 @@ class Damage:
     bad_memory: tuple[tuple[str, int], ...] = ()  # (pool kind, slot): changed by itself twice
     tainted: tuple[int, ...] = ()  # full slots that the readers have computed from damage
 
-    def to_wire(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_wire(cls, text: str) -> Damage:
-        """The inverse of `to_wire`."""
-        values = json.loads(text)
-        return cls(
-            tuple(Reader(**{**r, "reasons": tuple(r["reasons"])}) for r in values["readers"]),
-            tuple(DamagedSlot(**slot) for slot in values["slots"]),
-            tuple((kind, slot) for kind, slot in values["bad_memory"]),
-            tuple(values["tainted"]),
-        )
-
     @classmethod
     def of_all(cls, parts: Iterable[Damage]) -> Damage:
-        """What several ranks have found. Of each reader, the first forward counts."""
+        """What `parts` have found together. Of each reader, the first forward counts."""
         readers: dict[tuple[str, int], Reader] = {}
         slots: dict[tuple[int, int], DamagedSlot] = {}
         bad: dict[tuple[str, int], None] = {}
@@ -97,7 +83,7 @@ class Damage:
 class DamageDesk:
     """Belongs to the target runner's manager. Used from the scheduler's thread.
 
-    `note_findings` takes what is reported. `take` hands it over once, at a step boundary.
+    `note_findings` takes what is reported. Between two steps, `peek` shows it and `clear` ends it.
     """
 
     recorder: FlightRecorder
@@ -128,9 +114,13 @@ class DamageDesk:
     def is_waiting(self) -> bool:
         return bool(self._pending)
 
-    def take(self) -> Damage:
-        pending, self._pending = self._pending, []
-        return Damage.of_all(pending)
+    def peek(self) -> Damage:
+        """Everything that was found since `clear`."""
+        return Damage.of_all(self._pending)
+
+    def clear(self) -> None:
+        """What `peek` returned is dealt with."""
+        self._pending = []
 
     def _readers(self, rows: np.ndarray) -> Iterable[Reader]:
         rows = rows[_mask(rows[:, Column.TAG], _reads)]
@@ -182,7 +172,7 @@ class DamageDesk:
         if changes is None:
             changes = set()
             self._remember(self._changes, key, changes)
-        if change in changes:
+        if change in changes or len(changes) >= MAX_CHANGES:
             return False
         changes.add(change)
         return sum(half == change[0] for half, _, _ in changes) == 2

@@ -47,10 +47,13 @@ def _begin_step(batch: Any) -> StepRecord:
     # `map` and `dict` loop in C: a step of 256 requests has no time for a loop of its own.
     rows = dict(zip(map(release().row_of, requests), map(_RID, requests), strict=True))
     rows.pop(None, None)
-    starts = None
-    if context.starts_of is not None:
-        starts = dict(zip(map(release().row_of, requests), context.starts_of(batch), strict=True))
+    starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
     return context.recorder.begin_step(rows.items(), starts=starts)
+
+
+def _starts_by_row(batch: Any) -> dict[int, int]:
+    rows = map(release().row_of, batch.reqs)
+    return dict(zip(rows, context.starts_of(batch), strict=True))
 
 
 def _end_step() -> None:

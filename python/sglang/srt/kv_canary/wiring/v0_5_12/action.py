@@ -14,7 +14,6 @@ from ..context import context
 from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from ..scheduler import after_idle
-from .agreement import Alone, Together, why_not_agreed
 from .cached_prefixes import prefixes_of
 from .containment import Containment
 from .owned_slots import OwnedSlots
@@ -34,12 +33,10 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
         return
     allocator = scheduler.token_to_kv_pool_allocator
-    together = args.tp_size > 1 and not args.enable_dp_attention
     context.containment = Containment(
         scheduler=scheduler,
         manager=manager,
         desk=manager.expect_action(),
-        agreement=Together(scheduler) if together else Alone(),
         prefixes=prefixes,
         withheld=WithheldSlots(allocators_by_kind(allocator)),
         owned=OwnedSlots(allocator, manager.plan_input.req_to_token),
@@ -51,8 +48,15 @@ def _why_reported_only(args: Any, prefixes: Any, scheduler: Any) -> str | None:
     """Where an action would be wrong or is not known to be right. None: findings end their readers."""
     if args.disaggregation_mode != "null":
         return "a decode server ends requests whose KV arrives damaged. Other findings on this server are reported only"
-    if why := why_not_agreed(args):
-        return f"findings are reported only, because {why}"
+    if args.pp_size > 1:
+        return "findings are reported only, because pipeline stages act in different steps"
+    if args.tp_size > 1 and not (args.enable_dp_attention and args.tp_size == args.dp_size):
+        return (
+            "findings are reported only, because tensor-parallel ranks would have to act in the same step on what one "
+            "of them has found"
+        )
+    if args.nnodes > 1 and args.tp_size > 1:
+        return "findings are reported only, because the ranks are on several hosts"
     if args.enable_streaming_session:
         return "findings are reported only, because streaming sessions keep KV between requests"
     if prefixes is None:
@@ -72,14 +76,10 @@ def _starts_of(batch: Any) -> list[int]:
     return (batch.seq_lens_cpu - 1).tolist()
 
 
-def _around_recv_requests(original: Callable[..., Any], scheduler: Any, *a: Any, **k: Any) -> Any:
-    containment = context.containment
-    if containment is None:
-        return original(scheduler, *a, **k)
-    attempt_aside(containment.before_requests)
-    requests = original(scheduler, *a, **k)
-    attempt_aside(containment.after_requests, requests)
-    return requests
+@guarded_aside
+def _after_recv_requests(*_: Any, **__: Any) -> None:
+    if context.containment is not None:
+        context.containment.between_steps()
 
 
 @guarded
@@ -134,7 +134,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin"
 HOOKS = (
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", _around_recv_requests, HookType.AROUND, ACTION),
+    HookSpec(f"{_SCHEDULER}.recv_requests", _after_recv_requests, HookType.AFTER, ACTION),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,

@@ -159,13 +159,13 @@ class CachedPrefixes:
         node.key = RadixKey(node.key.token_ids, OutOfCache(), is_bigram=node.key.is_bigram)
         siblings[node.key.child_key(page_size)] = node
 
-    def _free(self, node: Any) -> None:
-        for child in list(node.children.values()):
-            self._free(child)
-        if node.children or self.kind.lock(node) or not self._is_in_tree(node):
-            return
-        self.tree.token_to_kv_pool_allocator.free(node.value)
-        self.kind.delete(self.tree, node)
+    def _free(self, root: Any) -> None:
+        """`root` and what is below it, leaves first, as far as nobody holds it."""
+        for node in reversed(list(_with_descendants(root))):
+            if node.children or self.kind.lock(node) or not self._is_in_tree(node):
+                continue
+            self.tree.token_to_kv_pool_allocator.free(node.value)
+            self.kind.delete(self.tree, node)
 
     def _is_in_tree(self, node: Any) -> bool:
         """Not after eviction or a flush, which have freed its slots."""

@@ -1,14 +1,14 @@
 """SGLANG_KV_CANARY_ACTION=abort: what is done about damage, at the boundary between two steps.
 
-The manager says who has read damage and where it lies. All ranks agree on it. Then its readers end with an error, the
-damaged prefixes leave the cache, and memory that changes by itself leaves the allocator.
+The manager says who has read damage and where it lies. Then its readers end with an error, the damaged prefixes leave
+the cache, and memory that changes by itself leaves the allocator.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +20,8 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
+from ..guard import attempt_aside
 from .abort import end_running, end_waiting
-from .agreement import Agreement, Alone
 from .arrivals import on_forward_stream
 from .cached_prefixes import CachedPrefixes, NoPrefixes
 from .owned_slots import OwnedSlots
@@ -30,7 +30,7 @@ from .withheld_slots import WithheldSlots
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 64  # a finding comes some steps after its forward
-MAX_ENDED = 4096  # ended requests that are remembered: more findings about them may come
+MAX_KNOWN = 4096  # requests that are remembered as dealt with: more findings about them may come
 MAX_NAMED = 16  # requests in one log line
 
 # Damage with which every slot still has one owner, who knows it
@@ -48,12 +48,25 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
+class _Gone:
+    """A request that gave its row back. With the fields of SGLang's Req by which the cache knows it, and no tensors."""
+
+    step: int
+    forward: int  # no later one ran it
+    rid: str
+    origin_input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    extra_key: str | None
+    has_finished: bool  # False: retracted
+
+
+@dataclass(frozen=True, slots=True)
 class _Readers:
     """Who has read damage, and what they have computed from it."""
 
     live: tuple[tuple[Any, str], ...]  # requests, and why
     waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
-    answered: tuple[str, ...]  # ids of requests that had their answer by then
+    answered: dict[str, int]  # ids of requests that had their answer, and their last forward
     tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
 
 
@@ -64,62 +77,70 @@ class Containment:
     scheduler: Any
     manager: CanaryManager
     desk: DamageDesk
-    agreement: Agreement
     prefixes: CachedPrefixes | NoPrefixes
     withheld: WithheldSlots
     owned: OwnedSlots
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
-    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)  # request ids
-    _recent: deque[tuple[int, Any]] = field(default_factory=deque)  # (step, finished request)
+    _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
+    # Ids of requests that are dealt with, and the last forward that can be theirs. A client may use an id again.
+    _known: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _recent: deque[_Gone] = field(default_factory=deque)
 
     @property
     def rows(self) -> torch.Tensor:
         """int32[request rows, context length]: the full slots of each row."""
         return self.manager.plan_input.req_to_token
 
-    def before_requests(self) -> None:
-        """The scheduler is about to read the requests of a step."""
+    def between_steps(self) -> None:
+        """The requests of a step have arrived. None of them has looked at the cache yet."""
         if self.desk.is_waiting:
-            found = self.desk.take()
-            slots = self._as_they_are(found.slots)
-            tainted = self._computed_from_damage(found.readers)
-            self.agreement.publish(replace(found, slots=slots, tainted=tainted))
-        self.agreement.before_requests()
-
-    def after_requests(self, requests: list[Any] | None) -> None:
-        """No request of the step has looked at the cache yet."""
+            self._act(self._resolved())
         if self.prefixes.num_held or self.desk.quarantined:
-            with self._freeing_only_owned(self.owned.disturbed):
+            with self._freeing_only_owned():
                 self.prefixes.free_unheld()
             self.desk.quarantined = self.prefixes.num_held
         self.withheld.take_from_free_lists()
-        if agreed := self.agreement.agreed(requests):
-            self._act(Damage.of_all(agreed))
-            self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
+
+    def _resolved(self) -> Damage:
+        """What was found, as it lies in the pool now. After an error it is found again in the next step."""
+        found = self.desk.peek()
+        slots = self._as_they_are(found.slots)
+        tainted = self._computed_from_damage(found.readers)
+        self.desk.clear()
+        return replace(found, slots=slots, tainted=tainted)
 
     def note_finished(self, request: Any) -> None:
         """`request` gives its row back. A finding about it may still come."""
-        step = self.manager.recorder.step_count
-        self._recent.append((step, request))
-        while self._recent[0][0] < step - RECENT_STEPS:
+        recorder = self.manager.recorder
+        gone = _Gone(
+            recorder.step_count,
+            recorder.newest,
+            request.rid,
+            request.origin_input_ids,
+            request.output_ids,
+            request.extra_key,
+            request.finished(),
+        )
+        self._recent.append(gone)
+        while self._recent[0].step < gone.step - RECENT_STEPS:
             self._recent.popleft()
+        if request.rid in self._ending:
+            self._ending.discard(request.rid)
+            self._remember({request.rid: gone.forward})
 
     def releasing(self, request: Any) -> AbstractContextManager[None]:
         """Around the release of the request's slots."""
-        misled = request.rid in self._misled
+        if request.rid not in self._misled:
+            return nullcontext()
         self._misled.discard(request.rid)
-        return (
-            self._freeing_only_owned(misled, self.prefixes.slots(), request)
-            if misled
-            else nullcontext()
-        )
+        cached, others = attempt_aside(self._slots_of_others, request) or (None, [])
+        return self.owned.freeing_only(cached, others)
 
     def on_idle(self) -> None:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
-        if isinstance(self.agreement, Alone) and self.desk.is_waiting:
-            self.before_requests()
-            self.after_requests(None)
+        if self.desk.is_waiting:
+            self.between_steps()
         if not (self.owned.disturbed and self.owned.can_be_restored):
             return
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
@@ -133,36 +154,68 @@ class Containment:
 
     # What is done
 
-    def _freeing_only_owned(
-        self, disturbed: bool, cached: torch.Tensor | None = None, released: Any = None
-    ) -> AbstractContextManager[None]:
-        if not disturbed:
+    def _freeing_only_owned(self) -> AbstractContextManager[None]:
+        """Around the release of cached slots."""
+        if not self.owned.disturbed:
             return nullcontext()
-        live = [each for each in _live_requests(self.scheduler) if each.request is not released]
-        others = [(each.request.req_pool_idx, each.length) for each in live]
-        return self.owned.freeing_only(self.rows.new_empty(0) if cached is None else cached, others)
+        cached, others = self.rows.new_empty(0), attempt_aside(self._held_rows)
+        return self.owned.freeing_only(None if others is None else cached, others or [])
+
+    def _slots_of_others(self, request: Any) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        return self.prefixes.slots(), self._held_rows(request)
+
+    def _held_rows(self, released: Any = None) -> list[tuple[int, int]]:
+        """(row, length) of all requests but `released`."""
+        live = [each for each in self._live() if each.request is not released]
+        return [(each.request.req_pool_idx, each.length) for each in live]
+
+    def _live(self) -> list[_Live]:
+        return list(_live_requests(self.scheduler))
 
     def _act(self, damage: Damage) -> None:
-        live = list(_live_requests(self.scheduler))
+        live = self._live()
         readers = self._readers_of(damage, live)
         misled = {r.request_id for r in damage.readers if _is_misled(r)}
-        self._misled |= misled & {request.rid for request, _ in readers.live}
+        self._misled |= misled & {each.request.rid for each in live}
         if misled or any(not slot.changed for slot in damage.slots):
             self.owned.disturbed = True
-        with self._freeing_only_owned(self.owned.disturbed):
-            dropped = self.prefixes.drop({*readers.tainted, *(s.slot for s in damage.slots)})
+        # First, because no later error may let a wrong answer go out
         for request, why in readers.live:
             end_running(request, why)
         for request, why in readers.waiting:
             end_waiting(self.scheduler, request, why)
-        for each in live:  # a dropped prefix must not be cached under its old key again
-            if self.prefixes.holds(each.request):
-                each.request.skip_radix_cache_insert = True
-        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
         ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
-        self._remember(ended)
-        self.desk.quarantined = self.prefixes.num_held
-        self._tell(ended, readers.answered, dropped, bad)
+        self._ending |= {request.rid for request, _ in readers.live}
+        newest = self.manager.recorder.newest
+        self._remember({**dict.fromkeys(ended, newest), **readers.answered})
+        slots = {*readers.tainted, *(s.slot for s in damage.slots)}
+        dropped = attempt_aside(self._drop, slots, live) or 0
+        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
+        if bad:
+            attempt_aside(self._admit_only_what_fits)
+        self._tell(ended, tuple(readers.answered), dropped, bad)
+
+    def _drop(self, slots: set[int], live: list[_Live]) -> int:
+        """Take `slots` out of the cache. Returns how many tokens were dropped."""
+        try:
+            with self._freeing_only_owned():
+                return self.prefixes.drop(slots)
+        finally:
+            for each in live:  # a dropped prefix must not be cached under its old key again
+                if self.prefixes.holds(each.request):
+                    each.request.skip_radix_cache_insert = True
+            self.desk.quarantined = self.prefixes.num_held
+
+    def _admit_only_what_fits(self) -> None:
+        """SGLang's bound of a request's length does not know of withheld slots: a longer one would wait forever."""
+        scheduler, page = self.scheduler, self.scheduler.page_size
+        withheld = len(self.withheld.pages("FULL")) * page
+        most = scheduler.max_total_num_tokens - withheld - 2 * page + 1
+        margin = scheduler.max_req_len - scheduler.max_req_input_len
+        scheduler.max_req_len = min(scheduler.max_req_len, most)
+        scheduler.max_req_input_len = min(scheduler.max_req_input_len, most - margin)
+        for request in scheduler.waiting_queue:
+            scheduler.init_req_max_new_tokens(request)
 
     def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
         """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
@@ -170,16 +223,20 @@ class Containment:
         waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
         ends: dict[str, str] = {}
         retracted: dict[str, str] = {}
-        answered: dict[str, None] = {}
+        answered: dict[str, int] = {}
         tainted = set(damage.tainted)
         for reader in damage.readers:
             found = by_id.get(reader.request_id)
-            if found is not None and found.request.req_pool_idx == reader.row:
+            if self._is_known(reader.request_id, reader.forward):
+                continue
+            if (end := self._end_of(reader)) is not None:
+                answered[reader.request_id] = end
+            elif found is not None and _has_read(found.request, reader):
                 ends[reader.request_id] = _why(reader)
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
-            elif reader.request_id not in self._ended:
-                answered[reader.request_id] = None
+            else:
+                answered[reader.request_id] = reader.forward
         changed = {slot.slot for slot in damage.slots if slot.changed}
         suspect = self._spread(changed, tainted, live, ends)
         for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
@@ -189,14 +246,20 @@ class Containment:
                 if found is None
                 else self.prefixes.slots_of(found.request, 0)
             )
-        for _, request in self._recent:
-            known = request.rid in self._ended or request.rid in answered or not request.finished()
-            if not known and tainted and tainted.intersection(self.prefixes.slots_of(request, 0)):
-                answered[request.rid] = None
+        for gone in self._recent if tainted else ():
+            if not gone.has_finished or gone.rid in answered:
+                continue
+            known = self._is_known(gone.rid, gone.forward)
+            if not known and tainted.intersection(self.prefixes.slots_of(gone, 0)):
+                answered[gone.rid] = gone.forward
         return _Readers(
-            tuple((by_id[rid].request, why) for rid, why in ends.items() if rid not in self._ended),
+            tuple(
+                (by_id[rid].request, why)
+                for rid, why in ends.items()
+                if by_id[rid].request.to_finish is None
+            ),
             tuple((waiting[rid], why) for rid, why in retracted.items()),
-            tuple(answered),
+            answered,
             frozenset(tainted | suspect),
         )
 
@@ -209,18 +272,17 @@ class Containment:
         """
         if isinstance(self.prefixes, NoPrefixes):
             return set()  # requests share nothing
-        # All ranks hold the same rows, so they come to the same result.
         suspect: set[int] = set()
         rows = {each.request.rid: self._slots(each, 0) for each in live}
         found = bool(changed or tainted)
         while found:
-            found = False
+            found, wrong = False, changed | tainted
             for rid in [rid for rid in rows if rid not in ends]:
-                wrong = (changed | tainted).intersection(rows[rid])
-                if not wrong:
+                at = [i for i, slot in enumerate(rows[rid]) if slot in wrong]
+                if not at:
                     continue
-                behind = rows[rid][min(map(rows[rid].index, wrong)) + 1 :]
-                (tainted if wrong & tainted else suspect).update(behind)
+                is_tainted = any(rows[rid][i] in tainted for i in at)
+                (tainted if is_tainted else suspect).update(rows[rid][at[0] + 1 :])
                 ends[rid] = (
                     "this request reads KV cache that is damaged or was computed from damage"
                 )
@@ -234,17 +296,37 @@ class Containment:
 
     def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
         """Of a finished request, from position `start` on."""
-        for _, request in self._recent:
-            if request.rid == reader.request_id:
-                return self.prefixes.slots_of(request, start)
+        for gone in self._recent:
+            if gone.rid == reader.request_id and gone.forward >= reader.forward:
+                return self.prefixes.slots_of(gone, start)
         return []
+
+    def _is_known(self, rid: str, forward: int) -> bool:
+        """Whether the request that had this id in `forward` is dealt with."""
+        return forward <= self._known.get(rid, -1)
+
+    def _end_of(self, reader: Reader) -> int | None:
+        """The last forward of a reader that has finished. Who has its id now is another request."""
+        return next(
+            (
+                gone.forward
+                for gone in self._recent
+                if gone.has_finished
+                and gone.rid == reader.request_id
+                and gone.forward >= reader.forward
+            ),
+            None,
+        )
 
     def _computed_from_damage(self, readers: Iterable[Reader]) -> tuple[int, ...]:
         """Full slots that the readers have written since they read damage, in their rows and in the cache."""
-        live = {each.request.rid: each for each in _live_requests(self.scheduler)}
+        live = {each.request.rid: each for each in self._live()}
         tainted: list[int] = []
         for reader in readers:
-            found = live.get(reader.request_id)
+            if self._is_known(reader.request_id, reader.forward):
+                continue
+            has_finished = self._end_of(reader) is not None
+            found = None if has_finished else live.get(reader.request_id)
             if found is not None and found.request.req_pool_idx == reader.row:
                 slots = self._slots(found, reader.start)
             else:
@@ -274,10 +356,12 @@ class Containment:
             where = torch.tensor(slots, device=group.k_tail.device)
             return group.k_tail[where, WORD_WRITER].tolist()
 
-    def _remember(self, ended: Iterable[str]) -> None:
-        self._ended.update(dict.fromkeys(ended))
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+    def _remember(self, last_forwards: dict[str, int]) -> None:
+        for rid, forward in last_forwards.items():
+            self._known[rid] = forward
+            self._known.move_to_end(rid)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
 
     # What is said
 
@@ -327,6 +411,11 @@ def _live_requests(scheduler: Any) -> Iterator[_Live]:
         seen.add(id(request))
         if not request.finished():
             yield _Live(request, request.kv_allocated_len)
+
+
+def _has_read(request: Any, reader: Reader) -> bool:
+    """Whether the live `request` is the reader. In another row only if it was retracted since."""
+    return request.req_pool_idx == reader.row or request.retraction_count > 0
 
 
 def _is_misled(reader: Reader) -> bool:

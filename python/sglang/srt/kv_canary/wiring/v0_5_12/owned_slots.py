@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..guard import attempt_aside
+
 __all__ = ["OwnedSlots"]
 
 
@@ -30,23 +32,32 @@ class OwnedSlots:
 
     @contextmanager
     def freeing_only(
-        self, cached: torch.Tensor, others: Iterable[tuple[int, int]]
+        self, cached: torch.Tensor | None, others: Iterable[tuple[int, int]]
     ) -> Iterator[None]:
         """`free` passes over slots that have another owner, or are free already. Waits for the schedule stream.
 
-        `cached`: full slots of the prefix cache. `others`: (row, length) of the other requests.
+        `cached`: full slots of the prefix cache, on any device. `others`: (row, length) of the other requests. With
+        None, or after an error, nothing is freed: a lost slot comes back, one that is freed twice has two owners.
         """
         free = self.allocator.free
-        foreign = torch.cat([cached.long(), *(self.rows[r, :n].long() for r, n in others)])
+        foreign = None if cached is None else attempt_aside(self._foreign, cached, others)
 
         def free_owned(slots: torch.Tensor) -> None:
-            free(self._owned(slots, foreign))
+            owned = None if foreign is None else attempt_aside(self._owned, slots, foreign)
+            if owned is None:
+                self.disturbed = True
+            else:
+                free(owned)
 
         self.allocator.free = free_owned
         try:
             yield
         finally:
             del self.allocator.free
+
+    def _foreign(self, cached: torch.Tensor, others: Iterable[tuple[int, int]]) -> torch.Tensor:
+        rows = [self.rows[row, :length].long() for row, length in others]
+        return torch.cat([cached.to(self.rows.device, torch.int64), *rows])
 
     def _owned(self, slots: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
         full, pages = self._full, slots.long() // self._full.page_size
