@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sglang_kv_canary import record
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_tier.host_content import fingerprint, sources_of
+from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
 from sglang_kv_canary.kernels.reference import content_fingerprint
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang_kv_canary.record import Mode, State
@@ -244,6 +247,32 @@ def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:
         protect(rig.manager, HostPoolGroup())
     with pytest.raises(CanaryStartupError, match="prefix cache HostPoolGroup"):
         _refuse_tree(HostPoolGroup())
+
+
+def test_a_record_is_read_whole_while_another_thread_sets_it() -> None:
+    """As a sweep does while a prefetch from storage goes on."""
+    count = 512
+    slots, records, is_over = torch.arange(count), HostRecords(count, 2), threading.Event()
+
+    def set_again_and_again() -> None:
+        for value in itertools.count(1):
+            if is_over.is_set():
+                return
+            words = torch.full((count, 2, record.RECORD_WORDS), value)
+            records.put(slots, SlotRecords(words, torch.full((count,), value)))
+
+    thread = threading.Thread(target=set_again_and_again)
+    thread.start()
+    try:
+        torn = 0
+        for _ in range(1500):
+            for read in (records.part(0, count), records.get(slots)):
+                torn += int((read.words != read.sampled_as[:, None, None]).any())
+    finally:
+        is_over.set()
+        thread.join()
+    assert torn == 0
+    assert int(records.get(slots).words.min()) > 1, "the thread was at work"
 
 
 def test_a_layout_that_scatters_tokens_is_refused() -> None:

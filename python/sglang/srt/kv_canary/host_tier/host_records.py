@@ -43,7 +43,8 @@ class HostRecords:
     """One record per host slot and half. Zeros: there is none.
 
     Records and bytes that are copied from the device become visible together. The scheduler's thread and the threads of
-    a storage backend may call every method; no two of them have the same slots.
+    a storage backend may call every method. A sweep reads slots that another thread sets, so each record is read whole
+    or not at all.
     """
 
     def __init__(self, num_slots: int, halves: int) -> None:
@@ -53,7 +54,7 @@ class HostRecords:
             torch.zeros(num_slots, dtype=torch.int64),
         )
         self._on_the_way: deque[_OnTheWay] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
@@ -61,33 +62,36 @@ class HostRecords:
 
     def put(self, slots: torch.Tensor, records: SlotRecords, event: Any | None = None) -> None:
         """Set the records of `slots` int64[n]. With `event`, once it has happened."""
-        if event is not None:
-            with self._lock:
+        with self._lock:
+            if event is not None:
                 self._on_the_way.append(_OnTheWay(event, slots, records))
-            return
-        self._records.words[slots] = records.words
-        self._records.sampled_as[slots] = records.sampled_as
+                return
+            self._records.words[slots] = records.words
+            self._records.sampled_as[slots] = records.sampled_as
 
     def get(self, slots: torch.Tensor) -> SlotRecords:
         """A copy of the records of `slots` int64[n]. Waits for copies from the device."""
         self._settle(wait=True)
-        return self._records[slots]
+        with self._lock:
+            return self._records[slots]
 
     def part(self, first: int, stop: int) -> SlotRecords:
         """A copy of the records of the slots [first, stop), as far as their copies have arrived."""
         self._settle(wait=False)
-        part = self._records[slice(first, stop)]
-        return SlotRecords(part.words.clone(), part.sampled_as.clone())
+        with self._lock:
+            part = self._records[slice(first, stop)]
+            return SlotRecords(part.words.clone(), part.sampled_as.clone())
 
     def clear(self, slots: torch.Tensor | None = None) -> None:
         """`slots` int64[n] hold nothing any more; None: no slot does."""
         if slots is None:
             with self._lock:
                 self._on_the_way.clear()
-            self._records.words.zero_()
+                self._records.words.zero_()
             return
         self._settle(wait=True)
-        self._records.words[slots] = 0
+        with self._lock:
+            self._records.words[slots] = 0
 
     def _settle(self, wait: bool) -> None:
         with self._lock:
