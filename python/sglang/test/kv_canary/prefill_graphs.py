@@ -6,6 +6,7 @@ What would be replayed runs eagerly, on the same static buffers.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -106,6 +107,17 @@ def _no_capture(*args: Any, **kwargs: Any) -> Iterator[Any]:
     yield SimpleNamespace(stream=None)
 
 
+def _as_captured(runner: Any, static_batch: Any) -> Any:
+    """A graph of 0.5.17's EAGLE draft reads the target's hidden states, padded, in a buffer of the runner."""
+    hidden = getattr(runner, "static_draft_hidden_states", None)
+    if hidden is None or static_batch.spec_info is None:
+        return static_batch
+    batch = copy.copy(static_batch)
+    batch.spec_info = copy.copy(static_batch.spec_info)
+    batch.spec_info.hidden_states = hidden[: static_batch.input_ids.shape[0]]
+    return batch
+
+
 def _eager_backend(runner: Any) -> Any:
     from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
         BreakableCudaGraphBackend,
@@ -124,10 +136,8 @@ def _eager_backend(runner: Any) -> Any:
             self._graphs[shape_key] = True
 
         def replay(self, shape_key: Any, static_batch: Any, **kwargs: Any) -> Any:
-            layers = runner.layer_model
+            layers, batch = runner.layer_model, _as_captured(runner, static_batch)
             # The instance's own `forward` is the one that has called this.
-            return type(layers).forward(
-                layers, static_batch.input_ids, static_batch.positions, static_batch
-            )
+            return type(layers).forward(layers, batch.input_ids, batch.positions, batch)
 
     return EagerBackend()
