@@ -98,8 +98,12 @@ class _Search:
             end = place.position + NEAR + 1
             self.entries = rows[place.row, self.first_entry : end].long()
             if group.swa_index_lut is not None:
-                lut = group.swa_index_lut
-                self.mapped = lut[self.entries.clamp(0, lut.shape[0] - 1)].long()
+                self.mapped = self._own_slots(self.entries)
+
+    def _own_slots(self, full_slots: torch.Tensor) -> torch.Tensor:
+        """int64[n]: what full slots int64[n] are in the group's slot space, if one stands for one token."""
+        lut = self._group.swa_index_lut
+        return full_slots if lut is None else lut[full_slots.clamp(0, lut.shape[0] - 1)].long()
 
     def records(self) -> dict[str, torch.Tensor]:
         """By half and side: [slot, four words] of the slot, its predecessor, and the entries."""
@@ -129,9 +133,7 @@ class _Search:
             return records.new_empty(0)
         end = min(place.position + 1, self._rows.shape[1])
         begin = 0 if group.window is None else max(0, end - group.window)
-        slots = self._rows[place.row, begin:end].long()
-        if group.swa_index_lut is not None:
-            slots = group.swa_index_lut[slots.clamp(0, group.swa_index_lut.shape[0] - 1)].long()
+        slots = self._own_slots(self._rows[place.row, begin:end].long())
         is_slot = (slots > 0) & (slots < group.num_slots)
         held = records[torch.where(is_slot, slots, 0)]
         positions = torch.arange(begin, end, device=device)
@@ -154,9 +156,7 @@ class _Search:
         group, slot = self._group, self._place.slot
         if cached is None or not slot or slot <= 0:
             return self._rows.new_empty(0)
-        slots = cached.slots.to(self._rows.device)
-        if group.swa_index_lut is not None:
-            slots = group.swa_index_lut[slots.clamp(0, group.swa_index_lut.shape[0] - 1)]
+        slots = self._own_slots(cached.slots.to(self._rows.device))
         found = _first_hits(slots, lambda part: part // group.stride == slot)
         positions = cached.positions.to(self._rows.device)[found.clamp(min=0)]
         return torch.stack([found, positions], dim=1)
