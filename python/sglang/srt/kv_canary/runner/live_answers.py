@@ -18,7 +18,6 @@ from ..reports.async_copy import FutureTensors
 from ..reports.cause import Cause
 from ..reports.flight_recorder import FlightRecorder, ForwardRecord
 from ..reports.scene import Place, RecordNow, Scene
-from ..reports.scene_facts import RowFilled
 from ..reports.slot_history import SlotHistory
 from ..reports.violation import MAX_REQUEST_ID, actor_of
 from .manager import CanaryManager
@@ -223,7 +222,7 @@ class LiveAnswers:
             "row": row,
             "length": length,
             "known": None if now is None else len(now.tokens),
-            "filled": None if now is None else _filled(now),
+            "filled": None if now is None else now.filled.as_dict(),
             "slots": slots,
             "more_slots": length is not None and length > len(slots),
             "groups": groups,
@@ -393,10 +392,6 @@ def _writer_and_free(record: RecordNow | None, recorder: FlightRecorder) -> dict
 def _forward(found: ForwardRecord) -> dict[str, Any]:
     step = None if found.step is None else found.step.step
     return {"forward": found.forward, "mode": found.mode, "step": step}
-
-
-def _filled(now: RequestNow) -> dict[str, Any]:
-    return RowFilled(now.cached, now.prefix, now.length).as_dict()
 
 
 def _known_length(now: RequestNow | None, length: int) -> int:

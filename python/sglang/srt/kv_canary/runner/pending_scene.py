@@ -15,7 +15,7 @@ from ..config import ContentMode
 from ..kernels.layout import content_unit
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, Place, RecordNow, Scene, divergence
-from ..reports.scene_facts import CachedAt, ChangedWord, RowFilled
+from ..reports.scene_facts import CachedAt, ChangedWord
 from .changed_words import explaining_words, rows_of
 from .surroundings import CachedSlots, RequestNow
 
@@ -71,7 +71,7 @@ class PendingScene:
             same_content=tuple(_listed(parts["same_content"], place.slot)),
             diverges=_divergence(parts["divergence"]),
             last_read=self._last_read(),
-            filled=self._filled(),
+            filled=None if self.request is None else self.request.filled,
             **self._cached_at(parts["cached"]),
             **self._changes(rows.get(place.changed_half, ())),
         )
@@ -81,10 +81,6 @@ class PendingScene:
         place, now = self.place, self.request
         was_there = now is not None and place.position is not None and place.position < now.length
         return place.before if was_there else None
-
-    def _filled(self) -> RowFilled | None:
-        now = self.request
-        return None if now is None else RowFilled(now.cached, now.prefix, now.length)
 
     def _cached_at(self, hits: list[int]) -> dict[str, Any]:
         if self.cached is None or not hits:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ..reports.scene_facts import RowFilled
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,6 +20,11 @@ class RequestNow:
     cached: int
     prefix: int  # where its last prefill began
     length: int  # and ended
+
+    @property
+    def filled(self) -> RowFilled:
+        """How it came by its KV, for reports."""
+        return RowFilled(self.cached, self.prefix, self.length)
 
 
 @dataclass(frozen=True, slots=True)
