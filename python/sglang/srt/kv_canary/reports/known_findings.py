@@ -1,6 +1,12 @@
-"""Separates repeats from new findings in raw ring rows: every forward finds a damaged slot that stays again."""
+"""Separates repeats from new findings in raw ring rows: every forward finds a damaged slot that stays again.
+
+A damaged pool gives a thousand repeats a step, so Python looks at each cause once, and numpy at the rows.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,6 +16,7 @@ from .flight_recorder import FlightRecorder
 from .moot import readers_of
 
 MAX_KNOWN = 16384  # findings remembered
+LOOKUPS_PER_INDEX = 0.25  # of one finding, for each that is known: so much longer takes a new index
 
 _COLUMNS = (
     Column.TAG,
@@ -20,35 +27,111 @@ _COLUMNS = (
     Column.WRITER,
     Column.LAST_WRITER,
 )
+# Any odd numbers without a pattern: the first ones of splitmix64 from seed 0, which record.mix64 steps by.
+_MULTIPLIERS = np.array(
+    [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F5,
+        0x06C45D188009454F,
+        0xF88BB8A8724C81ED,
+        0x1B39896A51A8749B,
+        0x53CB9F0C747EA2EB,
+        0x2C829ABE1F4532E1,
+        0xC584133AC916AB3D,
+    ],
+    dtype=np.uint64,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Of one cause, in the rows of a step."""
+
+    cause: Cause
+    count: int
+    last_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Known findings in the order of their keys."""
+
+    keys: np.ndarray  # uint64[n], ascending
+    causes: tuple[Cause, ...]  # distinct ones
+    cause_of: np.ndarray  # int64[n], index into `causes`
+
+    @classmethod
+    def of(cls, known: dict[int, Cause]) -> _Index:
+        keys = np.fromiter(known, dtype=np.uint64, count=len(known))
+        order = np.argsort(keys)
+        causes = {cause.number: cause for cause in known.values()}
+        place = {number: i for i, number in enumerate(causes)}
+        of = np.fromiter((place[c.number] for c in known.values()), np.int64, count=len(known))
+        return cls(keys[order], tuple(causes.values()), of[order])
+
+    def look_up(self, keys: np.ndarray) -> np.ndarray:
+        """int64[len(keys)]: index into `causes`; -1 for a finding that is not known."""
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, self.cause_of[at], -1)
 
 
 class KnownFindings:
-    """finding -> its cause, for the last MAX_KNOWN findings. A forgotten finding counts as new again."""
+    """Keys of findings -> causes, for the last MAX_KNOWN findings. A forgotten finding counts as new again."""
 
     def __init__(self) -> None:
-        self._causes: dict[bytes, Cause] = {}
+        self._causes: dict[int, Cause] = {}
+        self._lookups = 0  # of single findings that `_index` lacks
+        self._index = _Index.of({})
 
     def __len__(self) -> int:
         return len(self._causes)
 
-    def get(self, key: bytes) -> Cause | None:
-        return self._causes.get(key)
-
-    def add(self, key: bytes, cause: Cause) -> None:
+    def add(self, key: int, cause: Cause) -> None:
         if len(self._causes) >= MAX_KNOWN:
             self._causes.pop(next(iter(self._causes)))
         self._causes[key] = cause
 
+    def split(self, keys: np.ndarray) -> tuple[list[Repeats], list[int]]:
+        """(repeats, one entry for each cause and way of look-up; rows of new findings) of uint64[n] `keys`."""
+        if self._lookups > LOOKUPS_PER_INDEX * len(self._causes):
+            self._index, self._lookups = _Index.of(self._causes), 0
+        found = self._index.look_up(keys)
+        repeats = list(self._by_cause(found))
+        new = []
+        for row in np.flatnonzero(found < 0).tolist():
+            cause = self._causes.get(int(keys[row]))
+            if cause is None:
+                new.append(row)
+            else:
+                self._lookups += 1
+                repeats.append(Repeats(cause, 1, row))
+        return repeats, new
 
-def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> list[bytes]:
-    """A key for each of `rows` (int64[n, len(Column)]), equal for repeats of one finding by one request.
+    def _by_cause(self, found: np.ndarray) -> Iterator[Repeats]:
+        """`found` int64[n]: index of each row's cause; -1: none."""
+        rows = np.flatnonzero(found >= 0)
+        counts = np.bincount(found[rows], minlength=1)
+        last = np.zeros(len(counts), dtype=np.int64)
+        last[found[rows]] = rows  # the last of several assignments stays
+        for index in np.flatnonzero(counts).tolist():
+            yield Repeats(self._index.causes[index], int(counts[index]), int(last[index]))
+
+
+def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
+    """uint64[n] hashes of `rows` (int64[n, len(Column)]), equal for repeats of one finding by one request.
 
     A slot that was written or freed since then is another finding.
     """
-    keys = np.empty((len(rows), len(_COLUMNS) + 1), dtype=np.int64)
-    keys[:, 0] = _requests(rows, recorder)
-    keys[:, 1:] = rows[:, _COLUMNS]
-    return keys.view(f"V{keys.shape[1] * keys.itemsize}").ravel().tolist()
+    words = np.empty((len(rows), len(_COLUMNS) + 1), dtype=np.int64)
+    words[:, 0] = _requests(rows, recorder)
+    words[:, 1:] = rows[:, _COLUMNS]
+    # Fields of a word that differ in its high bits only would be lost in a sum of products.
+    mixed = words.view(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _MULTIPLIERS
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * _MULTIPLIERS[::-1]
+    return (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
 
 
 def _requests(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:

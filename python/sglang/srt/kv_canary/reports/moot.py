@@ -22,10 +22,15 @@ __all__ = ["are_moot", "are_settled", "readers_of"]
 # translation that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
 
+_COUNTED_ROWS = 1 << 16  # request rows below are counted in a table
+
 
 def are_settled(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
     """bool[n]: whether it is known which requests of each row's forward were dead. `rows`: int64[n, len(Column)]."""
-    forwards, each = np.unique(rows[:, Column.READER_FORWARD], return_inverse=True)
+    of_rows = rows[:, Column.READER_FORWARD]
+    if len(rows) and (of_rows == of_rows[0]).all():
+        return np.full(len(rows), recorder.is_settled(int(of_rows[0])))
+    forwards, each = np.unique(of_rows, return_inverse=True)
     settled = [recorder.is_settled(forward) for forward in forwards.tolist()]
     return np.array(settled, dtype=bool)[each.ravel()]
 
@@ -34,7 +39,8 @@ def are_moot(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
     """bool[n]: which of `rows`, int64[n, len(Column)], are no findings."""
     pairs, each = readers_of(rows)
     moot = np.array([recorder.is_moot(*pair) for pair in pairs], dtype=bool)[each]
-    if (seen := np.isin(rows[:, Column.REASONS], _SEEN_OF_A_REWRITTEN_ROW)).any():
+    reasons, (evicted, elsewhere) = rows[:, Column.REASONS], _SEEN_OF_A_REWRITTEN_ROW
+    if (seen := (reasons == evicted) | (reasons == elsewhere)).any():
         rewritten = np.array([recorder.was_rewritten(*pair) for pair in pairs], dtype=bool)[each]
         moot |= seen & rewritten
     return moot | _have_no_seed(rows)
@@ -43,9 +49,21 @@ def are_moot(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
 def readers_of(rows: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
     """(distinct pairs of forward and request row, index of each row's pair, int64[n])."""
     forwards, readers = rows[:, Column.READER_FORWARD], rows[:, Column.READER_ROW]
+    if _is_one_batch(forwards, readers):
+        seen = np.flatnonzero(np.bincount(readers))
+        number = np.empty(seen[-1] + 1, dtype=np.int64)
+        number[seen] = np.arange(len(seen))
+        return [(int(forwards[0]), reader) for reader in seen.tolist()], number[readers]
     _, first, each = np.unique((forwards << 21) ^ readers, return_index=True, return_inverse=True)
     pairs = zip(forwards[first].tolist(), readers[first].tolist(), strict=True)
     return list(pairs), each.ravel()
+
+
+def _is_one_batch(forwards: np.ndarray, readers: np.ndarray) -> bool:
+    """Whether counting is faster than sorting, as for nearly all steps."""
+    if not len(forwards) or not (forwards == forwards[0]).all():
+        return False
+    return readers.min() >= 0 and readers.max() < _COUNTED_ROWS
 
 
 def _have_no_seed(rows: np.ndarray) -> np.ndarray:

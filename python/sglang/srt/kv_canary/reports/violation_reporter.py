@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from .event_sink import EventSink
 from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
-from .known_findings import KnownFindings, finding_keys
+from .known_findings import KnownFindings, Repeats, finding_keys
 from .neighbours import Halves, Neighbours
 from .scene import Taker
 from .scenes import Scenes
@@ -83,7 +83,7 @@ class ViolationReporter:
         self._known = KnownFindings()
         self._causes: dict[CauseKey, Cause] = {}
         self._neighbours = Neighbours({} if halves is None else halves)
-        self._unread: dict[bytes, _Unread] = {}  # new findings, oldest first
+        self._unread: dict[int, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
         self._grown: dict[int, Cause] = {}  # due for a summary event
         self._untold: deque[Cause] = deque()  # without a summary event, oldest first
@@ -112,10 +112,11 @@ class ViolationReporter:
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
         keys = finding_keys(rows, recorder)
-        causes = list(map(self._known.get, keys))
-        self._count_repeats(causes, rows[:, Column.READER_FORWARD])
-        for index in [i for i, cause in enumerate(causes) if cause is None]:
-            key = keys[index]
+        repeats, new = self._known.split(keys)
+        for repeat in repeats:
+            self._count_repeats(repeat, int(rows[repeat.last_row, Column.READER_FORWARD]))
+        for index in new:
+            key = int(keys[index])
             if key in self._unread:
                 self.repeats += 1
                 self._unread[key].repeats += 1
@@ -124,18 +125,13 @@ class ViolationReporter:
             else:
                 self._unread[key] = _Unread(rows[index], recorder)
 
-    def _count_repeats(self, causes: list[Cause | None], forwards: np.ndarray) -> None:
-        """Damage that stays gives the same rows each step. So Python looks at each cause once, and not at each row."""
-        numbers = [0 if cause is None else cause.number for cause in causes]
-        last = {number: index for index, number in enumerate(numbers) if number}
-        counts = Counter(numbers)
-        for number, index in last.items():
-            cause = causes[index]
-            self.repeats += counts[number]
-            cause.findings += counts[number]
-            cause.last_forward = int(forwards[index])
-            if cause.has_doubled:
-                self._grown[number] = cause
+    def _count_repeats(self, repeats: Repeats, forward: int) -> None:
+        cause = repeats.cause
+        self.repeats += repeats.count
+        cause.findings += repeats.count
+        cause.last_forward = max(cause.last_forward, forward)
+        if cause.has_doubled:
+            self._grown[cause.number] = cause
 
     def _read(self, limit: int) -> list[Cause]:
         """Fold the oldest new findings into causes, and return those causes."""

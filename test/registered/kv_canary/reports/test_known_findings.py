@@ -1,0 +1,143 @@
+"""Repeats of known findings, told apart from new ones for many rows at once."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.record import VIOLATION_COLUMNS, Column
+from sglang_kv_canary.reports import known_findings
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.known_findings import KnownFindings, finding_keys
+from sglang_kv_canary.reports.moot import readers_of
+
+register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+
+PART_OF_A_FINDING = (
+    Column.TAG,
+    Column.REASONS,
+    Column.SLOT,
+    Column.FULL_SLOT,
+    Column.READER_ROW,
+    Column.WRITER,
+    Column.LAST_WRITER,
+)
+
+
+def _cause(number: int) -> Any:
+    """Findings are only counted by cause here; its text does not matter."""
+    return SimpleNamespace(number=number)
+
+
+def _row(**columns: int) -> np.ndarray:
+    row = np.zeros(VIOLATION_COLUMNS, dtype=np.int64)
+    for name, value in columns.items():
+        row[Column[name]] = value
+    return row
+
+
+def _keys(*rows: np.ndarray) -> list[int]:
+    return finding_keys(np.stack(rows), FlightRecorder()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "bit"),
+    [
+        pytest.param(column, bit, id=f"{column.name}-{bit}")
+        for column in PART_OF_A_FINDING
+        for bit in (0, 20, 31, 56, 62)
+        if bit <= 20 or column is not Column.READER_ROW  # there are no such request rows
+    ],
+)
+def test_findings_that_differ_in_one_bit_of_a_column_have_different_keys(
+    column: Column, bit: int
+) -> None:
+    one, other = _keys(_row(), _row(**{column.name: 1 << bit}))
+    assert one != other
+
+
+def test_two_words_that_differ_in_their_high_bits_only_do_not_make_up_for_each_other() -> None:
+    states = [(w << 56, last << 56) for w in range(64) for last in range(64)]
+    keys = _keys(*(_row(WRITER=w, LAST_WRITER=last) for w, last in states))
+    assert len(set(keys)) == len(states)
+
+
+def test_a_repeat_in_a_later_forward_has_the_same_key() -> None:
+    one, other = _keys(
+        _row(SEQUENCE=1, SLOT=7, EXPECTED_CHAIN=3), _row(SEQUENCE=9, SLOT=7, READER_FORWARD=0)
+    )
+    assert one == other
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=30), min_size=1, max_size=12),
+    st.integers(3, 50),
+)
+def test_split_says_what_a_dictionary_would(steps: list[list[int]], most: int) -> None:
+    """Each new finding is added as soon as it is seen, its cause is its key modulo 5."""
+    causes = {number: _cause(number) for number in range(1, 6)}
+    known, model = KnownFindings(), {}
+    before, known_findings.MAX_KNOWN = known_findings.MAX_KNOWN, most
+    try:
+        for step in steps:
+            keys = np.array(step, dtype=np.uint64) << np.uint64(58)
+            repeats, new = known.split(keys)
+            assert new == [i for i, key in enumerate(keys.tolist()) if key not in model]
+            counts, last = Counter(), {}
+            for repeat in repeats:
+                number = repeat.cause.number
+                counts[number] += repeat.count
+                last[number] = max(last.get(number, 0), repeat.last_row)
+            rows = [(i, model[key]) for i, key in enumerate(keys.tolist()) if key in model]
+            assert counts == Counter(number for _, number in rows)
+            assert last == {number: i for i, number in rows}
+            for i in new:
+                key = int(keys[i])
+                if key not in model:
+                    if len(model) >= most:
+                        model.pop(next(iter(model)))
+                    model[key] = 1 + step[i] % 5
+                    known.add(key, causes[model[key]])
+            if len(model) >= most:
+                # An index may still know what the dictionary has forgotten.
+                known, model = KnownFindings(), {}
+    finally:
+        known_findings.MAX_KNOWN = before
+
+
+def test_known_findings_are_bounded() -> None:
+    known = KnownFindings()
+    for key in range(known_findings.MAX_KNOWN + 10):
+        known.add(key, _cause(1))
+    assert len(known) == known_findings.MAX_KNOWN
+    _, new = known.split(np.arange(12, dtype=np.uint64))
+    assert new == list(range(10))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([0, 1, 5, 7, 65_535, 65_536, 2**20])),
+        max_size=30,
+    )
+)
+def test_readers_are_the_distinct_pairs(pairs: list[tuple[int, int]]) -> None:
+    rows = np.zeros((len(pairs), VIOLATION_COLUMNS), dtype=np.int64)
+    for row, (forward, reader) in zip(rows, pairs, strict=True):
+        row[Column.READER_FORWARD], row[Column.READER_ROW] = forward, reader
+    found, each = readers_of(rows)
+    assert sorted(found) == sorted(set(pairs))
+    assert [found[i] for i in each] == pairs
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
