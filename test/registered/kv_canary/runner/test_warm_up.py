@@ -50,7 +50,7 @@ def _hooks() -> None:
 def launches(monkeypatch) -> LaunchVariants:
     """The rigs' eight rows are spread over three vector lengths."""
     monkeypatch.setattr(manager, "select_backend", lambda _: triton_backend)
-    monkeypatch.setattr(launch, "_BATCH_SIZES", (2, 4, 16))
+    monkeypatch.setattr(launch, "BATCH_SIZES", (2, 4, 16))
     return LaunchVariants(monkeypatch)
 
 

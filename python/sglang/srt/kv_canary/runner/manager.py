@@ -165,14 +165,34 @@ class CanaryManager:
 
     # Life cycle
 
-    def warm_up(self, plans: Iterable[ForwardPlan]) -> None:
-        """Run `plans` while nothing is armed, to compile their kernels. They check and write nothing."""
+    def warm_up(
+        self, plans: Iterable[ForwardPlan], launches: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Run `plans` and `launches` while nothing is armed, to compile their kernels. They check and write nothing."""
+        plans = list(plans)
         with self.disarmed():
+            self.compile_ahead(plans, launches)
             for plan in plans:
                 if Part.NUMBER in plan.parts(Side.HEAD):
                     self._note_launch("WARM_UP")
-                for side in (Side.HEAD, Side.TAIL):
-                    launch_endpoints_per_forward(self.launcher, plan, side)
+                self._launch(plan)
+            for launch in launches:
+                launch()
+
+    def compile_ahead(
+        self, plans: Iterable[ForwardPlan], launches: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Begin to compile what `plans` and `launches` launch, in threads. Runs nothing, and does not wait."""
+        with self.launcher.backend.compiling_ahead() as compiles:
+            if compiles:
+                for plan in plans:
+                    self._launch(plan)
+                for launch in launches:
+                    launch()
+
+    def _launch(self, plan: ForwardPlan) -> None:
+        for side in (Side.HEAD, Side.TAIL):
+            launch_endpoints_per_forward(self.launcher, plan, side)
 
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over. From now on every forward is checked, including replays of captured graphs."""

@@ -64,13 +64,24 @@ class SingleForwardManager:
         if not capturing and Part.NUMBER in self._plan.parts(Side.HEAD):
             # A piecewise graph runs a mixed batch as an EXTEND.
             self._on_launch(self._mode or forward_batch.forward_mode.name)
-        launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
-        beside = _can_verify_beside(self._plan) and (capturing or not self._is_armed())
+        disarmed = not capturing and not self._is_armed()
+        beside = _can_verify_beside(self._plan) and (capturing or disarmed)
         self._beside = self._plan.tail_beside_the_layers if beside else Part(0)
+        if disarmed:
+            self._compile_ahead(self._plan)
+        launch_endpoints_per_forward(self._launcher, self._plan, Side.HEAD)
         if self._beside:
             with self._branch.fork() if capturing else nullcontext():
                 launch_endpoints_per_forward(self._launcher, self._plan, Side.TAIL, self._beside)
+
+    def _compile_ahead(self, plan: ForwardPlan) -> None:
+        """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
+        with self._launcher.backend.compiling_ahead(smaller_batches=True) as compiles:
+            if compiles:
+                launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+                for part in (self._beside, Part.ALL & ~self._beside):
+                    launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
 
     def post_ops_maybe_inside_graph(self) -> None:
         """Verify and write TAIL. May be under stream capture."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..runner.manager import CanaryManager
 from .context import context
-from .guard import guarded
+from .guard import attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
 
 
@@ -23,8 +24,15 @@ def around_capture(
     manager = context.manager_of(graph_runner.model_runner)
     if manager is None:
         return original(graph_runner, *args, **kwargs)
+    attempt_aside(_compile_beside, manager, graph_runner.model_runner)
     with manager.disarmed():
         return original(graph_runner, *args, **kwargs)
+
+
+def _compile_beside(manager: CanaryManager, model_runner: Any) -> None:
+    from .warm_up import compile_beside_capture
+
+    compile_beside_capture(manager, model_runner)
 
 
 def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:

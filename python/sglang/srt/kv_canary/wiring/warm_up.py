@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def compile_launches(scheduler: Any) -> None:
     """Compile for the scheduler's target and draft model. Nothing may be armed yet. Compiles nothing on CPU."""
     target = scheduler.tp_worker.model_runner
     manager = context.manager_of(target)
-    if manager is None or torch.device(manager.identity.device).type == "cpu":
+    if manager is None or not _compiles(manager):
         return
     start = time.monotonic()
     warm_up_target(manager, target)
@@ -163,39 +164,62 @@ def compile_launches(scheduler: Any) -> None:
     # NGRAM's worker has the target's runner.
     if draft is not None and draft.identity.role == "draft":
         warm_up_draft(draft, worker)
+    manager.launcher.backend.finish_compiling()
     logger.info("kv-canary: compiled its kernels (%.1f s)", time.monotonic() - start)
+
+
+def compile_beside_capture(manager: CanaryManager, model_runner: Any) -> None:
+    """Before a target's graphs are captured: begin to compile what takes longest and has no graph, in threads."""
+    if manager.serving or manager.identity.role != "target" or not _compiles(manager):
+        return
+    args = release().settled(model_runner.server_args)
+    prefills = _prefills(args, _max_requests(manager), known=True)
+    manager.compile_ahead(prefills.plans(manager.plan_input))
 
 
 def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
     """Launch everything that the target launches outside graphs while it serves."""
-    page_size = model_runner.token_to_kv_pool_allocator.page_size
-    _warm_up(manager, target_forwards(manager, model_runner), page_size)
-    args = release().settled(model_runner.server_args)
-    drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
-    warm_up_next_tokens(manager.launcher, drafts)
-    if _moves_slots(args, page_size):
-        warm_up_moves(manager.launcher, _slot_types(manager, torch.int64))
-    if manager.config.sweep_interval:
-        warm_up_sweep(manager.launcher)
+    forwards = target_forwards(manager, model_runner)
+    manager.warm_up(_plans(manager, forwards), _target_launches(manager, model_runner))
     if manager.arrivals is not None:
         manager.arrivals.warm_up()
 
 
+def _target_launches(manager: CanaryManager, model_runner: Any) -> list[Callable[[], None]]:
+    """Outside of forwards."""
+    args, launcher = release().settled(model_runner.server_args), manager.launcher
+    page_size = model_runner.token_to_kv_pool_allocator.page_size
+    drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
+    launches = [
+        partial(warm_up_slot_events, launcher, page_size),
+        partial(warm_up_next_tokens, launcher, drafts),
+    ]
+    if _moves_slots(args, page_size):
+        launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
+    if manager.config.sweep_interval:
+        launches.append(partial(warm_up_sweep, launcher))
+    return launches
+
+
 def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     """Launch everything that the draft model's runner launches outside graphs while it serves."""
+    launcher = manager.launcher
     page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
-    _warm_up(manager, draft_forwards(manager, worker), page_size)
+    launches = [partial(warm_up_slot_events, launcher, page_size)]
     if not _is_v2(worker):
-        warm_up_unfills(manager.launcher, _slot_types(manager, torch.int64))
-    if _moves_slots(
-        release().settled(worker.server_args), page_size
-    ):  # the last page of each branch
-        warm_up_moves(manager.launcher, _slot_types(manager, torch.int32))
+        launches.append(partial(warm_up_unfills, launcher, _slot_types(manager, torch.int64)))
+    # The last page of each branch
+    if _moves_slots(release().settled(worker.server_args), page_size):
+        launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int32)))
+    manager.warm_up(_plans(manager, draft_forwards(manager, worker)), launches)
 
 
-def _warm_up(manager: CanaryManager, forwards: list[EagerForwards], page_size: int) -> None:
-    manager.warm_up(plan for kind in forwards for plan in kind.plans(manager.plan_input))
-    warm_up_slot_events(manager.launcher, page_size)
+def _plans(manager: CanaryManager, forwards: list[EagerForwards]) -> Iterator[ForwardPlan]:
+    return (plan for kind in forwards for plan in kind.plans(manager.plan_input))
+
+
+def _compiles(manager: CanaryManager) -> bool:
+    return torch.device(manager.identity.device).type != "cpu"
 
 
 def _moves_slots(args: Any, page_size: int) -> bool:

@@ -4,6 +4,9 @@ Every function takes the same arguments and has the same effect as its namesake 
 synchronise with the device and are not meant for a GPU's hot path.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .arrivals import adopt_records
 from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
 from .forward import check_and_write
@@ -18,8 +21,20 @@ __all__ = [
     "check_and_write_content",
     "check_list",
     "check_list_content",
+    "compiling_ahead",
     "content_fingerprint",
     "copy_records",
+    "finish_compiling",
     "note_next_tokens",
     "prepare",
 ]
+
+
+@contextmanager
+def compiling_ahead(smaller_batches: bool = False) -> Iterator[bool]:
+    """False: there is nothing to compile."""
+    yield False
+
+
+def finish_compiling() -> None:
+    """Nothing to do."""

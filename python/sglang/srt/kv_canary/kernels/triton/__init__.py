@@ -1,12 +1,20 @@
 """The kernels' functions on a GPU, in Triton; same names, arguments and effects as in `reference`.
 
+Launches under `compiling_ahead()` are compiled in threads, and not run. It yields False where there is nothing to
+compile: then launches in it would run, and callers leave them out.
+
 `prepare` is what `check_and_write_content` needs done once before it may be captured in a CUDA graph.
 Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from .arrivals import adopt_records
+from .compile_ahead import AHEAD
 from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
 from .forward import check_and_write
+from .kernel_launcher import CAN_SKIP
 from .next_tokens import note_next_tokens
 from .slots import apply_slot_event, copy_records
 from .sweep import check_list
@@ -18,8 +26,25 @@ __all__ = [
     "check_and_write_content",
     "check_list",
     "check_list_content",
+    "compiling_ahead",
     "content_fingerprint",
     "copy_records",
+    "finish_compiling",
     "note_next_tokens",
     "prepare",
 ]
+
+
+@contextmanager
+def compiling_ahead(smaller_batches: bool = False) -> Iterator[bool]:
+    """`smaller_batches`: also the variants of all smaller batches, as graphs are captured for them."""
+    if not CAN_SKIP:
+        yield False
+        return
+    with AHEAD.instead_of_launching(smaller_batches):
+        yield True
+
+
+def finish_compiling() -> None:
+    """Start-up is over, and no launch is compiled ahead from now on."""
+    AHEAD.finish()

@@ -14,15 +14,19 @@ import torch
 
 import triton
 
+from ...capacities import MOST_REQUESTS
+from .compile_ahead import AHEAD
 from .jit import INTERPRET
 
 __all__ = ["KernelLauncher", "variant_of"]
 
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
-_CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
+CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
 _ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 _INT32 = range(-(2**31), 2**31)
+# Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
+BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
 
 class KernelLauncher:
@@ -32,22 +36,42 @@ class KernelLauncher:
         self._kernel = kernel
         # Triton is given them in order: it copies what has a name three times a launch.
         self._in_order = itemgetter(*kernel.arg_names)
-        self._only_types = _only_types(kernel) if _CAN_SKIP else ()
+        self._only_types = _only_types(kernel) if CAN_SKIP else ()
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._begun: dict[tuple[Any, ...], Any] = {}  # variants that threads compile
 
     def __call__(self, grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
         values = self._in_order(arguments)
-        if not _CAN_SKIP:
+        if not CAN_SKIP:
             self._kernel[grid](*values, num_warps=num_warps)
+            return
+        if AHEAD.active:
+            self._begin(grid, num_warps, arguments)
             return
         variant, plain = variant_of(values, self._only_types)
         device = values[0].device.index  # every kernel's first argument is a tensor
         key = (device, num_warps, *variant)
         compiled = self._compiled.get(key)
         if compiled is None:
+            if (begun := self._begun.pop(key, None)) is not None:
+                begun.result()  # Triton keeps it, and the launch below finds it
             self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
         else:
             compiled[(grid[0], 1, 1)](*plain)
+
+    def _begin(self, grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
+        """Compile the variant of `arguments` in a thread, and those of smaller batches if AHEAD asks for them."""
+        sizes = [arguments.get("BATCH")]
+        if AHEAD.smaller_batches and "BATCH" in self._kernel.arg_names:
+            sizes += [size for size in BATCH_SIZES if size < sizes[0]]
+        for size in sizes:
+            values = self._in_order({**arguments, "BATCH": size})
+            variant, _ = variant_of(values, self._only_types)
+            key = (values[0].device.index, num_warps, *variant)
+            if key not in self._compiled and key not in self._begun:
+                kernel = self._kernel.warmup(*values, grid=grid, num_warps=num_warps)
+                if hasattr(kernel, "result"):  # otherwise Triton has it already
+                    self._begun[key] = kernel
 
 
 def _only_types(kernel: Any) -> tuple[bool, ...]:

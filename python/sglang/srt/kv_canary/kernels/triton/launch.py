@@ -14,12 +14,12 @@ from ...plan.plan_input import ForwardPlan
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET
+from .kernel_launcher import BATCH_SIZES
 
 PROGRAMS_PER_SM = 4
 NUM_WARPS = 4
 INT32_MAX = 2**31 - 1  # larger arguments would change types, and compile a kernel anew
 NO_WINDOW = INT32_MAX
-_BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)  # few: each is compiled on its own
 
 
 @lru_cache
@@ -36,7 +36,7 @@ def grid_of(items: int, device: torch.device, programs_per_sm: int) -> tuple[int
 
 def batch_vector(batch_size: int) -> int:
     """Lanes that hold one request each."""
-    for size in _BATCH_SIZES:
+    for size in BATCH_SIZES:
         if batch_size <= size:
             return size
     raise ValueError(f"batch of {batch_size} requests: the kernels take at most {MOST_REQUESTS}")

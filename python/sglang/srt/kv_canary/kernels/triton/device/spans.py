@@ -130,12 +130,16 @@ def span_word(known, request, word: tl.constexpr, lanes, other: tl.constexpr):
 
 @jit
 def known_token(known, request, position, lanes):
-    """The host's token of `lanes` at `position` of `request`, UNKNOWN where there is none."""
+    """The host's token of `lanes` at `position` of `request`, UNKNOWN where there is none.
+
+    `request`: one per lane, or one for all lanes, whose span is loaded once.
+    """
     token = tl.full(position.shape, UNKNOWN, tl.int64)
     if known.spans is not None:
-        offset = span_word(known, request, OFFSET, lanes, 0)
-        first = span_word(known, request, FIRST, lanes, 0)
-        length = span_word(known, request, LENGTH, lanes, 0)
+        exists = request >= 0
+        offset = span_word(known, request, OFFSET, exists, 0)
+        first = span_word(known, request, FIRST, exists, 0)
+        length = span_word(known, request, LENGTH, exists, 0)
         place = position + known.offset
         at = offset + place - first
         listed = lanes & (place >= first) & (place < first + length)

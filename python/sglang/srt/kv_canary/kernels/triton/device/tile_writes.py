@@ -113,7 +113,7 @@ def write_tile(launch, powers, index, tile, TILE: tl.constexpr):
     position = tl.load(inputs.positions + at, mask=lanes, other=0).to(tl.int64)
     tokens = Tokens(at, index, lanes, row, prefix, token, position, full, anchor)
     expected_position = prefix + in_chunk
-    expected = known_token(launch.known, index + lane * 0, expected_position, lanes)
+    expected = known_token(launch.known, index, expected_position, lanes)
     if records.source is None:
         otherwise = prefix * 0
         if rows.words is not None:

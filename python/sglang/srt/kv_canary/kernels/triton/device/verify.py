@@ -35,7 +35,7 @@ def _block_at(launch, visits, item, BLOCK: tl.constexpr):
     slot, prev_slot = slot.to(tl.int32), prev_slot.to(tl.int32)
     prev_slot = tl.where(has_prev & (prev_reasons == 0), prev_slot, PREV_UNREACHABLE)
     prev_slot = tl.where(position == 0, PREV_ANCHOR, prev_slot)
-    expected = known_token(launch.known, index + lane * 0, position, lanes)
+    expected = known_token(launch.known, index, position, lanes)
     return Lanes(
         rows=row,
         positions=position,

@@ -1,0 +1,77 @@
+"""Seconds until an engine is ready, with and without the canary. Each start has an empty Triton cache.
+
+    python benchmark/kv_canary/bench_startup.py MODEL_DIR [--pairs 2] [--engine '{"max_total_tokens": 200000}']
+
+The first start of a machine also reads SGLang and torch from its disk. So one start without the canary comes first and
+is not counted. Prints a JSON line per start, and last the mean of the differences. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ENGINE_ARGS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.6,
+    "log_level": "error",
+    "cuda_graph_max_bs": 256,
+    "max_running_requests": 256,
+    "disable_piecewise_cuda_graph": True,
+}
+CANARY_ARGS = {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 20}
+
+
+def start_here(model: str, args: dict[str, Any]) -> None:
+    """In a process of its own: start, print the seconds, and stop."""
+    import sglang
+
+    before = time.perf_counter()
+    engine = sglang.Engine(model_path=model, **args)
+    print(round(time.perf_counter() - before, 1), flush=True)
+    engine.shutdown()
+
+
+def seconds_of_start(model: str, args: dict[str, Any]) -> float:
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, model, "--start", json.dumps(args)]
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"a start failed with exit status {done.returncode}; its error is above")
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
+    parser.add_argument("--start", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.start:
+        start_here(options.model, json.loads(options.start))
+        return
+    off = {**ENGINE_ARGS, **json.loads(options.engine)}
+    seconds_of_start(options.model, off)
+    more = []
+    for _ in range(options.pairs):
+        pair = [seconds_of_start(options.model, args) for args in (off, {**off, **CANARY_ARGS})]
+        print(json.dumps({"off_s": pair[0], "on_s": pair[1]}), flush=True)
+        more.append(pair[1] - pair[0])
+    print(f"the canary adds {statistics.mean(more):.1f} s")
+
+
+if __name__ == "__main__":
+    main()
