@@ -97,6 +97,8 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_dp_attention.py",
     "e2e/test_e2e_farewell.py",
+    "e2e/test_e2e_hicache.py",
+    "e2e/test_e2e_hicache_storage.py",
     "e2e/test_e2e_live_questions.py",
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",

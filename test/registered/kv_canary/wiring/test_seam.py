@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -166,6 +167,7 @@ print(context.registration.started, context.registration.hooks)
 # Refusals
 
 _EAGLE = {"speculative_algorithm": "EAGLE"}
+_HICACHE = {"enable_hierarchical_cache": True}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
     "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
@@ -188,7 +190,15 @@ _ASKED: dict[str, dict[str, Any]] = {
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
     "PD disaggregation": {"disaggregation_mode": "prefill"},
-    "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
+    "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
+    "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
+    "HiCache with speculative decoding": {**_HICACHE, **_EAGLE},
+    "HiCache with pipeline parallelism": {**_HICACHE, "pp_size": 2},
+    "HiCache with host memory as a buffer": {
+        **_HICACHE,
+        "hicache_host_memory_mode": "buffer_only",
+    },
+    "HiCache with a registered prefix cache": {**_HICACHE, "radix_cache_backend": "mine"},
     "LMCache": {"enable_lmcache": True},
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
@@ -216,6 +226,11 @@ NOT_BY_AN_ARGUMENT = {
     "full prefill CUDA graphs",
     "post-capture KV sizing",
     "speculative decoding with the token oracle",
+    *(
+        ["HiCache with the unified or C++ radix tree"]
+        if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+        else []
+    ),
 }
 
 
@@ -244,8 +259,6 @@ def test_full_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
 
 @has_seam
 def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
-    from sglang.srt.environ import envs
-
     case = next(case for case in release().refusals() if case.name == "post-capture KV sizing")
     args = ServerArgs(model_path="dummy", device="cpu")
     assert not case.predicate(args)
@@ -256,8 +269,6 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
 @has_seam
 def test_no_request_is_ended_on_this_release() -> None:
     load_plugins()  # adds the variable to SGLang's
-    from sglang.srt.environ import envs
-
     case = next(c for c in release().refusals() if c.name == "ending requests that read damage")
     args = ServerArgs(model_path="dummy", device="cpu")
     assert not case.predicate(args)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,10 +220,17 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 def hicache_on_cpu() -> None:
     """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
-    from sglang.srt.mem_cache import memory_pool_host
+    for module in _host_pool_modules():
+        module.transfer_kv_direct = _copy_pages
+        module.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
 
-    memory_pool_host.transfer_kv_direct = _copy_pages
-    memory_pool_host.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+
+def _host_pool_modules() -> list[ModuleType]:
+    """Where the MHA and MLA host pools are. A package of their own came after 0.5.12.post1."""
+    package = "sglang.srt.mem_cache.pool_host"
+    if find_spec(package) is None:
+        return [import_module("sglang.srt.mem_cache.memory_pool_host")]
+    return [import_module(f"{package}.{family}") for family in ("mha", "mla")]
 
 
 def _copy_pages(

@@ -80,6 +80,7 @@ class Release:
     draft_ids: torch.dtype  # of the token ids that draft-extend is fed
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
+    server_args: Callable[[], Any]  # those of a scheduler process, settled
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
     has_indexer: Callable[[Any], bool]
     indexer_pool: str  # name of the pool class that SGLang builds for it
