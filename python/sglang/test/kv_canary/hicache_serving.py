@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
-
-import pytest
 
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.serving import CanaryServer, Serving
 from sglang_kv_canary.testing.traffic import random_tokens
-from sglang_kv_canary.wiring.releases import release
 
 PROMPT = 100
-ALL_RELEASES = "KV_CANARY_TEST_HICACHE_ON_ALL_RELEASES"
-# Newer releases share the code below the hooks. `.ci/run` has no time to run all of it on each of them.
-on_first_release = pytest.mark.skipif(
-    release().has_own_canary and os.environ.get(ALL_RELEASES) != "1",
-    reason=f"runs on the first release; lifted by {ALL_RELEASES}=1",
-)
 
 
 def prompts(name: str, count: int, tokens: int = PROMPT) -> list[list[int]]:

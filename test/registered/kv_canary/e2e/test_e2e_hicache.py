@@ -17,9 +17,9 @@ from sglang_kv_canary_rigs.hicache_serving import (
     HiCacheE2E,
     ask,
     hits,
-    on_first_release,
     prompts,
 )
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -27,7 +27,7 @@ register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
 LOG_ALL = {"kv_canary": "log", "kv_canary_real_data": "all", **SMALL_POOL}
 
 
-@on_first_release
+@long_on_newer_releases
 class TestRaise(HiCacheE2E):
     def test_prefixes_are_loaded_back(self) -> None:
         assert self.twice("again") >= 3 * (PROMPT - 1)
@@ -76,12 +76,12 @@ class Traffic(HiCacheE2E):
         assert self.twice("again", count=14) >= 3 * (PROMPT - 1)
 
 
-@on_first_release
+@long_on_newer_releases
 class TestTraffic(Traffic):
     pass
 
 
-@on_first_release
+@long_on_newer_releases
 class TestWriteBack(Traffic):
     """Pages are written to host memory when they are evicted."""
 
@@ -89,7 +89,7 @@ class TestWriteBack(Traffic):
     requests: ClassVar[int] = 40
 
 
-@on_first_release
+@long_on_newer_releases
 class TestSelective(Traffic):
     """Prefixes go to host memory once the tree has met them twice."""
 
@@ -103,7 +103,7 @@ class TestSelective(Traffic):
         super().test_prefixes_are_loaded_back()
 
 
-@on_first_release
+@long_on_newer_releases
 class TestPartialWithoutOverlap(Traffic):
     """Content mode partial samples by slot, and a page is loaded into other slots."""
 
@@ -115,7 +115,7 @@ class TestPartialWithoutOverlap(Traffic):
     requests: ClassVar[int] = 40
 
 
-@on_first_release
+@long_on_newer_releases
 class TestPage16(Traffic):
     flags: ClassVar = {**Traffic.flags, "page_size": consts.PAGE_SIZE}
     # SGLang's page allocator is a Triton kernel.
@@ -149,7 +149,7 @@ class TestTwoRanks(Traffic):
         assert (event["tag"], event["rank"]) == ("HOST_K_FULL", 1)
 
 
-@on_first_release
+@long_on_newer_releases
 class TestMla(Traffic):
     mode_name = "mla"
     requests: ClassVar[int] = 40
@@ -202,7 +202,7 @@ class TestDamage(HiCacheE2E):
         self._injected.clear()
 
 
-@on_first_release
+@long_on_newer_releases
 class TestSweepOfHostMemory(TestDamage):
     """The sweep finds the damage before any request asks for the page."""
 
@@ -218,7 +218,7 @@ class TestSweepOfHostMemory(TestDamage):
         assert len(self.violations()) == 1
 
 
-@on_first_release
+@long_on_newer_releases
 class TestLargeLoad(HiCacheE2E):
     """Host memory is compared in part only: the forward that reads the page reports the rest."""
 
@@ -239,7 +239,7 @@ class TestLargeLoad(HiCacheE2E):
         assert [m["purpose"] for m in cause["history"]][-2:] == [from_host] * 2
 
 
-@on_first_release
+@long_on_newer_releases
 class TestContentOff(HiCacheE2E):
     flags: ClassVar = {**HiCacheE2E.flags, "kv_canary_real_data": "none"}
 

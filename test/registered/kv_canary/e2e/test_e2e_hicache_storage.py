@@ -23,9 +23,9 @@ from sglang_kv_canary_rigs.hicache_serving import (
     HiCacheE2E,
     ask,
     hits,
-    on_first_release,
     prompts,
 )
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
@@ -125,7 +125,7 @@ class TestRaise(StorageE2E):
         self.assert_no_violations()
 
 
-@on_first_release
+@long_on_newer_releases
 class TestPage16(TestRaise):
     flags: ClassVar = {**StorageE2E.flags, "page_size": consts.PAGE_SIZE}
     env: ClassVar = {**StorageE2E.env, **(INTERPRETED if ON_CPU else {})}
@@ -141,7 +141,7 @@ class TestPage16(TestRaise):
     test_another_server_fetches_pages_of_its_own_weights = None
 
 
-@on_first_release
+@long_on_newer_releases
 class TestMlaPartial(StorageE2E):
     """One file for all ranks, one half, and fingerprints that depend on the slot."""
 
@@ -245,7 +245,7 @@ class AdminServer(CanaryServer):
         return "flushed" in self.admin("/flush_cache?timeout=60", "POST")
 
 
-@on_first_release
+@long_on_newer_releases
 class TestAttach(StorageE2E):
     """A storage backend is attached to a server that runs."""
 

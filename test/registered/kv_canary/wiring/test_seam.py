@@ -167,7 +167,38 @@ print(context.registration.started, context.registration.hooks)
 # Refusals
 
 _EAGLE = {"speculative_algorithm": "EAGLE"}
+_DECODES = {"disaggregation_mode": "decode"}
 _HICACHE = {"enable_hierarchical_cache": True}
+_TRANSFERS: dict[str, dict[str, Any]] = {
+    "PD disaggregation over another transport than Mooncake": {
+        **_DECODES,
+        "disaggregation_transfer_backend": "nixl",
+    },
+    "PD disaggregation with speculative decoding": {**_DECODES, **_EAGLE},
+    "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
+    "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
+    "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
+    "offload of KV by decode servers": {
+        **_DECODES,
+        "disaggregation_decode_enable_offload_kvcache": True,
+    },
+    "PD disaggregation that receives into host memory": {
+        **_DECODES,
+        "disaggregation_decode_host_receive_threshold": 0.5,
+    },
+    "PD disaggregation that allocates after the prefill": {
+        **_DECODES,
+        "disaggregation_decode_allocation_policy": "prefill_complete",
+    },
+    "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
+    "PD disaggregation with a prefix cache on the decode server": {
+        **_DECODES,
+        "disaggregation_decode_enable_radix_cache": True,
+    },
+    "PD disaggregation with pipeline parallelism": {**_DECODES, "pp_size": 2},
+}
+if release().transfers is None:
+    _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
     "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
@@ -189,7 +220,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "session radix cache": {"enable_session_radix_cache": True},
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
-    "PD disaggregation": {"disaggregation_mode": "prefill"},
+    **_TRANSFERS,
     "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
     "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with speculative decoding": {**_HICACHE, **_EAGLE},
@@ -225,6 +256,11 @@ NOT_BY_AN_ARGUMENT = {
     "ending requests that read damage",
     "full prefill CUDA graphs",
     "post-capture KV sizing",
+    *(
+        ["PD disaggregation with staging buffers", "PD disaggregation with a multimodal model"]
+        if release().transfers
+        else []
+    ),
     "speculative decoding with the token oracle",
     *(
         ["HiCache with the unified or C++ radix tree"]

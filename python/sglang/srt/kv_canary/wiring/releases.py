@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..runner.ranks import Ranks
     from .path_support import PathSupport
     from .refusals import Refusal
+    from .transfer_answers import TransferAnswers
 
 __all__ = [
     "FAMILIES",
@@ -88,6 +89,8 @@ class Release:
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
+    # Of prefill-decode disaggregation. None: it is refused.
+    transfers: TransferAnswers | None = None
 
 
 @cache

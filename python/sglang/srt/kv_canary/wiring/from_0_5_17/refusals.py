@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from ...config import Action
-from ..refusals import COMMON, DISAGGREGATION, Refusal
+from ..refusals import COMMON, Refusal
 from .speculation_refusals import SPECULATION
 
 __all__ = ["SHARED"]
@@ -19,7 +19,6 @@ _UNTESTED = "no test of the canary has run it on this release yet."
 
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
-    DISAGGREGATION,
     Refusal(
         "HiCache with a registered prefix cache",
         lambda args: args.enable_hierarchical_cache and args.radix_cache_backend is not None,

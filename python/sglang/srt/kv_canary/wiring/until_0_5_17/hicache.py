@@ -26,8 +26,9 @@ def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    key = RadixKey(type(tree.root_node.key.token_ids)(token_ids))
-    node = tree.match_prefix(MatchPrefixParams(key=key)).last_host_node
+    tokens = tree.root_node.key.token_ids[:0]  # a list, or from 0.5.17 on an array
+    tokens.extend(token_ids)
+    node = tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens))).last_host_node
     slots: list[int | None] = []
     while node is not tree.root_node:
         here = node.host_value.tolist() if node.evicted else [None] * len(node.key)

@@ -19,6 +19,7 @@ from ..until_0_5_17.answers import (
     schedulers_here,
 )
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+from .transfers import TRANSFERS
 
 __all__ = ["RELEASE"]
 
@@ -131,4 +132,5 @@ RELEASE = Release(
     decode_graphs_of=_decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
+    transfers=TRANSFERS,
 )

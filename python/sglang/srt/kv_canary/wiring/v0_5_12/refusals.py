@@ -8,8 +8,8 @@ from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
 from ..refusals import COMMON, Refusal
+from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
-from .transfer_refusals import TRANSFERS
 
 __all__ = ["REFUSALS"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..from_0_5_17.refusals import SHARED
-from ..refusals import Refusal
+from ..refusals import DISAGGREGATION, Refusal
 from ..until_0_5_17 import hicache_refusals
 
 __all__ = ["REFUSALS"]
 
-REFUSALS: tuple[Refusal, ...] = (*SHARED, *hicache_refusals.REFUSALS)
+REFUSALS: tuple[Refusal, ...] = (*SHARED, DISAGGREGATION, *hicache_refusals.REFUSALS)

@@ -16,6 +16,7 @@ from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 from .namespace import namespace
+from .transfers import TRANSFERS
 
 __all__ = ["RELEASE"]
 
@@ -93,6 +94,7 @@ RELEASE = Release(
         "v0_5_22.allocator",
         "v0_5_22.beam_search",
         "from_0_5_17.cuda_graph",
+        "v0_5_22.disaggregation",
         "v0_5_22.hicache",
         "v0_5_22.hicache_storage",
         "last_words",
@@ -135,4 +137,5 @@ RELEASE = Release(
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
+    transfers=TRANSFERS,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from ..guard import attempt
 from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
+
+if TYPE_CHECKING:
+    from ...host_tier.host_tier import HostTier
 
 __all__ = ["HOOKS"]
 
@@ -68,12 +71,18 @@ def _around_admission(
     if tier is None or not host_hit_length or isinstance(admission, AddReqResult):
         return admission
     tree = adder.tree_cache
-    slots = _slots_to_load(tree, req.best_match_node)
-    usable = agreed(tree, attempt(tier.usable, slots))
-    if usable == len(slots):
+    usable, total = attempt(_usable_of, tier, tree, req) or (0, None)
+    usable = agreed(tree, usable)
+    if usable == total:
         return admission
-    _shorten(tree, req, usable - usable % tree.page_size)
+    attempt(_shorten, tree, req, usable - usable % tree.page_size)
     return original(adder, req, host_hit_length=req.host_hit_length, **more)
+
+
+def _usable_of(tier: HostTier, tree: Any, req: Any) -> tuple[int, int]:
+    """(tokens that may be loaded for `req`, tokens that host memory has for it)."""
+    slots = _slots_to_load(tree, req.best_match_node)
+    return tier.usable(slots), len(slots)
 
 
 def _shorten(tree: Any, req: Any, usable: int) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
+from ..transfer_refusals import TRANSFERS
+from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
+    *TRANSFERS,
+    *MORE_TRANSFERS,
     *HICACHE_REFUSALS,
     Refusal(
         "HiCache with host memory as a buffer",
