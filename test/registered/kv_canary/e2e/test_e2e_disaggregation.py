@@ -175,6 +175,29 @@ class TestSwa(DamagedPair):
 
 
 @long_on_newer_releases
+class TestTwoRanks(CleanPair):
+    """Tensor parallelism 2 on both servers: each rank sends to its counterpart, and checks what it gets."""
+
+    flags: ClassVar = {**CHECKED, "tp_size": 2}
+    env: ClassVar = {**HEALTH, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    plugins: ClassVar = (transit_faults,)
+    requests: ClassVar[int] = 20
+
+    def test_damage_in_transit_is_found_by_both_ranks(self) -> None:
+        self.expect_violations()
+        with self.serving.damaging("drop_layer"):
+            self.ask("both", random_tokens(random.Random("both"), 40))
+
+        def ranks() -> set[int]:
+            return {event["rank"] for event in self.violations()}
+
+        self.serving.wait_for(lambda: ranks() == {0, 1}, "both ranks report")
+        found = self.violations()
+        assert {event["reader"]["mode"] for event in found} == {"ARRIVAL"}
+        assert {event["reader"]["request_id"] for event in found} == {"both"}
+
+
+@long_on_newer_releases
 class TestMlaPages(DamagedPair):
     mode_name: ClassVar = "mla"
     flags: ClassVar = {**CHECKED, **PAGES}
