@@ -220,17 +220,19 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 def hicache_on_cpu() -> None:
     """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
-    for module in _host_pool_modules():
-        module.transfer_kv_direct = _copy_pages
+    for name in ("memory_pool_host", "pool_host.base", "pool_host.mha", "pool_host.mla"):
+        module = f"sglang.srt.mem_cache.{name}"
+        if find_spec(module.rpartition(".")[0]) is not None:
+            _fill_in_host_pools(import_module(module))
+
+
+def _fill_in_host_pools(module: ModuleType) -> None:
+    """Each release has them in other modules."""
+    module.transfer_kv_direct = _copy_pages
+    if hasattr(module, "ALLOC_MEMORY_FUNCS"):
         module.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
-
-
-def _host_pool_modules() -> list[ModuleType]:
-    """Where the MHA and MLA host pools are. A package of their own came after 0.5.12.post1."""
-    package = "sglang.srt.mem_cache.pool_host"
-    if find_spec(package) is None:
-        return [import_module("sglang.srt.mem_cache.memory_pool_host")]
-    return [import_module(f"{package}.{family}") for family in ("mha", "mla")]
+    if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):  # 10 GiB, which a test need not have
+        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _copy_pages(
