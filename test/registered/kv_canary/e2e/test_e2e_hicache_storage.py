@@ -108,6 +108,7 @@ class TestRaise(StorageE2E):
         assert 0 < self.fetch("part", longer) < 150
         self.assert_no_violations()
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("weights", ["default", "other"])
     def test_another_server_fetches_pages_of_its_own_weights(self, weights: str) -> None:
         (prompt,) = prompts(weights, 1)
