@@ -11,7 +11,7 @@ import torch
 from sglang_kv_canary.testing.fill_ins import hicache_on_cpu
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.v0_5_12.hicache import protect
+from sglang_kv_canary.wiring.hicache import protect
 
 from .hooked import hook_in
 from .manager_rig import ManagerRig

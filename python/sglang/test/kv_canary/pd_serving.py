@@ -1,6 +1,7 @@
 """A prefill and a decode server of one model on this machine: KV travels over Mooncake's TCP transport.
 
-Both are real SGLang servers with the real transport. Nothing is filled in.
+Both are real SGLang servers with the real transport. Newer releases also need what HiCache needs on a CPU: a decode
+server keeps retracted requests in its host pool.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing import CanaryServer, hicache_mode
 from sglang_kv_canary.testing.mode_config import ModeConfig
 from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary.wiring.releases import release
 
 from .checkout import REPO
 
@@ -55,6 +57,33 @@ def need_transport() -> None:
         pytest.skip(missing)
 
 
+def nothing_to_synchronize() -> None:
+    """A plugin: SGLang waits for CUDA when it copies KV or its indices, which a torch without CUDA refuses."""
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda *_: None
+        torch.cuda.current_stream = lambda *_: None
+        torch.cuda.Event = _Happened
+
+
+class _Happened:
+    """An event of a device that does everything at once."""
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+FILL_INS = (
+    (*hicache_mode.FILL_INS, nothing_to_synchronize)
+    if release().has_own_canary and hicache_mode.ON_CPU
+    else ()
+)
+HOST_POOL = (
+    {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"} if FILL_INS else {}
+)
 TRANSPORT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": HOST, "MC_LOG_LEVEL": "ERROR"}
 
 
@@ -76,6 +105,7 @@ class PdServing(CanaryServer):
     ) -> None:
         self.bootstrap_port = free_port()
         both = {
+            **HOST_POOL,
             **(flags or {}),
             "host": HOST,
             "disaggregation_transfer_backend": "mooncake",
@@ -84,7 +114,7 @@ class PdServing(CanaryServer):
         self._faults = tempfile.TemporaryDirectory(prefix="kv_canary_transit_")
         self._fault_file = Path(self._faults.name) / "fault"
         env = {**TRANSPORT, FAULT_FILE: str(self._fault_file), **(env or {})}
-        plugins = (load_transport, *plugins)
+        plugins = (load_transport, *FILL_INS, *plugins)
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
         self.prefill = CanaryServer(mode, prefill, env, plugins)
         decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
@@ -178,12 +208,6 @@ class PdServing(CanaryServer):
         return flushed
 
 
-def nothing_to_synchronize() -> None:
-    """A plugin: SGLang waits for CUDA when it copies a retracted request's KV, which a torch without CUDA refuses."""
-    if not torch.cuda.is_available():
-        torch.cuda.synchronize = lambda *_: None
-
-
 # Transit faults. A file names the fault; what is sent while it exists is damaged.
 
 FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
@@ -199,8 +223,12 @@ def transit_faults() -> None:
 
     target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data"
     HookRegistry.register(target, _damaged_in_transit, HookType.AROUND)
-    resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
-    HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
+    if release().has_own_canary:
+        resumed = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.restore_kv_cache"
+        HookRegistry.register(resumed, _damage_host_pool, HookType.BEFORE)
+    else:
+        resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
+        HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
 
 
 def _damaged_in_transit(
@@ -221,6 +249,13 @@ def _damage_host_copy(request: Any, *_: Any) -> None:
         while not torch.is_tensor(part):
             part = part[0]
         part.view(-1)[0] += 1
+
+
+def _damage_host_pool(tree: Any, _: Any, backup: Any) -> None:
+    """The same, where the copy is in the host pool."""
+    if _fault()[1] == HOST_COPY:
+        keys = tree.host_pool_group.kv_buffer[0]  # [layers, slots, ...]
+        keys[0, backup.host_indices[0]].view(-1)[0] += 1
 
 
 def _fault() -> tuple[Path, str]:

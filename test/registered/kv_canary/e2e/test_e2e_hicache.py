@@ -12,7 +12,14 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
-from sglang_kv_canary_rigs.hicache_serving import PROMPT, HiCacheE2E, ask, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import (
+    PROMPT,
+    HiCacheE2E,
+    ask,
+    hits,
+    prompts,
+)
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -20,6 +27,7 @@ register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
 LOG_ALL = {"kv_canary": "log", "kv_canary_real_data": "all", **SMALL_POOL}
 
 
+@long_on_newer_releases
 class TestRaise(HiCacheE2E):
     def test_prefixes_are_loaded_back(self) -> None:
         assert self.twice("again") >= 3 * (PROMPT - 1)
@@ -68,10 +76,12 @@ class Traffic(HiCacheE2E):
         assert self.twice("again", count=14) >= 3 * (PROMPT - 1)
 
 
+@long_on_newer_releases
 class TestTraffic(Traffic):
     pass
 
 
+@long_on_newer_releases
 class TestWriteBack(Traffic):
     """Pages are written to host memory when they are evicted."""
 
@@ -79,13 +89,21 @@ class TestWriteBack(Traffic):
     requests: ClassVar[int] = 40
 
 
+@long_on_newer_releases
 class TestSelective(Traffic):
     """Prefixes go to host memory once the tree has met them twice."""
 
     flags: ClassVar = {**Traffic.flags, "hicache_write_policy": "write_through_selective"}
     requests: ClassVar[int] = 20
 
+    def test_prefixes_are_loaded_back(self) -> None:
+        for i, prompt in enumerate(prompts("again", 14)):
+            for turn in range(2):
+                self.ask(f"met-{i}-{turn}", prompt)
+        super().test_prefixes_are_loaded_back()
 
+
+@long_on_newer_releases
 class TestPartialWithoutOverlap(Traffic):
     """Content mode partial samples by slot, and a page is loaded into other slots."""
 
@@ -97,6 +115,7 @@ class TestPartialWithoutOverlap(Traffic):
     requests: ClassVar[int] = 40
 
 
+@long_on_newer_releases
 class TestPage16(Traffic):
     flags: ClassVar = {**Traffic.flags, "page_size": consts.PAGE_SIZE}
     # SGLang's page allocator is a Triton kernel.
@@ -130,6 +149,7 @@ class TestTwoRanks(Traffic):
         assert (event["tag"], event["rank"]) == ("HOST_K_FULL", 1)
 
 
+@long_on_newer_releases
 class TestMla(Traffic):
     mode_name = "mla"
     requests: ClassVar[int] = 40
@@ -182,6 +202,7 @@ class TestDamage(HiCacheE2E):
         self._injected.clear()
 
 
+@long_on_newer_releases
 class TestSweepOfHostMemory(TestDamage):
     """The sweep finds the damage before any request asks for the page."""
 
@@ -197,6 +218,7 @@ class TestSweepOfHostMemory(TestDamage):
         assert len(self.violations()) == 1
 
 
+@long_on_newer_releases
 class TestLargeLoad(HiCacheE2E):
     """Host memory is compared in part only: the forward that reads the page reports the rest."""
 
@@ -217,6 +239,7 @@ class TestLargeLoad(HiCacheE2E):
         assert [m["purpose"] for m in cause["history"]][-2:] == [from_host] * 2
 
 
+@long_on_newer_releases
 class TestContentOff(HiCacheE2E):
     flags: ClassVar = {**HiCacheE2E.flags, "kv_canary_real_data": "none"}
 

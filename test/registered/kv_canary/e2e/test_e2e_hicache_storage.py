@@ -19,7 +19,13 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
-from sglang_kv_canary_rigs.hicache_serving import HiCacheE2E, ask, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import (
+    HiCacheE2E,
+    ask,
+    hits,
+    prompts,
+)
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
@@ -102,6 +108,7 @@ class TestRaise(StorageE2E):
         assert 0 < self.fetch("part", longer) < 150
         self.assert_no_violations()
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("weights", ["default", "other"])
     def test_another_server_fetches_pages_of_its_own_weights(self, weights: str) -> None:
         (prompt,) = prompts(weights, 1)
@@ -119,6 +126,7 @@ class TestRaise(StorageE2E):
         self.assert_no_violations()
 
 
+@long_on_newer_releases
 class TestPage16(TestRaise):
     flags: ClassVar = {**StorageE2E.flags, "page_size": consts.PAGE_SIZE}
     env: ClassVar = {**StorageE2E.env, **(INTERPRETED if ON_CPU else {})}
@@ -134,6 +142,7 @@ class TestPage16(TestRaise):
     test_another_server_fetches_pages_of_its_own_weights = None
 
 
+@long_on_newer_releases
 class TestMlaPartial(StorageE2E):
     """One file for all ranks, one half, and fingerprints that depend on the slot."""
 
@@ -237,6 +246,7 @@ class AdminServer(CanaryServer):
         return "flushed" in self.admin("/flush_cache?timeout=60", "POST")
 
 
+@long_on_newer_releases
 class TestAttach(StorageE2E):
     """A storage backend is attached to a server that runs."""
 

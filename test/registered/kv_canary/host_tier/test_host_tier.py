@@ -19,7 +19,8 @@ from sglang_kv_canary.kernels.reference import content_fingerprint
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang_kv_canary.record import Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
-from sglang_kv_canary.wiring.v0_5_12.hicache import _refuse_tree, protect
+from sglang_kv_canary.wiring.hicache import protect
+from sglang_kv_canary.wiring.until_0_5_17.hicache import _refuse_tree
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 

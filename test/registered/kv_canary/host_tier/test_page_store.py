@@ -18,8 +18,8 @@ from sglang_kv_canary.host_tier.page_store import ABANDONED_S, PageStore
 from sglang_kv_canary.host_tier.record_files import RecordFiles
 from sglang_kv_canary.host_tier.stored_records import Unusable, identity_of, pack, unpack
 from sglang_kv_canary.record import Mode, State
+from sglang_kv_canary.wiring import hicache_storage
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.v0_5_12 import hicache_storage
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")

@@ -111,11 +111,7 @@ def test_notices_of_requests_that_never_arrive_are_bounded(monkeypatch):
 
 
 def test_a_pool_whose_transfers_are_not_covered_is_refused():
-    from sglang_kv_canary.wiring.releases import release
-
-    if release().has_own_canary or "v0_5_12.disaggregation" not in release().hook_modules:
-        pytest.skip("this release refuses disaggregation; lifted by make test")
-    from sglang_kv_canary.wiring.v0_5_12.disaggregation import _refuse_unknown_pool
+    from sglang_kv_canary.wiring.disaggregation import _refuse_unknown_pool
 
     class NSATokenToKVPool(SimpleNamespace):
         pass

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -166,6 +167,38 @@ print(context.registration.started, context.registration.hooks)
 # Refusals
 
 _EAGLE = {"speculative_algorithm": "EAGLE"}
+_DECODES = {"disaggregation_mode": "decode"}
+_HICACHE = {"enable_hierarchical_cache": True}
+_TRANSFERS: dict[str, dict[str, Any]] = {
+    "PD disaggregation over another transport than Mooncake": {
+        **_DECODES,
+        "disaggregation_transfer_backend": "nixl",
+    },
+    "PD disaggregation with speculative decoding": {**_DECODES, **_EAGLE},
+    "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
+    "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
+    "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
+    "offload of KV by decode servers": {
+        **_DECODES,
+        "disaggregation_decode_enable_offload_kvcache": True,
+    },
+    "PD disaggregation that receives into host memory": {
+        **_DECODES,
+        "disaggregation_decode_host_receive_threshold": 0.5,
+    },
+    "PD disaggregation that allocates after the prefill": {
+        **_DECODES,
+        "disaggregation_decode_allocation_policy": "prefill_complete",
+    },
+    "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
+    "PD disaggregation with a prefix cache on the decode server": {
+        **_DECODES,
+        "disaggregation_decode_enable_radix_cache": True,
+    },
+    "PD disaggregation with pipeline parallelism": {**_DECODES, "pp_size": 2},
+}
+if release().transfers is None:
+    _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
     "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
@@ -187,8 +220,16 @@ _ASKED: dict[str, dict[str, Any]] = {
     "session radix cache": {"enable_session_radix_cache": True},
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
-    "PD disaggregation": {"disaggregation_mode": "prefill"},
-    "hierarchical cache (HiCache)": {"enable_hierarchical_cache": True},
+    **_TRANSFERS,
+    "HiCache with this storage backend": {**_HICACHE, "hicache_storage_backend": "mooncake"},
+    "HiCache with this layout of host memory": {**_HICACHE, "hicache_mem_layout": "page_head"},
+    "HiCache with speculative decoding": {**_HICACHE, **_EAGLE},
+    "HiCache with pipeline parallelism": {**_HICACHE, "pp_size": 2},
+    "HiCache with host memory as a buffer": {
+        **_HICACHE,
+        "hicache_host_memory_mode": "buffer_only",
+    },
+    "HiCache with a registered prefix cache": {**_HICACHE, "radix_cache_backend": "mine"},
     "LMCache": {"enable_lmcache": True},
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
@@ -215,7 +256,17 @@ NOT_BY_AN_ARGUMENT = {
     "ending requests that read damage",
     "full prefill CUDA graphs",
     "post-capture KV sizing",
+    *(
+        ["PD disaggregation with staging buffers", "PD disaggregation with a multimodal model"]
+        if release().transfers
+        else []
+    ),
     "speculative decoding with the token oracle",
+    *(
+        ["HiCache with the unified or C++ radix tree"]
+        if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+        else []
+    ),
 }
 
 
@@ -244,8 +295,6 @@ def test_full_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
 
 @has_seam
 def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
-    from sglang.srt.environ import envs
-
     case = next(case for case in release().refusals() if case.name == "post-capture KV sizing")
     args = ServerArgs(model_path="dummy", device="cpu")
     assert not case.predicate(args)
@@ -256,8 +305,6 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
 @has_seam
 def test_no_request_is_ended_on_this_release() -> None:
     load_plugins()  # adds the variable to SGLang's
-    from sglang.srt.environ import envs
-
     case = next(c for c in release().refusals() if c.name == "ending requests that read damage")
     args = ServerArgs(model_path="dummy", device="cpu")
     assert not case.predicate(args)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,10 +220,19 @@ def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 def hicache_on_cpu() -> None:
     """Copy pages by index, and keep host memory pageable. For `--hicache-io-backend direct` with layout layer_first."""
-    from sglang.srt.mem_cache import memory_pool_host
+    for name in ("memory_pool_host", "pool_host.base", "pool_host.mha", "pool_host.mla"):
+        module = f"sglang.srt.mem_cache.{name}"
+        if find_spec(module.rpartition(".")[0]) is not None:
+            _fill_in_host_pools(import_module(module))
 
-    memory_pool_host.transfer_kv_direct = _copy_pages
-    memory_pool_host.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+
+def _fill_in_host_pools(module: ModuleType) -> None:
+    """Each release has them in other modules."""
+    module.transfer_kv_direct = _copy_pages
+    if hasattr(module, "ALLOC_MEMORY_FUNCS"):
+        module.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+    if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):  # 10 GiB, which a test need not have
+        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _copy_pages(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..capacities import MOST_REQUESTS
 
-__all__ = ["COMMON", "DISAGGREGATION", "HICACHE", "Refusal", "model_has"]
+__all__ = ["COMMON", "DISAGGREGATION", "Refusal", "model_has"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,6 @@ DISAGGREGATION = Refusal(
     lambda args: args.disaggregation_mode != "null",
     "KV that is transferred between servers arrives without records.",
     "Remove --disaggregation-mode.",
-)
-HICACHE = Refusal(
-    "hierarchical cache (HiCache)",
-    lambda args: args.enable_hierarchical_cache,
-    "KV that is loaded back from host memory or storage arrives without records.",
-    "Remove --enable-hierarchical-cache.",
 )
 
 COMMON: tuple[Refusal, ...] = (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..runner.ranks import Ranks
     from .path_support import PathSupport
     from .refusals import Refusal
+    from .transfer_answers import TransferAnswers
 
 __all__ = [
     "FAMILIES",
@@ -80,6 +81,7 @@ class Release:
     draft_ids: torch.dtype  # of the token ids that draft-extend is fed
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
+    server_args: Callable[[], Any]  # those of a scheduler process, settled
     # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
     has_indexer: Callable[[Any], bool]
     indexer_pool: str  # name of the pool class that SGLang builds for it
@@ -87,6 +89,8 @@ class Release:
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
+    # Of prefill-decode disaggregation. None: it is refused.
+    transfers: TransferAnswers | None = None
 
 
 @cache

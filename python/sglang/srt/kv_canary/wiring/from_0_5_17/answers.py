@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["decode_graphs_of", "has_indexer", "tokens_of"]
+__all__ = ["decode_graphs_of", "has_indexer", "server_args", "tokens_of"]
 
 
 def tokens_of(request: Any) -> Sequence[int]:
@@ -23,3 +23,10 @@ def has_indexer(hf_config: Any) -> bool:
 def decode_graphs_of(model_runner: Any) -> Any:
     """The graph runner of decode, None without."""
     return model_runner.decode_cuda_graph_runner
+
+
+def server_args() -> Any:
+    """Those of this process, as they were given."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()

@@ -36,6 +36,8 @@ _PATHS: dict[str, str] = {
 _PARTLY_SERVED: dict[str, str] = {
     "speculative: target verify": "EAGLE, EAGLE3, STANDALONE; not with sliding-window layers",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
+    "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
+    "not used",
 }
 
 

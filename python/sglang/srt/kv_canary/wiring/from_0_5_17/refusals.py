@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from ...config import Action
-from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
+from ..refusals import COMMON, Refusal
 from .speculation_refusals import SPECULATION
 
 __all__ = ["SHARED"]
@@ -19,8 +19,12 @@ _UNTESTED = "no test of the canary has run it on this release yet."
 
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
-    DISAGGREGATION,
-    HICACHE,
+    Refusal(
+        "HiCache with a registered prefix cache",
+        lambda args: args.enable_hierarchical_cache and args.radix_cache_backend is not None,
+        "its copies between device and host are not followed.",
+        "Remove --radix-cache-backend.",
+    ),
     Refusal(
         "ending requests that read damage",
         lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,

@@ -19,6 +19,7 @@ from ..until_0_5_17.answers import (
     schedulers_here,
 )
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+from .transfers import TRANSFERS
 
 __all__ = ["RELEASE"]
 
@@ -70,6 +71,12 @@ def _has_indexer(hf_config: Any) -> bool:
     return is_deepseek_nsa(hf_config)
 
 
+def _server_args() -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
+    return get_global_server_args()
+
+
 def _decode_graphs_of(model_runner: Any) -> Any:
     return model_runner.graph_runner
 
@@ -80,8 +87,8 @@ RELEASE = Release(
         "v0_5_12.allocator",
         "v0_5_12.cuda_graph",
         "v0_5_12.disaggregation",
-        "v0_5_12.hicache",
-        "v0_5_12.hicache_storage",
+        "until_0_5_17.hicache",
+        "until_0_5_17.hicache_storage",
         "last_words",
         "memory",
         "v0_5_12.install",
@@ -119,9 +126,11 @@ RELEASE = Release(
     swa_location=torch.int32,
     draft_ids=torch.int32,
     settled=lambda server_args: server_args,
+    server_args=_server_args,
     has_indexer=_has_indexer,
     indexer_pool="NSATokenToKVPool",
     decode_graphs_of=_decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
+    transfers=TRANSFERS,
 )

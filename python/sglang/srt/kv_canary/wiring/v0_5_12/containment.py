@@ -20,9 +20,9 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
+from ..arrivals import on_forward_stream
 from ..guard import attempt_aside
 from .abort import end_running, end_waiting
-from .arrivals import on_forward_stream
 from .cached_prefixes import CachedPrefixes, NoPrefixes
 from .owned_slots import OwnedSlots
 from .withheld_slots import WithheldSlots

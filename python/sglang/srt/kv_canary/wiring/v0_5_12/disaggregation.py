@@ -1,84 +1,20 @@
-"""Hooks on prefill-decode disaggregation. Records travel with KV. What arrives is checked before it is cached."""
+"""Hooks on prefill-decode disaggregation, and what it asks of this release."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...config import Action
-from ...errors import startup_error
-from ...pool_patcher.buf_info_splice import plain_lists
-from ...runner.manager import CanaryManager
-from ...transfer.layout import TransferLayout, page_bytes, transferred_records
-from ...transfer.notice import Notice
 from ..context import context
+from ..disaggregation import DECODE, transfer_hooks
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
+from ..mooncake import TRANSFERS
 from ..scheduler import ENDED
 from ..until_0_5_17.rows import before_row_free
-from .arrivals import arrival_of, as_arrival, hold, on_forward_stream, take_in, was_held
-from .mooncake import TRANSFERS
+from .held_arrivals import hold, was_held
 
-_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
-_COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
-
-
-def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
-    """The lists of KV stay SGLang's own. Peers pair them by position."""
-    if not context.active:
-        return original(queue)
-    _refuse_unknown_pool(queue.token_to_kv_pool)
-    with plain_lists(queue.token_to_kv_pool):
-        kv_manager = original(queue)
-    from . import mooncake
-
-    if kv_manager.disaggregation_mode.value == "prefill":
-        mooncake.attach_sender(kv_manager, _layout_of(context.target, kv_manager.kv_args.page_size))
-    else:
-        mooncake.attach_receiver(kv_manager, context.notices)
-        context.target.expect_arrivals(kv_manager.kv_args.page_size)
-    return kv_manager
-
-
-def _refuse_unknown_pool(pool: Any) -> None:
-    """States of linear layers have no records, and slots that stand for several tokens are sent in parts."""
-    name = type(pool).__name__
-    if name not in _POOLS:
-        raise startup_error(
-            f"transfers of the KV pool {name} are not covered (known: {', '.join(_POOLS)}).",
-            TRANSFERS,
-        )
-
-
-def _layout_of(manager: CanaryManager, page_size: int) -> TransferLayout:
-    from sglang.srt.distributed import get_pp_group
-    from sglang.srt.layers.dp_attention import get_attention_tp_size
-
-    return TransferLayout.of(
-        manager.groups,
-        page_size,
-        manager.config.content_mode,
-        get_attention_tp_size(),
-        get_pp_group().world_size,
-    )
-
-
-def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
-    """Register the records as the state's last component. It has no type, so SGLang does not send it."""
-    if not context.active:
-        return
-    manager, page_size = context.target, kv_args.page_size
-    buffers = [records for _, records in transferred_records(manager.groups)]
-    kv_args.state_data_ptrs.append([records.data_ptr() for records in buffers])
-    kv_args.state_data_lens.append([records.nbytes for records in buffers])
-    kv_args.state_item_lens.append([page_bytes(page_size)] * len(buffers))
-    kv_args.state_dim_per_tensor.append(_layout_of(manager, page_size).to_wire())
-
-
-@guarded
-def _after_pre_alloc(_: Any, queue: Any, *__: Any, **___: Any) -> None:
-    for manager in context.managers:
-        manager.settle_slots()
+__all__ = ["HOOKS"]
 
 
 @guarded
@@ -89,73 +25,14 @@ def _before_pop_transferred(queue: Any, *_: Any, **__: Any) -> None:
             hold(queue.scheduler, waiting)
 
 
-@guarded
-def _after_pop_transferred(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
-    if not context.active or not requests:
-        return
-    new = [request for request in requests if not was_held(request)]
-    if new:
-        take_in(queue.scheduler, new, [arrival_of(queue.scheduler, request) for request in new])
-
-
-@guarded
-def _before_offload(request: Any, req_to_token_pool: Any, *_: Any, **__: Any) -> None:
-    """A retracted request's KV waits in host memory. Its records do, too."""
-    manager = context.target
-    if manager is not None and manager.arrivals is not None and request.req_pool_idx is not None:
-        copy = manager.arrivals.copy_out(request.req_pool_idx, request.seqlen - 1)
-        setattr(request, _COPY, copy)
-
-
-@guarded
-def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
-    if not context.active or not requests:
-        return
-    arrivals = []
-    with on_forward_stream(queue.scheduler, context.target):
-        for request in requests:
-            copy = request.__dict__.pop(_COPY, None)
-            arrival = as_arrival(request, Notice("", copy is not None, copy is not None))
-            if copy is not None:
-                context.target.arrivals.copy_in(arrival.row, arrival.length, copy)
-            arrivals.append(arrival)
-    take_in(queue.scheduler, requests, arrivals)
-
-
-_DECODE = "sglang.srt.disaggregation.decode"
-_QUEUE = f"{_DECODE}.DecodePreallocQueue"
-_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 HOOKS = (
-    HookSpec(f"{_QUEUE}._init_kv_manager", _around_init_kv_manager, HookType.AROUND, TRANSFERS),
     HookSpec(
-        f"{_PREFILL_QUEUE}._init_kv_manager", _around_init_kv_manager, HookType.AROUND, TRANSFERS
-    ),
-    HookSpec(
-        "sglang.srt.disaggregation.utils.setup_state_kv_args",
-        _after_state_args,
-        HookType.AFTER,
-        TRANSFERS,
-    ),
-    HookSpec(f"{_QUEUE}._pre_alloc", _after_pre_alloc, HookType.AFTER, TRANSFERS),
-    HookSpec(
-        f"{_DECODE}.DecodeTransferQueue.pop_transferred",
+        f"{DECODE}.DecodeTransferQueue.pop_transferred",
         _before_pop_transferred,
         HookType.BEFORE,
         TRANSFERS,
     ),
-    HookSpec(
-        f"{_DECODE}.DecodeTransferQueue.pop_transferred",
-        _after_pop_transferred,
-        HookType.AFTER,
-        TRANSFERS,
-    ),
-    HookSpec(f"{_QUEUE}.resume_retracted_reqs", _after_resume, HookType.AFTER, TRANSFERS),
-    HookSpec(
-        "sglang.srt.managers.schedule_batch.Req.offload_kv_cache",
-        _before_offload,
-        HookType.BEFORE,
-        TRANSFERS,
-    ),
+    *transfer_hooks("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", was_held),
     # No subclass of the pool that other servers have
-    HookSpec(f"{_DECODE}.DecodeReqToTokenPool.free", before_row_free, HookType.BEFORE, ENDED),
+    HookSpec(f"{DECODE}.DecodeReqToTokenPool.free", before_row_free, HookType.BEFORE, ENDED),
 )

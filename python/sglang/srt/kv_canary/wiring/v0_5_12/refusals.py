@@ -8,8 +8,8 @@ from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
 from ..refusals import COMMON, Refusal
-from .hicache_refusals import HICACHE_REFUSALS
-from .transfer_refusals import TRANSFERS
+from ..transfer_refusals import TRANSFERS
+from ..until_0_5_17 import hicache_refusals
 
 __all__ = ["REFUSALS"]
 
@@ -62,7 +62,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "draft and verify forwards that are padded or idle to keep step with the other ranks.",
         "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
     ),
-    *HICACHE_REFUSALS,
+    *hicache_refusals.REFUSALS,
     Refusal(
         "sweep over the C++ radix tree",
         lambda args: (

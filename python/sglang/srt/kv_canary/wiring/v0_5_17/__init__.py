@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..from_0_5_17.answers import decode_graphs_of, has_indexer, tokens_of
+from ..from_0_5_17.answers import decode_graphs_of, has_indexer, server_args, tokens_of
 from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
@@ -33,9 +33,9 @@ def _served() -> tuple[PathSupport, ...]:
 
 
 def _refusals() -> tuple[Refusal, ...]:
-    from ..from_0_5_17.refusals import SHARED
+    from .refusals import REFUSALS
 
-    return SHARED
+    return REFUSALS
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -57,6 +57,8 @@ RELEASE = Release(
         "allocator",
         "v0_5_17.allocator",
         "from_0_5_17.cuda_graph",
+        "until_0_5_17.hicache",
+        "until_0_5_17.hicache_storage",
         "last_words",
         "memory",
         "from_0_5_17.seam",
@@ -90,7 +92,8 @@ RELEASE = Release(
     queues_frees=_queues_frees,
     swa_location=torch.int64,
     draft_ids=torch.int64,
-    settled=lambda server_args: server_args,
+    settled=lambda args: args,
+    server_args=server_args,
     has_indexer=has_indexer,
     indexer_pool="DSATokenToKVPool",
     decode_graphs_of=decode_graphs_of,

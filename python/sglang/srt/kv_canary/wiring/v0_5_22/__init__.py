@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..from_0_5_17.answers import decode_graphs_of, has_indexer, tokens_of
+from ..from_0_5_17.answers import decode_graphs_of, has_indexer, server_args, tokens_of
 from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
+from .namespace import namespace
+from .transfers import TRANSFERS
 
 __all__ = ["RELEASE"]
 
@@ -36,9 +38,7 @@ def _row_of(request: Any) -> int | None:
 
 
 def _namespace_of(request: Any) -> str | None:
-    if request.cache_salt is None:
-        return request.extra_key
-    return f"{request.extra_key or ''}\n{request.cache_salt}"
+    return namespace(request.extra_key, request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -68,6 +68,10 @@ def _settled(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def _server_args() -> Any:
+    return _settled(server_args())
+
+
 def _pads_to_other_ranks(_: Any) -> bool:
     from sglang.srt.utils.common import require_mlp_sync
 
@@ -90,6 +94,9 @@ RELEASE = Release(
         "v0_5_22.allocator",
         "v0_5_22.beam_search",
         "from_0_5_17.cuda_graph",
+        "v0_5_22.disaggregation",
+        "v0_5_22.hicache",
+        "v0_5_22.hicache_storage",
         "last_words",
         "memory",
         "from_0_5_17.seam",
@@ -124,9 +131,11 @@ RELEASE = Release(
     swa_location=torch.int64,
     draft_ids=torch.int64,
     settled=_settled,
+    server_args=_server_args,
     has_indexer=has_indexer,
     indexer_pool="DSATokenToKVPool",
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
+    transfers=TRANSFERS,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import served
+from ..from_0_5_17.coverage import NO_GPU, served
 from ..path_support import PathSupport
 
 SERVED: tuple[PathSupport, ...] = (
@@ -12,6 +12,11 @@ SERVED: tuple[PathSupport, ...] = (
         "sweep of cached prefixes",
         Coverage.PARTLY,
         "the unified tree in one chunk a pass; the first slot of a prefix without its chain",
+    ),
+    PathSupport(
+        "prefill-decode disaggregation over Mooncake",
+        Coverage.PARTLY,
+        f"content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
     ),
     PathSupport(
         "beam search",

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from ..from_0_5_17.refusals import SHARED
+from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
+from ..transfer_refusals import TRANSFERS
+from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
+    *TRANSFERS,
+    *MORE_TRANSFERS,
+    *HICACHE_REFUSALS,
+    Refusal(
+        "HiCache with host memory as a buffer",
+        lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
+        "its pages come from storage past the code that checks them.",
+        "Set --hicache-host-memory-mode to cache.",
+    ),
     Refusal(
         "sharded KV cache",
         lambda args: args.enable_kv_cache_sharding,

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...buffer_group import PoolKind
-from ...errors import startup_error
-from ...transfer.layout import TransferLayout, page_bytes, transferred_records
-from ...transfer.notice import Notice, NoticeBoard
-from ..context import context
+from ..buffer_group import PoolKind
+from ..errors import startup_error
+from ..transfer.layout import TransferLayout, page_bytes, transferred_records
+from ..transfer.notice import Notice, NoticeBoard
+from .context import context
+from .releases import release
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,9 @@ class RecordSender:
         from sglang.srt.utils.network import NetworkAddress
 
         address = NetworkAddress(request.endpoint, request.dst_port)
-        socket = self._manager._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         room = str(request.room).encode("ascii")
-        socket.send_multipart([self._manager.AUX_DATA_HEADER, HEADER, room, notice.to_wire()])
+        message = [self._manager.AUX_DATA_HEADER, HEADER, room, notice.to_wire()]
+        release().transfers.send(self._manager, address, message)
 
     def contain(self, error: Exception) -> None:
         """After an internal error KV goes on without records, and the decode server says that it does."""

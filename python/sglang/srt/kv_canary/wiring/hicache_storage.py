@@ -1,4 +1,4 @@
-"""Hooks on HiCache's storage backend `file`: records are stored beside the pages, under keys of their own."""
+"""HiCache's storage backend `file`: records are stored beside the pages, under keys of their own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any
 
 import torch
 
-from ...host_tier.page_store import PageStore
-from ...host_tier.record_files import RecordFiles
-from ...host_tier.stored_records import identity_of
-from ...plan.anchor import anchor_of
-from ...record import WORD_CHAIN
-from ..context import context
-from ..guard import attempt_aside, guarded_aside
-from ..hook_spec import HookSpec, HookType
+from ..host_tier.page_store import PageStore
+from ..host_tier.record_files import RecordFiles
+from ..host_tier.stored_records import identity_of
+from .context import context
+from .guard import attempt_aside
 from .hicache_refusals import COVERED_STORAGE
+from .hook_spec import HookSpec, HookType
+from .releases import release
 
-__all__ = ["HOOKS", "identity_now"]
+__all__ = ["STORED", "identity_now", "storage_hooks", "store_of"]
 
-_STORED = "KV that is loaded from storage"
+STORED = "KV that is loaded from storage"
 _UNNAMED = uuid.uuid4().hex  # weights without a name are this process's own
 
 
-def _store_of(controller: Any) -> PageStore | None:
+def store_of(controller: Any) -> PageStore | None:
     """The records beside the backend that is attached now. None without the canary."""
     tier, manager = context.host_tier, context.target
     if tier is None or manager is None:
@@ -51,11 +50,14 @@ def _path(backend: Any, key: str) -> str:
     return os.path.join(backend.file_path, f"{backend._get_suffixed_key(key)}.bin")
 
 
+def _pool_of(controller: Any) -> Any:
+    """The host pool. From 0.5.22 on `mem_pool_host` is a group of them."""
+    return getattr(controller, "storage_host_pool", controller.mem_pool_host)
+
+
 def identity_now(controller: Any) -> bytes:
     """Of what this server stores now: weights, layout of the pages, content mode."""
-    from sglang.srt.server_args import get_global_server_args
-
-    args, manager, pool = get_global_server_args(), context.target, controller.mem_pool_host
+    args, manager, pool = release().server_args(), context.target, _pool_of(controller)
     (group,) = manager.groups
     name = manager.weights_name if manager.weights_ct else args.weight_version
     if manager.weights_ct and name is None:
@@ -91,7 +93,7 @@ def _around_page_set(
     host_indices: torch.Tensor,
     extra_info: Any = None,
 ) -> bool:
-    store = _store_of(controller)
+    store = store_of(controller)
     if store is None:
         return original(controller, hash_values, host_indices, extra_info)
     exists = controller.storage_backend.exists
@@ -114,32 +116,12 @@ def _around_page_set(
 # Storage to host
 
 
-@guarded_aside
-def _before_prefetch(tree: Any, req_id: str, last_host_node: Any, *_: Any, **__: Any) -> None:
-    store = _store_of(tree.cache_controller) if tree.enable_storage else None
-    if store is not None:
-        store.begin(req_id, *_end_of(tree, last_host_node))
-
-
-def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
-    """(tokens up to `node`, the last one's chain)."""
-    if node is tree.root_node:
-        return 0, anchor_of(node.key.extra_key)
-    last = int(node.host_value[-1])
-    record = context.host_tier.records.part(last, last + 1)
-    chain = int(record.words[0, 0, WORD_CHAIN]) if record.present.all() else None
-    position = 0
-    while node is not tree.root_node:
-        position, node = position + len(node.key), node.parent
-    return position, chain
-
-
 def _around_hit_query(
-    original: Callable[..., Any], controller: Any, operation: Any
+    original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> tuple[list[str], int]:
     """Pages without records end the prefix."""
-    keys, count = original(controller, operation)
-    store = _store_of(controller)
+    keys, count = original(controller, operation, *args, **kwargs)
+    store = store_of(controller)
     if store is None:
         return keys, count
     recorded = attempt_aside(store.recorded, keys) or 0
@@ -156,28 +138,28 @@ _reading = _Reading()
 
 
 def _around_page_get(
-    original: Callable[..., None],
+    original: Callable[..., Any],
     controller: Any,
     operation: Any,
     hash_values: Sequence[str],
     host_indices: torch.Tensor,
     extra_info: Any = None,
-) -> None:
-    store = _store_of(controller)
+) -> Any:
+    store = store_of(controller)
     if store is not None:
         places = dict(zip(hash_values, host_indices.split(store.page_size), strict=True))
 
         def accept(key: str, page: torch.Tensor) -> bool:
             slots = places[key]
             # SGLang stores the same bytes again. They must be there before anyone sees the records.
-            controller.mem_pool_host.set_from_flat_data_page(slots[0], page)
+            _pool_of(controller).set_from_flat_data_page(slots[0], page)
             return store.accept(
                 operation.request_id, key, operation.token_ids.token_ids, slots.clone()
             )
 
         _reading.pages = accept
     try:
-        original(controller, operation, hash_values, host_indices, extra_info)
+        return original(controller, operation, hash_values, host_indices, extra_info)
     finally:
         _reading.pages = None
 
@@ -205,14 +187,16 @@ def _around_batch_get(
     return pages
 
 
-_TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _FILE = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
-HOOKS = (
-    HookSpec(f"{_TREE}.attach_storage_backend", _around_attach, HookType.AROUND, _STORED),
-    HookSpec(f"{_TREE}.prefetch_from_storage", _before_prefetch, HookType.BEFORE, _STORED),
-    HookSpec(f"{_CONTROLLER}._storage_hit_query", _around_hit_query, HookType.AROUND, _STORED),
-    HookSpec(f"{_CONTROLLER}._generic_page_set", _around_page_set, HookType.AROUND, _STORED),
-    HookSpec(f"{_CONTROLLER}._generic_page_get", _around_page_get, HookType.AROUND, _STORED),
-    HookSpec(f"{_FILE}.batch_get", _around_batch_get, HookType.AROUND, _STORED),
-)
+
+
+def storage_hooks(tree: str, *queries: str) -> tuple[HookSpec, ...]:
+    """`tree`: the prefix cache. `queries`: methods that ask storage for the pages of a prefix."""
+    return (
+        HookSpec(f"{tree}.attach_storage_backend", _around_attach, HookType.AROUND, STORED),
+        *(HookSpec(query, _around_hit_query, HookType.AROUND, STORED) for query in queries),
+        HookSpec(f"{_CONTROLLER}._generic_page_set", _around_page_set, HookType.AROUND, STORED),
+        HookSpec(f"{_CONTROLLER}._generic_page_get", _around_page_get, HookType.AROUND, STORED),
+        HookSpec(f"{_FILE}.batch_get", _around_batch_get, HookType.AROUND, STORED),
+    )

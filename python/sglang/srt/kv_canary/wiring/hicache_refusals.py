@@ -1,13 +1,11 @@
-"""HiCache: what of it is refused. The prefix cache and the host pool are checked when they exist, see `hicache`."""
+"""HiCache: what all releases refuse of it. Prefix cache and host pool are checked when they exist, see `hicache`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.environ import envs
-
-from ...host_tier.host_content import LAYOUTS
-from ..refusals import Refusal
+from ..host_tier.host_content import LAYOUTS
+from .refusals import Refusal
 
 __all__ = ["COVERED_STORAGE", "HICACHE_REFUSALS"]
 
@@ -42,17 +40,5 @@ HICACHE_REFUSALS: tuple[Refusal, ...] = (
         lambda args: _on(args) and args.pp_size > 1,
         "a damaged page must shorten the prefix on every stage alike, and stages do not agree on that.",
         "Remove --pp-size or --enable-hierarchical-cache.",
-    ),
-    Refusal(
-        "HiCache with the unified or C++ radix tree",
-        lambda args: (
-            _on(args)
-            and (
-                envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE.get()
-                or envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()
-            )
-        ),
-        "their copies between device and host are not followed.",
-        "Unset SGLANG_ENABLE_UNIFIED_RADIX_TREE and SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ..refusals import Refusal, model_has
+from .refusals import Refusal, model_has
 
 __all__ = ["TRANSFERS"]
 

@@ -1,0 +1,148 @@
+"""Prefill-decode disaggregation. Records travel with KV. What arrives is checked before it is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import startup_error
+from ..pool_patcher.buf_info_splice import plain_lists
+from ..runner.manager import CanaryManager
+from ..transfer.layout import TransferLayout, page_bytes, transferred_records
+from ..transfer.notice import Notice
+from .arrivals import arrival_of, as_arrival, on_forward_stream, take_in
+from .context import context
+from .guard import guarded
+from .hook_spec import HookSpec, HookType
+from .mooncake import TRANSFERS
+from .releases import release
+
+_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+_COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
+
+
+def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
+    """The lists of KV stay SGLang's own. Peers pair them by position."""
+    if not context.active:
+        return original(queue)
+    _refuse_unknown_pool(queue.token_to_kv_pool)
+    _refuse_multimodal(queue.scheduler.model_config)
+    with plain_lists(queue.token_to_kv_pool):
+        kv_manager = original(queue)
+    from . import mooncake
+
+    if kv_manager.disaggregation_mode.value == "prefill":
+        mooncake.attach_sender(kv_manager, _layout_of(context.target, kv_manager.kv_args.page_size))
+    else:
+        mooncake.attach_receiver(kv_manager, context.notices)
+        context.target.expect_arrivals(kv_manager.kv_args.page_size)
+    return kv_manager
+
+
+def _refuse_unknown_pool(pool: Any) -> None:
+    """States of linear layers have no records, and slots that stand for several tokens are sent in parts."""
+    name = type(pool).__name__
+    if name not in _POOLS:
+        raise startup_error(
+            f"transfers of the KV pool {name} are not covered (known: {', '.join(_POOLS)}).",
+            TRANSFERS,
+        )
+
+
+def _refuse_multimodal(model_config: Any) -> None:
+    """ServerArgs of newer releases do not hold the model, so nothing has refused it before."""
+    if model_config.is_multimodal:
+        raise startup_error(
+            "transfers of a multimodal model are not covered: both servers would have to number images alike.",
+            TRANSFERS,
+        )
+
+
+def _layout_of(manager: CanaryManager, page_size: int) -> TransferLayout:
+    return TransferLayout.of(
+        manager.groups,
+        page_size,
+        manager.config.content_mode,
+        *release().transfers.parallelism(),
+    )
+
+
+def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
+    """Register the records as the state's last component. It has no type, so SGLang does not send it."""
+    if not context.active:
+        return
+    manager, page_size = context.target, kv_args.page_size
+    buffers = [records for _, records in transferred_records(manager.groups)]
+    kv_args.state_data_ptrs.append([records.data_ptr() for records in buffers])
+    kv_args.state_data_lens.append([records.nbytes for records in buffers])
+    kv_args.state_item_lens.append([page_bytes(page_size)] * len(buffers))
+    kv_args.state_dim_per_tensor.append(_layout_of(manager, page_size).to_wire())
+
+
+@guarded
+def _after_pre_alloc(_: Any, queue: Any, *__: Any, **___: Any) -> None:
+    for manager in context.managers:
+        manager.settle_slots()
+
+
+@guarded
+def _before_offload(request: Any, *_: Any, **__: Any) -> None:
+    """A retracted request's KV waits in host memory. Its records do, too."""
+    manager, row = context.target, release().row_of(request)
+    if manager is not None and manager.arrivals is not None and row is not None:
+        setattr(request, _COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
+
+
+@guarded
+def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
+    if not context.active or not requests:
+        return
+    arrivals = []
+    with on_forward_stream(queue.scheduler, context.target):
+        for request in requests:
+            copy = request.__dict__.pop(_COPY, None)
+            arrival = as_arrival(request, Notice("", copy is not None, copy is not None))
+            if copy is not None:
+                context.target.arrivals.copy_in(arrival.row, arrival.length, copy)
+            arrivals.append(arrival)
+    take_in(queue.scheduler, requests, arrivals)
+
+
+DECODE = "sglang.srt.disaggregation.decode"
+_QUEUE = f"{DECODE}.DecodePreallocQueue"
+_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+
+
+def transfer_hooks(
+    offload: str, is_checked: Callable[[Any], bool] = lambda _: False
+) -> tuple[HookSpec, ...]:
+    """`offload`: what copies a retracted request's KV to host memory. `is_checked`: whether a request's KV has been."""
+
+    @guarded
+    def after_pop_transferred(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
+        if not context.active or not requests:
+            return
+        new = [request for request in requests if not is_checked(request)]
+        if new:
+            arrivals = [arrival_of(queue.scheduler, request) for request in new]
+            take_in(queue.scheduler, new, arrivals)
+
+    before, after = HookType.BEFORE, HookType.AFTER
+    return (
+        *(
+            HookSpec(
+                f"{queue}._init_kv_manager", _around_init_kv_manager, HookType.AROUND, TRANSFERS
+            )
+            for queue in (_QUEUE, _PREFILL_QUEUE)
+        ),
+        *(
+            HookSpec(target, function, kind, TRANSFERS)
+            for target, function, kind in (
+                ("sglang.srt.disaggregation.utils.setup_state_kv_args", _after_state_args, after),
+                (f"{_QUEUE}._pre_alloc", _after_pre_alloc, after),
+                (f"{DECODE}.DecodeTransferQueue.pop_transferred", after_pop_transferred, after),
+                (f"{_QUEUE}.resume_retracted_reqs", _after_resume, after),
+                (offload, _before_offload, before),
+            )
+        ),
+    )

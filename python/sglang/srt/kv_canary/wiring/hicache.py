@@ -1,0 +1,219 @@
+"""HiCache: records go with their pages to host memory and back.
+
+The canary copies the records itself, beside SGLang's copies of the bytes and on their stream. So it does not matter how
+the bytes are copied (kernels or memory copies, any layout). A family of releases says where its controller keeps the
+streams, and shortens what a prefix cache loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..buffer_group import PoolKind
+from ..config import ContentMode
+from ..errors import startup_error
+from ..host_tier.host_content import sources_of
+from ..host_tier.host_sweep import HostSweep
+from ..host_tier.host_tier import HostTier
+from ..pool_patcher.errors import UnsupportedPoolError
+from .context import context
+from .guard import attempt, guarded
+from .hook_spec import HookSpec, HookType
+
+if TYPE_CHECKING:
+    from ..runner.manager import CanaryManager
+
+__all__ = ["LOADED", "CopyStreams", "agreed", "copy_hooks", "protect", "start_tier"]
+
+logger = logging.getLogger(__name__)
+
+LOADED = "KV that is loaded back from host memory"
+_HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+HostSlotsOf = Callable[[Any, list[int]], Sequence[int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStreams:
+    """The streams on which a HiCacheController copies."""
+
+    to_host: Callable[[Any], Any]
+    to_device: Callable[[Any], Any]
+
+
+# Start
+
+
+def start_tier(pool: Any, host_slots_of: HostSlotsOf) -> None:
+    """Protect `pool`, the empty host pool of a prefix cache. Does nothing without the canary."""
+    manager = context.target
+    if manager is None:
+        return
+    tier = protect(manager, pool, host_slots_of)
+    if manager.config.sweep_interval and tier.content:
+        manager.observers.append(HostSweep(manager.config, tier, manager.sink))
+    logger.info(
+        "kv-canary: HiCache is protected, %d host slots, %d bytes of records in host memory",
+        tier.records.num_slots,
+        tier.records.nbytes,
+    )
+
+
+def protect(
+    manager: CanaryManager, pool: Any, host_slots_of: HostSlotsOf | None = None
+) -> HostTier:
+    """Keep records beside the target's empty host pool. Raises CanaryStartupError for a pool of another kind."""
+    name = type(pool).__name__
+    if name not in _HOST_POOLS or [g.kind for g in manager.groups] != [PoolKind.FULL]:
+        raise startup_error(
+            f"HiCache keeps pages in a {name}; the canary knows {' and '.join(_HOST_POOLS)}.",
+            LOADED,
+        )
+    try:
+        tier = _tier_of(manager, pool)
+    except UnsupportedPoolError as error:
+        raise startup_error(f"{error}.", LOADED) from error
+    context.host_tier, context.host_slots_of = tier, host_slots_of
+    manager.observers.append(tier.launches)
+    return tier
+
+
+def _tier_of(manager: CanaryManager, pool: Any) -> HostTier:
+    config, (group,) = manager.config, manager.groups
+    content: tuple = ()
+    if config.content_mode is not ContentMode.NONE:
+        halves = pool.kv_buffer if len(group.halves) == 2 else (pool.kv_buffer,)
+        content = tuple(
+            sources_of(half, pool.layout, pool.layer_num, pool.size, pool.page_size)
+            for half in halves
+        )
+    return HostTier(
+        group,
+        manager.state,
+        content,
+        pool.size,
+        config.content_mode,
+        config.host_check_budget_bytes,
+        lambda finding: manager.violations.found(finding, manager.forward_ct),
+    )
+
+
+def agreed(tree: Any, usable: int | None) -> int:
+    """The least of all ranks. None: this rank cannot say."""
+    value = torch.tensor(usable or 0, dtype=torch.int)
+    tree._all_reduce_attn_groups(value, torch.distributed.ReduceOp.MIN)
+    return int(value)
+
+
+# Device to host
+
+
+def _copy_back(tier: HostTier, controller: Any, stream: Any) -> list[Callable[[], None]]:
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+        tier.launches.await_on(stream)
+    if not context.target.armed:  # nothing is recorded now
+        for op in controller.write_queue:
+            tier.records.clear(op.host_indices)
+        return []
+    return [
+        tier.copy_back(op.host_indices, op.device_indices, stream) for op in controller.write_queue
+    ]
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+# Host to device
+
+
+@guarded
+def _after_load(device_slots: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """The prefix cache lists these slots from now on, and the copy begins with the next prefill."""
+    if context.host_tier is not None and device_slots is not None:
+        context.target.ledger.awaits_load_back = True
+
+
+def _records_for(tier: HostTier, controller: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [
+        (op.device_indices, tier.records_for(op.host_indices, op.device_indices))
+        for op in controller.load_queue
+    ]
+
+
+def _arrive(
+    tier: HostTier,
+    page_size: int,
+    loads: list[tuple[torch.Tensor, torch.Tensor]],
+    stream: Any,
+) -> None:
+    ledger = context.target.ledger
+    for device_slots, words in loads:
+        context.slots_filled(
+            device_slots, page_size, "load from host memory", "start_loading", None
+        )
+        ledger.record_load_back(tier.load_back(device_slots, words, stream))
+    ledger.awaits_load_back = False
+
+
+# Host pages that are given back
+
+
+@guarded
+def _after_host_free(_: Any, pool: Any, indices: torch.Tensor) -> None:
+    if context.host_tier is not None:
+        context.host_tier.records.clear(indices.cpu())
+
+
+@guarded
+def _after_host_clear(_: Any, pool: Any) -> None:
+    if context.host_tier is not None:
+        context.host_tier.records.clear()
+        context.target.ledger.awaits_load_back = False
+
+
+def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ...]:
+    """The hooks on copies. `load`: the method that allocates slots for a load. `pool`: the base of host pools."""
+
+    def around_start_writing(original: Callable[..., None], controller: Any) -> None:
+        tier = context.host_tier
+        if tier is None or not controller.write_queue:
+            original(controller)
+            return
+        stream = _unless_cpu(controller, streams.to_host)
+        copied = attempt(_copy_back, tier, controller, stream)
+        original(controller)
+        if copied is not None:
+            attempt(_call_all, copied)
+
+    def around_start_loading(original: Callable[..., int], controller: Any) -> int:
+        tier = context.host_tier
+        if tier is None or not controller.load_queue:
+            return original(controller)
+        loads = attempt(_records_for, tier, controller)
+        producer = original(controller)
+        if loads is not None:
+            stream = _unless_cpu(controller, streams.to_device)
+            attempt(_arrive, tier, controller.page_size, loads, stream)
+        return producer
+
+    return (
+        HookSpec(f"{_CONTROLLER}.start_writing", around_start_writing, HookType.AROUND, LOADED),
+        HookSpec(load, _after_load, HookType.AFTER, LOADED),
+        HookSpec(f"{_CONTROLLER}.start_loading", around_start_loading, HookType.AROUND, LOADED),
+        HookSpec(f"{pool}.free", _after_host_free, HookType.AFTER, LOADED),
+        HookSpec(f"{pool}.clear", _after_host_clear, HookType.AFTER, LOADED),
+    )
+
+
+def _unless_cpu(controller: Any, stream_of: Callable[[Any], Any]) -> Any | None:
+    return None if str(controller.device).startswith("cpu") else stream_of(controller)
+
+
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"

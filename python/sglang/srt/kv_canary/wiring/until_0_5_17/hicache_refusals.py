@@ -1,0 +1,26 @@
+"""HiCache: what of it these releases refuse."""
+
+from __future__ import annotations
+
+from sglang.srt.environ import envs
+
+from ..hicache_refusals import HICACHE_REFUSALS
+from ..refusals import Refusal
+
+__all__ = ["REFUSALS"]
+
+REFUSALS: tuple[Refusal, ...] = (
+    *HICACHE_REFUSALS,
+    Refusal(
+        "HiCache with the unified or C++ radix tree",
+        lambda args: (
+            bool(args.enable_hierarchical_cache)
+            and (
+                envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE.get()
+                or envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get()
+            )
+        ),
+        "their copies between device and host are not followed.",
+        "Unset SGLANG_ENABLE_UNIFIED_RADIX_TREE and SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.",
+    ),
+)

@@ -1,0 +1,123 @@
+"""Hooks on HiCache: the unified tree that keeps pages in host memory.
+
+SGLang plans a request with its whole cached prefix, and then loads all of it or nothing. So the canary shortens the
+prefix while the request is planned.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import startup_error
+from ..context import context
+from ..guard import attempt
+from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
+from ..hook_spec import HookSpec, HookType
+from ..releases import release
+
+if TYPE_CHECKING:
+    from ...host_tier.host_tier import HostTier
+
+__all__ = ["HOOKS"]
+
+
+def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER UnifiedRadixCache.init_hicache: the host pools exist and are empty.
+
+    A decode server has them for retracted requests, too. Their records wait with the request.
+    """
+    if not context.active or not release().settled(server_args).enable_hierarchical_cache:
+        return
+    pools = tree.host_pool_group.entries
+    if len(pools) > 1:
+        names = ", ".join(type(entry.host_pool).__name__ for entry in pools)
+        raise startup_error(
+            f"HiCache keeps a token in several host pools ({names}); the canary knows one.", LOADED
+        )
+    start_tier(pools[0].host_pool, _host_slots_of)
+
+
+def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", token_ids))))
+    return [None] * found.device_prefix_len + _slots_to_load(tree, found.best_match_node).tolist()
+
+
+def _slots_to_load(tree: Any, node: Any) -> torch.Tensor:
+    """int64[n] on the CPU: host slots of the path to `node`, as far as the device pool does not hold it."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_cache.components import CacheTransferPhase
+
+    (full,) = tree.tree_core.build_hicache_transfers(
+        ComponentType.FULL, node, CacheTransferPhase.LOAD_BACK
+    )
+    return full.host_indices
+
+
+def _around_admission(
+    original: Callable[..., Any], adder: Any, req: Any, *, host_hit_length: int, **more: Any
+) -> Any:
+    """Load the prefix up to the first page that has no record or is damaged. All ranks load the same."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    admission = original(adder, req, host_hit_length=host_hit_length, **more)
+    tier = context.host_tier
+    if tier is None or not host_hit_length or isinstance(admission, AddReqResult):
+        return admission
+    tree = adder.tree_cache
+    usable, total = attempt(_usable_of, tier, tree, req) or (0, None)
+    usable = agreed(tree, usable)
+    if usable == total:
+        return admission
+    attempt(_shorten, tree, req, usable - usable % tree.page_size)
+    return original(adder, req, host_hit_length=req.host_hit_length, **more)
+
+
+def _usable_of(tier: HostTier, tree: Any, req: Any) -> tuple[int, int]:
+    """(tokens that may be loaded for `req`, tokens that host memory has for it)."""
+    slots = _slots_to_load(tree, req.best_match_node)
+    return tier.usable(slots), len(slots)
+
+
+def _shorten(tree: Any, req: Any, usable: int) -> None:
+    """Let `req` load the first `usable` tokens of those that host memory has for it."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    req.best_match_node, req.host_hit_length = req.last_node, 0
+    if not usable:
+        return
+    tokens = req.full_untruncated_fill_ids[: req.prefix_len + usable]
+    key = RadixKey(tokens, extra_key=req.extra_key, cache_salt=req.cache_salt)
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    req.best_match_node, req.host_hit_length = found.best_match_node, found.host_hit_length
+
+
+HOOKS = (
+    HookSpec(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache",
+        _after_init,
+        HookType.AFTER,
+        LOADED,
+    ),
+    HookSpec(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
+        _around_admission,
+        HookType.AROUND,
+        LOADED,
+    ),
+    *copy_hooks(
+        CopyStreams(
+            to_host=lambda controller: controller.l2_transfer_engine.device_to_host_stream,
+            to_device=lambda controller: controller.l2_transfer_engine.host_to_device_stream,
+        ),
+        load="sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.load",
+        pool="sglang.srt.mem_cache.pool_host.base.HostKVCache",
+    ),
+)

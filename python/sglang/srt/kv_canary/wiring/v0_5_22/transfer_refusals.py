@@ -1,0 +1,47 @@
+"""Ways to run prefill-decode disaggregation that these releases add, or that no run has checked on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..refusals import Refusal
+
+__all__ = ["MORE_TRANSFERS"]
+
+
+def _transfers(args: Any) -> bool:
+    return args.disaggregation_mode != "null"
+
+
+MORE_TRANSFERS: tuple[Refusal, ...] = (
+    Refusal(
+        "PD disaggregation that receives into host memory",
+        lambda args: _transfers(args) and args.disaggregation_decode_host_receive_threshold < 1,
+        "records would arrive in slots of another pool than their KV.",
+        "Remove --disaggregation-decode-host-receive-threshold.",
+    ),
+    Refusal(
+        "PD disaggregation that allocates after the prefill",
+        lambda args: _transfers(args) and args.disaggregation_decode_allocation_policy != "early",
+        "transfers that begin when the prefill has ended, which no run has checked yet.",
+        "Set --disaggregation-decode-allocation-policy early.",
+    ),
+    Refusal(
+        "PD disaggregation with a change of role",
+        lambda args: _transfers(args) and args.enable_pd_role_switch,
+        "a server that becomes the other one, which no run has checked yet.",
+        "Remove --enable-pd-role-switch.",
+    ),
+    Refusal(
+        "PD disaggregation with a prefix cache on the decode server",
+        lambda args: _transfers(args) and args.disaggregation_decode_enable_radix_cache,
+        "its prefix cache also keeps pages in host memory, which no run has checked yet.",
+        "Remove --disaggregation-decode-enable-radix-cache.",
+    ),
+    Refusal(
+        "PD disaggregation with pipeline parallelism",
+        lambda args: _transfers(args) and args.pp_size > 1,
+        "transfers of pipeline stages, which no run has checked on this release.",
+        "Remove --pp-size.",
+    ),
+)

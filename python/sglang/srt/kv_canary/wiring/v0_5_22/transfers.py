@@ -1,0 +1,36 @@
+"""What prefill-decode disaggregation asks of these releases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..transfer_answers import TransferAnswers
+
+__all__ = ["TRANSFERS"]
+
+
+def _is_fake(request: Any, _: Any) -> bool:
+    from sglang.srt.disaggregation.decode import _is_fake_transfer
+
+    return _is_fake_transfer(request)
+
+
+def _parallelism() -> tuple[int, int]:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return parallel.attn_tp_size, parallel.pp_size
+
+
+def _send(manager: Any, address: Any, message: Sequence[bytes]) -> None:
+    manager._send_multipart_locked(address.to_tcp(), list(message), is_ipv6=address.is_ipv6)
+
+
+TRANSFERS = TransferAnswers(
+    committed=lambda request: request.kv.kv_committed_len,
+    cached=lambda request: request.prefix_len,
+    is_fake=_is_fake,
+    parallelism=_parallelism,
+    send=_send,
+)
