@@ -180,6 +180,14 @@ class TestMla(ContainmentBase):
     pool: ClassVar = Pool(half="K", size=64)
 
 
+class TestTwoRanks(ContainmentBase):
+    """Faults on one rank, on the other one, and on both. Each kind of fault meets each of these in 27 rounds."""
+
+    flags: ClassVar = {**FLAGS, "tp_size": 2}
+    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
+
+
 class Speculation:
     """The answers are those of a script, whatever attention reads: leaks and innocent requests would show."""
 

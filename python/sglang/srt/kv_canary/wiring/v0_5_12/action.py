@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 from ...config import Action
+from ..containment.agreed import AgreedContainment
+from ..containment.bell import Bell
+from ..containment.parked_pages import ParkedPages
+from ..containment.rank_group import RankGroup
 from ..context import context
 from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
@@ -29,19 +33,38 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         return
     args = scheduler.server_args
     prefixes = prefixes_of(scheduler.tree_cache)
-    if why := _why_reported_only(args, prefixes, scheduler):
+    why, ranks, bell = _why_reported_only(args, prefixes, scheduler), None, None
+    if why is None and shares_requests(args):
+        ranks = RankGroup(scheduler.tp_cpu_group)
+        if (bell := Bell.hang(ranks)) is None:
+            why = SEVERAL_HOSTS
+    if why is not None:
         logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
         return
     allocator = scheduler.token_to_kv_pool_allocator
-    context.containment = Containment(
+    allocators = allocators_by_kind(allocator)
+    alone = Containment(
         scheduler=scheduler,
         manager=manager,
         desk=manager.expect_action(),
         prefixes=prefixes,
-        withheld=WithheldSlots(allocators_by_kind(allocator)),
+        withheld=WithheldSlots(allocators),
         owned=OwnedSlots(allocator, manager.plan_input.req_to_token),
+        speaks=ranks is None or ranks.rank == 0,
     )
+    if ranks is None:
+        context.containment = alone
+    else:
+        context.containment = AgreedContainment(alone, ranks, bell, ParkedPages(allocators))
     context.starts_of = _starts_of
+
+
+SEVERAL_HOSTS = "findings are reported only, because the tensor-parallel ranks are on several hosts"
+
+
+def shares_requests(args: Any) -> bool:
+    """Whether several ranks serve the same requests."""
+    return args.tp_size > 1 and not args.enable_dp_attention
 
 
 def _why_reported_only(args: Any, prefixes: Any, scheduler: Any) -> str | None:
@@ -50,13 +73,18 @@ def _why_reported_only(args: Any, prefixes: Any, scheduler: Any) -> str | None:
         return "a decode server ends requests whose KV arrives damaged. Other findings on this server are reported only"
     if args.pp_size > 1:
         return "findings are reported only, because pipeline stages act in different steps"
-    if args.tp_size > 1 and not (args.enable_dp_attention and args.tp_size == args.dp_size):
+    if args.enable_dp_attention and args.tp_size != args.dp_size:
         return (
-            "findings are reported only, because tensor-parallel ranks would have to act in the same step on what one "
-            "of them has found"
+            "findings are reported only, because with data-parallel attention several ranks share the requests of one "
+            "of many schedulers"
         )
     if args.nnodes > 1 and args.tp_size > 1:
-        return "findings are reported only, because the ranks are on several hosts"
+        return SEVERAL_HOSTS
+    if shares_requests(args) and args.scheduler_recv_interval > 1:
+        return (
+            "findings are reported only, because with --scheduler-recv-interval above 1 tensor-parallel ranks do not "
+            "speak to each other in every step"
+        )
     if args.enable_streaming_session:
         return "findings are reported only, because streaming sessions keep KV between requests"
     if prefixes is None:
@@ -76,10 +104,25 @@ def _starts_of(batch: Any) -> list[int]:
     return (batch.seq_lens_cpu - 1).tolist()
 
 
+def _around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+    containment = context.containment
+    if containment is None:
+        return original(*a, **k)
+    with containment.receiving():
+        requests = original(*a, **k)
+    _between_steps(containment)
+    return requests
+
+
 @guarded_aside
-def _after_recv_requests(*_: Any, **__: Any) -> None:
-    if context.containment is not None:
-        context.containment.between_steps()
+def _between_steps(containment: Any) -> None:
+    containment.between_steps()
+
+
+def _around_broadcast(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+    if (bell := getattr(context.containment, "bell", None)) is None:
+        return original(*a, **k)
+    return bell.around_broadcast(original, *a, **k)
 
 
 @guarded
@@ -114,18 +157,22 @@ def _before_idle(scheduler: Any) -> None:
 @guarded
 def _after_clear(_: Any, allocator: Any) -> None:
     if context.containment is not None:
-        context.containment.withheld.after_clear(allocator)
+        context.containment.after_clear(allocator)
 
 
 def _around_check_pool(
     original: Callable[..., tuple[bool, str]], pool_name: str, available: int, *a: Any, **k: Any
 ) -> tuple[bool, str]:
     """Withheld slots are neither in use nor a leak."""
-    withheld = 0
+    withheld, waits = 0, False
     if context.containment is not None:
         withheld = context.containment.withheld.counts()[pool_name.upper()]
+        waits = context.containment.may_miss_slots
     leak, text = original(pool_name, available + withheld, *a, **k)
-    return leak, f"{text}, {withheld} of the available ones withheld" if withheld else text
+    return (
+        leak and not waits,
+        f"{text}, {withheld} of the available ones withheld" if withheld else text,
+    )
 
 
 ACTION = "requests that read damage, which SGLANG_KV_CANARY_ACTION=abort ends"
@@ -134,7 +181,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin"
 HOOKS = (
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", _after_recv_requests, HookType.AFTER, ACTION),
+    HookSpec(f"{_SCHEDULER}.recv_requests", _around_recv_requests, HookType.AROUND, ACTION),
+    HookSpec("sglang.srt.utils.common.broadcast_pyobj", _around_broadcast, HookType.AROUND, ACTION),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,

@@ -58,11 +58,12 @@ class NoPrefixes:
     """A server without a prefix cache."""
 
     num_held = 0
+    num_cached = 0
 
     def slots(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
 
-    def drop(self, slots: Iterable[int]) -> int:
+    def drop(self, slots: Iterable[int] | None) -> int:
         return 0
 
     def holds(self, request: Any) -> bool:
@@ -70,6 +71,9 @@ class NoPrefixes:
 
     def free_unheld(self) -> None:
         pass
+
+    def has_unheld(self) -> bool:
+        return False
 
     def slots_of(self, request: Any, start: int) -> list[int]:
         return []
@@ -83,9 +87,12 @@ class CachedPrefixes:
     kind: _Tree
     _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
 
-    def drop(self, slots: Iterable[int]) -> int:
-        """Nobody gets a prefix with one of `slots` (FULL) any more. Returns how many tokens were dropped."""
-        roots = self._topmost_with(slots)
+    def drop(self, slots: Iterable[int] | None) -> int:
+        """Nobody gets a prefix with one of `slots` (FULL) any more, or any prefix if it is None.
+
+        Returns how many tokens were dropped.
+        """
+        roots = self._topmost() if slots is None else self._topmost_with(slots)
         for node in roots:
             self._hide(node)
         self._dropped += roots
@@ -109,12 +116,26 @@ class CachedPrefixes:
             self._free(node)
         self._dropped = [node for node in self._dropped if self._is_in_tree(node)]
 
+    def has_unheld(self) -> bool:
+        """Whether `free_unheld` would free something."""
+        return any(
+            not node.children and not self.kind.lock(node)
+            for root in self._dropped
+            if self._is_in_tree(root)
+            for node in _with_descendants(root)
+        )
+
     def slots(self) -> torch.Tensor:
         """int64[n]: all full slots of the cache, on its device."""
         none = torch.empty(0, dtype=torch.int64, device=self.tree.device)
         return torch.cat(
             [none, *(n.value for n in _with_descendants(self.tree.root_node) if n.parent)]
         )
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens in the cache, dropped ones included."""
+        return len(self.slots())
 
     @property
     def num_held(self) -> int:
@@ -137,6 +158,10 @@ class CachedPrefixes:
                 break
             node, key, position = child, key[matched:], position + matched
         return slots
+
+    def _topmost(self) -> list[Any]:
+        children = self.tree.root_node.children.values()
+        return [node for node in children if not is_out_of_cache(node)]
 
     def _topmost_with(self, slots: Iterable[int]) -> list[Any]:
         """Nodes with one of `slots`, without those below another one. Copies the tree's slots to the host once."""

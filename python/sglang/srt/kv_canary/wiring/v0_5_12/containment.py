@@ -20,6 +20,7 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
+from ..containment.verdict import Verdict
 from ..guard import attempt_aside
 from .abort import end_running, end_waiting
 from .arrivals import on_forward_stream
@@ -60,16 +61,6 @@ class _Gone:
     has_finished: bool  # False: retracted
 
 
-@dataclass(frozen=True, slots=True)
-class _Readers:
-    """Who has read damage, and what they have computed from it."""
-
-    live: tuple[tuple[Any, str], ...]  # requests, and why
-    waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
-    answered: dict[str, int]  # ids of requests that had their answer, and their last forward
-    tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
-
-
 @dataclass(slots=True)
 class Containment:
     """One per scheduler. Used from its thread, between two steps."""
@@ -80,6 +71,7 @@ class Containment:
     prefixes: CachedPrefixes | NoPrefixes
     withheld: WithheldSlots
     owned: OwnedSlots
+    speaks: bool = True  # False: another rank logs what all do
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
     # Ids of requests that are dealt with, and the last forward that can be theirs. A client may use an id again.
@@ -94,7 +86,34 @@ class Containment:
     def between_steps(self) -> None:
         """The requests of a step have arrived. None of them has looked at the cache yet."""
         if self.desk.is_waiting:
-            self._act(self._resolved())
+            verdict = self.judge(self.desk.peek())
+            self.desk.clear()
+            self.carry_out(verdict)
+        self.tidy()
+
+    def judge(self, found: Damage) -> Verdict:
+        """What to do about `found`. Changes nothing: after an error, it is found again in the next step."""
+        return self._verdict(self._resolved(found))
+
+    def carry_out(self, verdict: Verdict, everything: bool = False) -> None:
+        """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached."""
+        live = self._live()
+        by_id = {each.request.rid: each.request for each in live}
+        self._misled |= verdict.misled & by_id.keys()
+        self.owned.disturbed |= verdict.disturbs
+        # First, because no later error may let a wrong answer go out
+        ended = (*self._end_running(verdict, by_id), *self._end_waiting(verdict))
+        newest = self.manager.recorder.newest
+        self._remember({**dict.fromkeys(ended, newest), **verdict.answered})
+        slots = None if everything else verdict.slots
+        dropped = attempt_aside(self._drop, slots, live) or 0
+        bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
+        if bad:
+            attempt_aside(self._admit_only_what_fits)
+        self._tell(ended, tuple(verdict.answered), dropped, bad)
+
+    def tidy(self) -> None:
+        """Free what no request holds any more, and withhold what has been freed."""
         if self.prefixes.num_held or self.desk.quarantined:
             with self._freeing_only_owned():
                 self.prefixes.free_unheld()
@@ -102,13 +121,10 @@ class Containment:
         self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
 
-    def _resolved(self) -> Damage:
-        """What was found, as it lies in the pool now. After an error it is found again in the next step."""
-        found = self.desk.peek()
+    def _resolved(self, found: Damage) -> Damage:
+        """`found`, as it lies in the pool now."""
         slots = self._as_they_are(found.slots)
-        tainted = self._computed_from_damage(found.readers)
-        self.desk.clear()
-        return replace(found, slots=slots, tainted=tainted)
+        return replace(found, slots=slots, tainted=self._computed_from_damage(found.readers))
 
     def note_finished(self, request: Any) -> None:
         """`request` gives its row back. A finding about it may still come."""
@@ -129,11 +145,25 @@ class Containment:
             self._ending.discard(request.rid)
             self._remember({request.rid: gone.forward})
 
+    def receiving(self) -> AbstractContextManager[None]:
+        """While the requests of a step arrive."""
+        return nullcontext()
+
+    @property
+    def may_miss_slots(self) -> bool:
+        """A leak is a leak."""
+        return False
+
+    def is_misled(self, request: Any) -> bool:
+        """Whether the row of `request`, which is being released, may be wrong."""
+        is_misled = request.rid in self._misled
+        self._misled.discard(request.rid)
+        return is_misled
+
     def releasing(self, request: Any) -> AbstractContextManager[None]:
         """Around the release of the request's slots."""
-        if request.rid not in self._misled:
+        if not self.is_misled(request):
             return nullcontext()
-        self._misled.discard(request.rid)
         cached, others = attempt_aside(self._slots_of_others, request) or (None, [])
         return self.owned.freeing_only(cached, others)
 
@@ -151,6 +181,23 @@ class Containment:
                 lost,
                 surplus,
             )
+
+    def after_clear(self, allocator: Any) -> None:
+        """Its free list is complete again."""
+        self.withheld.after_clear(allocator)
+
+    def free_owned(self, slots: torch.Tensor) -> None:
+        """Free those of `slots` (FULL) that nobody else has."""
+        with self.owned.freeing_only(self.prefixes.slots(), self._held_rows()):
+            self.owned.allocator.free(slots)
+
+    def layout(self) -> Iterator[bytes]:
+        """Who lies in which slots. Waits for the schedule stream."""
+        for each in self._live():
+            request = each.request
+            yield f"{request.rid}:{request.req_pool_idx}:".encode()
+            yield self.rows[request.req_pool_idx, : each.length].cpu().numpy().tobytes()
+        yield self.prefixes.slots().cpu().numpy().tobytes()
 
     # What is done
 
@@ -172,31 +219,23 @@ class Containment:
     def _live(self) -> list[_Live]:
         return list(_live_requests(self.scheduler))
 
-    def _act(self, damage: Damage) -> None:
-        live = self._live()
-        readers = self._readers_of(damage, live)
-        misled = {r.request_id for r in damage.readers if _is_misled(r)}
-        self._misled |= misled & {each.request.rid for each in live}
-        if misled or any(not slot.changed for slot in damage.slots):
-            self.owned.disturbed = True
-        # First, because no later error may let a wrong answer go out
-        for request, why in readers.live:
-            end_running(request, why)
-        for request, why in readers.waiting:
-            end_waiting(self.scheduler, request, why)
-        ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
-        self._ending |= {request.rid for request, _ in readers.live}
-        newest = self.manager.recorder.newest
-        self._remember({**dict.fromkeys(ended, newest), **readers.answered})
-        slots = {*readers.tainted, *(s.slot for s in damage.slots)}
-        dropped = attempt_aside(self._drop, slots, live) or 0
-        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
-        if bad:
-            attempt_aside(self._admit_only_what_fits)
-        self._tell(ended, tuple(readers.answered), dropped, bad)
+    def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> list[str]:
+        """Ids of those that end now."""
+        ended = [rid for rid in verdict.running if rid in by_id and by_id[rid].to_finish is None]
+        for rid in ended:
+            end_running(by_id[rid], verdict.running[rid])
+        self._ending |= set(ended)
+        return ended
 
-    def _drop(self, slots: set[int], live: list[_Live]) -> int:
-        """Take `slots` out of the cache. Returns how many tokens were dropped."""
+    def _end_waiting(self, verdict: Verdict) -> list[str]:
+        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        ended = [rid for rid in verdict.waiting if rid in waiting]
+        for rid in ended:
+            end_waiting(self.scheduler, waiting[rid], verdict.waiting[rid])
+        return ended
+
+    def _drop(self, slots: frozenset[int] | None, live: list[_Live]) -> int:
+        """Take `slots` out of the cache, None for all. Returns how many tokens were dropped."""
         try:
             with self._freeing_only_owned():
                 return self.prefixes.drop(slots)
@@ -217,8 +256,9 @@ class Containment:
         for request in scheduler.waiting_queue:
             scheduler.init_req_max_new_tokens(request)
 
-    def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
+    def _verdict(self, damage: Damage) -> Verdict:
         """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
+        live = self._live()
         by_id = {each.request.rid: each for each in live}
         waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
         ends: dict[str, str] = {}
@@ -252,15 +292,15 @@ class Containment:
             known = self._is_known(gone.rid, gone.forward)
             if not known and tainted.intersection(self.prefixes.slots_of(gone, 0)):
                 answered[gone.rid] = gone.forward
-        return _Readers(
-            tuple(
-                (by_id[rid].request, why)
-                for rid, why in ends.items()
-                if by_id[rid].request.to_finish is None
-            ),
-            tuple((waiting[rid], why) for rid, why in retracted.items()),
+        misled = frozenset(r.request_id for r in damage.readers if _is_misled(r))
+        return Verdict(
+            ends,
+            retracted,
             answered,
-            frozenset(tainted | suspect),
+            frozenset(tainted | suspect | {slot.slot for slot in damage.slots}),
+            damage.bad_memory,
+            misled,
+            bool(misled) or any(not slot.changed for slot in damage.slots),
         )
 
     def _spread(
@@ -385,6 +425,8 @@ class Containment:
                 "withheld": [{"pool": kind, "slot": slot} for kind, slot in bad],
             }
         )
+        if not self.speaks:
+            return
         logger.error(
             "kv-canary action: ended %s; already answered: %s; %d cached tokens dropped",
             _named(ended),

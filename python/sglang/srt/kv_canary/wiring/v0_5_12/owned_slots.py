@@ -55,6 +55,15 @@ class OwnedSlots:
         finally:
             del self.allocator.free
 
+    @contextmanager
+    def deferring(self, slots: list[torch.Tensor]) -> Iterator[None]:
+        """`free` only adds to `slots`."""
+        self.allocator.free = lambda freed: slots.append(freed.clone())
+        try:
+            yield
+        finally:
+            del self.allocator.free
+
     def _foreign(self, cached: torch.Tensor, others: Iterable[tuple[int, int]]) -> torch.Tensor:
         rows = [self.rows[row, :length].long() for row, length in others]
         return torch.cat([cached.to(self.rows.device, torch.int64), *rows])
