@@ -29,7 +29,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
-register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=85, suite="stage-a-test-cpu")
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 # The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
