@@ -12,10 +12,11 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot, Reader
+from sglang_kv_canary.wiring.containment.containment import Containment
+from sglang_kv_canary.wiring.containment.owned_slots import OwnedSlots
+from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots, allocators_by_kind
+from sglang_kv_canary.wiring.v0_5_12.action import TERMS
 from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import prefixes_of
-from sglang_kv_canary.wiring.v0_5_12.containment import Containment
-from sglang_kv_canary.wiring.v0_5_12.owned_slots import OwnedSlots
-from sglang_kv_canary.wiring.v0_5_12.withheld_slots import WithheldSlots, allocators_by_kind
 
 from .manager_rig import ManagerRig
 from .radix_fixtures import POOL_SLOTS, make_tree
@@ -51,6 +52,7 @@ class ContainmentRig:
             prefixes=prefixes_of(self.tree.cache),
             withheld=WithheldSlots(allocators_by_kind(self.tree.allocator)),
             owned=OwnedSlots(self.tree.allocator, self.manager.plan_input.req_to_token),
+            terms=TERMS,
         )
 
     def request(self, rid: str, row: int, slots: Iterable[int] = range(21, 29)) -> Req:

@@ -23,8 +23,8 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.v0_5_12.action import _why_reported_only
-from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import NoPrefixes
+from sglang_kv_canary.wiring.containment.install import why_reported_only
+from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -218,7 +218,7 @@ def args(**changed: Any) -> SimpleNamespace:
 def test_where_findings_are_reported_only(
     rig: ContainmentRig, changed: Any, why: str | None
 ) -> None:
-    said = _why_reported_only(args(**changed), NoPrefixes(), None)
+    said = why_reported_only(args(**changed), NoPrefixes(), None)
     assert said is None if why is None else why in said
 
 

@@ -73,6 +73,10 @@ class AgreedContainment:
         return self.alone.withheld
 
     @property
+    def prefixes(self) -> Any:
+        return self.alone.prefixes
+
+    @property
     def may_miss_slots(self) -> bool:
         """Whether a leak may be damage that is not dealt with yet: the next bell repairs it."""
         return self._may_miss_slots or self.alone.owned.disturbed

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ...sweep.out_of_cache import OutOfCache, is_out_of_cache
+from ..containment.prefixes import NoPrefixes
 
-__all__ = ["CachedPrefixes", "NoPrefixes", "prefixes_of"]
+__all__ = ["CachedPrefixes", "prefixes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +53,6 @@ def _delete_swa_leaf(tree: Any, node: Any) -> None:
         tree.swa_lru_list.remove_node(node)
     tree._delete_leaf(node)
     tree._iteratively_delete_tombstone_leaf(node)
-
-
-class NoPrefixes:
-    """A server without a prefix cache."""
-
-    num_held = 0
-    num_cached = 0
-
-    def slots(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
-
-    def drop(self, slots: Iterable[int] | None) -> int:
-        return 0
-
-    def holds(self, request: Any) -> bool:
-        return False
-
-    def free_unheld(self) -> None:
-        pass
-
-    def has_unheld(self) -> bool:
-        return False
-
-    def slots_of(self, request: Any, start: int) -> list[int]:
-        return []
 
 
 @dataclass(slots=True)
@@ -141,6 +117,9 @@ class CachedPrefixes:
     def num_held(self) -> int:
         """Tokens of dropped prefixes that requests still hold."""
         return sum(len(node.value) for root in self._dropped for node in _with_descendants(root))
+
+    def remember(self, request: Any) -> None:
+        """Nothing: the tree knows a finished request by its tokens."""
 
     def slots_of(self, request: Any, start: int) -> list[int]:
         """Slots of the request's tokens from position `start` on, as far as they are cached."""

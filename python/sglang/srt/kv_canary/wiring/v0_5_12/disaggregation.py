@@ -12,11 +12,12 @@ from ...runner.manager import CanaryManager
 from ...transfer.layout import TransferLayout, page_bytes, transferred_records
 from ...transfer.notice import Notice
 from ..context import context
+from ..forward_stream import on_forward_stream
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
 from ..scheduler import ENDED
 from ..until_0_5_17.rows import before_row_free
-from .arrivals import arrival_of, as_arrival, hold, on_forward_stream, take_in, was_held
+from .arrivals import arrival_of, as_arrival, hold, take_in, was_held
 from .mooncake import TRANSFERS
 
 _POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")

@@ -70,7 +70,7 @@ class OwnedSlots:
 
     def _owned(self, slots: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
         full, pages = self._full, slots.long() // self._full.page_size
-        queued = [s.long() // full.page_size for s in self.allocator.free_group]
+        queued = [s.long() // full.page_size for s in self.allocator.free_group or ()]
         foreign = foreign // full.page_size
         taken = torch.cat([full.free_pages, full.release_pages, foreign, *queued])
         inside = (slots > 0) & (slots < full.size + full.page_size)

@@ -20,12 +20,14 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
-from ..containment.verdict import Verdict
+from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
-from .abort import end_running, end_waiting
-from .arrivals import on_forward_stream
-from .cached_prefixes import CachedPrefixes, NoPrefixes
+from ..releases import release
+from .abort import end_running, reason_of_waiting
 from .owned_slots import OwnedSlots
+from .prefixes import NoPrefixes, Prefixes
+from .terms import Terms
+from .verdict import Verdict
 from .withheld_slots import WithheldSlots
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class _Live:
     """A request that holds slots."""
 
     request: Any
-    length: int  # slots in its row
+    row: int
+    length: int  # slots in the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class _Gone:
     output_ids: Sequence[int]
     extra_key: str | None
     has_finished: bool  # False: retracted
+    slots: Any  # what `Prefixes.remember` returns
 
 
 @dataclass(slots=True)
@@ -68,9 +72,10 @@ class Containment:
     scheduler: Any
     manager: CanaryManager
     desk: DamageDesk
-    prefixes: CachedPrefixes | NoPrefixes
+    prefixes: Prefixes
     withheld: WithheldSlots
     owned: OwnedSlots
+    terms: Terms
     speaks: bool = True  # False: another rank logs what all do
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
@@ -137,6 +142,7 @@ class Containment:
             request.output_ids,
             request.extra_key,
             request.finished(),
+            self.prefixes.remember(request),
         )
         self._recent.append(gone)
         while self._recent[0].step < gone.step - RECENT_STEPS:
@@ -193,10 +199,9 @@ class Containment:
 
     def layout(self) -> Iterator[bytes]:
         """Who lies in which slots. Waits for the schedule stream."""
-        for each in self._live():
-            request = each.request
-            yield f"{request.rid}:{request.req_pool_idx}:".encode()
-            yield self.rows[request.req_pool_idx, : each.length].cpu().numpy().tobytes()
+        for each in sorted(self._live(), key=lambda each: each.row):
+            yield f"{each.request.rid}:{each.row}:".encode()
+            yield self.rows[each.row, : each.length].cpu().numpy().tobytes()
         yield self.prefixes.slots().cpu().numpy().tobytes()
 
     # What is done
@@ -214,10 +219,15 @@ class Containment:
     def _held_rows(self, released: Any = None) -> list[tuple[int, int]]:
         """(row, length) of all requests but `released`."""
         live = [each for each in self._live() if each.request is not released]
-        return [(each.request.req_pool_idx, each.length) for each in live]
+        return [(each.row, each.length) for each in live]
 
     def _live(self) -> list[_Live]:
-        return list(_live_requests(self.scheduler))
+        found = {id(r): r for r in self.terms.requests_of(self.scheduler) if r is not None}
+        return [
+            _Live(request, row, self.terms.length_of(request))
+            for request in found.values()
+            if (row := release().row_of(request)) is not None and not request.finished()
+        ]
 
     def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> list[str]:
         """Ids of those that end now."""
@@ -231,7 +241,9 @@ class Containment:
         waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
         ended = [rid for rid in verdict.waiting if rid in waiting]
         for rid in ended:
-            end_waiting(self.scheduler, waiting[rid], verdict.waiting[rid])
+            self.scheduler.waiting_queue.remove(waiting[rid])
+            reason = reason_of_waiting(verdict.waiting[rid])
+            self.terms.answer_waiting(self.scheduler, waiting[rid], reason)
         return ended
 
     def _drop(self, slots: frozenset[int] | None, live: list[_Live]) -> int:
@@ -271,7 +283,7 @@ class Containment:
                 continue
             if (end := self._end_of(reader)) is not None:
                 answered[reader.request_id] = end
-            elif found is not None and _has_read(found.request, reader):
+            elif found is not None and _has_read(found, reader):
                 ends[reader.request_id] = _why(reader)
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
@@ -331,7 +343,7 @@ class Containment:
 
     def _slots(self, live: _Live, start: int) -> list[int]:
         """Full slots of the request's row from position `start` on. Waits for the schedule stream."""
-        row = self.rows[live.request.req_pool_idx, start : live.length].tolist()
+        row = self.rows[live.row, start : live.length].tolist()
         return [slot for slot in row if slot > 0]
 
     def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
@@ -367,7 +379,7 @@ class Containment:
                 continue
             has_finished = self._end_of(reader) is not None
             found = None if has_finished else live.get(reader.request_id)
-            if found is not None and found.request.req_pool_idx == reader.row:
+            if found is not None and found.row == reader.row:
                 slots = self._slots(found, reader.start)
             else:
                 slots = self._cached_slots_of(reader, reader.start)
@@ -442,22 +454,9 @@ class Containment:
             )
 
 
-def _live_requests(scheduler: Any) -> Iterator[_Live]:
-    """Requests of the batches, in flight or not, and the one whose prompt is prefilled in chunks."""
-    seen: set[int] = set()
-    batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
-    requests = [r for batch in batches if batch is not None for r in batch.reqs]
-    for request in (*requests, scheduler.chunked_req):
-        if request is None or id(request) in seen or request.req_pool_idx is None:
-            continue
-        seen.add(id(request))
-        if not request.finished():
-            yield _Live(request, request.kv_allocated_len)
-
-
-def _has_read(request: Any, reader: Reader) -> bool:
-    """Whether the live `request` is the reader. In another row only if it was retracted since."""
-    return request.req_pool_idx == reader.row or request.retraction_count > 0
+def _has_read(live: _Live, reader: Reader) -> bool:
+    """Whether the live request is the reader. In another row only if it was retracted since."""
+    return live.row == reader.row or live.request.retraction_count > 0
 
 
 def _is_misled(reader: Reader) -> bool:
