@@ -103,6 +103,7 @@ class AgreedContainment:
         """Around the release of the request's slots. Rows that may be wrong differ between ranks."""
         if not self.alone.is_misled(request):
             return nullcontext()
+        attempt_aside(self.alone.prefixes.pin, request)
         self.bell.ring()
         return self.alone.owned.deferring(self._deferred)
 
@@ -135,7 +136,7 @@ class AgreedContainment:
             self._even_out()
         if alone.scheduler.is_fully_idle():
             if alone.owned.disturbed:
-                attempt_aside(self._start_afresh)
+                attempt_aside(alone.start_afresh)
             self._settled_at = alone.manager.recorder.step_count
 
     def _act(self, found: Damage, newest: int) -> None:
@@ -184,12 +185,6 @@ class AgreedContainment:
     def _sizes(self) -> tuple[dict[str, int], int]:
         """Free pages by pool kind, and cached tokens."""
         return self.parked.counts(), self.alone.prefixes.num_cached
-
-    def _start_afresh(self) -> None:
-        """On a server without requests: slots that were lost come back, and all ranks number them alike again."""
-        self.alone.scheduler.flush_cache()
-        self.alone.owned.disturbed = False
-        self._say("the cache is flushed, because slots may have been lost")
 
     def _say(self, what: str) -> None:
         if self.ranks.rank == 0:

@@ -61,6 +61,7 @@ class _Gone:
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     extra_key: str | None
+    cache_salt: str | None
     has_finished: bool  # False: retracted
     slots: Any  # what `Prefixes.remember` returns
 
@@ -105,6 +106,9 @@ class Containment:
         live = self._live()
         by_id = {each.request.rid: each.request for each in live}
         self._misled |= verdict.misled & by_id.keys()
+        for gone in self._recent:
+            if gone.rid in verdict.misled and gone.has_finished:
+                attempt_aside(self.prefixes.pin, gone)
         self.owned.disturbed |= verdict.disturbs
         # First, because no later error may let a wrong answer go out
         ended = (*self._end_running(verdict, by_id), *self._end_waiting(verdict))
@@ -141,6 +145,7 @@ class Containment:
             request.origin_input_ids,
             request.output_ids,
             request.extra_key,
+            getattr(request, "cache_salt", None),
             request.finished(),
             self.prefixes.remember(request),
         )
@@ -170,6 +175,7 @@ class Containment:
         """Around the release of the request's slots."""
         if not self.is_misled(request):
             return nullcontext()
+        attempt_aside(self.prefixes.pin, request)
         cached, others = attempt_aside(self._slots_of_others, request) or (None, [])
         return self.owned.freeing_only(cached, others)
 
@@ -177,7 +183,10 @@ class Containment:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
         if self.desk.is_waiting:
             self.between_steps()
-        if not (self.owned.disturbed and self.owned.can_be_restored):
+        if not self.owned.disturbed:
+            return
+        if not (self.owned.can_be_restored and self.prefixes.can_be_repaired):
+            self.start_afresh()
             return
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
         if lost or surplus:
@@ -186,6 +195,15 @@ class Containment:
                 "cached",
                 lost,
                 surplus,
+            )
+
+    def start_afresh(self) -> None:
+        """On a server without requests: slots that were lost come back."""
+        self.scheduler.flush_cache()
+        self.owned.disturbed = False
+        if self.speaks:
+            logger.warning(
+                "kv-canary action: the cache is flushed, because slots may have been lost"
             )
 
     def after_clear(self, allocator: Any) -> None:

@@ -13,6 +13,8 @@ __all__ = ["NoPrefixes", "Prefixes"]
 class Prefixes(Protocol):
     """Used from the scheduler's thread, between two steps. Slots are FULL slots."""
 
+    can_be_repaired: bool  # False: after a wrong row, only a flush makes the cache right again
+
     @property
     def num_held(self) -> int:
         """Tokens of dropped prefixes that requests still hold, and that are freed with the last of them."""
@@ -39,6 +41,9 @@ class Prefixes(Protocol):
     def has_unheld(self) -> bool:
         """Whether `free_unheld` would free something."""
 
+    def pin(self, request: Any) -> None:
+        """The row of `request`, which ends or has ended, was wrong. What the cache took from it is not freed."""
+
     def remember(self, request: Any) -> Any:
         """What `slots_of` needs to know of `request` when it is gone. Its row is still its own."""
 
@@ -49,6 +54,7 @@ class Prefixes(Protocol):
 class NoPrefixes:
     """A server without a prefix cache."""
 
+    can_be_repaired = True
     num_held = 0
     num_cached = 0
 
@@ -66,6 +72,9 @@ class NoPrefixes:
 
     def has_unheld(self) -> bool:
         return False
+
+    def pin(self, request: Any) -> None:
+        pass
 
     def remember(self, request: Any) -> None:
         pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -61,6 +61,7 @@ class CachedPrefixes:
 
     tree: Any
     kind: _Tree
+    can_be_repaired: ClassVar[bool] = True
     _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
 
     def drop(self, slots: Iterable[int] | None) -> int:
@@ -117,6 +118,9 @@ class CachedPrefixes:
     def num_held(self) -> int:
         """Tokens of dropped prefixes that requests still hold."""
         return sum(len(node.value) for root in self._dropped for node in _with_descendants(root))
+
+    def pin(self, request: Any) -> None:
+        """Nothing: it is dropped, and freed by what its slots are."""
 
     def remember(self, request: Any) -> None:
         """Nothing: the tree knows a finished request by its tokens."""
