@@ -112,8 +112,8 @@ class TestContainment(ContainmentBase):
         assert self.actions()[-1]["answered"] == ["early-reader"]
         self.inject("padding_slot", rid="early-row", mode="DECODE", keep=True)
         self.generate("early-row", prompt[::-1], 5)
-        action = self.actions()[-1]
-        assert action["answered"] + action["aborted"] == ["early-row"]
+        named = [rid for a in self.actions() for rid in (*a["answered"], *a["aborted"])]
+        assert named[-2:] == ["early-reader", "early-row"]
 
     def test_nothing_that_was_computed_from_damage_is_cached(self) -> None:
         self.expect_violations()

@@ -254,7 +254,9 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
 
 
 @has_seam
-def test_no_request_is_ended_on_this_release() -> None:
+def test_no_request_is_ended_on_a_release_that_has_no_action() -> None:
+    if "v0_5_22.action" in release().hook_modules:
+        pytest.skip("this release has the action")
     load_plugins()  # adds the variable to SGLang's
     from sglang.srt.environ import envs
 

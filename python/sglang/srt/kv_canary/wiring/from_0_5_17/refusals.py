@@ -9,7 +9,6 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ...config import Action
 from ..refusals import COMMON, DISAGGREGATION, HICACHE, Refusal
 from .speculation_refusals import SPECULATION
 
@@ -21,12 +20,6 @@ SHARED: tuple[Refusal, ...] = (
     *COMMON,
     DISAGGREGATION,
     HICACHE,
-    Refusal(
-        "ending requests that read damage",
-        lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
-        "SGLANG_KV_CANARY_ACTION=abort runs on 0.5.12.post1 only: no request would be ended here.",
-        "Unset SGLANG_KV_CANARY_ACTION.",
-    ),
     *SPECULATION,
     Refusal(
         "decode and prefill context parallelism",

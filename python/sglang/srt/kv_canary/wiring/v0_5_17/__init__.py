@@ -33,9 +33,9 @@ def _served() -> tuple[PathSupport, ...]:
 
 
 def _refusals() -> tuple[Refusal, ...]:
-    from ..from_0_5_17.refusals import SHARED
+    from .refusals import REFUSALS
 
-    return SHARED
+    return REFUSALS
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:

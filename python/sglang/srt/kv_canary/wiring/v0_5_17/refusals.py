@@ -1,0 +1,21 @@
+"""Setups that are refused with the canary. Checked at start-up, printed by `kv-canary pools`."""
+
+from __future__ import annotations
+
+from sglang.srt.environ import envs
+
+from ...config import Action
+from ..from_0_5_17.refusals import SHARED
+from ..refusals import Refusal
+
+__all__ = ["REFUSALS"]
+
+REFUSALS: tuple[Refusal, ...] = (
+    *SHARED,
+    Refusal(
+        "ending requests that read damage",
+        lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
+        "SGLANG_KV_CANARY_ACTION=abort does not run on 0.5.17: no request would be ended here.",
+        "Unset SGLANG_KV_CANARY_ACTION.",
+    ),
+)
