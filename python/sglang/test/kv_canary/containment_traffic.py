@@ -73,6 +73,7 @@ class Round:
     warm: tuple[int, ...]  # the family's prefix, cached before the round
     requests: tuple[Asked, ...]
     fault: Fault
+    ranks: tuple[int, ...] = (0,)  # that have the fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Pool:
     size: int = BYTES  # bytes of one token and layer
     has_cache: bool = True
     keeps_rows: bool = True  # whether wrong entries of the page table stay
+    # Tensor-parallel ranks with a fault: those of the first round, of the second one, and so on
+    ranks: tuple[tuple[int, ...], ...] = ((0,),)
 
     def kinds(
         self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
@@ -144,8 +147,10 @@ def rounds(count: int, seed: int = 0, pool: Pool | None = None) -> Iterator[Roun
             )
             for rid, prompt in zip((*family, *loners), prompts, strict=True)
         )
-        kinds = (pool or Pool()).kinds(family, loners, prefix)
-        yield Round(number, tuple(prefix), requests, kinds[number % len(kinds)])
+        pool = pool or Pool()
+        kinds = pool.kinds(family, loners, prefix)
+        fault, ranks = kinds[number % len(kinds)], pool.ranks[number % len(pool.ranks)]
+        yield Round(number, tuple(prefix), requests, fault, ranks)
 
 
 @dataclass(slots=True)
@@ -237,11 +242,13 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
     """
     prefix = "" if faulty else f"clean{next(_clean_rounds)}-"
     await server.generate(f"{prefix}r{done.number}-warm", list(done.warm), 1)
-    injection = server.send(done.fault.name, **done.fault.args) if faulty else None
-    if injection is not None and "cached" in done.fault.args:
-        await injection.executed()
+    ranks = done.ranks if faulty else ()
+    injections = [server.send(done.fault.name, rank, **done.fault.args) for rank in ranks]
+    if "cached" in done.fault.args:
+        for injection in injections:
+            await injection.executed()
     answers = await asyncio.gather(*(_ask(server, asked, prefix) for asked in done.requests))
-    if injection is not None:
+    for injection in injections:
         await injection.executed()
     return {asked.request_id: a for asked, a in zip(done.requests, answers, strict=True)}
 

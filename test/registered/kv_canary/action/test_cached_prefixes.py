@@ -18,15 +18,15 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, RealTree, make_tree
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
+from sglang_kv_canary.wiring.containment.withheld_slots import (
+    MOST_WITHHELD,
+    WithheldSlots,
+    allocators_by_kind,
+)
 from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import (
     CachedPrefixes,
     NoPrefixes,
     prefixes_of,
-)
-from sglang_kv_canary.wiring.v0_5_12.withheld_slots import (
-    MOST_WITHHELD,
-    WithheldSlots,
-    allocators_by_kind,
 )
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,24 +12,20 @@ import pytest
 import torch
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot, Reader
+from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.scheduler import _begin_step
-from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, make_tree
+from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.v0_5_12.action import _why_reported_only
-from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import NoPrefixes, prefixes_of
-from sglang_kv_canary.wiring.v0_5_12.containment import Containment
-from sglang_kv_canary.wiring.v0_5_12.owned_slots import OwnedSlots
-from sglang_kv_canary.wiring.v0_5_12.withheld_slots import WithheldSlots, allocators_by_kind
+from sglang_kv_canary.wiring.containment.install import why_reported_only
+from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
+from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -37,78 +33,18 @@ register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 ROWS = {"ada": range(1, 9), "bob": [1, 2, 3, 4, 11, 12, 13, 14], "cat": range(21, 29)}
 
 
-class Rig:
-    """A scheduler's requests, beside a real manager, tree and allocator. Only the scheduler is a stand-in."""
-
-    def __init__(self, cache: bool = True, width: int = 256) -> None:
-        self.tree = make_tree("radix", disable=not cache)
-        self.manager = ManagerRig(context_len=width).manager
-        self.desk = self.manager.expect_action()
-        self.scheduler = SimpleNamespace(
-            running_batch=SimpleNamespace(reqs=[]),
-            last_batch=None,
-            cur_batch=None,
-            chunked_req=None,
-            waiting_queue=[],
-            page_size=1,
-            max_total_num_tokens=POOL_SLOTS,
-            max_req_len=POOL_SLOTS - 1,
-            max_req_input_len=POOL_SLOTS - 6,
-        )
-        self.scheduler.init_req_max_new_tokens = Scheduler.init_req_max_new_tokens.__get__(
-            self.scheduler
-        )
-        self.containment = Containment(
-            scheduler=self.scheduler,
-            manager=self.manager,
-            desk=self.desk,
-            prefixes=prefixes_of(self.tree.cache),
-            withheld=WithheldSlots(allocators_by_kind(self.tree.allocator)),
-            owned=OwnedSlots(self.tree.allocator, self.manager.plan_input.req_to_token),
-        )
-
-    def request(self, rid: str, row: int, slots: Iterable[int] = range(21, 29)) -> Req:
-        """Starts to run."""
-        slots = torch.tensor(list(slots))
-        request = Req(rid, "", list(range(len(slots))), SamplingParams(max_new_tokens=8))
-        request.req_pool_idx, request.kv_allocated_len = row, len(slots)
-        self.containment.rows[row, : len(slots)] = slots
-        self.scheduler.running_batch.reqs.append(request)
-        return request
-
-    def finish(self, request: Req) -> None:
-        """Its row is free from now on."""
-        request.finished_reason = request.to_finish or object()
-        self.containment.note_finished(request)
-        self.scheduler.running_batch.reqs.remove(request)
-
-    def forward(self, *requests: Req) -> int:
-        recorder = self.manager.recorder
-        recorder.begin_step([(r.req_pool_idx, r.rid) for r in requests])
-        recorder.note_forward(recorder.newest + 1, "DECODE")
-        recorder.end_step()
-        return recorder.newest
-
-    def act(self, *readers: Reader, slots: tuple[DamagedSlot, ...] = (), **damage: Any) -> None:
-        self.containment._act(Damage(readers, slots, **damage))
-
-
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Iterator[ContainmentRig]:
     """Errors are contained, as on a server in mode `log`."""
-    rig = Rig()
+    rig = ContainmentRig()
     context.managers.append(rig.manager)
     yield rig
     context.reset()
 
 
-def read(request: Req, forward: int, reason: str = "CONTENT") -> Reader:
-    return Reader(request.rid, request.req_pool_idx, forward, 0, (reason,))
-
-
 def spread(changed: set[int], tainted: set[int], cache: bool = True) -> tuple[set[str], set[int]]:
     """(who ends, tainted slots)"""
-    rig = Rig(cache)
+    rig = ContainmentRig(cache)
     for row, (rid, slots) in enumerate(ROWS.items(), 1):
         rig.request(rid, row, slots)
     ends: dict[str, str] = {}
@@ -132,7 +68,7 @@ def test_without_a_cache_nobody_shares() -> None:
 
 
 def test_long_rows_are_searched_in_one_pass() -> None:
-    rig = Rig(width=20_000)
+    rig = ContainmentRig(width=20_000)
     rig.request("ada", 1, range(1, 20_000))
     start = time.process_time()
     rig.containment._spread(set(), set(range(1, 20_000)), rig.containment._live(), ends := {})
@@ -140,7 +76,7 @@ def test_long_rows_are_searched_in_one_pass() -> None:
     assert time.process_time() - start < 0.5  # a search per slot takes 2 s and more
 
 
-def test_a_client_may_use_the_id_of_an_ended_request_again(rig: Rig) -> None:
+def test_a_client_may_use_the_id_of_an_ended_request_again(rig: ContainmentRig) -> None:
     first = rig.request("chat", 1)
     old = rig.forward(first)
     rig.act(read(first, old))
@@ -155,7 +91,9 @@ def test_a_client_may_use_the_id_of_an_ended_request_again(rig: Rig) -> None:
     assert +rig.desk.outcomes == {"aborted": 2}
 
 
-def test_the_next_request_with_an_id_does_not_end_for_one_that_is_answered(rig: Rig) -> None:
+def test_the_next_request_with_an_id_does_not_end_for_one_that_is_answered(
+    rig: ContainmentRig,
+) -> None:
     first = rig.request("chat", 1)
     old = rig.forward(first)
     rig.finish(first)
@@ -167,7 +105,7 @@ def test_the_next_request_with_an_id_does_not_end_for_one_that_is_answered(rig: 
     assert second.to_finish is not None
 
 
-def test_who_was_answered_is_counted_once(rig: Rig) -> None:
+def test_who_was_answered_is_counted_once(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     first, second = rig.forward(request), rig.forward(request)
     rig.finish(request)
@@ -176,7 +114,7 @@ def test_who_was_answered_is_counted_once(rig: Rig) -> None:
     assert +rig.desk.outcomes == {"answered": 1}
 
 
-def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: Rig) -> None:
+def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     found = read(request, rig.forward(request))
     rig.containment.note_finished(request)  # gives its row back
@@ -187,7 +125,7 @@ def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: Rig) -> N
     assert +rig.desk.outcomes == {"aborted": 1}
 
 
-def test_readers_end_when_the_cache_cannot_be_searched(rig: Rig) -> None:
+def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     rig.tree.insert(range(8))
     slot = int(rig.tree.match(range(8)).device_indices[0])
@@ -198,7 +136,7 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: Rig) -> None:
     assert rig.manager.errors.total == 1
 
 
-def test_what_cannot_be_resolved_is_tried_again(rig: Rig) -> None:
+def test_what_cannot_be_resolved_is_tried_again(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
     groups, rig.manager.groups = rig.manager.groups, ()
@@ -210,7 +148,7 @@ def test_what_cannot_be_resolved_is_tried_again(rig: Rig) -> None:
     assert not rig.desk.is_waiting
 
 
-def test_readers_end_when_freed_memory_cannot_be_withheld(rig: Rig) -> None:
+def test_readers_end_when_freed_memory_cannot_be_withheld(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
     rig.containment.withheld.withhold("FULL", 7)
@@ -220,7 +158,7 @@ def test_readers_end_when_freed_memory_cannot_be_withheld(rig: Rig) -> None:
     assert request.to_finish is not None
 
 
-def test_a_finished_request_is_remembered_without_its_tensors(rig: Rig) -> None:
+def test_a_finished_request_is_remembered_without_its_tensors(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     rig.finish(request)
     (gone,) = rig.containment._recent
@@ -228,7 +166,7 @@ def test_a_finished_request_is_remembered_without_its_tensors(rig: Rig) -> None:
     assert not any(isinstance(value, torch.Tensor | Req) for value in kept)
 
 
-def test_a_request_is_admitted_only_if_it_fits_beside_withheld_slots(rig: Rig) -> None:
+def test_a_request_is_admitted_only_if_it_fits_beside_withheld_slots(rig: ContainmentRig) -> None:
     scheduler = rig.scheduler
     waiting = Req("waiting", "", [1] * 10, SamplingParams(max_new_tokens=POOL_SLOTS))
     scheduler.waiting_queue.append(waiting)
@@ -243,7 +181,7 @@ def test_a_request_is_admitted_only_if_it_fits_beside_withheld_slots(rig: Rig) -
     assert 10 + waiting.sampling_params.max_new_tokens + 1 < POOL_SLOTS - withheld
 
 
-def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: Rig) -> None:
+def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: ContainmentRig) -> None:
     batch = SimpleNamespace(reqs=[rig.request("chat", 1)])
     context.recorder, context.starts_of = rig.manager.recorder, lambda batch: 1 / 0
     _begin_step(batch)
@@ -254,7 +192,11 @@ def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: Rig) -> None:
 
 def args(**changed: Any) -> SimpleNamespace:
     known = {"disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dp_size": 1, "nnodes": 1}
-    known |= {"enable_dp_attention": False, "enable_streaming_session": False}
+    known |= {
+        "scheduler_recv_interval": 1,
+        "enable_dp_attention": False,
+        "enable_streaming_session": False,
+    }
     return SimpleNamespace(**{**known, **changed})
 
 
@@ -262,17 +204,21 @@ def args(**changed: Any) -> SimpleNamespace:
     ("changed", "why"),
     [
         ({}, None),
-        ({"tp_size": 2}, "tensor-parallel ranks"),
+        ({"tp_size": 2}, None),
+        ({"tp_size": 2, "nnodes": 2}, "several hosts"),
+        ({"tp_size": 2, "scheduler_recv_interval": 2}, "--scheduler-recv-interval"),
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
-        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "tensor-parallel ranks"),
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
         ({"pp_size": 2}, "pipeline stages"),
         ({"enable_streaming_session": True}, "streaming sessions"),
         ({"disaggregation_mode": "decode"}, "a decode server"),
     ],
     ids=str,
 )
-def test_where_findings_are_reported_only(rig: Rig, changed: Any, why: str | None) -> None:
-    said = _why_reported_only(args(**changed), NoPrefixes(), None)
+def test_where_findings_are_reported_only(
+    rig: ContainmentRig, changed: Any, why: str | None
+) -> None:
+    said = why_reported_only(args(**changed), NoPrefixes(), None)
     assert said is None if why is None else why in said
 
 

@@ -17,7 +17,7 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, make_tree
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.v0_5_12.owned_slots import OwnedSlots
+from sglang_kv_canary.wiring.containment.owned_slots import OwnedSlots
 
 register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
 

@@ -15,6 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
     FLAGS,
@@ -29,13 +30,17 @@ from sglang_kv_canary_rigs.containment_traffic import (
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
-register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=85, suite="stage-a-test-cpu")
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 # The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
 LONG = "KV_CANARY_TEST_CONTAINMENT_ROUNDS" in os.environ
 ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", KINDS_OF_FAULTS))
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+
+
+NEWER = release().has_own_canary
+not_on_newer_releases = pytest.mark.skipif(NEWER, reason="findings are reported only there")
 
 
 class ContainmentBase(CanaryE2EBase):
@@ -107,8 +112,8 @@ class TestContainment(ContainmentBase):
         assert self.actions()[-1]["answered"] == ["early-reader"]
         self.inject("padding_slot", rid="early-row", mode="DECODE", keep=True)
         self.generate("early-row", prompt[::-1], 5)
-        action = self.actions()[-1]
-        assert action["answered"] + action["aborted"] == ["early-row"]
+        named = [rid for a in self.actions() for rid in (*a["answered"], *a["aborted"])]
+        assert named[-2:] == ["early-reader", "early-row"]
 
     def test_nothing_that_was_computed_from_damage_is_cached(self) -> None:
         self.expect_violations()
@@ -132,6 +137,7 @@ class TestContainment(ContainmentBase):
         assert told.value.code == 500
 
 
+@pytest.mark.skipif(NEWER and not LONG, reason="the faults are those of 0.5.12.post1")
 class TestWithoutTheAction(ContainmentBase):
     """The faults change answers: without the action each round has a wrong one, and nobody is told."""
 
@@ -169,15 +175,24 @@ class TestWithoutCache(ContainmentBase):
 
 
 @long_form
+@not_on_newer_releases
 class TestSlidingWindow(ContainmentBase):
     mode_name = "swa"
-    pool: ClassVar = Pool(keeps_rows=False)  # what is lost is not found again
 
 
 @long_form
 class TestMla(ContainmentBase):
     mode_name = "mla"
     pool: ClassVar = Pool(half="K", size=64)
+
+
+@pytest.mark.skipif(NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+class TestTwoRanks(ContainmentBase):
+    """Faults on one rank, on the other one, and on both. Each kind of fault meets each of these in 27 rounds."""
+
+    flags: ClassVar = {**FLAGS, "tp_size": 2}
+    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
 
 
 class Speculation:
@@ -210,16 +225,19 @@ class Speculation:
 
 
 @long_form
+@not_on_newer_releases
 class TestEagleV2(Speculation, EagleE2EBase):
     speculation: ClassVar = V2
 
 
 @long_form
+@not_on_newer_releases
 class TestEagleV1(Speculation, EagleE2EBase):
     speculation: ClassVar = V1
 
 
 @long_form
+@not_on_newer_releases
 class TestNgram(Speculation, NgramE2EBase):
     pass
 

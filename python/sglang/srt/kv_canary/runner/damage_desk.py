@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -90,6 +90,7 @@ class DamageDesk:
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
+    on_found: Callable[[], None] = lambda: None  # called when something waits
     _pending: list[Damage] = field(default_factory=list)
     # (slot, writer word): a finding may come again when the slot has another owner
     _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
@@ -109,6 +110,7 @@ class DamageDesk:
         found = Damage(tuple(self._readers(rows)), *self._slots(rows))
         if found != Damage():
             self._pending.append(found)
+            self.on_found()
 
     @property
     def is_waiting(self) -> bool:

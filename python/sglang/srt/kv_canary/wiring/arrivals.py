@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ..plan.anchor import anchor_of
 from ..plan.arrival import Arrival
 from ..reports.safe_text import safe_text
-from ..runner.manager import CanaryManager
 from ..transfer.notice import Notice
 from .anchors import update_anchors
 from .context import context
+from .forward_stream import on_forward_stream
 from .guard import attempt
 from .releases import release
 
@@ -85,16 +82,6 @@ def as_arrival(request: Any, notice: Notice) -> Arrival:
         has_records=notice.has_records,
         keeps_content=notice.keeps_content,
     )
-
-
-@contextmanager
-def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
-    if not manager.state.summary.is_cuda or not scheduler.enable_overlap:
-        yield
-        return
-    with torch.cuda.stream(scheduler.forward_stream):
-        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-        yield
 
 
 def address_of(request: Any) -> str:

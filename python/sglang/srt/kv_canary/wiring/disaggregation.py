@@ -10,8 +10,9 @@ from ..pool_patcher.buf_info_splice import plain_lists
 from ..runner.manager import CanaryManager
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
-from .arrivals import arrival_of, as_arrival, on_forward_stream, take_in
+from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
+from .forward_stream import on_forward_stream
 from .guard import guarded
 from .hook_spec import HookSpec, HookType
 from .mooncake import TRANSFERS

@@ -9,7 +9,6 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ...config import Action
 from ..refusals import COMMON, Refusal
 from .speculation_refusals import SPECULATION
 
@@ -24,12 +23,6 @@ SHARED: tuple[Refusal, ...] = (
         lambda args: args.enable_hierarchical_cache and args.radix_cache_backend is not None,
         "its copies between device and host are not followed.",
         "Remove --radix-cache-backend.",
-    ),
-    Refusal(
-        "ending requests that read damage",
-        lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
-        "SGLANG_KV_CANARY_ACTION=abort runs on 0.5.12.post1 only: no request would be ended here.",
-        "Unset SGLANG_KV_CANARY_ACTION.",
     ),
     *SPECULATION,
     Refusal(

@@ -2,84 +2,44 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ...config import Action
+from ..containment.hooks import (
+    ACTION,
+    after_clear,
+    around_check_pool,
+    around_recv_requests,
+)
+from ..containment.hooks import HOOKS as SHARED
+from ..containment.install import install_containment, is_asked_for
+from ..containment.terms import Terms
 from ..context import context
-from ..guard import attempt_aside, guarded, guarded_aside
+from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
-from ..scheduler import after_idle
 from .cached_prefixes import prefixes_of
-from .containment import Containment
-from .owned_slots import OwnedSlots
-from .withheld_slots import WithheldSlots, allocators_by_kind
-
-logger = logging.getLogger(__name__)
 
 
 @guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
-    manager = context.target
-    if manager is None or manager.config.action is not Action.ABORT:
-        return
-    args = scheduler.server_args
-    prefixes = prefixes_of(scheduler.tree_cache)
-    if why := _why_reported_only(args, prefixes, scheduler):
-        logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
-        return
-    allocator = scheduler.token_to_kv_pool_allocator
-    context.containment = Containment(
-        scheduler=scheduler,
-        manager=manager,
-        desk=manager.expect_action(),
-        prefixes=prefixes,
-        withheld=WithheldSlots(allocators_by_kind(allocator)),
-        owned=OwnedSlots(allocator, manager.plan_input.req_to_token),
-    )
-    context.starts_of = _starts_of
+    if is_asked_for():
+        install_containment(scheduler, prefixes_of(scheduler.tree_cache), TERMS)
 
 
-def _why_reported_only(args: Any, prefixes: Any, scheduler: Any) -> str | None:
-    """Where an action would be wrong or is not known to be right. None: findings end their readers."""
-    if args.disaggregation_mode != "null":
-        return "a decode server ends requests whose KV arrives damaged. Other findings on this server are reported only"
-    if args.pp_size > 1:
-        return "findings are reported only, because pipeline stages act in different steps"
-    if args.tp_size > 1 and not (args.enable_dp_attention and args.tp_size == args.dp_size):
-        return (
-            "findings are reported only, because tensor-parallel ranks would have to act in the same step on what one "
-            "of them has found"
-        )
-    if args.nnodes > 1 and args.tp_size > 1:
-        return "findings are reported only, because the ranks are on several hosts"
-    if args.enable_streaming_session:
-        return "findings are reported only, because streaming sessions keep KV between requests"
-    if prefixes is None:
-        name = type(scheduler.tree_cache).__name__
-        return f"findings are reported only, because nothing can be dropped from the prefix cache {name}"
-    if any(group.stride != 1 for group in context.target.groups):
-        return (
-            "findings are reported only, because the pool has slots that stand for several tokens"
-        )
-    return None
+def _requests_of(scheduler: Any) -> Iterator[Any]:
+    for batch in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch):
+        if batch is not None:
+            yield from batch.reqs
+    yield scheduler.chunked_req
 
 
-def _starts_of(batch: Any) -> list[int]:
-    """The first position that each request of the batch computes."""
-    if batch.forward_mode.is_extend() and batch.prefix_lens is not None:
-        return batch.prefix_lens
-    return (batch.seq_lens_cpu - 1).tolist()
+def _answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
 
-
-@guarded_aside
-def _after_recv_requests(*_: Any, **__: Any) -> None:
-    if context.containment is not None:
-        context.containment.between_steps()
+    answer = AbortReq(finished_reason=reason, rid=request.rid)
+    scheduler.send_to_tokenizer.send_output(answer, request)
 
 
 @guarded
@@ -91,64 +51,23 @@ def _after_cache_unfinished(_: Any, request: Any, *__: Any, **___: Any) -> None:
         request.prefix_indices = row.to(dtype=torch.int64, copy=True)
 
 
-@guarded_aside
-def _before_row_free(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    if context.containment is not None and request.req_pool_idx is not None:
-        context.containment.note_finished(request)
-
-
-def _around_release(original: Callable[..., Any], request: Any, *a: Any, **k: Any) -> Any:
-    containment = context.containment
-    careful = None if containment is None else attempt_aside(containment.releasing, request)
-    with careful or nullcontext():
-        return original(request, *a, **k)
-
-
-@guarded_aside
-def _before_idle(scheduler: Any) -> None:
-    if context.containment is not None and scheduler.is_fully_idle():
-        after_idle(None, scheduler)
-        context.containment.on_idle()
-
-
-@guarded
-def _after_clear(_: Any, allocator: Any) -> None:
-    if context.containment is not None:
-        context.containment.withheld.after_clear(allocator)
-
-
-def _around_check_pool(
-    original: Callable[..., tuple[bool, str]], pool_name: str, available: int, *a: Any, **k: Any
-) -> tuple[bool, str]:
-    """Withheld slots are neither in use nor a leak."""
-    withheld = 0
-    if context.containment is not None:
-        withheld = context.containment.withheld.counts()[pool_name.upper()]
-    leak, text = original(pool_name, available + withheld, *a, **k)
-    return leak, f"{text}, {withheld} of the available ones withheld" if withheld else text
-
-
-ACTION = "requests that read damage, which SGLANG_KV_CANARY_ACTION=abort ends"
+TERMS = Terms(lambda request: request.kv_allocated_len, _requests_of, _answer_waiting)
 _MEM_CACHE = "sglang.srt.mem_cache"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin"
 HOOKS = (
+    *SHARED,
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", _after_recv_requests, HookType.AFTER, ACTION),
+    HookSpec(f"{_SCHEDULER}.recv_requests", around_recv_requests, HookType.AROUND, ACTION),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,
         HookType.AFTER,
         ACTION,
     ),
-    HookSpec(f"{_SCHEDULER}.on_idle", _before_idle, HookType.BEFORE, ACTION),
-    HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
-    HookSpec(
-        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", _before_row_free, HookType.BEFORE, ACTION
-    ),
     *(
-        HookSpec(f"{_MEM_CACHE}.allocator.{name}.clear", _after_clear, HookType.AFTER, ACTION)
+        HookSpec(f"{_MEM_CACHE}.allocator.{name}.clear", after_clear, HookType.AFTER, ACTION)
         for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
     ),
-    HookSpec(f"{_CHECKER}._check_pool_invariant", _around_check_pool, HookType.AROUND, ACTION),
+    HookSpec(f"{_CHECKER}._check_pool_invariant", around_check_pool, HookType.AROUND, ACTION),
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...sweep.out_of_cache import OutOfCache, is_out_of_cache
+from ..containment.prefixes import NoPrefixes
 
-__all__ = ["CachedPrefixes", "NoPrefixes", "prefixes_of"]
+__all__ = ["CachedPrefixes", "prefixes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +55,21 @@ def _delete_swa_leaf(tree: Any, node: Any) -> None:
     tree._iteratively_delete_tombstone_leaf(node)
 
 
-class NoPrefixes:
-    """A server without a prefix cache."""
-
-    num_held = 0
-
-    def slots(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
-
-    def drop(self, slots: Iterable[int]) -> int:
-        return 0
-
-    def holds(self, request: Any) -> bool:
-        return False
-
-    def free_unheld(self) -> None:
-        pass
-
-    def slots_of(self, request: Any, start: int) -> list[int]:
-        return []
-
-
 @dataclass(slots=True)
 class CachedPrefixes:
     """A RadixCache or SWARadixCache. Used from the scheduler's thread, between two steps."""
 
     tree: Any
     kind: _Tree
+    can_be_repaired: ClassVar[bool] = True
     _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
 
-    def drop(self, slots: Iterable[int]) -> int:
-        """Nobody gets a prefix with one of `slots` (FULL) any more. Returns how many tokens were dropped."""
-        roots = self._topmost_with(slots)
+    def drop(self, slots: Iterable[int] | None) -> int:
+        """Nobody gets a prefix with one of `slots` (FULL) any more, or any prefix if it is None.
+
+        Returns how many tokens were dropped.
+        """
+        roots = self._topmost() if slots is None else self._topmost_with(slots)
         for node in roots:
             self._hide(node)
         self._dropped += roots
@@ -109,6 +93,15 @@ class CachedPrefixes:
             self._free(node)
         self._dropped = [node for node in self._dropped if self._is_in_tree(node)]
 
+    def has_unheld(self) -> bool:
+        """Whether `free_unheld` would free something."""
+        return any(
+            not node.children and not self.kind.lock(node)
+            for root in self._dropped
+            if self._is_in_tree(root)
+            for node in _with_descendants(root)
+        )
+
     def slots(self) -> torch.Tensor:
         """int64[n]: all full slots of the cache, on its device."""
         none = torch.empty(0, dtype=torch.int64, device=self.tree.device)
@@ -117,9 +110,20 @@ class CachedPrefixes:
         )
 
     @property
+    def num_cached(self) -> int:
+        """Tokens in the cache, dropped ones included."""
+        return len(self.slots())
+
+    @property
     def num_held(self) -> int:
         """Tokens of dropped prefixes that requests still hold."""
         return sum(len(node.value) for root in self._dropped for node in _with_descendants(root))
+
+    def pin(self, request: Any) -> None:
+        """Nothing: it is dropped, and freed by what its slots are."""
+
+    def remember(self, request: Any) -> None:
+        """Nothing: the tree knows a finished request by its tokens."""
 
     def slots_of(self, request: Any, start: int) -> list[int]:
         """Slots of the request's tokens from position `start` on, as far as they are cached."""
@@ -137,6 +141,10 @@ class CachedPrefixes:
                 break
             node, key, position = child, key[matched:], position + matched
         return slots
+
+    def _topmost(self) -> list[Any]:
+        children = self.tree.root_node.children.values()
+        return [node for node in children if not is_out_of_cache(node)]
 
     def _topmost_with(self, slots: Iterable[int]) -> list[Any]:
         """Nodes with one of `slots`, without those below another one. Copies the tree's slots to the host once."""

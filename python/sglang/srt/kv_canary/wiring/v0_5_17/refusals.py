@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from sglang.srt.environ import envs
+
+from ...config import Action
 from ..from_0_5_17.refusals import SHARED
 from ..refusals import DISAGGREGATION, Refusal
 from ..until_0_5_17 import hicache_refusals
 
 __all__ = ["REFUSALS"]
 
-REFUSALS: tuple[Refusal, ...] = (*SHARED, DISAGGREGATION, *hicache_refusals.REFUSALS)
+REFUSALS: tuple[Refusal, ...] = (
+    *SHARED,
+    DISAGGREGATION,
+    *hicache_refusals.REFUSALS,
+    Refusal(
+        "ending requests that read damage",
+        lambda args: envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
+        "SGLANG_KV_CANARY_ACTION=abort does not run on 0.5.17: no request would be ended here.",
+        "Unset SGLANG_KV_CANARY_ACTION.",
+    ),
+)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
+from ..context import context
 from ..from_0_5_17.answers import decode_graphs_of, has_indexer, server_args, tokens_of
 from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
@@ -45,7 +46,9 @@ def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    found = tree_cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+    prefixes = getattr(context.containment, "prefixes", None)
+    key = RadixKey(array("q", tokens), getattr(prefixes, "default_key", None))
+    found = tree_cache.match_prefix(MatchPrefixParams(key=key))
     return tree_cache.path_device_indices(found.last_device_node).tolist()
 
 
@@ -105,6 +108,7 @@ RELEASE = Release(
         "schedule_stream",
         "scheduler",
         "v0_5_22.scheduler",
+        "v0_5_22.action",
         "from_0_5_17.server_args",
         "from_0_5_17.speculative",
         "from_0_5_17.swa_location",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.environ import envs
+
+from ...config import Action
 from ..refusals import Refusal
 
 __all__ = ["MORE_TRANSFERS"]
@@ -37,6 +40,12 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         lambda args: _transfers(args) and args.disaggregation_decode_enable_radix_cache,
         "its prefix cache also keeps pages in host memory, which no run has checked yet.",
         "Remove --disaggregation-decode-enable-radix-cache.",
+    ),
+    Refusal(
+        "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
+        lambda args: _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
+        "requests whose KV arrives damaged are ended on 0.5.12.post1 only.",
+        "Unset SGLANG_KV_CANARY_ACTION.",
     ),
     Refusal(
         "PD disaggregation with pipeline parallelism",

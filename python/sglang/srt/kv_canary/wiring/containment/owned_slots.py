@@ -55,13 +55,22 @@ class OwnedSlots:
         finally:
             del self.allocator.free
 
+    @contextmanager
+    def deferring(self, slots: list[torch.Tensor]) -> Iterator[None]:
+        """`free` only adds to `slots`."""
+        self.allocator.free = lambda freed: slots.append(freed.clone())
+        try:
+            yield
+        finally:
+            del self.allocator.free
+
     def _foreign(self, cached: torch.Tensor, others: Iterable[tuple[int, int]]) -> torch.Tensor:
         rows = [self.rows[row, :length].long() for row, length in others]
         return torch.cat([cached.to(self.rows.device, torch.int64), *rows])
 
     def _owned(self, slots: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
         full, pages = self._full, slots.long() // self._full.page_size
-        queued = [s.long() // full.page_size for s in self.allocator.free_group]
+        queued = [s.long() // full.page_size for s in self.allocator.free_group or ()]
         foreign = foreign // full.page_size
         taken = torch.cat([full.free_pages, full.release_pages, foreign, *queued])
         inside = (slots > 0) & (slots < full.size + full.page_size)

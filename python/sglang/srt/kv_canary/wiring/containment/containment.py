@@ -20,11 +20,14 @@ from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
 from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
-from ..arrivals import on_forward_stream
+from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
-from .abort import end_running, end_waiting
-from .cached_prefixes import CachedPrefixes, NoPrefixes
+from ..releases import release
+from .abort import end_running, reason_of_waiting
 from .owned_slots import OwnedSlots
+from .prefixes import NoPrefixes, Prefixes
+from .terms import Terms
+from .verdict import Verdict
 from .withheld_slots import WithheldSlots
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,8 @@ class _Live:
     """A request that holds slots."""
 
     request: Any
-    length: int  # slots in its row
+    row: int
+    length: int  # slots in the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +61,9 @@ class _Gone:
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     extra_key: str | None
+    cache_salt: str | None
     has_finished: bool  # False: retracted
-
-
-@dataclass(frozen=True, slots=True)
-class _Readers:
-    """Who has read damage, and what they have computed from it."""
-
-    live: tuple[tuple[Any, str], ...]  # requests, and why
-    waiting: tuple[tuple[Any, str], ...]  # retracted: they hold no slots
-    answered: dict[str, int]  # ids of requests that had their answer, and their last forward
-    tainted: frozenset[int]  # full slots; some that lie behind changed bytes may be right
+    slots: Any  # what `Prefixes.remember` returns
 
 
 @dataclass(slots=True)
@@ -77,9 +73,11 @@ class Containment:
     scheduler: Any
     manager: CanaryManager
     desk: DamageDesk
-    prefixes: CachedPrefixes | NoPrefixes
+    prefixes: Prefixes
     withheld: WithheldSlots
     owned: OwnedSlots
+    terms: Terms
+    speaks: bool = True  # False: another rank logs what all do
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
     # Ids of requests that are dealt with, and the last forward that can be theirs. A client may use an id again.
@@ -94,7 +92,37 @@ class Containment:
     def between_steps(self) -> None:
         """The requests of a step have arrived. None of them has looked at the cache yet."""
         if self.desk.is_waiting:
-            self._act(self._resolved())
+            verdict = self.judge(self.desk.peek())
+            self.desk.clear()
+            self.carry_out(verdict)
+        self.tidy()
+
+    def judge(self, found: Damage) -> Verdict:
+        """What to do about `found`. Changes nothing: after an error, it is found again in the next step."""
+        return self._verdict(self._resolved(found))
+
+    def carry_out(self, verdict: Verdict, everything: bool = False) -> None:
+        """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached."""
+        live = self._live()
+        by_id = {each.request.rid: each.request for each in live}
+        self._misled |= verdict.misled & by_id.keys()
+        for gone in self._recent:
+            if gone.rid in verdict.misled and gone.has_finished:
+                attempt_aside(self.prefixes.pin, gone)
+        self.owned.disturbed |= verdict.disturbs
+        # First, because no later error may let a wrong answer go out
+        ended = (*self._end_running(verdict, by_id), *self._end_waiting(verdict))
+        newest = self.manager.recorder.newest
+        self._remember({**dict.fromkeys(ended, newest), **verdict.answered})
+        slots = None if everything else verdict.slots
+        dropped = attempt_aside(self._drop, slots, live) or 0
+        bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
+        if bad:
+            attempt_aside(self._admit_only_what_fits)
+        self._tell(ended, tuple(verdict.answered), dropped, bad)
+
+    def tidy(self) -> None:
+        """Free what no request holds any more, and withhold what has been freed."""
         if self.prefixes.num_held or self.desk.quarantined:
             with self._freeing_only_owned():
                 self.prefixes.free_unheld()
@@ -102,13 +130,10 @@ class Containment:
         self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
 
-    def _resolved(self) -> Damage:
-        """What was found, as it lies in the pool now. After an error it is found again in the next step."""
-        found = self.desk.peek()
+    def _resolved(self, found: Damage) -> Damage:
+        """`found`, as it lies in the pool now."""
         slots = self._as_they_are(found.slots)
-        tainted = self._computed_from_damage(found.readers)
-        self.desk.clear()
-        return replace(found, slots=slots, tainted=tainted)
+        return replace(found, slots=slots, tainted=self._computed_from_damage(found.readers))
 
     def note_finished(self, request: Any) -> None:
         """`request` gives its row back. A finding about it may still come."""
@@ -120,7 +145,9 @@ class Containment:
             request.origin_input_ids,
             request.output_ids,
             request.extra_key,
+            getattr(request, "cache_salt", None),
             request.finished(),
+            self.prefixes.remember(request),
         )
         self._recent.append(gone)
         while self._recent[0].step < gone.step - RECENT_STEPS:
@@ -129,11 +156,26 @@ class Containment:
             self._ending.discard(request.rid)
             self._remember({request.rid: gone.forward})
 
+    def receiving(self) -> AbstractContextManager[None]:
+        """While the requests of a step arrive."""
+        return nullcontext()
+
+    @property
+    def may_miss_slots(self) -> bool:
+        """A leak is a leak."""
+        return False
+
+    def is_misled(self, request: Any) -> bool:
+        """Whether the row of `request`, which is being released, may be wrong."""
+        is_misled = request.rid in self._misled
+        self._misled.discard(request.rid)
+        return is_misled
+
     def releasing(self, request: Any) -> AbstractContextManager[None]:
         """Around the release of the request's slots."""
-        if request.rid not in self._misled:
+        if not self.is_misled(request):
             return nullcontext()
-        self._misled.discard(request.rid)
+        attempt_aside(self.prefixes.pin, request)
         cached, others = attempt_aside(self._slots_of_others, request) or (None, [])
         return self.owned.freeing_only(cached, others)
 
@@ -141,7 +183,10 @@ class Containment:
         """No request holds a slot. Give back what was lost with a wrong row, before SGLang looks for leaks."""
         if self.desk.is_waiting:
             self.between_steps()
-        if not (self.owned.disturbed and self.owned.can_be_restored):
+        if not self.owned.disturbed:
+            return
+        if not (self.owned.can_be_restored and self.prefixes.can_be_repaired):
+            self.start_afresh()
             return
         lost, surplus = self.owned.restore(self.prefixes.slots(), self.withheld.pages("FULL"))
         if lost or surplus:
@@ -151,6 +196,31 @@ class Containment:
                 lost,
                 surplus,
             )
+
+    def start_afresh(self) -> None:
+        """On a server without requests: slots that were lost come back."""
+        self.scheduler.flush_cache()
+        self.owned.disturbed = False
+        if self.speaks:
+            logger.warning(
+                "kv-canary action: the cache is flushed, because slots may have been lost"
+            )
+
+    def after_clear(self, allocator: Any) -> None:
+        """Its free list is complete again."""
+        self.withheld.after_clear(allocator)
+
+    def free_owned(self, slots: torch.Tensor) -> None:
+        """Free those of `slots` (FULL) that nobody else has."""
+        with self.owned.freeing_only(self.prefixes.slots(), self._held_rows()):
+            self.owned.allocator.free(slots)
+
+    def layout(self) -> Iterator[bytes]:
+        """Who lies in which slots. Waits for the schedule stream."""
+        for each in sorted(self._live(), key=lambda each: each.row):
+            yield f"{each.request.rid}:{each.row}:".encode()
+            yield self.rows[each.row, : each.length].cpu().numpy().tobytes()
+        yield self.prefixes.slots().cpu().numpy().tobytes()
 
     # What is done
 
@@ -167,36 +237,35 @@ class Containment:
     def _held_rows(self, released: Any = None) -> list[tuple[int, int]]:
         """(row, length) of all requests but `released`."""
         live = [each for each in self._live() if each.request is not released]
-        return [(each.request.req_pool_idx, each.length) for each in live]
+        return [(each.row, each.length) for each in live]
 
     def _live(self) -> list[_Live]:
-        return list(_live_requests(self.scheduler))
+        found = {id(r): r for r in self.terms.requests_of(self.scheduler) if r is not None}
+        return [
+            _Live(request, row, self.terms.length_of(request))
+            for request in found.values()
+            if (row := release().row_of(request)) is not None and not request.finished()
+        ]
 
-    def _act(self, damage: Damage) -> None:
-        live = self._live()
-        readers = self._readers_of(damage, live)
-        misled = {r.request_id for r in damage.readers if _is_misled(r)}
-        self._misled |= misled & {each.request.rid for each in live}
-        if misled or any(not slot.changed for slot in damage.slots):
-            self.owned.disturbed = True
-        # First, because no later error may let a wrong answer go out
-        for request, why in readers.live:
-            end_running(request, why)
-        for request, why in readers.waiting:
-            end_waiting(self.scheduler, request, why)
-        ended = tuple(r.rid for r, _ in (*readers.live, *readers.waiting))
-        self._ending |= {request.rid for request, _ in readers.live}
-        newest = self.manager.recorder.newest
-        self._remember({**dict.fromkeys(ended, newest), **readers.answered})
-        slots = {*readers.tainted, *(s.slot for s in damage.slots)}
-        dropped = attempt_aside(self._drop, slots, live) or 0
-        bad = tuple(slot for slot in damage.bad_memory if self.withheld.withhold(*slot))
-        if bad:
-            attempt_aside(self._admit_only_what_fits)
-        self._tell(ended, tuple(readers.answered), dropped, bad)
+    def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> list[str]:
+        """Ids of those that end now."""
+        ended = [rid for rid in verdict.running if rid in by_id and by_id[rid].to_finish is None]
+        for rid in ended:
+            end_running(by_id[rid], verdict.running[rid])
+        self._ending |= set(ended)
+        return ended
 
-    def _drop(self, slots: set[int], live: list[_Live]) -> int:
-        """Take `slots` out of the cache. Returns how many tokens were dropped."""
+    def _end_waiting(self, verdict: Verdict) -> list[str]:
+        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        ended = [rid for rid in verdict.waiting if rid in waiting]
+        for rid in ended:
+            self.scheduler.waiting_queue.remove(waiting[rid])
+            reason = reason_of_waiting(verdict.waiting[rid])
+            self.terms.answer_waiting(self.scheduler, waiting[rid], reason)
+        return ended
+
+    def _drop(self, slots: frozenset[int] | None, live: list[_Live]) -> int:
+        """Take `slots` out of the cache, None for all. Returns how many tokens were dropped."""
         try:
             with self._freeing_only_owned():
                 return self.prefixes.drop(slots)
@@ -217,8 +286,9 @@ class Containment:
         for request in scheduler.waiting_queue:
             scheduler.init_req_max_new_tokens(request)
 
-    def _readers_of(self, damage: Damage, live: list[_Live]) -> _Readers:
+    def _verdict(self, damage: Damage) -> Verdict:
         """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
+        live = self._live()
         by_id = {each.request.rid: each for each in live}
         waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
         ends: dict[str, str] = {}
@@ -231,7 +301,7 @@ class Containment:
                 continue
             if (end := self._end_of(reader)) is not None:
                 answered[reader.request_id] = end
-            elif found is not None and _has_read(found.request, reader):
+            elif found is not None and _has_read(found, reader):
                 ends[reader.request_id] = _why(reader)
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
@@ -252,15 +322,15 @@ class Containment:
             known = self._is_known(gone.rid, gone.forward)
             if not known and tainted.intersection(self.prefixes.slots_of(gone, 0)):
                 answered[gone.rid] = gone.forward
-        return _Readers(
-            tuple(
-                (by_id[rid].request, why)
-                for rid, why in ends.items()
-                if by_id[rid].request.to_finish is None
-            ),
-            tuple((waiting[rid], why) for rid, why in retracted.items()),
+        misled = frozenset(r.request_id for r in damage.readers if _is_misled(r))
+        return Verdict(
+            ends,
+            retracted,
             answered,
-            frozenset(tainted | suspect),
+            frozenset(tainted | suspect | {slot.slot for slot in damage.slots}),
+            damage.bad_memory,
+            misled,
+            bool(misled) or any(not slot.changed for slot in damage.slots),
         )
 
     def _spread(
@@ -291,7 +361,7 @@ class Containment:
 
     def _slots(self, live: _Live, start: int) -> list[int]:
         """Full slots of the request's row from position `start` on. Waits for the schedule stream."""
-        row = self.rows[live.request.req_pool_idx, start : live.length].tolist()
+        row = self.rows[live.row, start : live.length].tolist()
         return [slot for slot in row if slot > 0]
 
     def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
@@ -327,7 +397,7 @@ class Containment:
                 continue
             has_finished = self._end_of(reader) is not None
             found = None if has_finished else live.get(reader.request_id)
-            if found is not None and found.request.req_pool_idx == reader.row:
+            if found is not None and found.row == reader.row:
                 slots = self._slots(found, reader.start)
             else:
                 slots = self._cached_slots_of(reader, reader.start)
@@ -385,6 +455,8 @@ class Containment:
                 "withheld": [{"pool": kind, "slot": slot} for kind, slot in bad],
             }
         )
+        if not self.speaks:
+            return
         logger.error(
             "kv-canary action: ended %s; already answered: %s; %d cached tokens dropped",
             _named(ended),
@@ -400,22 +472,9 @@ class Containment:
             )
 
 
-def _live_requests(scheduler: Any) -> Iterator[_Live]:
-    """Requests of the batches, in flight or not, and the one whose prompt is prefilled in chunks."""
-    seen: set[int] = set()
-    batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
-    requests = [r for batch in batches if batch is not None for r in batch.reqs]
-    for request in (*requests, scheduler.chunked_req):
-        if request is None or id(request) in seen or request.req_pool_idx is None:
-            continue
-        seen.add(id(request))
-        if not request.finished():
-            yield _Live(request, request.kv_allocated_len)
-
-
-def _has_read(request: Any, reader: Reader) -> bool:
-    """Whether the live `request` is the reader. In another row only if it was retracted since."""
-    return request.req_pool_idx == reader.row or request.retraction_count > 0
+def _has_read(live: _Live, reader: Reader) -> bool:
+    """Whether the live request is the reader. In another row only if it was retracted since."""
+    return live.row == reader.row or live.request.retraction_count > 0
 
 
 def _is_misled(reader: Reader) -> bool:

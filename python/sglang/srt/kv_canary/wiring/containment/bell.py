@@ -1,0 +1,106 @@
+"""A bell that all tensor-parallel ranks hear in the same step, without a collective of its own.
+
+Any rank rings it, in a byte of memory that the ranks of a host share. Rank 0 looks at the bytes when it sends the
+step's new requests to the other ranks, and sends a mark along. No rank waits for another one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .rank_group import RankGroup
+
+__all__ = ["Bell", "BellMark"]
+
+_RUNG = b"\x01"
+
+
+class BellMark:
+    """Among the requests that rank 0 sends: all ranks hear the bell in this step."""
+
+
+class Bell:
+    """One per scheduler process. `memory` has one byte for each rank."""
+
+    def __init__(self, ranks: RankGroup, memory: mmap.mmap) -> None:
+        self._memory, self._rank = memory, ranks.rank
+        self._receiving = False
+        self._heard = False
+
+    @classmethod
+    def hang(cls, ranks: RankGroup) -> Bell | None:
+        """All ranks must ask. None, on all of them: they share no memory, because they are on several hosts."""
+        path = _new_file(ranks.size) if ranks.rank == 0 else ""
+        path = ranks.gather(path)[0]
+        memory = _mapped(path, ranks.size)
+        # A file of the same name on another host would be mapped, too. So each rank shows that it is the same one.
+        if memory is not None:
+            memory[ranks.rank] = ranks.rank + 1 & 0xFF
+        everywhere = all(ranks.gather(memory is not None))
+        seen = everywhere and bytes(memory) == bytes(r + 1 & 0xFF for r in range(ranks.size))
+        everywhere = all(ranks.gather(seen))
+        if ranks.rank == 0 and path:
+            os.unlink(path)
+        if not everywhere:
+            return None
+        memory[ranks.rank] = 0
+        ranks.gather(None)  # no rank rings before all bytes are 0
+        return cls(ranks, memory)
+
+    def ring(self) -> None:
+        """All ranks hear it in one of the next steps, also if several of them ring."""
+        self._memory[self._rank] = 1
+
+    def heard(self) -> bool:
+        """Whether the bell was sent with the requests that have just arrived. From now on it can be rung again."""
+        heard, self._heard = self._heard, False
+        if heard:
+            self._memory[self._rank] = 0
+        return heard
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """While the scheduler receives the requests of a step."""
+        self._receiving = True
+        try:
+            yield
+        finally:
+            self._receiving = False
+
+    def around_broadcast(
+        self, original: Callable[..., list[Any]], data: list[Any] | None, *a: Any, **k: Any
+    ) -> list[Any]:
+        """Around SGLang's broadcast of the requests from rank 0."""
+        if not self._receiving:
+            return original(data, *a, **k)
+        if self._rank == 0 and self._memory.find(_RUNG) >= 0:
+            data = [*data, BellMark()]
+        received = original(data, *a, **k)
+        if received and isinstance(received[-1], BellMark):
+            self._heard = True
+            return received[:-1]
+        return received
+
+
+def _new_file(size: int) -> str:
+    """ "" if there is no place for it."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="kv_canary_bell_")
+    except OSError:
+        return ""
+    with os.fdopen(handle, "wb") as file:
+        file.write(bytes(size))
+    return path
+
+
+def _mapped(path: str, size: int) -> mmap.mmap | None:
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), size)
+    except (OSError, ValueError):
+        return None

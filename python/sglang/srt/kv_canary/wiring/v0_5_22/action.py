@@ -1,0 +1,90 @@
+"""Hooks for SGLANG_KV_CANARY_ACTION=abort. Without it they do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..containment.hooks import (
+    ACTION,
+    after_clear,
+    around_check_pool,
+    around_recv_requests,
+)
+from ..containment.hooks import HOOKS as SHARED
+from ..containment.install import install_containment, is_asked_for
+from ..containment.terms import Terms
+from ..context import context
+from ..guard import guarded, guarded_aside
+from ..hook_spec import HookSpec, HookType
+from ..releases import release
+from .namespaces import Namespaces, prefixes_of
+
+
+@guarded
+def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    if is_asked_for():
+        install_containment(scheduler, prefixes_of(scheduler), TERMS, _why_not(scheduler))
+
+
+def _why_not(scheduler: Any) -> str | None:
+    """What no test has run on these releases yet. None: nothing."""
+    if scheduler.page_size > 1:
+        what = "pages of several slots"
+    elif scheduler.is_hybrid_swa:
+        what = "sliding-window pools"
+    elif not scheduler.spec_algorithm.is_none():
+        what = "speculative decoding"
+    elif release().settled(scheduler.server_args).enable_hierarchical_cache:
+        what = "HiCache"
+    else:
+        return None
+    return f"findings are reported only, because no test has run it with {what} on this release"
+
+
+def _requests_of(scheduler: Any) -> Iterator[Any]:
+    yield from scheduler.collect_inflight_reqs()
+    yield scheduler.chunked_req
+
+
+def _answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    scheduler._release_aborted_request(request)
+    send = getattr(scheduler, "send_abort_output", None)  # from 0.5.23 on
+    send = send or scheduler.ipc_channels.send_to_tokenizer.send_output
+    send(_make_abort_req(request, finished_reason=reason), request)
+
+
+@guarded_aside
+def _before_queue(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    prefixes = None if context.containment is None else context.containment.prefixes
+    if isinstance(prefixes, Namespaces):
+        prefixes.admit(request)
+
+
+TERMS = Terms(lambda request: request.kv.kv_allocated_len, _requests_of, _answer_waiting)
+_ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+HOOKS = (
+    *SHARED,
+    HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
+    HookSpec(f"{_SCHEDULER}._add_request_to_queue", _before_queue, HookType.BEFORE, ACTION),
+    HookSpec(
+        f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
+        around_recv_requests,
+        HookType.AROUND,
+        ACTION,
+    ),
+    *(
+        HookSpec(f"{_ALLOCATOR}.{name}.clear", after_clear, HookType.AFTER, ACTION)
+        for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+    ),
+    HookSpec(
+        f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_pool_invariant",
+        around_check_pool,
+        HookType.AROUND,
+        ACTION,
+    ),
+)

@@ -1,0 +1,106 @@
+"""SGLang's unified prefix cache, from which damage is dropped as a whole: later requests get another namespace.
+
+The tree is compiled code, and takes no single node out of reach. So all requests that hold no slots yet get an extra
+key that no cached prefix has. Running requests keep theirs. Old prefixes go with SGLang's own eviction.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..containment.prefixes import NoPrefixes, Prefixes
+from ..releases import release
+
+__all__ = ["Namespaces", "prefixes_of"]
+
+_MARK, _END = "\x1fkv-canary ", "\x1f"
+
+
+def prefixes_of(scheduler: Any) -> Prefixes | None:
+    """None: a prefix cache from which nothing can be dropped."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    tree = scheduler.tree_cache
+    if type(tree) is not UnifiedRadixCache:
+        return None
+    return NoPrefixes() if tree.disable else Namespaces(scheduler)
+
+
+@dataclass(slots=True)
+class Namespaces:
+    """Used from the scheduler's thread."""
+
+    scheduler: Any
+    can_be_repaired: ClassVar[bool] = False
+    epoch: int = 0  # how often the cache was dropped
+    num_held: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.slots())
+
+    def slots(self) -> torch.Tensor:
+        tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
+        walk = tree.tree_core.walk_for_kv_canary(False, False)
+        return walk.slot_indices.to(allocator.device, torch.int64).sort().values
+
+    def drop(self, slots: Iterable[int] | None) -> int:
+        cached = self.slots()
+        if slots is not None:
+            wanted = torch.tensor(list(slots), dtype=torch.int64, device=cached.device)
+            if not len(wanted) or not bool(torch.isin(cached, wanted).any()):
+                return 0
+        self.epoch += 1
+        for request in self.scheduler.waiting_queue:
+            self.admit(request)
+        return len(cached)
+
+    @property
+    def default_key(self) -> str | None:
+        """The extra key of requests that come without one."""
+        return f"{_MARK}{self.epoch}{_END}" if self.epoch else None
+
+    def admit(self, request: Any) -> None:
+        """Before `request` waits for its prefill. It cannot hit what has been dropped."""
+        if self.epoch and release().row_of(request) is None:
+            key = request.extra_key or ""
+            if key.startswith(_MARK):
+                key = key.removeprefix(_MARK).partition(_END)[2]
+            request.extra_key = f"{self.default_key}{key}"
+
+    def holds(self, request: Any) -> bool:
+        return False  # its namespace is its own until it ends
+
+    def free_unheld(self) -> None:
+        pass
+
+    def has_unheld(self) -> bool:
+        return False
+
+    def pin(self, request: Any) -> None:
+        """Its nodes stay locked. Evicted, they would free slots of others."""
+        if hasattr(request, "lock"):
+            request.lock = None  # SGLang unlocks nothing then
+            return
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        tokens = array("q", [*request.origin_input_ids, *request.output_ids])
+        key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
+        tree = self.scheduler.tree_cache
+        tree.lock(tree.match_prefix(MatchPrefixParams(key=key)).last_device_node)
+
+    def remember(self, request: Any) -> torch.Tensor:
+        """Its slots: a look into the tree would change what is evicted next."""
+        rows = self.scheduler.req_to_token_pool.req_to_token
+        return rows[release().row_of(request), : request.kv.kv_allocated_len].clone()
+
+    def slots_of(self, request: Any, start: int) -> list[int]:
+        row = request.slots if hasattr(request, "slots") else self.remember(request)
+        slots = row[start:].long()
+        return slots[torch.isin(slots, self.slots())].tolist()
