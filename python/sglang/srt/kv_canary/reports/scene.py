@@ -190,8 +190,7 @@ class Scene:
             lines.append(("last read", text))
         if self.diverges:
             lines.append(("diverges", self.diverges))
-        others = [h for h in self.holders if h.slot not in (self.slot, self._entry())]
-        if others and self.position is not None:
+        if others := self.elsewhere:
             slots = ", ".join(f"{h.slot} (by forward {h.forward})" for h in others)
             lines.append(
                 (
@@ -216,6 +215,18 @@ class Scene:
         if self.cache_searched:
             lines.append(("cached", self._cached()))
         return lines
+
+    @property
+    def elsewhere(self) -> tuple[RecordNow, ...]:
+        """Other slots in which the request has stored the position."""
+        if self.position is None:
+            return ()
+        return tuple(h for h in self.holders if h.slot not in (self.slot, self._entry()))
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether other entries of the reader's row have the same full slot."""
+        return any(row == self.row for row, _ in self.other_entries)
 
     def _cached(self) -> str:
         if self.cached_at:

@@ -24,6 +24,10 @@ class Scenes:
         self._taker = taker
         self._left = MAX_SCENES
 
+    def renew(self) -> None:
+        """As after the start, for tests and staged faults."""
+        self._left = MAX_SCENES
+
     def take(self, violation: Violation, recorder: FlightRecorder) -> Pending | None:
         """A scene on its way. None if there is none for this cause."""
         if self._taker is None or not self._left:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +105,18 @@ class SlotHistory:
         self._arrived = 0  # of them, slots whose copy is known to be complete
         self._copy: tuple[Any, int] | None = None  # event of a copy under way, slots by then
         self._index: _Index | None = None
+        # Makes the ledger that keeps it tell the events that wait there
+        self.catch_up: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
         """Host memory of the ring."""
         return self._ring.nbytes
+
+    def forget(self) -> None:
+        """An event was lost. What came before it would look like all that happened."""
+        self._kept.clear()
+        self._index = None
 
     def keep(self, events: Iterable[SlotEvent]) -> None:
         """Keep events in the order of the allocators. On the stream on which their slots may be read."""
