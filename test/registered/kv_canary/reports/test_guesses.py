@@ -274,6 +274,9 @@ class Prefilled:
     def request_in(self, row: int) -> RequestNow:
         return RequestNow((), 0, 0, 20)
 
+    def page_size(self) -> int:
+        return 1
+
     def cached_slots(self) -> None:
         return None
 

@@ -91,6 +91,11 @@ class Cause:
         v = self.first
         if self.kind is PoolKind.SWA and v.slot:
             return PoolKind.SWA, v.slot
+        if self.scene is not None and self.scene.mapping is not None and self.scene.mapping.then:
+            return (
+                PoolKind.SWA,
+                self.scene.mapping.then,
+            )  # evicted: what became of its SWA slot tells by whom
         slot = v.slot if self.kind is PoolKind.FULL else v.full_slot
         return (PoolKind.FULL, slot) if slot else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from ..endpoint import CanaryLaunchTag
 from ..record import Mode
@@ -23,6 +24,7 @@ class Scenes:
     def __init__(self, taker: Taker | None) -> None:
         self._taker = taker
         self._left = MAX_SCENES
+        self._recorder: FlightRecorder | None = None  # of the runner
 
     def renew(self) -> None:
         """As after the start, for tests and staged faults."""
@@ -33,6 +35,7 @@ class Scenes:
         if self._taker is None or not self._left:
             return None
         self._left -= 1
+        self._recorder = recorder
         try:
             return self._taker.take(_place_of(violation, recorder))
         except Exception as error:
@@ -42,10 +45,24 @@ class Scenes:
     def result(self, pending: Pending, wait: bool) -> Scene | None:
         """None while it is under way. After an error an empty one."""
         try:
-            return pending.result(wait)
+            scene = pending.result(wait)
+            return None if scene is None else self._with_names(scene)
         except Exception as error:
             self._give_up(error)
             return Scene(0, None, 0, None)
+
+    def _with_names(self, scene: Scene) -> Scene:
+        """Name the requests of the slots beside."""
+        recorder = self._recorder
+        if recorder is None or not scene.beside:
+            return scene
+        named = tuple(
+            replace(
+                slot, request_id=recorder.request_id(recorder.whole_number(slot.forward), slot.row)
+            )
+            for slot in scene.beside
+        )
+        return replace(scene, beside=named)
 
     def _give_up(self, error: Exception) -> None:
         self._left = 0
