@@ -386,6 +386,24 @@ def test_an_intact_mapping_says_so_and_an_overwritten_slot_that_it_is_lost() -> 
     assert "no SWA slot holds what forward 1 stored to it any more" in found.text()
 
 
+# A row of two requests
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_row_that_another_request_has_not_given_back(releases: bool) -> None:
+    rig = mha()
+    begin = rig.recorder.begin_step
+    rig.decode([1])
+    if releases:
+        rig.recorder.row_released(1)
+    rig.recorder.begin_step = lambda requests: begin((row, f"heir-{row}") for row, _ in requests)
+    rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    rig.decode([1])
+    texts = [text for name, text in scene_of(rig).lines() if "given it back" in text]
+    said = 'request "req-1" ran in row 1, too, last in forward 3, and has not given it back'
+    assert texts == ([] if releases else [said])
+
+
 # The slots beside
 
 

@@ -104,6 +104,13 @@ def test_an_empty_history_and_a_slot_without_events() -> None:
     assert history.of(PoolKind.SWA, 4) == ()
 
 
+def test_a_slot_that_two_calls_of_one_group_free_has_both_calls() -> None:
+    history = SlotHistory(64, "cpu", SITES)
+    history.keep([event(FREE, 1, [4, 5, 6, 5], calls=(3, 1, "ada", 1, 0, "bob"))])
+    assert [m.request_id for m in history.of(PoolKind.FULL, 5)] == ["ada", "bob"]
+    assert [m.request_id for m in history.of(PoolKind.FULL, 4)] == ["ada"]
+
+
 def test_after_a_lost_event_nothing_before_it_is_told() -> None:
     history = SlotHistory(64, "cpu", SITES)
     history.keep([event(ALLOC, 1, [4]), event(FREE, 2, [5])])

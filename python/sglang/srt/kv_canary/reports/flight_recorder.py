@@ -187,6 +187,22 @@ class FlightRecorder:
             return False
         return any(first <= step < last for step in self._steps.released.get(row, ()))
 
+    def other_owner(self, forward: int, row: int) -> tuple[str, int] | None:
+        """(request id, forward): who ran in `row` before and has not given it back. In the last LOOK_BACK forwards.
+
+        A row has one request at a time. Rows are handed out again only after they were given back.
+        """
+        request = self.request_id(forward, row)
+        if request is None:
+            return None
+        for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
+            if self.was_released(row, earlier, forward):
+                return None
+            other = self.request_id(earlier, row)
+            if other not in (None, request):
+                return other, earlier
+        return None
+
     def _step_of(self, forward: int) -> int | None:
         found = self._forwards.get(forward)
         return None if found is None or found.step is None else found.step.step

@@ -15,6 +15,7 @@ from .scene_facts import (
     CachedAt,
     ChangedWord,
     RowFilled,
+    RowShared,
     SlotBeside,
     SwaMapping,
     beside_text,
@@ -139,6 +140,7 @@ class Scene:
     buffers: int = 0  # of this half
     mapping: SwaMapping | None = None  # of the finding's full slot, in a SWA pool
     page_size: int = 1
+    row_shared: RowShared | None = None  # by another request
     beside: tuple[SlotBeside, ...] = ()  # slots of the page, or next to the slot, itself included
 
     def as_dict(self, with_records: bool = False) -> dict[str, Any]:
@@ -168,6 +170,7 @@ class Scene:
             "buffers": self.buffers,
             "mapping": None if self.mapping is None else self.mapping.as_dict(),
             "page_size": self.page_size,
+            "row_shared": None if self.row_shared is None else self.row_shared.as_dict(),
             "beside": [slot.as_dict() for slot in self.beside],
         }
 
@@ -197,6 +200,8 @@ class Scene:
             lines.append(
                 ("row", f"row {self.row} from position {self.first_entry}: {self._entries()}")
             )
+        if self.row_shared is not None:
+            lines.append(("row", self.row_shared.text(self.row)))
         if self.filled is not None:
             lines.append(("filled", self.filled.text(self.position)))
         if self.last_read is not None:
@@ -284,8 +289,9 @@ def _facts_of(scene: Mapping[str, Any]) -> dict[str, Any]:
 def _neighbours_of(scene: Mapping[str, Any]) -> dict[str, Any]:
     if "beside" not in scene:
         return {}
-    mapping = scene["mapping"]
+    mapping, shared = scene["mapping"], scene["row_shared"]
     return {
+        "row_shared": None if shared is None else RowShared(**shared),
         "mapping": None if mapping is None else SwaMapping(**mapping),
         "page_size": scene["page_size"],
         "beside": tuple(SlotBeside(**slot) for slot in scene["beside"]),

@@ -154,6 +154,23 @@ def _range(first: int, last: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class RowShared:
+    """Another request that has run in the reader's row, and has not given it back."""
+
+    request_id: str
+    forward: int  # the last one before the reader's
+
+    as_dict = _as_dict
+
+    def text(self, row: int) -> str:
+        """One line."""
+        return (
+            f'request "{safe_text(self.request_id)}" ran in row {row}, too, last in forward {self.forward}, and has '
+            "not given it back"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RowFilled:
     """How a request came by its KV: positions below `cached` from the prefix cache, below `length` by prefills."""
 

@@ -133,7 +133,7 @@ def _freed(e: Evidence) -> str:
     v = e.first
     freed = "" if v.freed is None else f" after forward {v.freed.forward}"
     freed += f" ({e.freed_for})" if e.freed_for else ""
-    if e.has(Reason.UNWRITTEN_SINCE_ALLOC):
+    if e.has(Reason.UNWRITTEN_SINCE_ALLOC) or e.was_handed_out:
         freed += ", handed out again and not written since"
     wrote = "" if v.writer is None else f"; {_wrote(e)}{_at(v.stored_position)}"
     return f"{_reads(e)}, which was freed{freed}{wrote}"
