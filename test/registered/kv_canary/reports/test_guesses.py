@@ -268,6 +268,22 @@ def entry(value: int | Callable[[ManagerRig], int], make: Callable[..., Any] = m
     return rig
 
 
+def row_of_two(releases: bool = False, damages: bool = False) -> ManagerRig:
+    """Row 1 goes to another request, which stores in it. The first one goes on."""
+    rig = mha()
+    rig.decode([1])
+    if releases:
+        rig.recorder.row_released(1)
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin((row, f"heir-{row}") for row, _ in requests)
+    if damages:
+        rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    else:
+        rig.rows.req_to_token[1, 5] = rig.slot(2, 5)
+    rig.decode([1])
+    return rig
+
+
 class Prefilled:
     """What the scheduler says of any request: 20 tokens came from prefills."""
 
@@ -548,6 +564,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         other_row,
         "row of another prefix",
     ),
+    "row of two requests": (
+        row_of_two,
+        lambda: row_of_two(releases=True),
+        "another request's slot",
+    ),
     "came without records": (
         lambda: shares(300, ALLOC, LOAD),
         lambda: shares(300, ALLOC),
@@ -815,6 +836,10 @@ SENTENCES = {
         'request "req-1" is given a row that leads to another prefix than its own: at position 19'
         " it ends in slot 20, which it wrote itself 2 forwards earlier"
     ),
+    "row of two requests": (
+        'request "heir-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this position of '
+        "another prefix"
+    ),
     "came without records": (
         'request "req-3" at position 5 reads slot 300, which was filled from elsewhere and whose '
         "record came empty"
@@ -959,6 +984,10 @@ def test_what_the_allocators_do_after_the_read_is_no_evidence() -> None:
     rig = shares(300, CLEAR)
     tell(rig, ALLOC, 300)
     assert decide(evidence_of(rig)).name == "never handed out"
+
+
+def test_changed_bytes_in_a_row_of_two_requests_are_changed_bytes() -> None:
+    assert decide(evidence_of(row_of_two(damages=True))).name == "bytes of one half"
 
 
 def used_again(releases: bool = True) -> ManagerRig:

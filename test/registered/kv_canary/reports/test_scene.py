@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,24 @@ def test_an_intact_mapping_says_so_and_an_overwritten_slot_that_it_is_lost() -> 
     found = scene_of(rig).mapping
     assert (found.then, found.now) == (None, found.full_slot)
     assert "no SWA slot holds what forward 1 stored to it any more" in found.text()
+
+
+# Outside the device pool
+
+
+@pytest.mark.parametrize("tier", [None, "host"])
+def test_a_host_slot_is_not_looked_up_as_a_device_slot(tier: str | None) -> None:
+    rig = mha()
+    rig.manager.ledger.record(FREE, PoolKind.FULL, torch.tensor([100]), 1, 2, (1, 0, None))
+    rig.pool.k_buffer[1][rig.slot(1, 18)] += 1
+    rig.decode([1])
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    (found,) = (c.first for c in reporter._causes.values())
+    reporter.log_or_raise_found([replace(found, slot=100, full_slot=100, tier=tier)], rig.recorder)
+    rig.settle()
+    (cause,) = (c for c in reporter._causes.values() if c.first.slot == 100)
+    assert (cause.scene is None, cause.moments is None) == ((tier is not None,) * 2)
 
 
 # A row of two requests

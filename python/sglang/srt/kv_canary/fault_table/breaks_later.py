@@ -136,24 +136,6 @@ def abort_frees_twice(bench: Bench) -> None:
     bench.around(bench.tree_cache, "cache_finished_req", finished)
 
 
-def mapped_to_an_unused_slot(bench: Bench) -> None:
-    """A new full slot is mapped to an SWA slot of another page table, which nobody has used yet."""
-
-    def alloc(original: Callable[..., Any], count: int) -> Any:
-        slots = original(count)
-        victim = bench.running("victim")
-        if slots is None or count != 2 or victim is None or bench.struck:
-            return slots
-        if len(victim.output_ids) < 4:
-            return slots
-        unused = bench.allocator.swa_attn_allocator.size - 1
-        bench.allocator.full_to_swa_index_mapping[slots[1]] = unused
-        bench.strike(f"full slot {int(slots[1])} is mapped to SWA slot {unused}")
-        return slots
-
-    bench.around(bench.allocator, "alloc", alloc)
-
-
 def entry_moved_after_the_store(bench: Bench) -> None:
     """After a token was stored, its full slot is mapped to another request's SWA slot."""
 

@@ -446,15 +446,6 @@ _LATER = tuple(
             _LATE,
         ),
         (
-            "mapped-to-unused",
-            "sgl#25805",
-            "stale mapping to an SWA slot that was never used",
-            "swa",
-            traffic.sliding,
-            later.mapped_to_an_unused_slot,
-            BugClass.SWA_MAPPING,
-        ),
-        (
             "entry-moved",
             "sgl#25889",
             "entry of a stored token leads to another request's SWA slot",

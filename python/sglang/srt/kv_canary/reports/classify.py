@@ -125,6 +125,15 @@ def _freed_prefix(e: Evidence) -> bool:
     return e.has(*_LIFETIME) and e.same_position and e.same_chain
 
 
+def _is_of_an_entry(e: Evidence) -> bool:
+    """Whether a wrong entry explains it, and no free of the reader's own slot does."""
+    return (
+        _never_written(e)
+        or _holds_something_else(e)
+        or (e.has(*_LIFETIME) and not _freed_prefix(e))
+    )
+
+
 def _freed_swa_again(e: Evidence) -> bool:
     return e.has(Reason.DOUBLE_FREE) and e.kind is PoolKind.SWA and not e.is_freed_in_full
 
@@ -247,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         lambda e: (
             _bytes_only(e) and e.is_complete and len(e.halves_seen) == 1 and e.changed_beside > 0
         ),
-        "bytes of other slots changed at the same time: a copy or store of one half, or damage to a whole area",
+        "bytes of other slots have changed, too: a store, a copy of one half, or damage to a whole area",
         UNSURE,
     ),
     Rule(
@@ -321,6 +330,13 @@ RULES: tuple[Rule, ...] = (
         lambda e: e.has(Reason.ROW_CHAIN),
         "the row's last slot has a cause of its own, which may explain it",
         UNSURE,
+    ),
+    Rule(
+        "row of two requests",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.history.is_row_shared and _is_of_an_entry(e),
+        "another request ran in the reader's row and has not given it back",
+        LIKELY,
     ),
     Rule(
         "came without records",

@@ -31,6 +31,7 @@ class History:
     writer_was_dead: bool = False  # when the writer stored, its request had already ended
     # The writer has the reader's id, and gave its row back in between: the id was used again, or it was retracted
     is_earlier_run: bool = False
+    is_row_shared: bool = False  # another request ran in the reader's row and has not given it back
 
     @classmethod
     def of(cls, violation: Violation, recorder: FlightRecorder) -> History:
@@ -44,6 +45,7 @@ class History:
             None if step is None else step.step,
             dead,
             _is_earlier_run(violation, recorder),
+            recorder.other_owner(reader.forward, reader.row) is not None,
         )
 
 

@@ -32,7 +32,7 @@ class Scenes:
 
     def take(self, violation: Violation, recorder: FlightRecorder) -> Pending | None:
         """A scene on its way. None if there is none for this cause."""
-        if self._taker is None or not self._left:
+        if self._taker is None or not self._left or violation.tier is not None:
             return None
         self._left -= 1
         try:
