@@ -403,6 +403,7 @@ def test_a_host_slot_is_not_looked_up_as_a_device_slot(tier: str | None) -> None
     rig.settle()
     (cause,) = (c for c in reporter._causes.values() if c.first.slot == 100)
     assert (cause.scene is None, cause.moments is None) == ((tier is not None,) * 2)
+    assert reporter._evidence_of(cause).is_complete is (tier is None)  # the other half may come
 
 
 # A row of two requests

@@ -274,7 +274,9 @@ class ViolationReporter:
             cause.moments = self._history.of(*place)
 
     def _evidence_of(self, cause: Cause) -> Evidence:
-        return self._neighbours.evidence_of(cause, self._is_complete(cause))
+        # Outside the device pool the halves of a page are found one after the other.
+        is_complete = cause.first.tier is None and self._is_complete(cause)
+        return self._neighbours.evidence_of(cause, is_complete)
 
     def _is_complete(self, cause: Cause) -> bool:
         """Whether every finding of the forward that first found `cause` has been read."""
