@@ -117,10 +117,11 @@ class SlotBeside:
 
     def text(self) -> str:
         """Without its number."""
+        state = _STATES.get(self.state) or safe_text(self.state)
         if self.state in ("NEVER_WRITTEN", "damaged"):
-            return _STATES[self.state]
+            return state
         who = f"row {self.row}" if self.request_id is None else f'"{safe_text(self.request_id)}"'
-        said = f"{_STATES[self.state]} {who}"
+        said = f"{state} {who}"
         if self.has_changed is None:
             return said
         return f"{said}, bytes {'changed' if self.has_changed else 'as written'}"
