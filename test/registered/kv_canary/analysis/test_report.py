@@ -92,7 +92,7 @@ def test_the_text_tells_what_happened(folder: Path, capsys) -> None:
     assert re.search(r"^tp1 +gpu7 pid 101 +FULL\[K\+V\], content all +log ", shown, re.MULTILINE)
     assert "NEVER_WRITTEN on tp0 #1, tp1 #1" in shown
     assert f"at position {POSITION} reads slot {SLOT}" in shown
-    assert "guess: never stored (likely)" in shown
+    assert "guess: wrong entries in the request's row (likely)" in shown
     assert "docs/alarms.md#never_written" in shown
     assert re.search(r"^tp0 +0 to 150 +98\.7 % +3150 +41\.5 +3$", shown, re.MULTILINE)
     assert "What is wrong" not in shown

@@ -157,7 +157,7 @@ def result_of(name: str, **fields: object) -> Result:
 
 
 def test_names_and_issues_are_unique_and_complete() -> None:
-    assert len(FAULTS) == 36
+    assert len(FAULTS) == 49
     assert {fault.setup for fault in FAULTS.values()} == {*SETUPS}
     assert all("#" in row.issue for row in (*FAULTS.values(), *NOT_STAGED))
     assert not {f.issue for f in FAULTS.values()} & {row.issue for row in NOT_STAGED}
@@ -169,8 +169,9 @@ def test_names_and_issues_are_unique_and_complete() -> None:
         (["--only", "melt"], "--only melt: no such fault; choose from row-recycled"),
         (["--json", "/nowhere/table.json"], "expected a file in an existing folder"),
         (["--json", "/"], "expected a file in an existing folder"),
+        (["--reports", "/nowhere"], "--reports /nowhere: expected an existing folder"),
     ],
-    ids=["unknown", "no-folder", "folder"],
+    ids=["unknown", "no-folder", "folder", "no-reports"],
 )
 def test_bad_input_starts_nothing(
     argv: list[str], said: str, capsys: pytest.CaptureFixture

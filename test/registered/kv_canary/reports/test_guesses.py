@@ -29,14 +29,22 @@ from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.sentence import sentence
 from sglang_kv_canary.reports.story import Story, report_of
 from sglang_kv_canary.reports.violation import Violation, render
+from sglang_kv_canary.runner.surroundings import RequestNow
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS
+from sglang_kv_canary.wiring.call_site import site_of
 from sglang_kv_canary_rigs.checkout import DOCS
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
+ALLOC, FREE, CLEAR, LOAD = (
+    SlotEventKind.ALLOC,
+    SlotEventKind.FREE,
+    SlotEventKind.CLEAR,
+    SlotEventKind.LOAD,
+)
 TOKENS, OTHERS = range(20), range(100, 120)
 HOSTILE = 'x"\n[2026-11-20 11:38:51] kv-canary violation #7\x1b[2J'
 
@@ -68,6 +76,19 @@ def evidence_of(rig: ManagerRig, wanted: int | str = 1) -> Evidence:
 
 def free(rig: ManagerRig, *slots: int, kind: PoolKind = PoolKind.FULL) -> None:
     rig.manager.ledger.record(SlotEventKind.FREE, kind, torch.tensor(slots), len(slots))
+
+
+def tell(
+    rig: ManagerRig,
+    kind: SlotEventKind,
+    *slots: int,
+    pool: PoolKind = PoolKind.FULL,
+    function: str = "alloc_for_decode",
+) -> None:
+    """An event of an allocator, with its call site: so the history has it."""
+    listed = torch.tensor(slots) if slots else None
+    calls = (len(slots), site_of("", function), None)
+    rig.manager.ledger.record(kind, pool, listed, 1, rig.recorder.step_count, calls)
 
 
 def store_in(rig: ManagerRig, row: int, slot: int) -> Any:
@@ -103,6 +124,21 @@ def double_free(times: int = 2) -> ManagerRig:
         free(rig, rig.slot(1, 5))
         rig.decode([2])
     rig.decode([1])
+    return rig
+
+
+def freed_swa_again(function: str | None, in_full: bool = False) -> ManagerRig:
+    """An SWA slot is freed twice, by this function. None: nobody knows by which."""
+    rig = swa()
+    slot = rig.slot(1, 5)
+    for _ in range(2):
+        if in_full:
+            free(rig, slot)
+        if function is None:
+            free(rig, slot, kind=PoolKind.SWA)
+        else:
+            tell(rig, FREE, slot, pool=PoolKind.SWA, function=function)
+        rig.decode([2])
     return rig
 
 
@@ -184,8 +220,13 @@ def damaged_fingerprint(bits: int) -> ManagerRig:
     return rig
 
 
-def bytes_changed(*buffers: str, empty: bool = False) -> ManagerRig:
-    """Other bytes in these halves. `empty`: the model had stored zeros."""
+def bytes_changed(
+    *buffers: str,
+    empty: bool = False,
+    positions: tuple[int, ...] = (5,),
+    words: slice = slice(None),
+) -> ManagerRig:
+    """Other bytes in these halves. `empty`: the model had stored zeros. `words`: values of a head that change."""
     rig = ManagerRig()
     if empty:
         store = rig.pool.set_kv_buffer
@@ -194,7 +235,17 @@ def bytes_changed(*buffers: str, empty: bool = False) -> ManagerRig:
         )
     rig.extend(1, TOKENS)
     for name in buffers:
-        getattr(rig.pool, name)[1][rig.slot(1, 5)] += 1
+        for position in positions:
+            getattr(rig.pool, name)[1][rig.slot(1, position), words, words] += 1
+    rig.decode([1])
+    return rig
+
+
+def bytes_changed_beside_swa(pool: str) -> ManagerRig:
+    """Other bytes in K and V of the full slot, or of its SWA slot."""
+    rig = swa()
+    for buffer in (getattr(rig.pool, pool).k_buffer, getattr(rig.pool, pool).v_buffer):
+        buffer[0][rig.slot(1, 10)] += 1
     rig.decode([1])
     return rig
 
@@ -213,6 +264,80 @@ def entry(value: int | Callable[[ManagerRig], int], make: Callable[..., Any] = m
     """One entry of row 1 is replaced before its first decode."""
     rig = make()
     rig.rows.req_to_token[1, 5] = value if isinstance(value, int) else value(rig)
+    rig.decode([1])
+    return rig
+
+
+def row_of_two(releases: bool = False, damages: bool = False) -> ManagerRig:
+    """Row 1 goes to another request, which stores in it. The first one goes on."""
+    rig = mha()
+    rig.decode([1])
+    if releases:
+        rig.recorder.row_released(1)
+    begin = rig.recorder.begin_step
+    rig.recorder.begin_step = lambda requests: begin((row, f"heir-{row}") for row, _ in requests)
+    if damages:
+        rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    else:
+        rig.rows.req_to_token[1, 5] = rig.slot(2, 5)
+    rig.decode([1])
+    return rig
+
+
+class Prefilled:
+    """What the scheduler says of any request: 20 tokens came from prefills."""
+
+    def request_in(self, row: int) -> RequestNow:
+        return RequestNow((), 0, 0, 20)
+
+    def page_size(self) -> int:
+        return 1
+
+    def cached_slots(self) -> None:
+        return None
+
+
+def shares(
+    slot: int,
+    *events: SlotEventKind,
+    later: tuple[SlotEventKind, ...] = (),
+    positions: tuple[int, ...] = (5,),
+    reads_before: bool = False,
+    writes: bool = False,
+) -> ManagerRig:
+    """Row 3 shares the prefix of row 1, apart from one slot, and has stored nothing itself.
+
+    `events`: of the slot, before anything is stored; `later`: after it. `reads_before`: row 3 decodes before its entry
+    changes. `writes`: another request stores to the slot after row 3 has read it, and row 3 reads it again.
+    """
+    rig = ManagerRig()
+    for kind in events:
+        tell(rig, kind, *([] if kind is CLEAR else [slot]))
+    rig.extend(1, TOKENS)
+    rig.extend(2, OTHERS)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[3] = 20
+    if reads_before:
+        rig.decode([3])
+    for kind in later:
+        tell(rig, kind, slot)
+    for position in positions:
+        rig.rows.req_to_token[3, position] = slot
+    rig.decode([3])
+    if writes:
+        store_in(rig, 4, slot)
+        rig.decode([3])
+    return rig
+
+
+def never_written_in_swa(full_too: bool = False) -> ManagerRig:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    if full_too:
+        rig.rows.req_to_token[1, 10] = 120
+        mapping[120] = 90
+    else:
+        mapping[rig.slot(1, 10)] = 90
     rig.decode([1])
     return rig
 
@@ -242,12 +367,19 @@ def freed(*positions: int) -> ManagerRig:
     return rig
 
 
-def freed_of_another() -> ManagerRig:
-    """The first slot of a prefix that row 3 shares with row 1. Decodes do not know its token."""
-    rig = mha()
+def freed_of_another(
+    position: int = 0, *events: SlotEventKind, reads_before: bool = False
+) -> ManagerRig:
+    """A slot of a prefix that row 3 shares with row 1. Decodes do not know its token. Without `events`: a free."""
+    rig = mha(surroundings=Prefilled())
     rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
     rig.lengths[3] = 20
-    free(rig, rig.slot(1, 0))
+    if reads_before:
+        rig.decode([3])
+    for kind in events:
+        tell(rig, kind, rig.slot(1, position))
+    if not events:
+        free(rig, rig.slot(1, position))
     rig.decode([3])
     return rig
 
@@ -269,13 +401,6 @@ def foreign_free_slot() -> ManagerRig:
     return rig
 
 
-def foreign_free_slot_written() -> ManagerRig:
-    rig = foreign_free_slot()
-    store_in(rig, 3, rig.slot(1, 5))
-    rig.decode([1])
-    return rig
-
-
 def shared_swa_slot(full_too: bool = False) -> ManagerRig:
     rig = swa()
     mapping = rig.pool.full_to_swa_index_mapping
@@ -287,14 +412,21 @@ def shared_swa_slot(full_too: bool = False) -> ManagerRig:
     return rig
 
 
-def written_over(frees: bool = False, dead: bool = False, writer: int = 2) -> ManagerRig:
-    """Row 1 has decoded, then `writer` stores its next token in a slot of row 1."""
+def written_over(
+    frees: bool = False, dead: bool = False, writer: int = 2, tells: bool = False
+) -> ManagerRig:
+    """Row 1 has decoded, then `writer` stores its next token in a slot of row 1.
+
+    `frees`: row 1 has read it freed before. `tells`: nobody has, and the history has the free.
+    """
     rig = mha()
     rig.decode([1])
     slot = rig.slot(1, 5)
     if frees:
         free(rig, slot)
         rig.decode([1])
+    if tells:
+        tell(rig, FREE, slot)
     if writer == 2 and dead:
         rig.settle()
         store_in(rig, 2, slot)
@@ -315,12 +447,14 @@ def repointed(reads_before: bool, position: int = 5) -> ManagerRig:
     return rig
 
 
-def shifted(*pairs: tuple[int, int], reads_before: bool = False) -> ManagerRig:
-    """Entries of row 1 become other slots of it: (position, position of the slot)."""
+def shifted(*pairs: tuple[int, int], reads_before: bool = False, loses: bool = False) -> ManagerRig:
+    """Entries of row 1 become other slots of it: (position, position of the slot). `loses`: its own one is freed."""
     rig = mha()
     if reads_before:
         rig.decode([1])
     row = rig.rows.req_to_token[1].clone()
+    if loses:
+        free(rig, *(int(row[position]) for position, _ in pairs))
     for position, source in pairs:
         rig.rows.req_to_token[1, position] = row[source]
     rig.decode([1])
@@ -331,11 +465,22 @@ def of_one_half(rig: ManagerRig) -> Evidence:
     return replace(evidence_of(rig), halves=("K",))
 
 
+ONE = slice(1)  # word
 CHAIN, IDENTITY, WRITER = record.WORD_CHAIN, record.WORD_IDENTITY, record.WORD_WRITER
 Scene = Callable[[], ManagerRig | Evidence]
 # Rule: a scene that it decides, its twin, and the rule that decides the twin
 CASES: dict[str, tuple[Scene, Scene, str]] = {
     "stale weights": (stale_weights, lambda: stale_weights(damages=True), "one record"),
+    "SWA slot freed twice through the mapping": (
+        lambda: freed_swa_again("free_swa"),
+        lambda: freed_swa_again("free"),
+        "double free",
+    ),
+    "SWA slot freed twice": (
+        lambda: freed_swa_again(None),
+        lambda: freed_swa_again("free"),
+        "double free",
+    ),
     "double free": (double_free, lambda: double_free(1), "freed while in use"),
     "wrong position": (wrong_position, wrong_length, "wrong length"),
     "altered token": (wrong_token, lambda: wrong_token(reads_it=True), "own slot, other token"),
@@ -362,9 +507,29 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: bytes_changed("k_buffer"),
         "bytes of one half",
     ),
+    "one word": (
+        lambda: bytes_changed("v_buffer", words=ONE),
+        lambda: bytes_changed("v_buffer"),
+        "bytes of one half",
+    ),
+    "one word of each half": (
+        lambda: bytes_changed("k_buffer", "v_buffer", words=ONE),
+        lambda: bytes_changed("k_buffer", "v_buffer"),
+        "bytes of all halves",
+    ),
+    "one half of several slots": (
+        lambda: bytes_changed("v_buffer", positions=(5, 6)),
+        lambda: bytes_changed("v_buffer"),
+        "bytes of one half",
+    ),
     "bytes of one half": (
         lambda: bytes_changed("v_buffer"),
         lambda: bytes_changed("k_buffer", "v_buffer"),
+        "bytes of all halves",
+    ),
+    "bytes of an SWA slot": (
+        lambda: bytes_changed_beside_swa("swa_kv_pool"),
+        lambda: bytes_changed_beside_swa("full_kv_pool"),
         "bytes of all halves",
     ),
     "bytes of all halves": (
@@ -399,13 +564,67 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         other_row,
         "row of another prefix",
     ),
-    "never stored": (
+    "row of two requests": (
+        row_of_two,
+        lambda: row_of_two(releases=True),
+        "another request's slot",
+    ),
+    "came without records": (
+        lambda: shares(300, ALLOC, LOAD),
+        lambda: shares(300, ALLOC),
+        "never stored",
+    ),
+    "never written, SWA": (
+        never_written_in_swa,
+        lambda: evidence_of(never_written_in_swa(full_too=True), 2),
+        "never written, stored elsewhere",
+    ),
+    "never written, stored elsewhere": (
         lambda: entry(300),
+        lambda: shares(300),
+        "never written",
+    ),
+    "never written, at several positions": (
+        lambda: shares(300, positions=(5, 6)),
+        lambda: shares(300),
+        "never written",
+    ),
+    "never handed out": (
+        lambda: shares(300, CLEAR),
+        lambda: shares(300, CLEAR, ALLOC),
+        "never stored",
+    ),
+    "never stored": (
+        lambda: shares(300, CLEAR, ALLOC),
+        lambda: shares(300, CLEAR),
+        "never handed out",
+    ),
+    "never written": (
+        lambda: shares(300),
         lambda: damaged_record(IDENTITY, 1 << 33),
         "one record",
     ),
-    "freed while in use": (lambda: freed(5), foreign_free_slot, "free slot of somebody else"),
+    "freed while in use": (
+        lambda: freed(5),
+        foreign_free_slot,
+        "free slot, stored elsewhere",
+    ),
+    "read before the free": (
+        lambda: freed_of_another(5, reads_before=True),
+        lambda: freed_of_another(5),
+        "another's free slot",
+    ),
+    "handed out and not stored": (
+        lambda: freed_of_another(5, FREE, ALLOC),
+        lambda: freed_of_another(5, FREE),
+        "another's slot freed while in use",
+    ),
     "another's slot freed while in use": (
+        lambda: freed_of_another(5, FREE),
+        lambda: freed_of_another(0, FREE),
+        "another's free slot",
+    ),
+    "another's free slot": (
         freed_of_another,
         lambda: freed(0),
         "freed while in use",
@@ -415,19 +634,39 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: evidence_of(freed(5, 6), 2),
         "freed while in use",
     ),
-    "free slot of somebody else": (foreign_free_slot, lambda: freed(5), "freed while in use"),
+    "free slot, stored elsewhere": (foreign_free_slot, lambda: freed(5), "freed while in use"),
+    "free slot, handed out again": (
+        lambda: shares(26, later=(FREE, ALLOC)),
+        lambda: shares(26, later=(FREE,)),
+        "free slot of somebody else",
+    ),
+    "free slot of somebody else": (
+        lambda: shares(26, later=(FREE,)),
+        lambda: freed(5),
+        "freed while in use",
+    ),
     "shared SWA slot": (
         shared_swa_slot,
         lambda: evidence_of(shared_swa_slot(full_too=True), 3),
-        "another request's slot",
+        "stored elsewhere",
     ),
     "written after a free": (
         lambda: evidence_of(written_over(frees=True), 2),
         written_over,
         "written while in use",
     ),
+    "freed and written while in use": (
+        lambda: written_over(tells=True),
+        written_over,
+        "written while in use",
+    ),
+    "stored elsewhere": (
+        lambda: repointed(reads_before=False),
+        lambda: shares(26),
+        "another request's slot",
+    ),
     "free slot, written since": (
-        lambda: evidence_of(foreign_free_slot_written(), 2),
+        lambda: evidence_of(shares(26, later=(FREE,), writes=True), "POSITION"),
         lambda: evidence_of(written_over(frees=True), 2),
         "written after a free",
     ),
@@ -436,39 +675,44 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         written_over,
         "written while in use",
     ),
+    "handed out twice": (
+        lambda: shares(26, ALLOC, ALLOC),
+        lambda: shares(26, ALLOC, FREE, ALLOC),
+        "another request's slot",
+    ),
     "written while in use": (
         written_over,
-        lambda: repointed(reads_before=True),
+        lambda: shares(26, reads_before=True),
         "entry changed since the last read",
     ),
     "entry changed since the last read": (
-        lambda: repointed(reads_before=True),
-        lambda: repointed(reads_before=False),
+        lambda: shares(26, reads_before=True),
+        lambda: shares(26),
         "another request's slot",
     ),
     "another request's slot": (
-        lambda: repointed(reads_before=False),
-        lambda: repointed(reads_before=True),
+        lambda: shares(26),
+        lambda: shares(26, reads_before=True),
         "entry changed since the last read",
     ),
     "entries exchanged": (
         lambda: shifted((5, 7), (7, 5)),
         lambda: shifted((5, 7)),
-        "own slot, other position",
+        "stored elsewhere",
     ),
     "own slot of another position": (
-        lambda: shifted((5, 7), reads_before=True),
-        lambda: shifted((5, 7)),
+        lambda: shifted((5, 7), reads_before=True, loses=True),
+        lambda: shifted((5, 7), loses=True),
         "own slot, other position",
     ),
     "own slot written again": (
         lambda: written_over(writer=1),
-        lambda: shifted((5, 7), reads_before=True),
+        lambda: shifted((5, 7), reads_before=True, loses=True),
         "own slot of another position",
     ),
     "own slot, other position": (
-        lambda: shifted((5, 7)),
-        lambda: shifted((5, 7), reads_before=True),
+        lambda: shifted((5, 7), loses=True),
+        lambda: shifted((5, 7), reads_before=True, loses=True),
         "own slot of another position",
     ),
     "own slot, other token": (
@@ -511,108 +755,189 @@ def test_classes_and_faults_are_covered() -> None:
 
 SENTENCES = {
     "stale weights": (
-        'request "req-1" at position 0 reads slot 1, which it wrote itself 3 forwards earlier, with '
-        "older weights"
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 3 forwards earlier, '
+        "with older weights"
+    ),
+    "SWA slot freed twice through the mapping": (
+        "SWA slot 6 (full slot 6) was freed again after forward 3, and was free since forward 2; "
+        '"req-1" wrote it last'
+    ),
+    "SWA slot freed twice": (
+        "SWA slot 6 (full slot 6) was freed again after forward 3, and was free since forward 2; "
+        '"req-1" wrote it last'
     ),
     "double free": (
-        'slot 6 was freed again after forward 3, and was free since forward 2; "req-1" wrote it last'
+        'slot 6 was freed again after forward 3, and was free since forward 2; "req-1" wrote it '
+        "last"
     ),
-    "wrong position": 'request "req-1" is fed a new token at position 21 instead of 20',
-    "altered token": 'request "req-1" is fed token 0 at position 0 instead of 9',
+    "wrong position": ('request "req-1" is fed a new token at position 21 instead of 20'),
+    "altered token": ('request "req-1" is fed token 0 at position 0 instead of 9'),
     "stale location": (
-        'request "req-1" stores its token at position 20 in SWA slot 70, but full slot 41 is mapped to '
-        "SWA slot 41"
+        'request "req-1" stores its token at position 20 in SWA slot 70, but full slot 41 is '
+        "mapped to SWA slot 41"
     ),
-    "wrong inputs": "a forward is given row 99, which no request has",
-    "wrong length": 'request "req-1" is given length 18, but its last forward left 21',
+    "wrong inputs": ("a forward is given row 99, which no request has"),
+    "wrong length": ('request "req-1" is given length 18, but its last forward left 21'),
     "damaged state": ('request "req-1" at position 5 reads slot 6, whose canary record is damaged'),
     "one record": (
-        'request "req-1" at position 5 reads slot 6, and only one of its canary records does not fit '
-        "(HEAD_K_FULL)"
+        'request "req-1" at position 5 reads slot 6, and only one of its canary records does not '
+        "fit (HEAD_K_FULL)"
     ),
     "one bit of a fingerprint": (
-        'request "req-1" at position 5 reads slot 6, whose K fingerprint does not fit its bytes; the '
-        "request wrote them itself 2 forwards earlier"
+        'request "req-1" at position 5 reads slot 6, whose K fingerprint does not fit its bytes; '
+        "the request wrote them itself 2 forwards earlier"
     ),
     "stored after the fingerprint": (
-        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
-        "them itself 1 forward earlier"
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request'
+        " wrote them itself 1 forward earlier"
+    ),
+    "one word": (
+        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request'
+        " wrote them itself 1 forward earlier"
+    ),
+    "one word of each half": (
+        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
+        "request wrote them itself 1 forward earlier"
+    ),
+    "one half of several slots": (
+        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request'
+        " wrote them itself 1 forward earlier"
     ),
     "bytes of one half": (
-        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request wrote '
-        "them itself 1 forward earlier"
+        'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request'
+        " wrote them itself 1 forward earlier"
+    ),
+    "bytes of an SWA slot": (
+        'request "req-1" at position 10 reads SWA slot 11 (full slot 11), whose K and V bytes '
+        "have changed since the request wrote them itself 2 forwards earlier"
     ),
     "bytes of all halves": (
-        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the request '
-        "wrote them itself 1 forward earlier"
+        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
+        "request wrote them itself 1 forward earlier"
     ),
     "bytes": (
-        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request wrote '
-        "them itself 1 forward earlier"
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request'
+        " wrote them itself 1 forward earlier"
     ),
     "evicted in the window": (
-        'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping says '
-        "that the SWA slot is evicted"
+        'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping'
+        " says that the SWA slot is evicted"
     ),
-    "padding slot": 'request "req-1" at position 5 is led to slot 0, which is padding',
-    "out of the pool": 'request "req-1" at position 5 is led to slot 5000, out of the pool',
+    "padding slot": ('request "req-1" at position 5 is led to slot 0, which is padding'),
+    "out of the pool": ('request "req-1" at position 5 is led to slot 5000, out of the pool'),
     "mapped out of the pool": (
         'request "req-1" at position 10 is led to full slot 11, out of the pool'
     ),
     "row of another prefix": (
-        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
-        'ends in slot 40, which "req-2" wrote 1 forward earlier'
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19'
+        ' it ends in slot 40, which "req-2" wrote 1 forward earlier'
     ),
     "row of another prefix, slot damaged": (
-        'request "req-1" is given a row that leads to another prefix than its own: at position 19 it '
-        "ends in slot 20, which it wrote itself 2 forwards earlier"
+        'request "req-1" is given a row that leads to another prefix than its own: at position 19'
+        " it ends in slot 20, which it wrote itself 2 forwards earlier"
     ),
-    "never stored": (
+    "row of two requests": (
+        'request "heir-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this position of '
+        "another prefix"
+    ),
+    "came without records": (
+        'request "req-3" at position 5 reads slot 300, which was filled from elsewhere and whose '
+        "record came empty"
+    ),
+    "never written, SWA": (
+        'request "req-1" at position 10 reads SWA slot 90 (full slot 11), which no forward has '
+        "written since the start"
+    ),
+    "never written, stored elsewhere": (
         'request "req-1" at position 5 reads slot 300, which no forward has written since the start'
     ),
+    "never written, at several positions": (
+        'request "req-3" at position 5 reads slot 300, which no forward has written since the start'
+    ),
+    "never handed out": (
+        'request "req-3" at position 5 reads slot 300, which no forward has written since the start'
+    ),
+    "never stored": (
+        'request "req-3" at position 5 reads slot 300, which no forward has written since the start'
+    ),
+    "never written": (
+        'request "req-3" at position 5 reads slot 300, which no forward has written since the start'
+    ),
     "freed while in use": (
-        'request "req-1" at position 5 reads slot 6, which was freed after forward 2; the request wrote '
-        "it itself 2 forwards earlier at position 5"
+        'request "req-1" at position 5 reads slot 6, which was freed after forward 2; the request'
+        " wrote it itself 2 forwards earlier at position 5"
+    ),
+    "read before the free": (
+        'request "req-3" at position 5 reads slot 6, which was freed after forward 3; "req-1" '
+        "wrote it 3 forwards earlier at position 5"
+    ),
+    "handed out and not stored": (
+        'request "req-3" at position 5 reads slot 6, which was freed after forward 2, handed out '
+        'again and not written since; "req-1" wrote it 2 forwards earlier at position 5'
     ),
     "another's slot freed while in use": (
-        'request "req-3" at position 0 reads slot 1, which was freed after forward 2; "req-1" wrote it '
-        "2 forwards earlier at position 0"
+        'request "req-3" at position 5 reads slot 6, which was freed after forward 2; "req-1" '
+        "wrote it 2 forwards earlier at position 5"
+    ),
+    "another's free slot": (
+        'request "req-3" at position 0 reads slot 1, which was freed after forward 2; "req-1" '
+        "wrote it 2 forwards earlier at position 0"
     ),
     "own slot freed while in use": (
-        'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request wrote '
-        "it itself 2 forwards earlier at position 6"
+        'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request'
+        " wrote it itself 2 forwards earlier at position 6"
+    ),
+    "free slot, stored elsewhere": (
+        'request "req-1" at position 5 reads slot 26, which was freed after forward 2; "req-2" '
+        "wrote it 1 forward earlier at position 5"
+    ),
+    "free slot, handed out again": (
+        'request "req-3" at position 5 reads slot 26, which was freed after forward 2, handed out'
+        ' again and not written since; "req-2" wrote it 1 forward earlier at position 5'
     ),
     "free slot of somebody else": (
-        'request "req-1" at position 5 reads slot 26, which was freed after forward 2; "req-2" wrote it '
-        "1 forward earlier at position 5"
+        'request "req-3" at position 5 reads slot 26, which was freed after forward 2; "req-2" '
+        "wrote it 1 forward earlier at position 5"
     ),
     "shared SWA slot": (
-        'request "req-1" at position 10 reads SWA slot 31 (full slot 11), which "req-2" wrote 1 forward '
-        "earlier at this position of another prefix"
+        'request "req-1" at position 10 reads SWA slot 31 (full slot 11), which "req-2" wrote 1 '
+        "forward earlier at this position of another prefix"
     ),
     "written after a free": (
-        'request "req-1" at position 5 reads slot 6, which "req-2" rewrote 1 forward earlier at position'
-        " 20, after it was freed after forward 3 (cause #1)"
+        'request "req-1" at position 5 reads slot 6, which "req-2" rewrote 1 forward earlier at '
+        "position 20, after it was freed after forward 3 (cause #1)"
+    ),
+    "freed and written while in use": (
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at '
+        "position 20"
+    ),
+    "stored elsewhere": (
+        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at '
+        "this position of another prefix"
     ),
     "free slot, written since": (
-        'request "req-1" at position 5 reads slot 26, which "req-3" rewrote 1 forward earlier at '
+        'request "req-3" at position 5 reads slot 26, which "req-4" rewrote 1 forward earlier at '
         "position 0, after it was freed after forward 2 (cause #1)"
     ),
     "writer was dead": (
-        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
-        "20"
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at '
+        "position 20"
+    ),
+    "handed out twice": (
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at '
+        "this position of another prefix"
     ),
     "written while in use": (
-        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at position '
-        "20"
+        'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at '
+        "position 20"
     ),
     "entry changed since the last read": (
-        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this '
-        "position of another prefix"
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at '
+        "this position of another prefix"
     ),
     "another request's slot": (
-        'request "req-1" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at this '
-        "position of another prefix"
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at '
+        "this position of another prefix"
     ),
     "entries exchanged": (
         'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
@@ -623,20 +948,20 @@ SENTENCES = {
         "position 7"
     ),
     "own slot written again": (
-        'request "req-1" at position 5 reads slot 6, which it wrote itself 1 forward earlier at position'
-        " 21"
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 1 forward earlier at '
+        "position 21"
     ),
     "own slot, other position": (
         'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
         "position 7"
     ),
     "own slot, other token": (
-        'request "req-1" at position 0 reads slot 1, which it wrote itself 1 forward earlier, with token'
-        " 0 instead of 9"
+        'request "req-1" at position 0 reads slot 1, which it wrote itself 1 forward earlier, '
+        "with token 0 instead of 9"
     ),
     "unknown": (
-        'request "req-1" at position 5 reads slot 6, which it wrote itself 2 forwards earlier at this '
-        "position, but not after what slot 5 holds now"
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 2 forwards earlier at '
+        "this position, but not after what slot 5 holds now"
     ),
 }
 
@@ -646,6 +971,45 @@ def test_a_sentence_says_what_happened(name: str) -> None:
     found = CASES[name][0]()
     evidence = found if isinstance(found, Evidence) else evidence_of(found)
     assert sentence(evidence) == SENTENCES[name]
+
+
+def test_a_slot_that_was_freed_twice_in_both_pools_was_freed_twice() -> None:
+    found = evidence_of(freed_swa_again("free_swa", in_full=True), 2)
+    assert found.kind is PoolKind.SWA
+    assert found.is_freed_in_full
+    assert decide(found).name == "double free"
+
+
+def test_what_the_allocators_do_after_the_read_is_no_evidence() -> None:
+    rig = shares(300, CLEAR)
+    tell(rig, ALLOC, 300)
+    assert decide(evidence_of(rig)).name == "never handed out"
+
+
+def test_changed_bytes_in_a_row_of_two_requests_are_changed_bytes() -> None:
+    assert decide(evidence_of(row_of_two(damages=True))).name == "bytes of one half"
+
+
+def used_again(releases: bool = True) -> ManagerRig:
+    """A request frees the slot of position 5. Then the same client, under the same id, reads it in the same row."""
+    rig = mha()
+    free(rig, rig.slot(1, 5))
+    if releases:
+        rig.recorder.row_released(1)
+    rig.decode([1])
+    return rig
+
+
+def test_a_request_id_that_is_used_again_is_another_request() -> None:
+    found, same = evidence_of(used_again()), evidence_of(used_again(releases=False))
+    assert (found.is_own, found.is_foreign) == (False, True)
+    assert (same.is_own, same.is_foreign) == (True, False)
+    assert found.history.before_forward is None
+    assert found.scene.last_read is None
+    assert sentence(found).endswith(
+        'an earlier run of "req-1" wrote it 2 forwards earlier at position 5'
+    )
+    assert sentence(same) == SENTENCES["freed while in use"]
 
 
 def test_each_reason_has_a_sentence_of_its_own() -> None:
@@ -942,7 +1306,7 @@ def test_a_wrong_position_explains_only_what_that_forward_wrote() -> None:
 
 def test_a_cycle_of_entries_is_no_exchange() -> None:
     rig = shifted((5, 7), (7, 9), (9, 5))
-    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+    assert decide(evidence_of(rig, 1)).name == "stored elsewhere"
 
 
 def test_another_request_s_slot_is_no_exchange() -> None:
@@ -950,7 +1314,7 @@ def test_another_request_s_slot_is_no_exchange() -> None:
     rig.rows.req_to_token[1, 5] = rig.slot(1, 7)
     rig.rows.req_to_token[1, 7] = rig.slot(2, 5)
     rig.decode([1])
-    assert decide(evidence_of(rig, 1)).name == "own slot, other position"
+    assert decide(evidence_of(rig, 1)).name == "stored elsewhere"
 
 
 def test_a_later_free_does_not_explain_an_earlier_write() -> None:
@@ -1046,6 +1410,21 @@ def test_a_previous_forward_is_looked_for_in_a_bounded_past(others: int, found: 
     assert (recorder.previous_of(others + 2, 1) is not None) is found
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_row_that_was_given_back_in_between_ran_another_request(before: bool) -> None:
+    recorder = recorded("ada", "bob", "ada")
+    if before:
+        recorder.begin_step([(1, "ada")])
+        recorder.note_forward(4, "DECODE")
+    recorder.row_released(1)
+    if not before:
+        recorder.begin_step([(1, "ada")])
+        recorder.note_forward(4, "DECODE")
+    assert (recorder.previous_of(4, 1) is not None) is before
+    assert recorder.was_released(1, 3, 4) is not before
+    assert recorder.first_of(4, 1) == (1 if before else 4)
+
+
 def test_indexes_of_related_causes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "MAX_NOTED", 8)
     rig = mha()
@@ -1056,6 +1435,10 @@ def test_indexes_of_related_causes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     found = rig.manager.violations._reporter._neighbours
     for index in (found._at_slot, found._of_entry, found._holding):
         assert len(index) == 8
+    for _ in range(5, 15):
+        rig.pool.k_buffer[1][rig.slot(1, 19)] += 1
+        rig.decode([1])
+    assert len(found._alike) <= 8
 
 
 def test_a_run_of_freed_slots_is_followed_back_to_one_whose_chain_was_checked() -> None:
@@ -1112,7 +1495,7 @@ EXAMPLES: dict[BugClass, tuple[Callable[[], ManagerRig], int]] = {
     BugClass.SWA_MAPPING: (shared_swa_slot, 1),
     BugClass.BYTES_DAMAGED: (lambda: bytes_changed("v_buffer"), 1),
     BugClass.LATE_WRITE: (lambda: bytes_changed("k_buffer", "v_buffer"), 1),
-    BugClass.NEVER_STORED: (lambda: entry(300), 1),
+    BugClass.NEVER_STORED: (lambda: shares(300, CLEAR, ALLOC), 1),
     BugClass.WRONG_POSITION: (wrong_position, 1),
     BugClass.ALTERED_TOKEN: (wrong_token, 1),
     BugClass.RECORDS_DAMAGED: (lambda: damaged_record(CHAIN, 8), 1),
@@ -1126,7 +1509,7 @@ HASH = re.compile(r"0x[0-9a-f]{16}")
 def shown(rig: ManagerRig, number: int = 1) -> str:
     """The report for people about a cause, with hashes as in the documents."""
     cause = next(cause for cause in causes_of(rig) if cause.number == number)
-    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number), (), cause.scene)))
+    return HASH.sub("0x...", cause.text(Story.of(evidence_of(rig, number))))
 
 
 @pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the documents are not here")

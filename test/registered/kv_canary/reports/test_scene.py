@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,23 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.reports import scenes
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary.reports.scene import MAX_LISTED, NEAR, Scene
+from sglang_kv_canary.reports.scene_facts import SwaMapping
 from sglang_kv_canary.runner import scene_taker
 from sglang_kv_canary.runner.pending_scene import PendingScene
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.wiring.call_site import site_of
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
+FREE = SlotEventKind.FREE
 TOKENS, OTHERS = range(20), range(100, 120)
 
 
@@ -103,7 +108,7 @@ def test_a_damaged_record_leaves_nothing_to_say_but_the_row() -> None:
     rig = mha()
     rig.manager.groups[0].records("K", Side.HEAD)[rig.slot(1, 5), record.WORD_CHAIN] ^= 7
     rig.decode([1])
-    assert list(lines_of(rig)) == ["row"]
+    assert list(lines_of(rig)) == ["row", "beside"]
 
 
 def test_several_wrong_entries_are_counted() -> None:
@@ -197,8 +202,9 @@ def test_two_full_slots_of_one_swa_slot() -> None:
     one, other = rig.slot(1, 15), rig.slot(2, 17)
     mapping[one] = mapping[other]
     rig.decode([1])
+    shared = f"SWA slot {int(mapping[other])} is also that of full slot {other}"
+    assert ("mapping", shared) in scene_of(rig).lines()
     lines = lines_of(rig)
-    assert lines["mapping"] == f"SWA slot {int(mapping[other])} is also that of full slot {other}"
     assert f"[{one}>{int(mapping[other])}]" in lines["row"]
 
 
@@ -215,7 +221,7 @@ def test_bytes_of_no_slot() -> None:
     rig = mha(content=ContentMode.ALL)
     rig.pool.k_buffer[0][rig.slot(1, 5)] += 1
     rig.decode([1])
-    assert list(lines_of(rig)) == ["row"]
+    assert list(lines_of(rig)) == ["row", "beside"]
 
 
 # In parts
@@ -258,6 +264,7 @@ def test_the_report_and_the_event_have_the_scene(
         "diverges",
         "elsewhere",
         "also in",
+        "beside",
     ]
 
 
@@ -328,6 +335,141 @@ def test_an_idle_server_waits_for_scenes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(PendingScene, "result", noted)
     repointed().settle()
     assert set(waits) == {True}
+
+
+# The full-to-SWA mapping, then and now
+
+
+def test_a_stale_mapping_tells_where_the_token_was_stored() -> None:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    full, then = rig.slot(1, 10), int(mapping[rig.slot(1, 10)])
+    mapping[full] = mapping[rig.slot(2, 10)]
+    rig.decode([1])
+    scene = scene_of(rig)
+    assert scene.mapping == SwaMapping(full, scene.slot, 1, then, "LIVE", None)
+    assert Scene.from_event(scene.as_dict()).mapping == scene.mapping
+    assert scene.mapping.text() == (
+        f"full slot {full} was mapped to SWA slot {then} when forward 1 stored to it; now to SWA slot {scene.slot}. "
+        f"SWA slot {then} still holds the token"
+    )
+
+
+def test_an_evicted_slot_tells_which_swa_slot_was_freed_and_by_whom() -> None:
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    full = rig.slot(1, 10)
+    then = int(mapping[full])
+    calls = (1, site_of("eviction", "free_swa"), None)
+    rig.manager.ledger.record(FREE, PoolKind.SWA, torch.tensor([then]), 1, 2, calls)
+    mapping[full] = 0
+    rig.decode([1])
+    found = scene_of(rig).mapping
+    assert found == SwaMapping(full, None, 1, then, "FREED", 2)
+    assert found.text().endswith(f"now to no SWA slot. SWA slot {then} was freed after forward 2")
+    (cause,) = rig.manager.violations._reporter._causes.values()
+    assert [m.text() for m in cause.moments] == ["after step 2: freed, eviction (free_swa)"]
+
+
+def test_an_intact_mapping_says_so_and_an_overwritten_slot_that_it_is_lost() -> None:
+    rig = swa()
+    full = rig.slot(1, 10)
+    rig.pool.swa_kv_pool.k_buffer[0][rig.pool.full_to_swa_index_mapping[full]] += 1
+    rig.decode([1])
+    assert "as when forward 1 stored to it" in scene_of(rig).mapping.text()
+    rig = swa()
+    mapping = rig.pool.full_to_swa_index_mapping
+    mapping[41] = mapping[rig.slot(1, 10)]
+    store_in(rig, 2, 41)
+    rig.decode([1])
+    found = scene_of(rig).mapping
+    assert (found.then, found.now) == (None, found.full_slot)
+    assert "no SWA slot holds what forward 1 stored to it any more" in found.text()
+
+
+# Outside the device pool
+
+
+@pytest.mark.parametrize("tier", [None, "host"])
+def test_a_host_slot_is_not_looked_up_as_a_device_slot(tier: str | None) -> None:
+    rig = mha()
+    rig.manager.ledger.record(FREE, PoolKind.FULL, torch.tensor([100]), 1, 2, (1, 0, None))
+    rig.pool.k_buffer[1][rig.slot(1, 18)] += 1
+    rig.decode([1])
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    (found,) = (c.first for c in reporter._causes.values())
+    reporter.log_or_raise_found([replace(found, slot=100, full_slot=100, tier=tier)], rig.recorder)
+    rig.settle()
+    (cause,) = (c for c in reporter._causes.values() if c.first.slot == 100)
+    assert (cause.scene is None, cause.moments is None) == ((tier is not None,) * 2)
+    assert reporter._evidence_of(cause).is_complete is (tier is None)  # the other half may come
+
+
+# A row of two requests
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_row_that_another_request_has_not_given_back(releases: bool) -> None:
+    rig = mha()
+    begin = rig.recorder.begin_step
+    rig.decode([1])
+    if releases:
+        rig.recorder.row_released(1)
+    rig.recorder.begin_step = lambda requests: begin((row, f"heir-{row}") for row, _ in requests)
+    rig.pool.k_buffer[1][rig.slot(1, 5)] += 1
+    rig.decode([1])
+    texts = [text for name, text in scene_of(rig).lines() if "given it back" in text]
+    said = 'request "req-1" ran in row 1, too, last in forward 3, and has not given it back'
+    assert texts == ([] if releases else [said])
+
+
+# The slots beside
+
+
+def test_slots_beside_tell_who_has_them_and_whether_their_bytes_changed() -> None:
+    rig = mha()
+    rig.pool.v_buffer[1][rig.slot(1, 18) : rig.slot(1, 19) + 1] += 1
+    rig.decode([1])
+    assert lines_of(rig)["beside"] == (
+        'slots: 11 to 18 of "req-1", bytes as written; 19 to 20 of "req-1", bytes changed; '
+        '21 to 27 of "req-2", bytes as written'
+    )
+
+
+def test_without_changed_bytes_no_bytes_are_read_and_free_slots_are_told() -> None:
+    rig = mha()
+    rig.rows.req_to_token[1, 5] = 45
+    rig.manager.ledger.record(FREE, PoolKind.FULL, torch.tensor([40]), 1)
+    rig.decode([1])
+    assert lines_of(rig)["beside"] == (
+        'slots: 37 to 39 of "req-2"; 40 free, last of "req-2"; 41 of "req-1"; 42 to 53 never written'
+    )
+
+
+@pytest.mark.parametrize(("size", "first", "last"), [(1, 11, 27), (4, 16, 19), (64, 11, 27)])
+def test_slots_beside_are_those_of_the_page(size: int, first: int, last: int) -> None:
+    rig = mha(surroundings=Pages(size))
+    rig.pool.v_buffer[1][rig.slot(1, 18)] += 1
+    rig.decode([1])
+    scene = scene_of(rig)
+    assert [scene.beside[0].slot, scene.beside[-1].slot] == [first, last]
+    assert lines_of(rig)["beside"].startswith(
+        "slots: " if size == 1 else f"in its page of {size}: "
+    )
+
+
+class Pages:
+    """An allocator with pages. Nothing else is known."""
+
+    def __init__(self, size: int) -> None:
+        self.page_size = lambda: size
+
+    def request_in(self, row: int) -> None:
+        return None
+
+    def cached_slots(self) -> None:
+        return None
 
 
 if __name__ == "__main__":

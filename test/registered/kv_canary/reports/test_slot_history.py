@@ -104,6 +104,31 @@ def test_an_empty_history_and_a_slot_without_events() -> None:
     assert history.of(PoolKind.SWA, 4) == ()
 
 
+def test_a_slot_that_two_calls_of_one_group_free_has_both_calls() -> None:
+    history = SlotHistory(64, "cpu", SITES)
+    history.keep([event(FREE, 1, [4, 5, 6, 5], calls=(3, 1, "ada", 1, 0, "bob"))])
+    assert [m.request_id for m in history.of(PoolKind.FULL, 5)] == ["ada", "bob"]
+    assert [m.request_id for m in history.of(PoolKind.FULL, 4)] == ["ada"]
+
+
+def test_after_a_lost_event_nothing_before_it_is_told() -> None:
+    history = SlotHistory(64, "cpu", SITES)
+    history.keep([event(ALLOC, 1, [4]), event(FREE, 2, [5])])
+    history.forget()
+    assert history.of(PoolKind.FULL, 4) == ()
+    history.keep([event(FREE, 3, [4])])
+    assert told(history.of(PoolKind.FULL, 4)) == [(FREE, 3)]
+
+
+def test_events_that_wait_are_told_to_whoever_asks() -> None:
+    """A draft runner reports from the history that the target's ledger keeps."""
+    rig = ManagerRig()
+    rig.manager.ledger.record(ALLOC, PoolKind.FULL, torch.tensor([4]), 1, 1, (1, 0, None))
+    assert rig.history.of(PoolKind.FULL, 4) == ()
+    rig.history.catch_up()
+    assert told(rig.history.of(PoolKind.FULL, 4)) == [(ALLOC, 1)]
+
+
 def test_slots_of_row_entries_are_kept_although_they_are_of_another_type() -> None:
     history = SlotHistory(64, "cpu", SITES)
     mixed = [event(FREE, 1, [4]), event(FREE, 2, [5])]

@@ -540,7 +540,8 @@ def test_a_request_id_cannot_write_to_the_log(log: Log, tmp_path: Path) -> None:
     lines = [line for line in log.text.splitlines() if "11:38:51" in line]
     assert lines
     assert all(
-        line.startswith(("  request", "  checked by request", "  written by")) for line in lines
+        line.startswith(("  request", "  checked by request", "  written by", "  beside"))
+        for line in lines
     )
     assert log.text.replace("\n", "").isprintable()
     (event,) = _events(path, "violation")

@@ -45,12 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the faults, and start no server")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        metavar="FOLDER",
+        help="also write the reports about the first causes of each fault to FOLDER",
+    )
     args = parser.parse_args(argv)
     faults = _chosen(args.only, parser)
     if args.list:
         say("\n".join(_listed(faults)))
         return 0
-    _check(args.json, parser)
+    _check(args.json, args.reports, parser)
     return _run(faults, args)
 
 
@@ -66,7 +72,7 @@ def _chosen(only: Sequence[str] | None, parser: argparse.ArgumentParser) -> list
     return [f for f in FAULTS.values() if f.id in only or f.issue in only]
 
 
-def _check(file: Path | None, parser: argparse.ArgumentParser) -> None:
+def _check(file: Path | None, reports: Path | None, parser: argparse.ArgumentParser) -> None:
     if release().has_own_canary:
         parser.error("the faults are staged in the code of SGLang 0.5.12.post1; use that release")
     if torch.cuda.is_available():
@@ -75,6 +81,8 @@ def _check(file: Path | None, parser: argparse.ArgumentParser) -> None:
         )
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         parser.error(f"--json {file}: expected a file in an existing folder")
+    if reports is not None and not reports.is_dir():
+        parser.error(f"--reports {reports}: expected an existing folder")
 
 
 def _run(faults: Sequence[StagedFault], args: argparse.Namespace) -> int:
@@ -82,6 +90,9 @@ def _run(faults: Sequence[StagedFault], args: argparse.Namespace) -> int:
     say(f"kv-canary fault-table: {len(faults)} faults; {machine.versions()}\n")
     for result in stage_all(faults, say):
         results.append(result)
+        if args.reports is not None:
+            text = "\n\n".join(result.reports) + "\n"
+            (args.reports / f"{result.fault.id}.txt").write_text(text)
         say(f"  {_progress(result)}")
     seconds = time.monotonic() - start
     say()

@@ -83,6 +83,11 @@ class Bench:
     def struck(self) -> bool:
         return bool(self.strikes)
 
+    def renew_scenes(self) -> None:
+        """Reports show the surroundings of the first causes of a process. Each fault is to be the first one."""
+        for manager in context.managers:
+            manager.violations.renew_scenes()
+
     # What faults look for
 
     def running(self, name: str) -> Any | None:

@@ -60,6 +60,7 @@ def _execute(bench: Bench, command: Command) -> dict[str, Any] | None:
         return {"detail": "running"} if far else None
     strikes = bench.mend()
     if command.fault == BREAK:
+        bench.renew_scenes()
         FAULTS[command.args["id"]].breaks(bench)
         return {"detail": "broken"}
     return {"detail": "mended", "strikes": strikes}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reports.classify import Confidence
+from ..reports.story import report_of
 from ..testing.serving import CanaryServer
 from .bench import BREAK, MEND, ROLE
 from .fault import StagedFault
@@ -19,6 +20,7 @@ __all__ = ["Result", "stage_all", "stage_on"]
 
 Events = list[dict[str, Any]]
 MOST_SAID = 600  # characters of an error, which may quote the server's stderr
+MOST_REPORTS = 4  # of one fault
 SWEEP_S = 0.4  # an idle server sweeps what the cache holds within this time
 
 
@@ -37,6 +39,7 @@ class Result:
     forwards: int | None  # from the strike to the first finding; None: not known
     guess: str  # class of bug that is guessed for the first cause
     confidence: str
+    reports: tuple[str, ...] = ()  # of the first causes, in the order of being seen
     problem: str = ""  # why nothing can be said
 
     @property
@@ -164,8 +167,17 @@ def _result(
         forwards=None if first is None else _seen_after(strikes)(first)[0],
         guess=guess["class"],
         confidence=guess["confidence"],
+        reports=_reports(sorted(found, key=_seen_after(strikes)), causes),
         problem=problem,
     )
+
+
+def _reports(found: Events, causes: Events) -> tuple[str, ...]:
+    """The reports about the first MOST_REPORTS causes, each by its first finding."""
+    firsts: dict[int, dict[str, Any]] = {}
+    for event in found:
+        firsts.setdefault(event["cause"], event)
+    return tuple(report_of(event, causes) for event in list(firsts.values())[:MOST_REPORTS])
 
 
 def _seen_after(strikes: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], tuple[int, int]]:

@@ -6,6 +6,7 @@ from functools import partial
 
 from ..reports.classify import BugClass
 from . import breaks_drafts as drafts
+from . import breaks_later as later
 from . import breaks_rows as rows
 from . import breaks_stores as stores
 from . import breaks_swa as swa
@@ -341,7 +342,132 @@ _DRAFTS = (
         gap="0.5.12.post1 does so itself on every chunk, so the last token of a chunk is not compared",
     ),
 )
-FAULTS: dict[str, StagedFault] = {fault.id: fault for fault in (*_ROWS, *_SWA, *_TIERS, *_DRAFTS)}
+# Staged after the rules for guesses were frozen
+_LATER = tuple(
+    StagedFault(name, issue, title, setup, drive, breaks, expected)
+    for name, issue, title, setup, drive, breaks, expected in (
+        (
+            "decode-positions",
+            "sgl#25015",
+            "positions of a decode off by one",
+            "mha",
+            traffic.together,
+            later.decode_positions_off_by_one,
+            BugClass.WRONG_POSITION,
+        ),
+        (
+            "decode-tokens",
+            "trt#15546",
+            "host buffer of the input tokens overwritten before its copy",
+            "mha",
+            traffic.together,
+            later.decode_tokens_exchanged,
+            BugClass.ALTERED_TOKEN,
+        ),
+        (
+            "decode-lengths",
+            "trt#15546",
+            "lengths of the step before",
+            "mha",
+            traffic.together,
+            later.lengths_of_the_step_before,
+            BugClass.WRONG_INPUTS,
+        ),
+        (
+            "freed-and-stored",
+            "sgl#29353",
+            "slots freed under a request, and stored to before it reads them",
+            "mha",
+            traffic.staggered,
+            later.freed_and_stored_at_once,
+            _FREE,
+        ),
+        (
+            "in-free-list",
+            "mini-sglang#142",
+            "free list holds slots in use",
+            "mha",
+            traffic.staggered,
+            later.in_use_and_in_the_free_list,
+            BugClass.ALIASING,
+        ),
+        (
+            "row-copied-off",
+            "trt#13124",
+            "part of a row copied one place off",
+            "mha",
+            traffic.together,
+            later.row_copied_one_place_off,
+            _ROW,
+        ),
+        (
+            "late-write-of-v",
+            "sgl#27372",
+            "V half of a transfer lands late",
+            "mha",
+            traffic.together,
+            later.late_write_of_v,
+            _LATE,
+        ),
+        (
+            "abort-frees-twice",
+            "sgl#35049",
+            "abort frees the slots again",
+            "mha",
+            partial(traffic.aborted, tokens=30),
+            later.abort_frees_twice,
+            BugClass.DOUBLE_FREE,
+        ),
+        (
+            "freed-and-stored-mla",
+            "sgl#29353",
+            "slots freed under a request, and stored to before it reads them",
+            "mla",
+            traffic.staggered,
+            later.freed_and_stored_at_once,
+            _FREE,
+        ),
+        (
+            "in-free-list-mla",
+            "mini-sglang#142",
+            "free list holds slots in use",
+            "mla",
+            traffic.staggered,
+            later.in_use_and_in_the_free_list,
+            BugClass.ALIASING,
+        ),
+        (
+            "late-write-after-abort-mla",
+            "sgl#24527",
+            "abort frees the pages, the late write lands in the next request",
+            "mla",
+            partial(traffic.aborted, tokens=30),
+            stores.late_write_after_abort,
+            _LATE,
+        ),
+        (
+            "entry-moved",
+            "sgl#25889",
+            "entry of a stored token leads to another request's SWA slot",
+            "swa",
+            traffic.sliding,
+            later.entry_moved_after_the_store,
+            BugClass.SWA_MAPPING,
+        ),
+        (
+            "block-table-overwritten-swa",
+            "trt#15546",
+            "host buffer of the block table overwritten before its copy",
+            "swa",
+            traffic.together,
+            rows.block_table_overwritten,
+            _ROW,
+        ),
+    )
+)
+FAULTS: dict[str, StagedFault] = {
+    fault.id: fault for fault in (*_ROWS, *_SWA, *_TIERS, *_DRAFTS, *_LATER)
+}
 
 _NO_STATES = "states of linear-attention models are not covered, and no such model runs on a CPU"
 _NO_DSV4 = "DeepSeek-V4 is not served without a GPU of sm_90; its pool has tests of its own"

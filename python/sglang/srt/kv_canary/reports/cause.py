@@ -89,8 +89,15 @@ class Cause:
     def place(self) -> tuple[PoolKind, int] | None:
         """(pool kind of the allocator, slot), as the allocators know the slot. None without a slot."""
         v = self.first
+        if v.tier is not None:  # such slots have numbers of their own
+            return None
         if self.kind is PoolKind.SWA and v.slot:
             return PoolKind.SWA, v.slot
+        if self.scene is not None and self.scene.mapping is not None and self.scene.mapping.then:
+            return (
+                PoolKind.SWA,
+                self.scene.mapping.then,
+            )  # evicted: what became of its SWA slot tells by whom
         slot = v.slot if self.kind is PoolKind.FULL else v.full_slot
         return (PoolKind.FULL, slot) if slot else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..buffer_group import PoolKind
-from ..record import Reason
+from ..record import PREV_ANCHOR, Reason
 from .evidence import ALL_ZERO, Evidence
 
 
@@ -117,8 +117,25 @@ def _bytes_only(e: Evidence) -> bool:
     return e.has(Reason.CONTENT) and e.only(Reason.CONTENT)
 
 
+def _never_written(e: Evidence) -> bool:
+    return e.has(Reason.NEVER_WRITTEN)
+
+
 def _freed_prefix(e: Evidence) -> bool:
     return e.has(*_LIFETIME) and e.same_position and e.same_chain
+
+
+def _is_of_an_entry(e: Evidence) -> bool:
+    """Whether a wrong entry explains it, and no free of the reader's own slot does."""
+    return (
+        _never_written(e)
+        or _holds_something_else(e)
+        or (e.has(*_LIFETIME) and not _freed_prefix(e))
+    )
+
+
+def _freed_swa_again(e: Evidence) -> bool:
+    return e.has(Reason.DOUBLE_FREE) and e.kind is PoolKind.SWA and not e.is_freed_in_full
 
 
 SURE, LIKELY, UNSURE = Confidence
@@ -131,6 +148,20 @@ RULES: tuple[Rule, ...] = (
         lambda e: e.has(Reason.STALE_WEIGHTS),
         "the weights were updated between write and read, without a flush",
         SURE,
+    ),
+    Rule(
+        "SWA slot freed twice through the mapping",
+        BugClass.SWA_MAPPING,
+        lambda e: _freed_swa_again(e) and e.was_freed_through_mapping,
+        "a free clears the entries that it goes through: an entry outlived its slot, or two full slots shared it",
+        LIKELY,
+    ),
+    Rule(
+        "SWA slot freed twice",
+        BugClass.DOUBLE_FREE,
+        lambda e: _freed_swa_again(e) and not e.moments,
+        "two owners, or a full-to-SWA entry that outlived its slot: who freed it is not known",
+        UNSURE,
     ),
     Rule(
         "double free",
@@ -206,6 +237,29 @@ RULES: tuple[Rule, ...] = (
         LIKELY,
     ),
     Rule(
+        "one word",
+        BugClass.BYTES_DAMAGED,
+        lambda e: _bytes_only(e) and e.one_word and len(e.halves_seen) == 1,
+        "one changed word explains it; a store of a token would change many",
+        LIKELY,
+    ),
+    Rule(
+        "one word of each half",
+        BugClass.BYTES_DAMAGED,
+        lambda e: _bytes_only(e) and e.one_word,
+        "one changed word explains one half, so no whole token was stored; but K and V have both changed",
+        UNSURE,
+    ),
+    Rule(
+        "one half of several slots",
+        BugClass.LATE_WRITE,
+        lambda e: (
+            _bytes_only(e) and e.is_complete and len(e.halves_seen) == 1 and e.changed_beside > 0
+        ),
+        "bytes of other slots have changed, too: a store, a copy of one half, or damage to a whole area",
+        UNSURE,
+    ),
+    Rule(
         "bytes of one half",
         BugClass.BYTES_DAMAGED,
         lambda e: (
@@ -213,6 +267,13 @@ RULES: tuple[Rule, ...] = (
         ),
         "only one half has changed; a store of a whole token would change both",
         LIKELY,
+    ),
+    Rule(
+        "bytes of an SWA slot",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and len(e.halves_seen) > 1 and e.kind is PoolKind.SWA,
+        "a stray store of a token, or one through a stale full-to-SWA translation: which one the bytes cannot tell",
+        UNSURE,
     ),
     Rule(
         "bytes of all halves",
@@ -271,11 +332,60 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "row of two requests",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.history.is_row_shared and _is_of_an_entry(e),
+        "another request ran in the reader's row and has not given it back",
+        LIKELY,
+    ),
+    Rule(
+        "came without records",
+        BugClass.LATE_WRITE,
+        lambda e: _never_written(e) and e.was_filled,
+        "the slot was filled from elsewhere, and its record came empty: what was copied had been given up before",
+        UNSURE,
+    ),
+    Rule(
+        "never written, SWA",
+        BugClass.SWA_MAPPING,
+        lambda e: _never_written(e) and e.kind is PoolKind.SWA and e.is_complete,
+        "the full slot was written, and the SWA slot that it maps to was not",
+        LIKELY,
+    ),
+    Rule(
+        "never written, stored elsewhere",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _never_written(e) and e.is_elsewhere,
+        "the request has stored this position in another slot, which is intact",
+        LIKELY,
+    ),
+    Rule(
+        "never written, at several positions",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _never_written(e) and e.is_repeated,
+        "the row leads to the slot at several positions",
+        LIKELY,
+    ),
+    Rule(
+        "never handed out",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _never_written(e) and e.was_free,
+        "the allocator has not handed the slot out",
+        LIKELY,
+    ),
+    Rule(
         "never stored",
         BugClass.NEVER_STORED,
-        lambda e: e.has(Reason.NEVER_WRITTEN),
-        "no forward has stored to the slot: its forward did not run, or the row's entry was never filled in",
+        lambda e: _never_written(e) and e.was_handed_out,
+        "the slot was handed out, and no forward has stored to it",
         LIKELY,
+    ),
+    Rule(
+        "never written",
+        BugClass.NEVER_STORED,
+        _never_written,
+        "a store that is missing, or a wrong entry in the row: whether the slot was handed out is not known",
+        UNSURE,
     ),
     Rule(
         "freed while in use",
@@ -285,11 +395,32 @@ RULES: tuple[Rule, ...] = (
         SURE,
     ),
     Rule(
+        "read before the free",
+        BugClass.USE_AFTER_FREE,
+        lambda e: _freed_prefix(e) and e.was_read_before,
+        "another request wrote the slot, and the reader's forward before read it, too: it was not free then",
+        LIKELY,
+    ),
+    Rule(
+        "handed out and not stored",
+        BugClass.NEVER_STORED,
+        lambda e: _freed_prefix(e) and e.was_handed_out,
+        "a store of the new owner is missing, or the slot was freed too early: without its token nobody can tell",
+        UNSURE,
+    ),
+    Rule(
         "another's slot freed while in use",
         BugClass.USE_AFTER_FREE,
-        _freed_prefix,
+        lambda e: _freed_prefix(e) and e.was_free and e.first.prev_slot != PREV_ANCHOR,
         "the slot continues what lies before it; its token could not be compared, and another request wrote it",
         LIKELY,
+    ),
+    Rule(
+        "another's free slot",
+        BugClass.USE_AFTER_FREE,
+        _freed_prefix,
+        "another request wrote the slot and its token could not be compared: it may never have been the reader's",
+        UNSURE,
     ),
     Rule(
         "own slot freed while in use",
@@ -299,6 +430,20 @@ RULES: tuple[Rule, ...] = (
         ),
         "the reader itself wrote the slot, at this position, before it was freed",
         LIKELY,
+    ),
+    Rule(
+        "free slot, stored elsewhere",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(*_LIFETIME) and e.is_elsewhere,
+        "the request has stored this position in another slot, which is intact",
+        LIKELY,
+    ),
+    Rule(
+        "free slot, handed out again",
+        BugClass.NEVER_STORED,
+        lambda e: e.has(*_LIFETIME) and e.was_handed_out,
+        "the slot was handed out again and not stored to: a store that is missing, or a wrong entry in the row",
+        UNSURE,
     ),
     Rule(
         "free slot of somebody else",
@@ -322,6 +467,20 @@ RULES: tuple[Rule, ...] = (
         SURE,
     ),
     Rule(
+        "freed and written while in use",
+        BugClass.USE_AFTER_FREE,
+        lambda e: _holds_something_else(e) and e.written_since and e.was_freed_between,
+        "the slot was freed after the reader's last forward, and has been written since",
+        LIKELY,
+    ),
+    Rule(
+        "stored elsewhere",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _holds_something_else(e) and e.is_elsewhere and e.swapped is None,
+        "the request has stored this position in another slot, which is intact",
+        LIKELY,
+    ),
+    Rule(
         "free slot, written since",
         BugClass.ROW_SUBSTITUTION,
         lambda e: _holds_something_else(e) and e.freed_before is not None,
@@ -333,6 +492,13 @@ RULES: tuple[Rule, ...] = (
         BugClass.LATE_WRITE,
         lambda e: _written_by_another(e) and e.history.writer_was_dead,
         "the writer's request had already ended when its forward stored",
+        LIKELY,
+    ),
+    Rule(
+        "handed out twice",
+        BugClass.ALIASING,
+        lambda e: _written_by_another(e) and e.is_handed_out_twice,
+        "the allocator handed the slot out twice, and no free came between",
         LIKELY,
     ),
     Rule(

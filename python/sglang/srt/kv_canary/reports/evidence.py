@@ -8,11 +8,17 @@ from functools import cache
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import CONTENT_BASE, Mode, Reason, chain_step, to_signed64, to_unsigned64
+from ..slot_event import SlotEventKind
 from .extent import parts_of
 from .flight_recorder import FlightRecorder
+from .scene import Scene
+from .slot_history import SlotMoment
 from .violation import Actor, Violation
 
 ALL_ZERO = to_signed64(CONTENT_BASE)  # fingerprint of a slot whose bytes are all zero
+FREE_SWA = "free_swa"  # SGLang's function that frees SWA slots through the mapping
+_FREES = (SlotEventKind.FREE, SlotEventKind.CLEAR)
+_SPECULATIVE = {mode.name for mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +27,25 @@ class History:
 
     before_forward: int | None = None  # the reader's forward before the one that found it
     before_mode: str | None = None
+    before_step: int | None = None
     writer_was_dead: bool = False  # when the writer stored, its request had already ended
+    # The writer has the reader's id, and gave its row back in between: the id was used again, or it was retracted
+    is_earlier_run: bool = False
+    is_row_shared: bool = False  # another request ran in the reader's row and has not given it back
 
     @classmethod
     def of(cls, violation: Violation, recorder: FlightRecorder) -> History:
         reader, writer = violation.reader, violation.writer
         before = recorder.previous_of(reader.forward, reader.row)
         dead = writer is not None and recorder.is_moot(writer.forward, writer.row)
+        step = None if before is None else before.step
         return cls(
             None if before is None else before.forward,
             None if before is None else before.mode,
+            None if step is None else step.step,
             dead,
+            _is_earlier_run(violation, recorder),
+            recorder.other_owner(reader.forward, reader.row) is not None,
         )
 
 
@@ -49,7 +63,10 @@ class Evidence:
     swapped: Violation | None = None  # another cause: the two slots hold each other's positions
     is_continuous: bool = False  # it continues the slots before it, which have causes of their own
     origin: Evidence | None = None  # the cause from which this one follows
-    freed_for: str = ""  # why the slot was freed, such as "eviction"; empty: not known
+    moments: tuple[SlotMoment, ...] = ()  # of the slot, oldest first; empty: not known
+    scene: Scene | None = None
+    changed_beside: int = 0  # other slots whose bytes the same forward found changed
+    is_freed_in_full: bool = False  # that forward found a double free in the full pool, too
 
     @property
     def kind(self) -> PoolKind:
@@ -91,7 +108,7 @@ class Evidence:
     @property
     def is_own(self) -> bool:
         """Whether the reader itself wrote the slot."""
-        return is_same(self.first.writer, self.first.reader)
+        return is_same(self.first.writer, self.first.reader) and not self.history.is_earlier_run
 
     @property
     def is_foreign(self) -> bool:
@@ -139,6 +156,85 @@ class Evidence:
             return False
         return Evidence(earlier).same_position and Evidence(earlier).same_chain
 
+    # What the allocators did with the slot
+
+    @property
+    def freed_for(self) -> str:
+        """Why the slot was freed when its record says that it was, such as "eviction". Empty: not known."""
+        freed = self.first.freed
+        if freed is None or freed.step is None:
+            return ""
+        frees = [m for m in self.moments if m.kind is SlotEventKind.FREE and m.step == freed.step]
+        return frees[-1].site.purpose if frees and frees[-1].site is not None else ""
+
+    @property
+    def last_kind(self) -> SlotEventKind | None:
+        """The last thing that the allocators did with the slot before it was read. None: not known."""
+        step = self.first.reader.step
+        before = [m.kind for m in self.moments if step is not None and m.step < step]
+        return before[-1] if before else None
+
+    @property
+    def was_handed_out(self) -> bool:
+        """Whether the slot was in somebody's hands when it was read."""
+        return self.last_kind is SlotEventKind.ALLOC
+
+    @property
+    def was_free(self) -> bool:
+        """Whether the slot was in nobody's hands when it was read."""
+        return self.last_kind in _FREES
+
+    @property
+    def was_filled(self) -> bool:
+        """Whether K and V came into the slot from elsewhere before it was read."""
+        return self.last_kind is SlotEventKind.LOAD
+
+    @property
+    def was_freed_through_mapping(self) -> bool:
+        """Of an SWA slot that was freed twice: whether the second free went through the full-to-SWA mapping."""
+        step = self.first.reader.step
+        frees = [m for m in self.moments if m.kind is SlotEventKind.FREE and m.step == step]
+        return any(m.site is not None and FREE_SWA in m.site.functions for m in frees)
+
+    @property
+    def was_freed_between(self) -> bool:
+        """Whether the slot was freed after the reader's last forward and before the writer stored to it."""
+        after, writer = self.history.before_step, self.first.writer
+        if after is None or writer is None or writer.step is None:
+            return False
+        return any(m.kind in _FREES and after <= m.step < writer.step for m in self.moments)
+
+    @property
+    def is_handed_out_twice(self) -> bool:
+        """Whether the slot was handed out twice before it was read, without a free in between."""
+        step = self.first.reader.step
+        kinds = [m.kind for m in self.moments if step is not None and m.step < step]
+        return kinds[-2:] == [SlotEventKind.ALLOC] * 2
+
+    # What lay around the slot
+
+    @property
+    def was_read_before(self) -> bool:
+        """Whether the reader's forward before read the position, too, and found nothing."""
+        return self.scene is not None and self.scene.last_read is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the reader has stored the position in another slot, which is intact."""
+        modes = {self.first.reader.mode, self.history.before_mode}
+        # With speculation the other slot may be a rejected draft's.
+        return bool(self.scene and self.scene.elsewhere) and modes.isdisjoint(_SPECULATIVE)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the reader's row leads to the slot at several positions."""
+        return self.scene is not None and self.scene.is_repeated
+
+    @property
+    def one_word(self) -> bool:
+        """Whether the change of a single word explains the new fingerprint."""
+        return self.scene is not None and bool(self.scene.changed)
+
     # What it holds
 
     @property
@@ -172,6 +268,15 @@ def continues(v: Violation, before: Violation | None = None) -> bool:
     if None in (v.stored_chain, v.stored_token, v.stored_position, before.stored_chain):
         return False
     return v.stored_chain == chain_step(before.stored_chain, v.stored_token, v.stored_position)
+
+
+def _is_earlier_run(v: Violation, recorder: FlightRecorder) -> bool:
+    reader, writer = v.reader, v.writer
+    if writer is None or not is_same(writer, reader):
+        return False
+    if writer.row != reader.row:
+        return True
+    return recorder.was_released(reader.row, writer.forward, reader.forward)
 
 
 def is_same(one: Actor | None, other: Actor | None) -> bool:

@@ -16,6 +16,7 @@ from .weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still look up
 LOOK_BACK = 64  # forwards in which a request's previous forward is looked for
+MAX_RELEASES = 8  # of a row that are remembered
 
 
 @dataclass(slots=True)
@@ -47,9 +48,8 @@ class Steps:
 
     count: int = 0
     current: StepRecord | None = None
-    released: dict[int, int] = field(
-        default_factory=dict
-    )  # row -> step after which it was given back
+    # row -> steps after which it was given back, oldest first
+    released: dict[int, deque[int]] = field(default_factory=dict)
     in_flight: deque[StepRecord] = field(
         default_factory=deque
     )  # whose result has not arrived, oldest first
@@ -131,7 +131,10 @@ class FlightRecorder:
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""
-        self._steps.released[row] = self._steps.count
+        steps = self._steps.released.get(row)
+        if steps is None:
+            steps = self._steps.released[row] = deque(maxlen=MAX_RELEASES)
+        steps.append(self._steps.count)
         for step in self._steps.in_flight:
             if row in step.requests:
                 step.moot_rows.add(row)
@@ -164,14 +167,45 @@ class FlightRecorder:
         return found is not None and found.step is not None and row in found.step.rewritten_rows
 
     def previous_of(self, forward: int, row: int) -> ForwardRecord | None:
-        """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK."""
+        """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK.
+
+        A client may use a request id again: then the row was given back in between.
+        """
         request = self.request_id(forward, row)
         if request is None:
             return None
         for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
             if self.request_id(earlier, row) == request:
-                return self._forwards[earlier]
+                is_same_run = not self.was_released(row, earlier, forward)
+                return self._forwards[earlier] if is_same_run else None
         return None
+
+    def was_released(self, row: int, earlier: int, later: int) -> bool:
+        """Whether the host gave `row` back between two forwards on record."""
+        first, last = self._step_of(earlier), self._step_of(later)
+        if first is None or last is None:
+            return False
+        return any(first <= step < last for step in self._steps.released.get(row, ()))
+
+    def other_owner(self, forward: int, row: int) -> tuple[str, int] | None:
+        """(request id, forward): who ran in `row` before and has not given it back. In the last LOOK_BACK forwards.
+
+        A row has one request at a time. Rows are handed out again only after they were given back.
+        """
+        request = self.request_id(forward, row)
+        if request is None:
+            return None
+        for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
+            if self.was_released(row, earlier, forward):
+                return None
+            other = self.request_id(earlier, row)
+            if other not in (None, request):
+                return other, earlier
+        return None
+
+    def _step_of(self, forward: int) -> int | None:
+        found = self._forwards.get(forward)
+        return None if found is None or found.step is None else found.step.step
 
     @property
     def newest(self) -> int:
@@ -186,9 +220,14 @@ class FlightRecorder:
             if found is None or found.step is None:
                 continue
             for row, request in found.step.requests.items():
-                if self._steps.released.get(row, 0) < found.step.step:
+                if self._released_last(row) < found.step.step:
                     owners.setdefault(row, request)
         return owners
+
+    def _released_last(self, row: int) -> int:
+        """The last step after which `row` was given back; 0: never."""
+        steps = self._steps.released.get(row)
+        return steps[-1] if steps else 0
 
     def first_of(self, forward: int, row: int) -> int:
         """The first forward on record that ran the same request in the same row without a pause of LOOK_BACK."""

@@ -17,7 +17,10 @@ MAX_NOTED = 4096  # entries of each index; the oldest is forgotten
 MAX_RUN = 64  # freed slots in a row that are followed back
 MAX_ORIGINS = 8  # causes followed back to the one where it began
 
-K = TypeVar("K")
+_CHANGED, _DOUBLE_FREE = (Reason.CONTENT.name,), (Reason.DOUBLE_FREE.name,)
+_COUNTED = (_CHANGED, _DOUBLE_FREE)
+
+K, V = TypeVar("K"), TypeVar("V")
 Halves = Mapping[PoolKind, tuple[str, ...]]  # that each pool kind has
 
 _WRONG_WRITES = frozenset(
@@ -51,6 +54,8 @@ class Neighbours:
     _at_slot: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)  # the newest cause
     _of_entry: dict[tuple[PoolKind, int], Cause] = field(default_factory=dict)
     _holding: dict[tuple[PoolKind, int, str | None, int], Cause] = field(default_factory=dict)
+    # Causes with these reasons alone, by reasons, pool kind and forward
+    _alike: dict[tuple[tuple[str, ...], PoolKind, int], int] = field(default_factory=dict)
 
     def note(self, cause: Cause) -> None:
         """A new cause. It takes the place of an older one of its slot."""
@@ -63,6 +68,9 @@ class Neighbours:
             _put(self._of_entry, (kind, v.full_slot), cause)
         if Reason.POSITION.name in v.reasons and v.stored_position is not None:
             _put(self._holding, _position_key(v, v.stored_position), cause)
+        if v.reasons in _COUNTED:
+            key = v.reasons, kind, v.reader.forward
+            _put(self._alike, key, self._alike.get(key, 0) + 1)
 
     def evidence_of(self, cause: Cause, is_complete: bool, depth: int = MAX_ORIGINS) -> Evidence:
         """What is known of `cause` now. `is_complete`: as in `Evidence`."""
@@ -83,7 +91,18 @@ class Neighbours:
             swapped=self._swapped_with(cause),
             is_continuous=self._is_continuous(cause),
             origin=origin,
+            moments=cause.moments or (),
+            scene=cause.scene,
+            changed_beside=self._found_beside(cause, _CHANGED),
+            is_freed_in_full=bool(self._count(_DOUBLE_FREE, PoolKind.FULL, cause)),
         )
+
+    def _found_beside(self, cause: Cause, reasons: tuple[str, ...]) -> int:
+        """Other causes with `reasons` alone that the same forward found."""
+        return self._count(reasons, cause.kind, cause) - (cause.first.reasons == reasons)
+
+    def _count(self, reasons: tuple[str, ...], kind: PoolKind, cause: Cause) -> int:
+        return self._alike.get((reasons, kind, cause.first.reader.forward), 0)
 
     def _other_at_slot(self, cause: Cause) -> Violation | None:
         if cause.first.slot is None:
@@ -165,7 +184,7 @@ def _position_key(v: Violation, position: int) -> tuple[PoolKind, int, str | Non
     return CanaryLaunchTag.kind_of(v.tag), v.reader.row, v.reader.request_id, position
 
 
-def _put(index: dict[K, Cause], key: K, cause: Cause) -> None:
+def _put(index: dict[K, V], key: K, value: V) -> None:
     if key not in index and len(index) >= MAX_NOTED:
         index.pop(next(iter(index)))
-    index[key] = cause
+    index[key] = value

@@ -11,7 +11,16 @@ from typing import Any, Protocol
 from .. import record
 from ..buffer_group import PoolKind
 from ..record import State
-from .scene_facts import CachedAt, ChangedWord, RowFilled, buffers_text
+from .scene_facts import (
+    CachedAt,
+    ChangedWord,
+    RowFilled,
+    RowShared,
+    SlotBeside,
+    SwaMapping,
+    beside_text,
+    buffers_text,
+)
 
 NEAR = 8  # row entries on each side of the position
 MAX_LISTED = 4  # slots, rows or entries that a search lists
@@ -129,6 +138,10 @@ class Scene:
         int, ...
     ] = ()  # that hold only zero bytes of the slot, if its bytes changed
     buffers: int = 0  # of this half
+    mapping: SwaMapping | None = None  # of the finding's full slot, in a SWA pool
+    page_size: int = 1
+    row_shared: RowShared | None = None  # by another request
+    beside: tuple[SlotBeside, ...] = ()  # slots of the page, or next to the slot, itself included
 
     def as_dict(self, with_records: bool = False) -> dict[str, Any]:
         """JSON-ready."""
@@ -155,6 +168,10 @@ class Scene:
             "half": self.half,
             "zero_buffers": list(self.zero_buffers),
             "buffers": self.buffers,
+            "mapping": None if self.mapping is None else self.mapping.as_dict(),
+            "page_size": self.page_size,
+            "row_shared": None if self.row_shared is None else self.row_shared.as_dict(),
+            "beside": [slot.as_dict() for slot in self.beside],
         }
 
     @classmethod
@@ -183,6 +200,8 @@ class Scene:
             lines.append(
                 ("row", f"row {self.row} from position {self.first_entry}: {self._entries()}")
             )
+        if self.row_shared is not None:
+            lines.append(("row", self.row_shared.text(self.row)))
         if self.filled is not None:
             lines.append(("filled", self.filled.text(self.position)))
         if self.last_read is not None:
@@ -190,8 +209,7 @@ class Scene:
             lines.append(("last read", text))
         if self.diverges:
             lines.append(("diverges", self.diverges))
-        others = [h for h in self.holders if h.slot not in (self.slot, self._entry())]
-        if others and self.position is not None:
+        if others := self.elsewhere:
             slots = ", ".join(f"{h.slot} (by forward {h.forward})" for h in others)
             lines.append(
                 (
@@ -207,15 +225,31 @@ class Scene:
         if self.other_full_slots:
             text = ", ".join(map(str, self.other_full_slots))
             lines.append(("mapping", f"SWA slot {self.slot} is also that of full slot {text}"))
+        if self.mapping is not None:
+            lines.append(("mapping", self.mapping.text()))
         if self.same_content:
             text = ", ".join(map(str, self.same_content))
             lines.append(("equals", f"the bytes now have the fingerprint of slot {text}"))
         lines += [("bytes", word.text()) for word in self.changed]
         if 0 < len(self.zero_buffers) < self.buffers:
             lines.append(("zero", buffers_text(self.half, self.zero_buffers, self.buffers)))
+        if self.beside:
+            lines.append(("beside", beside_text(self.beside, self.page_size)))
         if self.cache_searched:
             lines.append(("cached", self._cached()))
         return lines
+
+    @property
+    def elsewhere(self) -> tuple[RecordNow, ...]:
+        """Other slots in which the request has stored the position."""
+        if self.position is None:
+            return ()
+        return tuple(h for h in self.holders if h.slot not in (self.slot, self._entry()))
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether other entries of the reader's row have the same full slot."""
+        return any(row == self.row for row, _ in self.other_entries)
 
     def _cached(self) -> str:
         if self.cached_at:
@@ -243,11 +277,24 @@ def _facts_of(scene: Mapping[str, Any]) -> dict[str, Any]:
     if "filled" not in scene:
         return {}
     return {
+        **_neighbours_of(scene),
         "filled": None if scene["filled"] is None else RowFilled(**scene["filled"]),
         "cached_at": tuple(CachedAt(**cached) for cached in scene["cached_at"]),
         "changed": tuple(ChangedWord.from_event(word) for word in scene["changed"]),
         "zero_buffers": tuple(scene["zero_buffers"]),
         **{name: scene[name] for name in ("last_read", "cache_searched", "half", "buffers")},
+    }
+
+
+def _neighbours_of(scene: Mapping[str, Any]) -> dict[str, Any]:
+    if "beside" not in scene:
+        return {}
+    mapping, shared = scene["mapping"], scene["row_shared"]
+    return {
+        "row_shared": None if shared is None else RowShared(**shared),
+        "mapping": None if mapping is None else SwaMapping(**mapping),
+        "page_size": scene["page_size"],
+        "beside": tuple(SlotBeside(**slot) for slot in scene["beside"]),
     }
 
 

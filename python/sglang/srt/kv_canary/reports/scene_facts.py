@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .safe_text import safe_text
+
 
 def _as_dict(fact: Any) -> dict[str, Any]:
     return {name: getattr(fact, name) for name in fact.__slots__}
@@ -64,6 +66,108 @@ class CachedAt:
         return (
             f"at position {self.position}, in node {self.node} with positions {self.first} to {self.last}, "
             f"used by {users}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SwaMapping:
+    """Where a full slot was mapped when its token was stored, and where it is mapped now. SWA slots; None: nowhere."""
+
+    full_slot: int
+    now: int | None
+    forward: int  # that stored the token; the low 32 bits
+    then: int | None  # None: no SWA slot holds any more what that forward stored
+    state: str | None  # of the record of `then`
+    changed: (
+        int | None
+    )  # forward that freed `then` or handed it out; None: it still holds the token
+
+    as_dict = _as_dict
+
+    def text(self) -> str:
+        """One line."""
+        full, stored = f"full slot {self.full_slot}", f"forward {self.forward} stored"
+        now = "no SWA slot" if self.now is None else f"SWA slot {self.now}"
+        if self.then is None:
+            return f"{full} is mapped to {now}; no SWA slot holds what {stored} to it any more"
+        if self.then == self.now and self.changed is None:
+            return f"{full} is mapped to {now}, as when {stored} to it"
+        return f"{full} was mapped to SWA slot {self.then} when {stored} to it; now to {now}. {self._since()}"
+
+    def _since(self) -> str:
+        then = f"SWA slot {self.then}"
+        if self.changed is None:
+            return f"{then} still holds the token"
+        what = "freed" if self.state == "FREED" else "handed out again"
+        return f"{then} was {what} after forward {self.changed}"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBeside:
+    """A slot of the same page, or next to the finding's. Of a free slot: whose it was."""
+
+    slot: int
+    state: str  # of its record
+    row: int
+    forward: int  # that stored to it; the low 32 bits
+    request_id: str | None  # None: not on record
+    has_changed: bool | None  # its bytes; None: not checked
+
+    as_dict = _as_dict
+
+    def text(self) -> str:
+        """Without its number."""
+        state = _STATES.get(self.state) or safe_text(self.state)
+        if self.state in ("NEVER_WRITTEN", "damaged"):
+            return state
+        who = f"row {self.row}" if self.request_id is None else f'"{safe_text(self.request_id)}"'
+        said = f"{state} {who}"
+        if self.has_changed is None:
+            return said
+        return f"{said}, bytes {'changed' if self.has_changed else 'as written'}"
+
+
+_STATES = {
+    "NEVER_WRITTEN": "never written",
+    "damaged": "record damaged",
+    "LIVE": "of",
+    "FREED": "free, last of",
+    "ALLOCATED": "handed out and not written, last of",
+    "UNFILLED": "not written by the draft model, last of",
+}
+
+
+def beside_text(beside: Sequence[SlotBeside], page_size: int) -> str:
+    """One line, with equal slots side by side folded."""
+    runs: list[list[SlotBeside]] = []
+    for one in beside:
+        if runs and runs[-1][-1].text() == one.text():
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    said = (f"{_range(run[0].slot, run[-1].slot)} {run[0].text()}" for run in runs)
+    what = "slots" if page_size == 1 else f"in its page of {page_size}"
+    return f"{what}: {'; '.join(said)}"
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowShared:
+    """Another request that has run in the reader's row, and has not given it back."""
+
+    request_id: str
+    forward: int  # the last one before the reader's
+
+    as_dict = _as_dict
+
+    def text(self, row: int) -> str:
+        """One line."""
+        return (
+            f'request "{safe_text(self.request_id)}" ran in row {row}, too, last in forward {self.forward}, and has '
+            "not given it back"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 
 from ..endpoint import CanaryLaunchTag
 from ..record import Mode
@@ -10,6 +11,7 @@ from .extent import parts_of
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
 from .scene import Pending, Place, Scene, Taker
+from .scene_facts import RowShared, SlotBeside
 from .violation import Violation
 
 logger = logging.getLogger(__name__)
@@ -24,13 +26,18 @@ class Scenes:
         self._taker = taker
         self._left = MAX_SCENES
 
+    def renew(self) -> None:
+        """As after the start, for tests and staged faults."""
+        self._left = MAX_SCENES
+
     def take(self, violation: Violation, recorder: FlightRecorder) -> Pending | None:
         """A scene on its way. None if there is none for this cause."""
-        if self._taker is None or not self._left:
+        if self._taker is None or not self._left or violation.tier is not None:
             return None
         self._left -= 1
         try:
-            return self._taker.take(_place_of(violation, recorder))
+            pending = self._taker.take(_place_of(violation, recorder))
+            return _Named(pending, recorder, _shared(violation, recorder))
         except Exception as error:
             self._give_up(error)
             return None
@@ -49,6 +56,31 @@ class Scenes:
             "kv-canary cannot look around a finding, and leaves that out of reports from now on: %s",
             describe_error(error),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A scene on its way, and what the flight recorder adds to it."""
+
+    pending: Pending
+    recorder: FlightRecorder
+    shared: RowShared | None
+
+    def result(self, wait: bool = False) -> Scene | None:
+        scene = self.pending.result(wait)
+        if scene is None:
+            return None
+        named = tuple(replace(slot, request_id=self._name_of(slot)) for slot in scene.beside)
+        return replace(scene, beside=named, row_shared=self.shared)
+
+    def _name_of(self, slot: SlotBeside) -> str | None:
+        forward = self.recorder.whole_number(slot.forward)
+        return self.recorder.request_id(forward, slot.row)
+
+
+def _shared(v: Violation, recorder: FlightRecorder) -> RowShared | None:
+    found = recorder.other_owner(v.reader.forward, v.reader.row)
+    return None if found is None else RowShared(*found)
 
 
 def _place_of(v: Violation, recorder: FlightRecorder) -> Place:

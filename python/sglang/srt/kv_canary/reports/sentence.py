@@ -82,6 +82,8 @@ def _which_wrote(e: Evidence, verb: str = "wrote") -> str:
     """A relative clause about the slot."""
     if e.is_own:
         return f"which it {verb} itself{_ago(e)}"
+    if e.history.is_earlier_run:
+        return f"which an earlier run of {_name(e.first.writer)} {verb}{_ago(e)}"
     return f"which {_name(e.first.writer)} {verb}{_ago(e)}"
 
 
@@ -89,6 +91,8 @@ def _wrote(e: Evidence, what: str = "it") -> str:
     """A clause of its own."""
     if e.is_own:
         return f"the request wrote {what} itself{_ago(e)}"
+    if e.history.is_earlier_run:
+        return f"an earlier run of {_name(e.first.writer)} wrote {what}{_ago(e)}"
     return f"{_name(e.first.writer)} wrote {what}{_ago(e)}"
 
 
@@ -129,7 +133,7 @@ def _freed(e: Evidence) -> str:
     v = e.first
     freed = "" if v.freed is None else f" after forward {v.freed.forward}"
     freed += f" ({e.freed_for})" if e.freed_for else ""
-    if e.has(Reason.UNWRITTEN_SINCE_ALLOC):
+    if e.has(Reason.UNWRITTEN_SINCE_ALLOC) or e.was_handed_out:
         freed += ", handed out again and not written since"
     wrote = "" if v.writer is None else f"; {_wrote(e)}{_at(v.stored_position)}"
     return f"{_reads(e)}, which was freed{freed}{wrote}"
@@ -245,4 +249,6 @@ _SAYINGS: tuple[tuple[Reason, Callable[[Evidence], str]], ...] = (
 def _never_written(e: Evidence) -> str:
     if e.in_one_record:
         return f"and only one of its canary records was never written ({e.first.tag})"
+    if e.was_filled:
+        return "which was filled from elsewhere and whose record came empty"
     return "which no forward has written since the start"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +105,18 @@ class SlotHistory:
         self._arrived = 0  # of them, slots whose copy is known to be complete
         self._copy: tuple[Any, int] | None = None  # event of a copy under way, slots by then
         self._index: _Index | None = None
+        # Makes the ledger that keeps it tell the events that wait there
+        self.catch_up: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
         """Host memory of the ring."""
         return self._ring.nbytes
+
+    def forget(self) -> None:
+        """An event was lost. What came before it would look like all that happened."""
+        self._kept.clear()
+        self._index = None
 
     def keep(self, events: Iterable[SlotEvent]) -> None:
         """Keep events in the order of the allocators. On the stream on which their slots may be read."""
@@ -160,8 +167,8 @@ class SlotHistory:
         kept, starts = index.events, index.starts
         if not kept:
             return ()
-        found = {i for i in index.clears if kept[i][1] == kind}
-        offsets: dict[int, int] = {}
+        # (event, number of its call): a group of frees may list a slot twice
+        found = {(i, 0) for i in index.clears if kept[i][1] == kind}
         for position, held in self._positions(kept[-1][2], slot):
             i = bisect_right(starts, position) - 1
             if i < 0 or position >= starts[i] + _count(kept[i]):
@@ -170,14 +177,13 @@ class SlotHistory:
             # A free of a slot frees its page.
             is_of_slot = held == slot or event_kind == SlotEventKind.FREE
             if pool_kind == kind and is_of_slot:
-                found.add(i)
-                offsets.setdefault(i, position - starts[i])
+                found.add((i, _call_at(kept[i][_CALLS:], position - starts[i])))
         newest = sorted(found)[-MAX_SHOWN:]
-        return tuple(self._moment(kept[i], offsets.get(i, 0)) for i in newest)
+        return tuple(self._moment(kept[i], call) for i, call in newest)
 
-    def _moment(self, event: _Kept, offset: int) -> SlotMoment:
+    def _moment(self, event: _Kept, call: int) -> SlotMoment:
         kind, _, _, step, *calls = event
-        count, site, request_id = _call_at(calls, offset)
+        count, site, request_id = calls[3 * call : 3 * call + 3]
         return SlotMoment(SlotEventKind(kind), step, count, self._sites[site], request_id)
 
     def _current_index(self) -> _Index:
@@ -210,10 +216,10 @@ def _count(event: _Kept) -> int:
     return event[_CALLS] if len(event) == _CALLS + 3 else sum(event[_CALLS::3])
 
 
-def _call_at(calls: Sequence[Any], offset: int) -> Sequence[Any]:
-    """(slots, call site, request id) of the call that listed the slot at `offset` of the event."""
-    for i in range(0, len(calls), 3):
-        if offset < calls[i]:
-            return calls[i : i + 3]
-        offset -= calls[i]
-    return calls[-3:]
+def _call_at(calls: Sequence[Any], offset: int) -> int:
+    """The number of the call that listed the slot at `offset` of the event."""
+    for number, count in enumerate(calls[::3]):
+        if offset < count:
+            return number
+        offset -= count
+    return len(calls) // 3 - 1

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..slot_event import SlotEventKind
 from .classify import Guess, classify
 from .evidence import Evidence
 from .scene import Scene
@@ -25,14 +24,8 @@ class Story:
     scene: Scene | None = None
 
     @classmethod
-    def of(
-        cls,
-        evidence: Evidence,
-        history: tuple[SlotMoment, ...] = (),
-        scene: Scene | None = None,
-    ) -> Story:
-        evidence = replace(evidence, freed_for=_freed_for(evidence, history))
-        return cls(sentence(evidence), classify(evidence), history, scene)
+    def of(cls, evidence: Evidence) -> Story:
+        return cls(sentence(evidence), classify(evidence), evidence.moments, evidence.scene)
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Story:
@@ -54,15 +47,6 @@ class Story:
     def guess_text(self) -> str:
         """One line, or empty."""
         return "" if self.guess is None else self.guess.text()
-
-
-def _freed_for(evidence: Evidence, history: Iterable[SlotMoment]) -> str:
-    """Why the slot was freed when its record says that it was."""
-    freed = evidence.first.freed
-    if freed is None or freed.step is None:
-        return ""
-    frees = [m for m in history if m.kind is SlotEventKind.FREE and m.step == freed.step]
-    return frees[-1].site.purpose if frees and frees[-1].site is not None else ""
 
 
 def report_of(violation: Mapping[str, Any], causes: Iterable[Mapping[str, Any]]) -> str:

@@ -87,6 +87,10 @@ class ViolationManager:
         """See `ViolationReporter.causes_about`."""
         return self._reporter.causes_about(is_about, limit)
 
+    def renew_scenes(self) -> None:
+        """See `ViolationReporter.renew_scenes`."""
+        self._reporter.renew_scenes()
+
     def finish(self) -> None:
         """The process ends. Name every waiting cause, and count the findings that were not settled."""
         if len(self._unsettled):

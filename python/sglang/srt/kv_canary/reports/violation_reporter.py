@@ -26,7 +26,7 @@ from .known_findings import KnownFindings, Repeats, finding_keys
 from .neighbours import Halves, Neighbours
 from .scene import Taker
 from .scenes import Scenes
-from .slot_history import SlotHistory, SlotMoment
+from .slot_history import SlotHistory
 from .story import Story
 from .violation import Violation, decode_row
 
@@ -70,14 +70,12 @@ class ViolationReporter:
         halves: Halves | None = None,  # that each pool kind has; None: unknown
         history: SlotHistory | None = None,  # of the allocators; None: not kept
         taker: Taker | None = None,  # of scenes; None: none are taken
-        tell_history: Callable[[], None] = lambda: None,  # of allocator events that wait
     ) -> None:
         self._mode = mode
         self._sink = sink
         self._log_every_s = log_every_s
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._history = history
-        self._tell_history = tell_history
         self._scenes = Scenes(taker)
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
@@ -163,7 +161,8 @@ class ViolationReporter:
         number = next(self._numbers)
         history = History.of(violation, recorder)
         cause = Cause(number, replace(violation, cause=number), history)
-        self._tell_history()
+        if self._history is not None:
+            self._history.catch_up()
         cause.pending_scene = self._scenes.take(violation, recorder)
         if violation.tier is None:  # other tiers have slot numbers of their own
             self._neighbours.note(cause)
@@ -186,6 +185,10 @@ class ViolationReporter:
             )
         leave_last_words(text)
         raise CanaryViolationError(text)
+
+    def renew_scenes(self) -> None:
+        """The next causes get scenes as the first ones of a process do: a staged fault begins."""
+        self._scenes.renew()
 
     def causes_about(
         self, is_about: Callable[[Cause], bool], limit: int
@@ -249,25 +252,27 @@ class ViolationReporter:
     def _story_of(self, cause: Cause) -> Story:
         """Never raises: a report without a story is better than no report."""
         try:
-            return Story.of(self._evidence_of(cause), self._moments_of(cause), cause.scene)
+            self._look_up_moments(cause)
+            return Story.of(self._evidence_of(cause))
         except Exception as error:
             logger.error(
                 "kv-canary cannot explain cause #%d: %s", cause.number, describe_error(error)
             )
             return Story()
 
-    def _moments_of(self, cause: Cause) -> tuple[SlotMoment, ...]:
-        """What the allocators did with the slot, as of the first look. Empty if it is not known."""
+    def _look_up_moments(self, cause: Cause) -> None:
+        """What the allocators did with the slot, as of the first look."""
         place = cause.place
-        if cause.moments is None and self._history is not None and place is not None:
-            if self._lookups == MAX_LOOKUPS:
-                return ()
+        if cause.moments is not None or self._history is None or place is None:
+            return
+        if self._lookups < MAX_LOOKUPS:
             self._lookups += 1
             cause.moments = self._history.of(*place)
-        return cause.moments or ()
 
     def _evidence_of(self, cause: Cause) -> Evidence:
-        return self._neighbours.evidence_of(cause, self._is_complete(cause))
+        # Outside the device pool the halves of a page are found one after the other.
+        is_complete = cause.first.tier is None and self._is_complete(cause)
+        return self._neighbours.evidence_of(cause, is_complete)
 
     def _is_complete(self, cause: Cause) -> bool:
         """Whether every finding of the forward that first found `cause` has been read."""

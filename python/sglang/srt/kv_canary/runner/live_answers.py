@@ -336,6 +336,9 @@ class _ListedOnce:
     def request_in(self, row: int) -> RequestNow | None:
         return self._surroundings.request_in(row)
 
+    def page_size(self) -> int:
+        return self._surroundings.page_size()
+
     def cached_slots(self) -> CachedSlots | None:
         return self._cached
 

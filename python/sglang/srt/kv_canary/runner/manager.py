@@ -106,7 +106,6 @@ class CanaryManager:
             halves,
             history,
             self._taker(surroundings),
-            self.ledger.tell_history,
         )
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)

@@ -15,7 +15,7 @@ from ..config import ContentMode
 from ..kernels.layout import content_unit
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, Place, RecordNow, Scene, divergence
-from ..reports.scene_facts import CachedAt, ChangedWord
+from ..reports.scene_facts import CachedAt, ChangedWord, SlotBeside, SwaMapping
 from .changed_words import explaining_words, rows_of
 from .surroundings import CachedSlots, RequestNow
 
@@ -34,6 +34,7 @@ class PendingScene:
     first_entry: int
     request: RequestNow | None
     cached: CachedSlots | None
+    page_size: int
 
     def result(self, wait: bool = False) -> Scene | None:
         """None while the copy is under way, unless `wait` blocks until it is complete."""
@@ -72,6 +73,9 @@ class PendingScene:
             diverges=_divergence(parts["divergence"]),
             last_read=self._last_read(),
             filled=None if self.request is None else self.request.filled,
+            mapping=_mapping(parts["mapping"], place.full_slot),
+            page_size=self.page_size,
+            beside=_beside(parts["beside"], parts["changed"]),
             **self._cached_at(parts["cached"]),
             **self._changes(rows.get(place.changed_half, ())),
         )
@@ -147,6 +151,45 @@ def _records_of(values: list[int]) -> tuple[RecordNow, ...]:
     width = 1 + record.RECORD_WORDS
     rows = (values[i : i + width] for i in range(0, len(values), width))
     return tuple(RecordNow.of(row[0], row[1:]) for row in rows if row[0] >= 0)
+
+
+def _mapping(values: list[int], full_slot: int | None) -> SwaMapping | None:
+    if not values or full_slot is None:
+        return None
+    now, *values = values
+    stored, (then, *found) = values[: record.RECORD_WORDS], values[record.RECORD_WORDS :]
+    writer = _last_writer(stored)
+    if writer is None:  # nothing was ever stored to the full slot
+        return None
+    forward = record.unpack_writer(writer)[0]
+    has_now = now if now > 0 else None
+    if then < 0:
+        return SwaMapping(full_slot, has_now, forward, None, None, None)
+    held = RecordNow.of(then, found)
+    changed = None if held.state == record.State.LIVE.name else held.forward
+    return SwaMapping(full_slot, has_now, forward, then, held.state, changed)
+
+
+def _last_writer(words: list[int]) -> int | None:
+    """The writer word of a record; None if it has none."""
+    writer = words[record.WORD_WRITER]
+    if writer == 0 or not record.is_writer_intact(writer):
+        return None
+    if record.unpack_writer(writer)[3] != record.State.LIVE:
+        writer = words[record.WORD_CONTENT]
+    return writer if writer and record.is_writer_intact(writer) else None
+
+
+def _beside(values: list[int], changed: list[int]) -> tuple[SlotBeside, ...]:
+    width = 1 + record.RECORD_WORDS
+    slots = []
+    for index, has_changed in enumerate(changed):
+        slot, *words = values[index * width : (index + 1) * width]
+        state, writer = RecordNow.of(slot, words).state, _last_writer(words)
+        forward, row = (0, 0) if writer is None else record.unpack_writer(writer)[:2]
+        known = None if has_changed < 0 else bool(has_changed)
+        slots.append(SlotBeside(slot, state, row, forward, None, known))
+    return tuple(slots)
 
 
 def _divergence(values: list[int]) -> str:

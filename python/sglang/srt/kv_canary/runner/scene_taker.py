@@ -15,6 +15,7 @@ from .. import record
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import ContentMode
 from ..kernels.reference import hashing
+from ..kernels.reference.content import content_fingerprint
 from ..reports.async_copy import FutureTensors
 from ..reports.scene import MAX_LISTED, NEAR, Place
 from .changed_words import row_of
@@ -47,11 +48,15 @@ class SceneTaker:
     def take(self, place: Place) -> PendingScene:
         """Start to take the scene of `place`, on the current stream."""
         request = cached = None
+        page_size = 1
         if self._surroundings is not None:
+            page_size = self._surroundings.page_size()
             request = self._surroundings.request_in(place.row) if place.row else None
             cached = self._surroundings.cached_slots()
         group = self._groups[place.kind]
-        found = _Search(group, self._rows, self._row_memory, place)
+        full = self._groups.get(PoolKind.FULL)
+        found = _Search(group, self._rows, self._row_memory, place, full)
+        beside = found.beside_slots(page_size)
         parts = {
             "entries": found.entries,
             "mapped": found.mapped,
@@ -59,6 +64,9 @@ class SceneTaker:
             **found.searches(),
             "divergence": found.divergence(() if request is None else request.tokens),
             "cached": found.cached(cached),
+            "mapping": found.mapping(),
+            "beside": found.beside(beside),
+            "changed": found.changed_beside(beside, self._content_mode),
         }
         flat = torch.cat([part.reshape(-1).long() for part in parts.values()])
         rows = found.bytes(self._with_bytes)
@@ -76,6 +84,7 @@ class SceneTaker:
             first_entry=found.first_entry,
             request=request,
             cached=cached,
+            page_size=page_size,
         )
 
 
@@ -88,8 +97,10 @@ class _Search:
         rows: torch.Tensor,
         row_memory: torch.Tensor,
         place: Place,
+        full: CanaryBufferGroup | None,  # the group of the full slots
     ) -> None:
         self._group, self._rows, self._row_memory, self._place = group, rows, row_memory, place
+        self._full = full
         self.first_entry = 0
         nothing = torch.empty(0, dtype=torch.int64, device=rows.device)
         self.entries = self.mapped = nothing
@@ -226,11 +237,75 @@ class _Search:
             return self._rows.new_empty(0)
         return _first_hits(lut, lambda part: part == slot)
 
+    def mapping(self) -> torch.Tensor:
+        """int64[1 + 4 + 1 + 4]: where the finding's full slot is mapped now, its record, and the SWA slot with the same
+        token of the same forward and request: where it was mapped then; -1: none. Last, that slot's record.
+        """
+        lut, full_slot = self._group.swa_index_lut, self._place.full_slot
+        nothing = self._rows.new_empty(0)
+        if lut is None or self._full is None or self._full.stride != 1 or not full_slot:
+            return nothing
+        if not 0 < full_slot < min(lut.shape[0], self._full.num_slots):
+            return nothing
+        stored, records = self._full.k_head[full_slot], self._group.k_head
+        identity, writer = stored[record.WORD_IDENTITY], _last_writer(stored[None])
+
+        def is_same(part: torch.Tensor) -> torch.Tensor:
+            return (part[:, record.WORD_IDENTITY] == identity) & (_last_writer(part) == writer)
+
+        then = _first_hits(records, is_same)[:1]
+        found = records[then.clamp(min=0)].reshape(-1)
+        return torch.cat([lut[full_slot : full_slot + 1].long(), stored, then, found])
+
+    def beside_slots(self, page_size: int) -> torch.Tensor:
+        """int64[n]: slots of the finding's page, or next to it, itself included. At most NEAR on each side."""
+        slot = self._place.slot
+        if not slot or slot <= 0 or slot >= self._group.num_slots:
+            return torch.empty(0, dtype=torch.int64, device=self._rows.device)
+        page = max(1, page_size // self._group.stride)
+        first, end = max(1, slot - NEAR), min(self._group.num_slots, slot + NEAR + 1)
+        if page > 1:
+            start = slot // page * page
+            first, end = max(first, start), min(end, start + page)
+        return torch.arange(first, end, device=self._rows.device)
+
+    def beside(self, slots: torch.Tensor) -> torch.Tensor:
+        """[n, 1 + 4]: the records of `slots`."""
+        return torch.cat([slots[:, None], self._group.k_head[slots]], dim=1)
+
+    def changed_beside(self, slots: torch.Tensor, mode: ContentMode) -> torch.Tensor:
+        """int64[n]: whether the bytes of `slots` are not those that were written; -1: not known.
+
+        Only if the finding is about bytes: it takes a few launches for each content source.
+        """
+        group, unknown = self._group, torch.full_like(slots, -1)
+        if not self._place.changed_half or mode is ContentMode.NONE:
+            return unknown
+        has_changed, is_known = torch.zeros_like(slots), torch.zeros_like(slots)
+        for half in group.halves:
+            if not group.content(half):
+                continue
+            words = group.records(half, Side.TAIL)[slots]
+            stored = words[:, record.WORD_CONTENT]
+            is_live = hashing.state_of(words[:, record.WORD_WRITER]) == record.State.LIVE
+            known = is_live & (stored != 0)
+            is_other = content_fingerprint(group.content(half), slots, mode) != stored
+            is_known |= known
+            has_changed |= known & is_other
+        return torch.where(is_known > 0, has_changed, unknown)
+
     def _same_content(self) -> torch.Tensor:
         content = self._place.content_now
         if content is None:
             return self._rows.new_empty(0)
         return _first_hits(self._group.k_tail, lambda part: part[:, record.WORD_CONTENT] == content)
+
+
+def _last_writer(records: torch.Tensor) -> torch.Tensor:
+    """int64[n]: the writer word of `records` int64[n, 4]. A record that was freed keeps it in another word."""
+    writer = records[:, record.WORD_WRITER]
+    is_live = hashing.state_of(writer) == record.State.LIVE
+    return torch.where(is_live, writer, records[:, record.WORD_CONTENT])
 
 
 def _first_hits(values: torch.Tensor, is_hit: Any) -> torch.Tensor:

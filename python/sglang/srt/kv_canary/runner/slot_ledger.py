@@ -34,6 +34,8 @@ class SlotLedger:
         }
         self._state = state
         self._history = history
+        if history is not None:
+            history.catch_up = self.tell_history
         self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[SlotEvent | LoadBack] = []
@@ -76,6 +78,8 @@ class SlotLedger:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
         self._events, self._landed, self._must_apply, self._told = [], [], False, 0
         self._unknown = set(self._groups)
+        if self._history is not None:
+            self._history.forget()
 
     @property
     def complete(self) -> bool:

@@ -53,5 +53,8 @@ class Surroundings(Protocol):
     def request_in(self, row: int) -> RequestNow | None:
         """The request that `row` belongs to. None if it is not known."""
 
+    def page_size(self) -> int:
+        """Slots of a page of the allocator."""
+
     def cached_slots(self) -> CachedSlots | None:
         """None if the prefix cache holds nothing, or cannot be listed."""

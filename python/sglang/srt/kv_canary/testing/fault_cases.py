@@ -31,7 +31,7 @@ EXPECTED_GUESS = {
     "flip_bytes": BugClass.BYTES_DAMAGED,
     "free_live_slot": BugClass.USE_AFTER_FREE,
     "freed_slot": BugClass.ROW_SUBSTITUTION,
-    "never_written_slot": BugClass.NEVER_STORED,
+    "never_written_slot": BugClass.ROW_SUBSTITUTION,
     "other_requests_row": BugClass.ROW_SUBSTITUTION,
     "other_requests_slot": BugClass.ROW_SUBSTITUTION,
     "padding_slot": BugClass.ROW_SUBSTITUTION,

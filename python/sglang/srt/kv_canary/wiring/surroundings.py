@@ -28,6 +28,9 @@ class SchedulerSurroundings:
         tokens = self._tokens_of(owner.request())
         return RequestNow(tokens, owner.cached, owner.prefix, owner.length)
 
+    def page_size(self) -> int:
+        return context.allocators[0].page_size if context.allocators else 1
+
     def _tokens_of(self, request: Any) -> Sequence[int]:
         """Prompt and answer. Empty where embeddings came instead of tokens."""
         if request is None or request.input_embeds is not None:
