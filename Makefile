@@ -45,7 +45,7 @@ help:
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
 
-# Files in the order of their names: servers come first, and the short files fill the cores at the end.
+# Files in the order of conftest.py: the longest come first, and the short ones fill the cores at the end.
 test: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 
 from sglang_kv_canary.testing import CanaryServer, hicache_mode
@@ -47,6 +46,8 @@ def load_transport() -> None:
 
 def need_transport() -> None:
     """A skip without the transport, which KV_CANARY_REQUIRE_TRANSPORT=1 turns into a failure."""
+    import pytest  # here, because servers load this module as a plugin
+
     load_transport()
     try:
         importlib.import_module("mooncake.engine")

@@ -203,6 +203,57 @@ def is_helper(process: psutil.Process) -> bool:
         return False
 
 
+# What waits
+
+WAIT = """
+import json, threading, time, zmq
+from types import SimpleNamespace
+from sglang.srt.managers.data_parallel_controller import DataParallelController
+from sglang.srt.managers.scheduler import Scheduler
+
+context = zmq.Context()
+inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+outbox.connect(f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}")
+
+def send_late():
+    time.sleep(0.5)
+    for word in ("first", "last"):
+        time.sleep(0.5)
+        outbox.send_pyobj(word)
+
+def dispatch(word):
+    heard.append(word)
+    if word == "last":
+        raise StopIteration
+
+def idle():
+    Scheduler.maybe_sleep_on_idle(SimpleNamespace(recv_from_tokenizer=inbox))
+    while inbox.poll(0):
+        dispatch(inbox.recv_pyobj())
+
+controller = DataParallelController.__new__(DataParallelController)
+controller.recv_from_tokenizer = inbox
+controller.soft_watchdog = SimpleNamespace(feed=lambda: None)
+controller._request_dispatcher = dispatch
+costs = []
+for wait in (controller.event_loop, idle):
+    heard, before = [], time.thread_time()
+    threading.Thread(target=send_late).start()
+    try:
+        while True:
+            wait()
+    except StopIteration:
+        costs.append([heard, time.thread_time() - before])
+print(json.dumps(costs))
+"""
+
+
+def test_what_waits_for_messages_gets_them_and_takes_no_core() -> None:
+    for heard, seconds in FreshProcesses().run(WAIT).result:
+        assert heard == ["first", "last"]
+        assert seconds < 0.5, "of at least one"
+
+
 # SGLang's hooks
 
 STALE = """

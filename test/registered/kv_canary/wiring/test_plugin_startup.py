@@ -134,12 +134,13 @@ UNSUPPORTED_RELEASES = {
     "files of its own in its distribution": (
         """
         import importlib.metadata as metadata
-        from pathlib import PurePosixPath
-        files = metadata.PathDistribution.files
-        theirs = [metadata.PackagePath("sglang/srt/kv_canary/api.py")]
-        metadata.PathDistribution.files = property(
-            lambda self: theirs if self.name == "sglang" else files.fget(self)
-        )
+        read_text = metadata.PathDistribution.read_text
+        def with_theirs(self, name):
+            text = read_text(self, name)
+            if name != "RECORD" or self.name != "sglang":
+                return text
+            return text + "sglang/srt/kv_canary/api.py,,"
+        metadata.PathDistribution.read_text = with_theirs
         """,
         "brings a sglang/srt/kv_canary/ of its own",
     ),

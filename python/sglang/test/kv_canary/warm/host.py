@@ -3,8 +3,8 @@
 A script of its own, because importing it as a module would import SGLang before the reads are watched. A child is
 what a fresh interpreter is after its imports: own environment, arguments, folder and descriptors, the parent that
 asked for it, and an end as of any interpreter. Processes that it launches by multiprocessing's `spawn` are forked
-for it by a helper that was forked before it ran anything. Two things differ: an idle scheduler sleeps a moment
-instead of taking a core, and SGLang finds in an index what it would look through all modules for.
+for it by a helper that was forked before it ran anything. Two things differ, see `savings.py`: what waits sleeps a
+moment instead of taking a core, and SGLang finds in an index what it would look through all modules for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -35,6 +34,13 @@ IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
+)
+# Some releases lack some of them.
+IMPORTED_WHERE_THEY_ARE = (
+    "sglang.srt.mem_cache.hi_mamba_radix_cache",
+    "sglang.srt.mem_cache.hiradix_cache",
+    "sglang.srt.speculative.eagle_worker",
+    "sglang.srt.speculative.eagle_worker_v2",
 )
 # Constants that SGLang reads from the environment at import. A child reads them again.
 READ_AGAIN = {
@@ -52,7 +58,6 @@ FOLDERS = {
     "PWD",
     "OLDPWD",
 }  # read once more by `_settle_in`, or by nobody that matters
-IDLE_S = 0.002
 MOST_BYTES, MOST_FDS = 1 << 20, 64
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -163,6 +168,9 @@ def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
     try:
         for name in IMPORTED:
             importlib.import_module(name)
+        for name in IMPORTED_WHERE_THEY_ARE:
+            if importlib.util.find_spec(name):
+                importlib.import_module(name)
     finally:
         os.environ.__class__ = plain
     changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
@@ -184,13 +192,13 @@ def _main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     setproctitle.getproctitle()  # it looks for its memory beside an environment that nobody has changed yet
-    import module_index  # noqa: F401  # beside this script, whose folder is the first one
+    import savings  # beside this script, whose folder is the first one
 
     sys.path.pop(0)
     _Warm.read, _Warm.changed = _import_everything()
     _Warm.parsed = sorted(_Watched.names - _Watched.as_strings)
     tempfile.tempdir = None
-    _save_time()
+    savings.install()
     gc.collect()
     gc.freeze()  # else each child's first collection copies all pages
     if len(os.listdir("/proc/self/task")) > 1:
@@ -198,16 +206,6 @@ def _main(descriptor: int) -> None:
     said = {"read": _Warm.read, "changed": _Warm.changed, "parsed": _Warm.parsed}
     connection.send(json.dumps(said).encode())
     _serve(connection)
-
-
-def _save_time() -> None:
-    from module_index import ModuleIndex
-
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins import hook_registry
-
-    hook_registry._propagate_patch = ModuleIndex().propagate
-    Scheduler.maybe_sleep_on_idle = lambda _: time.sleep(IDLE_S)
 
 
 def _serve(connection: socket.socket) -> None:

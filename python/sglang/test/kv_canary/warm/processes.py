@@ -29,7 +29,7 @@ READ_BY_LIBRARIES = (
     "LD_",
     "MALLOC_",
     "TRITON_",
-    "TORCH",
+    "TORCH_",
 )
 POLL_S = 0.01
 

@@ -23,10 +23,11 @@ def refuse_own_canary() -> None:
 
 def _files_in_sglang_distribution() -> bool:
     try:
-        files = distribution("sglang").files or ()
+        # Not `files`, which builds a path for each of thousands in every process.
+        record = distribution("sglang").read_text("RECORD") or ""
     except PackageNotFoundError:  # run from a source tree; the other checks still apply
         return False
-    return any(str(file).startswith(_PACKAGE) for file in files)
+    return any(line.startswith(_PACKAGE) for line in record.splitlines())
 
 
 def _foreign_package_folders() -> list[str]:
