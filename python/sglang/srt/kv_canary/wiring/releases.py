@@ -80,9 +80,8 @@ class Release:
     draft_ids: torch.dtype  # of the token ids that draft-extend is fed
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
-    # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
-    has_indexer: Callable[[Any], bool]
-    indexer_pool: str  # name of the pool class that SGLang builds for it
+    # Name of the pool class with an indexer that SGLang builds for a Hugging Face config. None: without.
+    indexer_pool_of: Callable[[Any], str | None]
     decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.

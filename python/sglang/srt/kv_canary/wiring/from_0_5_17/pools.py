@@ -13,18 +13,34 @@ _MEM_CACHE = "sglang.srt.mem_cache"
 _POOLS = f"{_MEM_CACHE}.memory_pool"
 _MHA, _MLA = f"{_POOLS}.MHATokenToKVPool", f"{_POOLS}.MLATokenToKVPool"
 _MHA_FP4, _MLA_FP4 = f"{_POOLS}.MHATokenToKVPoolFP4", f"{_POOLS}.MLATokenToKVPoolFP4"
+_MHA_MXFP8 = f"{_POOLS}.MHATokenToKVPoolMXFP8"
+_MINIMAX, _K_ONLY = f"{_POOLS}.MiniMaxSparseKVPool", f"{_POOLS}.MHATokenToKOnlyPool"
 _DSA, _HYBRID = f"{_POOLS}.DSATokenToKVPool", f"{_POOLS}.HybridLinearKVPool"
 _SWA = f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool"
 _UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
 _SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
 _DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
+_DSV4_POOL = f"{_DSV4}.DeepSeekV4TokenToKVPool"
+_DSV4_PARTS = (
+    f"{_DSV4}.DeepSeekV4SingleKVPool",
+    f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
+    f"{_DSV4}.DeepSeekV4IndexerPool",
+)
 _NPU = "sglang.srt.hardware_backend.npu"
 _NEVER_SERVED = "; judged by pool objects; never served"
 
 # Pool with parts -> classes that a part may have.
-PARTS = {_SWA: (_MHA,), _HYBRID: (_MHA, _MLA)}
+PARTS = {
+    _SWA: (_MHA, _MHA_MXFP8),
+    _HYBRID: (_MHA, _MLA),
+    _MINIMAX: (_MHA, _K_ONLY),
+    _DSV4_POOL: _DSV4_PARTS,
+}
 # Speculative decoding writes these in tests. SWA pools are refused by a reason of their own.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
+
+# Beside the FP4 pools.
+_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "slot ids are virtual: compaction moves their pages to other addresses, and records would not follow": (
@@ -43,17 +59,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "layers are spread over ranks: a rank keeps no bytes of the others' layers": (
         f"{_MEM_CACHE}.dsa_cache_layer_split.LayerSplitDSATokenToKVPool",
     ),
-    "scales are interleaved over the tokens of a page, which no content source describes": (
-        f"{_POOLS}.MHATokenToKVPoolMXFP8",
-    ),
     "0.5.17 builds it with --enable-page-major-kv-layout, which is refused; later releases cannot build it": (
         f"{_POOLS}.PageMajorMHATokenToKVPool",
-    ),
-    "index keys lie in pools of their own, which have no records yet": (
-        f"{_POOLS}.MiniMaxSparseKVPool",
-    ),
-    "it is a part of MiniMaxSparseKVPool only, which is refused": (
-        f"{_POOLS}.MHATokenToKOnlyPool",
     ),
     "keys, values and scales are packed by page, in the order of the attention kernel": (
         f"{_NVFP4}.MiniMaxM3Nvfp4KVPool",
@@ -62,12 +69,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "an index key stands for several tokens, and a ring per request is overwritten in place": (
         f"{_MEM_CACHE}.qsa_kv_pool.QSATokenToKVPool",
-    ),
-    "SGLang has rebuilt it since 0.5.12.post1, and no adapter has followed": (
-        f"{_DSV4}.DeepSeekV4TokenToKVPool",
-        f"{_DSV4}.DeepSeekV4SingleKVPool",
-        f"{_DSV4}.DeepSeekV4IndexerPool",
-        f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
     ),
     "HiSparse swaps rows between host and device under another index; turn HiSparse off": (
         f"{_HISPARSE}.HiSparseDSATokenToKVPool",
@@ -93,8 +94,7 @@ def _pools() -> dict[str, PoolSupport]:
     judged = {
         _MHA_FP4: "K and V of every layer, scales included",
         _MLA_FP4: "latent rows of every layer, scales included",
-        _DSA: known[_DSA].covers,
-        _HYBRID: known[_HYBRID].covers,
+        **{name: known[name].covers for name in _JUDGED},
     }
     return {
         **refused_everywhere,

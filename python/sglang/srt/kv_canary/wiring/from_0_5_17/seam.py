@@ -19,6 +19,13 @@ from ..releases import release
 from .pools import PARTS, POOLS
 from .speculation_refusals import refuse_uncovered_runner
 
+# Where a pool keeps other pools.
+_PARTS = (
+    *("full_kv_pool", "swa_kv_pool"),
+    *("main_pool", "dense_pool", "index_kv_pool", "index_k_pool"),  # MiniMaxSparseKVPool
+    *("c4_kv_pool", "c128_kv_pool", "c4_indexer_kv_pool"),  # DeepSeekV4TokenToKVPool
+)
+
 
 class Seam:
     """What SGLang's call sites expect of a canary's manager."""
@@ -72,7 +79,7 @@ def _refuse_unknown_pool(model_runner: Any) -> None:
     known = [name for name, support in POOLS.items() if support.attacher]
     _refuse_unless_in(known, pool, "the KV pool")
     parts = PARTS.get(qualified_name(type(pool)), ())
-    for part in ("full_kv_pool", "swa_kv_pool"):
+    for part in _PARTS:
         if (sub_pool := getattr(pool, part, None)) is not None:
             _refuse_unless_in(parts, sub_pool, f"{type(pool).__name__}.{part}")
 

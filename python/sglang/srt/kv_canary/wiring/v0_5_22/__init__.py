@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..from_0_5_17.answers import decode_graphs_of, has_indexer, tokens_of
+from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, tokens_of
 from ..from_0_5_17.pools import POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
@@ -124,8 +124,7 @@ RELEASE = Release(
     swa_location=torch.int64,
     draft_ids=torch.int64,
     settled=_settled,
-    has_indexer=has_indexer,
-    indexer_pool="DSATokenToKVPool",
+    indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
