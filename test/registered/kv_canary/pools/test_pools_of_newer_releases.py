@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from transformers import PretrainedConfig
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
-from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
+from sglang_kv_canary.config import CanaryMode, ContentMode
+from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.kernels import triton as kernels
 from sglang_kv_canary.kernels.reference.content import content_fingerprint
 from sglang_kv_canary.kernels.triton.jit import jit as interpreted
 from sglang_kv_canary.pool_patcher import (
@@ -28,8 +30,10 @@ from sglang_kv_canary.pool_patcher import (
     record_bytes_per_slot,
 )
 from sglang_kv_canary.pool_patcher.installed_pools import UNKNOWN, installed_pools
+from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures as pools
+from sglang_kv_canary_rigs.paged_rig import PagedRig
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
 register_cpu_ci(est_time=12, suite="stage-a-test-cpu")
@@ -49,6 +53,7 @@ from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import (  # noqa: 
 
 Key = tuple[str, str]  # pool kind, half
 Rows = dict[Key, list[torch.Tensor]]  # of one slot, in each buffer of each layer: uint8 [bytes]
+PROMPT = 130  # tokens: more than a slot of the largest stride
 K, V, INDEXER, INDEX_V = ("FULL", "K"), ("FULL", "V"), ("INDEXER", "K"), ("INDEXER", "V")
 
 
@@ -172,15 +177,15 @@ def _mx_pool(page_size: int) -> RealPool:
 _MXFP8 = {"page_size": 128, "dtype": torch.float8_e4m3fn, "head_dim": 128}
 
 
-def _mxfp8_pool(page_size: int = 128) -> RealPool:
+def _mxfp8_pool(page_size: int = 128, size: int = 256) -> RealPool:
     """Pages of 128 slots have interleaved scales, as attention reads them; others one row per slot."""
     sizes = {**_MXFP8, "page_size": page_size}
-    return pools.make_mha_pool(size=256, pool_class=memory_pool.MHATokenToKVPoolMXFP8, **sizes)
+    return pools.make_mha_pool(size=size, pool_class=memory_pool.MHATokenToKVPoolMXFP8, **sizes)
 
 
-def _swa_mxfp8_pool() -> RealPool:
+def _swa_mxfp8_pool(size: int = 256) -> RealPool:
     part = memory_pool.MHATokenToKVPoolMXFP8
-    return pools.make_swa_pool(size=256, size_swa=256, sub_pool_class=part, **_MXFP8)
+    return pools.make_swa_pool(size=size, size_swa=size, sub_pool_class=part, **_MXFP8)
 
 
 Case = tuple[Callable[[], RealPool], Callable[[Any, int], Rows]]
@@ -301,6 +306,26 @@ def test_every_buffer_of_every_layer_is_content_of_its_slot_alone(name: str) -> 
     assert not _changed(before, _fingerprints(groups))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0"
+)  # numpy, of the interpreter
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_read_the_same_bytes_as_the_reference(name: str) -> None:
+    make, rows_of = CASES[name]
+    real = make()
+    for group in _attach(real):
+        slots = torch.tensor(_slots([group]))
+        for half in group.halves:
+            rows = [rows_of(real.pool, slot)[(group.kind.value, half)] for slot in slots.tolist()]
+            for row in chain(*rows):
+                row.copy_(torch.randint(0, 256, row.shape, dtype=torch.uint8))
+            for mode in (ContentMode.ALL, ContentMode.PARTIAL):
+                found = kernels.content_fingerprint(group.content(half), slots, mode)
+                assert (
+                    found.tolist() == content_fingerprint(group.content(half), slots, mode).tolist()
+                )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_byte_of_a_slot_is_left_out(name: str) -> None:
     make, rows_of = CASES[name]
@@ -342,6 +367,58 @@ def _new_rows(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return row, row
     shape = (1, inner.head_num, inner.head_dim)
     return torch.rand(shape).to(dtype) + 1, torch.rand(shape).to(dtype) + 2
+
+
+# One of each layout, with room for what `_prefilled` serves.
+SERVED: dict[str, Case] = {
+    "dsa": (lambda: pools.make_nsa_pool(size=512), _dsa_rows),
+    "dsv4": (lambda: _dsv4_pool(size=1024, size_swa=1024), _dsv4_rows(_DSV4, _DSV4_FP8)),
+    "minimax": (lambda: pools.make_minimax_sparse_pool(512, page_size=16), _minimax_rows),
+    "mxfp8": (lambda: _mxfp8_pool(size=512), _mxfp8_rows),
+    "mxfp8-swa": (lambda: _swa_mxfp8_pool(size=512), _swa_mxfp8_rows),
+}
+
+
+def _prefilled(name: str, **settings: Any) -> PagedRig:
+    make, rows_of = SERVED[name]
+    rig = PagedRig(make(), rows_of, **settings)
+    rig.extend(1, range(1000, 1000 + PROMPT))
+    rig.extend(2, range(2000, 2030))
+    rig.decode([1, 2])
+    assert rig.settle() == []
+    return rig
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_clean_traffic_is_silent(name: str) -> None:
+    rig = _prefilled(name, mode=CanaryMode.RAISE)
+    rig.extend(2, range(2100, 2130))
+    for _ in range(3):
+        rig.decode([2, 1])
+    assert rig.settle() == []
+    for group in rig.manager.groups:
+        for half in group.halves:
+            tag = CanaryLaunchTag(group.kind, half, Side.TAIL).id
+            checked = rig.manager.state.counters[tag, TagCounter.CONTENT_CHECKED]
+            assert int(checked) > 0, (group.kind, half)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_flipped_byte_of_each_part_is_found(name: str) -> None:
+    """Of the last buffer of each half: scales, where there are some."""
+    rig = _prefilled(name)
+    for group in rig.manager.groups:
+        last = PROMPT // group.stride * group.stride - 1
+        for half in group.halves:
+            row = rig.rows_at(group, half, rig.slot(1, last))[-1]
+            row[-1] ^= 1
+            rig.decode([1])
+            row[-1] ^= 1
+            found = {(v.tag, v.reasons, v.stored_position) for v in rig.settle()}
+            assert found == {(f"TAIL_{half}_{group.kind.value}", ("CONTENT",), last)}
+            rig.reported.clear()
+            rig.decode([1])
+            assert rig.settle() == []
 
 
 # FP8 latent rows of DSA are packed by a GPU kernel. Rows of MXFP8 and DeepSeek-V4 are stored by one.
