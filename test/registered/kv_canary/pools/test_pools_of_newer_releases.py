@@ -45,7 +45,7 @@ if not release().has_own_canary:
     )
 
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool  # noqa: E402
-from sglang_kv_canary.wiring.from_0_5_17.pools import POOLS  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17.pools import PAGE_MAJOR  # noqa: E402
 from sglang_kv_canary.wiring.from_0_5_17.seam import _refuse_unknown_pool  # noqa: E402
 from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import (  # noqa: E402
     refuse_uncovered_runner,
@@ -155,6 +155,14 @@ def _dsv4_rows(latent: tuple[int, int], index: tuple[int, int]) -> Callable[[Any
     return rows
 
 
+def _page_major_rows(pool: Any, slot: int) -> Rows:
+    page, at = divmod(slot, pool.page_size)
+    return {
+        key: [buffer[page, at].view(-1).view(torch.uint8) for buffer in getattr(pool, name)]
+        for key, name in ((K, "k_buffer"), (V, "v_buffer"))
+    }
+
+
 def _hybrid_rows(pool: Any, slot: int) -> Rows:
     inner = pool.full_kv_pool
     return (_mla_rows if pool.use_mla else _mha_rows)(inner, slot)
@@ -235,6 +243,14 @@ CASES: dict[str, Case] = {
     ),
     **_newest_dsv4_cases(),
 }
+if release().known_pools()[PAGE_MAJOR].attacher:
+    for _page_size in (1, 16):
+        CASES[f"page-major-{_page_size}"] = (
+            lambda size=_page_size: pools.make_mha_pool(
+                page_size=size, pool_class=memory_pool.PageMajorMHATokenToKVPool
+            ),
+            _page_major_rows,
+        )
 CASES["minimax-keys"] = (
     lambda: pools.make_minimax_sparse_pool(without_values=(1, 2)),
     _minimax_rows,
@@ -421,8 +437,12 @@ def test_a_flipped_byte_of_each_part_is_found(name: str) -> None:
             assert rig.settle() == []
 
 
-# FP8 latent rows of DSA are packed by a GPU kernel. Rows of MXFP8 and DeepSeek-V4 are stored by one.
-WRITTEN = [name for name in CASES if name != "dsa-fp8" and not name.startswith(("mxfp8", "dsv4"))]
+# FP8 latent rows of DSA are packed by a GPU kernel. Others are stored by one.
+WRITTEN = [
+    name
+    for name in CASES
+    if name != "dsa-fp8" and not name.startswith(("mxfp8", "dsv4", "page-major"))
+]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -613,13 +633,14 @@ def test_parts_of_a_hybrid_pool_have_to_be_known() -> None:
 
 
 def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
-    table = installed_pools(release().known_pools())
+    known = release().known_pools()
+    table = installed_pools(known)
     assert [pool.name for pool in table if pool.support is UNKNOWN] == []
     assert [pool.name for pool in table if "no test of the canary" in pool.note] == []
     never_served = {
-        name.rpartition(".")[2] for name, pool in POOLS.items() if "never served" in pool.covers
+        name.rpartition(".")[2] for name, pool in known.items() if "never served" in pool.covers
     }
-    assert never_served == {
+    assert never_served - {PAGE_MAJOR.rpartition(".")[2]} == {
         "MHATokenToKVPoolFP4",
         "MHATokenToKVPoolMXFP8",
         "MHATokenToKOnlyPool",
@@ -651,7 +672,7 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
     assert type(real.pool).__name__ == name
     used = {group.kind: group.record_bytes // group.num_slots for group in _attach(real)}
     assert record_bytes_per_slot(name) == used
-    assert any(pool.name.endswith(f".{name}") for pool in installed_pools(POOLS))
+    assert any(pool.name.endswith(f".{name}") for pool in installed_pools(release().known_pools()))
 
 
 @pytest.mark.parametrize(

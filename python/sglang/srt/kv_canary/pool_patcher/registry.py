@@ -89,6 +89,9 @@ _REGISTRY: dict[str, PoolSupport] = {
     f"{_MEM_CACHE}.memory_pool.MHATokenToKVPoolMXFP8": PoolSupport(
         "mha:attach_mha", {_FULL: 2}, "K and V of every layer, scales included"
     ),
+    f"{_MEM_CACHE}.memory_pool.PageMajorMHATokenToKVPool": PoolSupport(
+        "mha:attach_mha", {_FULL: 2}, "K and V of every layer"
+    ),
     f"{_MEM_CACHE}.memory_pool.HybridLinearKVPool": PoolSupport(
         "hybrid_linear:attach_hybrid_linear",
         {_FULL: 2},

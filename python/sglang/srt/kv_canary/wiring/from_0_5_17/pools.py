@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...pool_patcher import registry
 from ...pool_patcher.registry import PoolSupport
 
-__all__ = ["PARTS", "POOLS", "SERVED_WITH_SPECULATION"]
+__all__ = ["PAGE_MAJOR", "PARTS", "POOLS", "SERVED_WITH_SPECULATION", "judged"]
 
 _MEM_CACHE = "sglang.srt.mem_cache"
 _POOLS = f"{_MEM_CACHE}.memory_pool"
@@ -28,6 +28,7 @@ _DSV4_PARTS = (
 )
 _NPU = "sglang.srt.hardware_backend.npu"
 _NEVER_SERVED = "; judged by pool objects; never served"
+PAGE_MAJOR = f"{_POOLS}.PageMajorMHATokenToKVPool"
 
 # Pool with parts -> classes that a part may have.
 PARTS = {
@@ -59,9 +60,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "layers are spread over ranks: a rank keeps no bytes of the others' layers": (
         f"{_MEM_CACHE}.dsa_cache_layer_split.LayerSplitDSATokenToKVPool",
     ),
-    "0.5.17 builds it with --enable-page-major-kv-layout, which is refused; later releases cannot build it": (
-        f"{_POOLS}.PageMajorMHATokenToKVPool",
-    ),
     "keys, values and scales are packed by page, in the order of the attention kernel": (
         f"{_NVFP4}.MiniMaxM3Nvfp4KVPool",
         f"{_NVFP4}.MiniMaxM3Nvfp4MainKVPool",
@@ -84,26 +82,23 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 }
 
 
+def judged(name: str, covers: str = "") -> PoolSupport:
+    """What the registry says of a class that real objects have judged and no server has run; `covers` says it anew."""
+    known = registry.known()[name]
+    return replace(known, covers=(covers or known.covers) + _NEVER_SERVED)
+
+
 def _pools() -> dict[str, PoolSupport]:
     known = registry.known()
-    refused_everywhere = {name: support for name, support in known.items() if not support.attacher}
-    refused = {
-        name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names
-    }
-    served = {name: known[name] for name in (_MHA, _MLA, _SWA)}
-    judged = {
-        _MHA_FP4: "K and V of every layer, scales included",
-        _MLA_FP4: "latent rows of every layer, scales included",
-        **{name: known[name].covers for name in _JUDGED},
-    }
     return {
-        **refused_everywhere,
-        **refused,
-        **served,
-        **{
-            name: replace(known[name], covers=what + _NEVER_SERVED) for name, what in judged.items()
-        },
+        **{name: support for name, support in known.items() if not support.attacher},
+        **{name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names},
+        **{name: known[name] for name in (_MHA, _MLA, _SWA)},
+        **{name: judged(name) for name in _JUDGED},
+        _MHA_FP4: judged(_MHA_FP4, "K and V of every layer, scales included"),
+        _MLA_FP4: judged(_MLA_FP4, "latent rows of every layer, scales included"),
     }
 
 
+# A family may add its own.
 POOLS = _pools()

@@ -16,7 +16,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-from .pools import PARTS, POOLS
+from .pools import PARTS
 from .speculation_refusals import refuse_uncovered_runner
 
 # Where a pool keeps other pools.
@@ -76,7 +76,7 @@ def install(
 
 def _refuse_unknown_pool(model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
-    known = [name for name, support in POOLS.items() if support.attacher]
+    known = [name for name, support in release().known_pools().items() if support.attacher]
     _refuse_unless_in(known, pool, "the KV pool")
     parts = PARTS.get(qualified_name(type(pool)), ())
     for part in _PARTS:
@@ -88,7 +88,8 @@ def _refuse_unless_in(pools: Collection[str], pool: Any, what: str) -> None:
     name = qualified_name(type(pool))
     if name in pools:
         return
-    refused = POOLS[name].refused if name in POOLS else ""
+    known = release().known_pools()
+    refused = known[name].refused if name in known else ""
     known = ", ".join(pool.rpartition(".")[2] for pool in pools)
     raise startup_error(
         f"the canary does not know {what} {name} of this release (known: {known})."

@@ -10,7 +10,7 @@ import torch
 
 from ...runner.ranks import Ranks
 from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, tokens_of
-from ..from_0_5_17.pools import POOLS
+from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, judged
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
@@ -77,7 +77,7 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=lambda: POOLS,
+    known_pools=lambda: {**POOLS, PAGE_MAJOR: judged(PAGE_MAJOR)},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
