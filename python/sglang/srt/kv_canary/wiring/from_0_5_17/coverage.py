@@ -48,7 +48,8 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
             "sliding-window layers",
             _PARTLY,
             "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "
-            "refused: other backends, models without full attention",
+            "DeepSeek-V4's own: read, slots of new tokens not compared; refused: other backends, models without full "
+            "attention",
         ),
     )
 

@@ -44,7 +44,7 @@ SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "slot ids are virtual: compaction moves their pages to other addresses, and records would not follow": (
+    "slot ids are virtual: a table on the device says where a page's bytes lie, which no content source reads": (
         f"{_UNIFIED}.UnifiedMHATokenToKVPool",
         f"{_UNIFIED}.UnifiedMLATokenToKVPool",
         f"{_UNIFIED}.UnifiedSWAKVPool",
