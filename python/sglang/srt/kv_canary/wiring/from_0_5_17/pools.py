@@ -40,7 +40,7 @@ PARTS = {
 # Speculative decoding writes these in tests. SWA pools are refused by a reason of their own.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 
-# Beside the FP4 pools.
+# FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
@@ -83,7 +83,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 
 
 def judged(name: str, covers: str = "") -> PoolSupport:
-    """What the registry says of a class that real objects have judged and no server has run; `covers` says it anew."""
+    """Support of a class that real objects have judged. `covers` replaces the registry's."""
     known = registry.known()[name]
     return replace(known, covers=(covers or known.covers) + _NEVER_SERVED)
 
