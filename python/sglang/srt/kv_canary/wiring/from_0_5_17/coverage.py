@@ -34,7 +34,7 @@ _PATHS: dict[str, str] = {
 
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
-    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE; not with sliding-window layers",
+    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE; with sliding-window layers EAGLE on CPU",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
 }
 

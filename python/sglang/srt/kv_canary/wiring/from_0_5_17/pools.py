@@ -37,7 +37,7 @@ PARTS = {
     _MINIMAX: (_MHA, _K_ONLY),
     _DSV4_POOL: _DSV4_PARTS,
 }
-# Speculative decoding writes these in tests. SWA pools are refused by a reason of their own.
+# Speculative decoding writes these in tests. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 
 # FP4 pools are apart.
