@@ -29,9 +29,9 @@ from sglang_kv_canary.testing import (
     TrafficShape,
     drive,
 )
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.scripted_models import write_scripted_eagle
-from sglang_kv_canary_rigs.eagle_serving import V1, V2
 
 FLAGS = {
     "kv_canary": "raise",

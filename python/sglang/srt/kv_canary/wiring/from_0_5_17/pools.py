@@ -88,6 +88,12 @@ def judged(name: str, covers: str = "") -> PoolSupport:
     return replace(known, covers=(covers or known.covers) + _NEVER_SERVED)
 
 
+_DSV4_REFUSED = (
+    "; refused: compression ratios 1 and 2, sliding-window rows that belong to a request (unified rows of ROCm, "
+    "request windows, rings)"
+)
+
+
 def _pools() -> dict[str, PoolSupport]:
     known = registry.known()
     return {
@@ -95,6 +101,9 @@ def _pools() -> dict[str, PoolSupport]:
         **{name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names},
         **{name: known[name] for name in (_MHA, _MLA, _SWA)},
         **{name: judged(name) for name in _JUDGED},
+        _DSV4_POOL: replace(
+            judged(_DSV4_POOL), not_covered=known[_DSV4_POOL].not_covered + _DSV4_REFUSED
+        ),
         _MHA_FP4: judged(_MHA_FP4, "K and V of every layer, scales included"),
         _MLA_FP4: judged(_MLA_FP4, "latent rows of every layer, scales included"),
     }
