@@ -29,9 +29,10 @@ from sglang_kv_canary.testing import (
     TrafficShape,
     drive,
 )
+from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.scripted_models import write_scripted_eagle
-from sglang_kv_canary_rigs.eagle_serving import V1, V2
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 
 FLAGS = {
     "kv_canary": "raise",
@@ -101,7 +102,10 @@ def soak(name: str, minutes: float, folder: str) -> None:
     if chosen.draft:
         flags["speculative_draft_model_path"] = write_scripted_eagle(folder)
     mode = MODES[chosen.mode]
-    with CanaryServer(mode, flags, {**ENV, **chosen.env}) as server:
+    env = {**ENV, **chosen.env}
+    if chosen.draft and not torch.cuda.is_available():
+        env |= INTERPRETED  # SGLang's own kernels
+    with CanaryServer(mode, flags, env) as server:
         start = time.monotonic()
         while time.monotonic() - start < 60 * minutes:
             report = server.run(chosen.traffic(server, seed))

@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from typing import TypeVar
 
 import torch
 
 from .free_marks import FreeMarks
 from .record import RECORD_WORDS
+
+Slots = TypeVar("Slots", int, torch.Tensor)
 
 
 class Side(str, Enum):
@@ -54,8 +57,9 @@ class PoolKind(str, Enum):
 class ContentSource:
     """Where the bytes of a slot lie in one buffer: a layer of one half, or a part of it.
 
-    Slot s starts at byte `offset + (s // page_size) * page_stride + (s % page_size) * token_stride`
-    of `data` and has `row_bytes` bytes. `data` is kept to keep the memory alive.
+    A slot has `row_bytes` bytes from byte `offset + start_of(slot)` of `data` on, which is kept to keep the memory
+    alive. Slots of a page lie `token_stride` apart. Where a page is interleaved, that holds within runs of `run_slots`
+    slots only, and runs start `run_stride` apart.
     """
 
     data: torch.Tensor
@@ -64,6 +68,15 @@ class ContentSource:
     token_stride: int  # bytes
     row_bytes: int
     offset: int = 0  # bytes
+    run_slots: int = 0  # slots per run; 0: a page is one run
+    run_stride: int = 0  # bytes
+
+    def start_of(self, slots: Slots) -> Slots:
+        """Byte, counted from `offset`, where the rows of `slots` start: an int, or int64[n]."""
+        run = self.run_slots or self.page_size
+        place = slots % self.page_size
+        start = slots // self.page_size * self.page_stride
+        return start + place // run * self.run_stride + place % run * self.token_stride
 
     @classmethod
     def of_rows(cls, data: torch.Tensor) -> ContentSource:

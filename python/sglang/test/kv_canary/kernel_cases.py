@@ -42,6 +42,7 @@ class ContentShape:
     page_size: int = 1
     padding: int = 0  # bytes between rows
     offset: int = 0  # bytes before slot 0
+    run_slots: int = 0  # see ContentSource
 
 
 def make_sources(
@@ -50,15 +51,19 @@ def make_sources(
     """Buffers of random bytes; in a page all rows come first, then a gap, as paged layouts with scales have it."""
     sources = []
     for row_bytes in shape.row_bytes:
-        token_stride = row_bytes + shape.padding
-        gap = 0 if shape.page_size == 1 else 2 * token_stride
-        page_stride = shape.page_size * token_stride + gap
+        row_stride = row_bytes + shape.padding
+        gap = 0 if shape.page_size == 1 else 2 * row_stride
+        page_stride = shape.page_size * row_stride + gap
         pages = -(-num_slots // shape.page_size)
         size = shape.offset + pages * page_stride
         data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
-        sources.append(
-            ContentSource(data, shape.page_size, page_stride, token_stride, row_bytes, shape.offset)
-        )
+        page = (shape.page_size, page_stride)
+        if shape.run_slots:  # the first slots of all runs, then their second ones, and so on
+            runs = (shape.run_slots, row_stride)
+            row_stride *= shape.page_size // shape.run_slots
+        else:
+            runs = ()
+        sources.append(ContentSource(data, *page, row_stride, row_bytes, shape.offset, *runs))
     return tuple(sources)
 
 

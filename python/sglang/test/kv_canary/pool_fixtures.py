@@ -288,6 +288,35 @@ def make_hybrid_linear_pool(
     return RealPool(pool, make_allocator(pool))
 
 
+def make_minimax_sparse_pool(
+    size: int = 64,
+    page_size: int = 1,
+    dense: tuple[int, ...] = (0,),
+    sparse: tuple[int, ...] = (1, 2),
+    without_values: tuple[int, ...] = (2,),
+    **kwargs: Any,
+) -> RealPool:
+    """MiniMaxSparseKVPool: layers `dense`, and `sparse` of which `without_values` keep index keys only."""
+    from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+
+    pool = MiniMaxSparseKVPool(
+        size=size,
+        page_size=page_size,
+        dtype=torch.float32,
+        head_num=2,
+        head_dim=8,
+        idx_head_dim=16,
+        dense_layer_ids=list(dense),
+        sparse_layer_ids=list(sparse),
+        disable_value_sparse_layer_ids=list(without_values),
+        device="cpu",
+        start_layer=0,
+        end_layer=len(dense) + len(sparse),
+        **kwargs,
+    )
+    return RealPool(pool, make_allocator(pool))
+
+
 def make_dsv4_pool(
     size: int = 1024,
     size_swa: int = 512,
@@ -297,13 +326,18 @@ def make_dsv4_pool(
     enable_hisparse: bool = False,
     start_layer: int | None = None,
     end_layer: int | None = None,
+    options: dict[str, Any] | None = None,
+    **server_args: Any,
 ) -> RealPool:
-    """DeepSeekV4TokenToKVPool of `size` full slots with SWATokenToKVPoolAllocator, in DeepSeek-V4's dimensions."""
+    """DeepSeekV4TokenToKVPool of `size` full slots with SWATokenToKVPoolAllocator, in DeepSeek-V4's dimensions.
+
+    `options` of the pool, and `server_args`, for example dsv4_attn_backend="trtllm", are those of newer releases.
+    """
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWATokenToKVPoolAllocator
 
     layers = len(compression_ratios) if end_layer is None else end_layer - (start_layer or 0)
-    with _server_args_without_speculation():
+    state = ("state_dtype", "c4_state_dtype", "c128_state_dtype")  # the first until 0.5.12.post1
+    with _without_speculation(**server_args):
         pool = DeepSeekV4TokenToKVPool(
             max_num_reqs=4,
             swa_size=size_swa,
@@ -314,7 +348,7 @@ def make_dsv4_pool(
             page_size=page_size,
             swa_page_size=page_size,
             dtype=torch.float8_e4m3fn,
-            state_dtype=torch.float32,
+            **_taken_by(DeepSeekV4TokenToKVPool.__init__, **dict.fromkeys(state, torch.float32)),
             qk_nope_head_dim=448,
             qk_rope_head_dim=64,
             indexer_head_dim=128,
@@ -325,21 +359,28 @@ def make_dsv4_pool(
             start_layer=start_layer,
             end_layer=end_layer,
             enable_hisparse=enable_hisparse,
+            **(options or {}),
         )
-    allocator = SWATokenToKVPoolAllocator(
+    allocator = swa_allocator_class()(
         size, size_swa, page_size, pool.dtype, device, pool, need_sort=False
     )
     return RealPool(pool, allocator)
 
 
 @contextmanager
-def _server_args_without_speculation() -> Iterator[None]:
-    """SGLang's DeepSeek-V4 pool asks the process-wide server arguments for the speculative algorithm."""
-    import sglang.srt.server_args as module
-
-    before = module._global_server_args
-    module.set_global_server_args_for_scheduler(module.ServerArgs(model_path="dummy"))
+def _without_speculation(**server_args: Any) -> Iterator[None]:
+    """SGLang's DeepSeek-V4 pool asks the process-wide configuration for the speculative algorithm."""
     try:
+        from sglang.srt.runtime_context import get_context
+    except ImportError:
+        import sglang.srt.server_args as module
+
+        before = module._global_server_args
+        module.set_global_server_args_for_scheduler(module.ServerArgs(model_path="dummy"))
+        try:
+            yield
+        finally:
+            module._global_server_args = before
+        return
+    with get_context().override_server_args(**server_args):
         yield
-    finally:
-        module._global_server_args = before

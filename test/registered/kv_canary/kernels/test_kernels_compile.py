@@ -98,6 +98,8 @@ triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16, 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
     triton_backend.check_and_write_content(decode, group, state, mode, 8)
 triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
+runs = make_group(200, device=device, content=ContentShape((32, 4), page_size=16, run_slots=4))
+triton_backend.content_fingerprint(runs.k_content, listed, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
 
@@ -114,7 +116,7 @@ KERNELS = {
     "next_tokens_kernel": 2,
     "strided_kernel": 5,
     "content_kernel": 4,
-    "fingerprint_kernel": 1,
+    "fingerprint_kernel": 2,
     "list_kernel": 2,
     "content_list_kernel": 1,
     "slot_event_kernel": 7,

@@ -49,6 +49,10 @@ LAYOUTS = {
     "10 bytes, odd addresses": ContentShape((10, 10, 10), padding=1, offset=3),
     "1 byte": ContentShape((1,) * 5),
     "unaligned pages": ContentShape((33, 7), page_size=8),
+    "interleaved pages": ContentShape((32, 4, 4), page_size=128, run_slots=32),
+    "interleaved, odd addresses": ContentShape(
+        (6, 7), page_size=8, padding=1, offset=3, run_slots=2
+    ),
 }
 
 
@@ -73,8 +77,7 @@ def forward(twin: Twin, plan, mode: ContentMode) -> int:
 def flip(twin: Twin, half: str, source: int, slot: int, byte: int) -> None:
     """Change one byte of a slot; both twins read the same buffers."""
     s = twin.group.content(half)[source]
-    at = s.offset + slot // s.page_size * s.page_stride + slot % s.page_size * s.token_stride
-    s.data[at + byte] ^= 0x10
+    s.data[s.offset + s.start_of(slot) + byte] ^= 0x10
 
 
 # PARTIAL only chooses the sector; how bytes are addressed is the layout's business.

@@ -74,6 +74,7 @@ SHAPES = [
     ("paged", "odd bytes"),
     ("odd bytes", "none"),
     ("none", "three sectors"),
+    ("interleaved", "two layers"),
 ]
 content_modes = st.sampled_from([ContentMode.ALL, ContentMode.PARTIAL])
 index_dtypes = st.sampled_from([torch.int64, torch.int32])

@@ -327,7 +327,9 @@ def test_all_sees_every_bit(row_bytes):
 
 
 @pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
-@pytest.mark.parametrize("shapes", ["odd bytes", "paged", "three sectors", "584 bytes"])
+@pytest.mark.parametrize(
+    "shapes", ["odd bytes", "paged", "three sectors", "584 bytes", "interleaved"]
+)
 def test_fingerprints_are_what_the_oracle_makes_of_the_bytes(shapes, mode):
     layers = CONTENT_SHAPES[shapes] * 3
     memories = tuple(Memory(layer, 64, "cpu") for layer in layers)

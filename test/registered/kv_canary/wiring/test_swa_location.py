@@ -160,6 +160,16 @@ def test_a_server_without_swa_pool_or_canary_may_have_any_backend(rig: Rig) -> N
         swa_location._after_backends_exist(None, runner)
 
 
+def test_the_backend_of_deepseek_v4_is_not_asked(rig: Rig) -> None:
+    """It makes its SWA slots inside the graph, and HEAD could read them too early."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+
+    runner = Runner(DeepseekV4AttnBackend.__new__(DeepseekV4AttnBackend), rig.pool)
+    forward = runner.model.forward
+    swa_location._after_backends_exist(None, runner)
+    assert runner.model.forward is forward
+
+
 @pytest.mark.parametrize("armed", [True, False])
 def test_the_model_gets_the_location_with_its_batch(rig: Rig, armed: bool) -> None:
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context

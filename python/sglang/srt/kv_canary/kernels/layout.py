@@ -35,7 +35,7 @@ def turn_of(forward: int, k: int) -> int:
 
 def content_unit(sources: tuple[ContentSource, ...]) -> int:
     """Bytes per hashed word: 4 where every source is laid out in multiples of 4 bytes, else 1."""
-    parts = [(s.row_bytes, s.page_stride, s.token_stride, s.address) for s in sources]
+    parts = [(s.row_bytes, s.page_stride, s.run_stride, s.token_stride, s.address) for s in sources]
     return 4 if all(p % 4 == 0 for part in parts for p in part) else 1
 
 

@@ -71,8 +71,7 @@ def bytes_of(source: ContentSource, slot: int) -> torch.Tensor:
     data = source.data
     flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
     start = data.storage_offset() * data.element_size() + source.offset
-    start += (slot // source.page_size) * source.page_stride
-    start += (slot % source.page_size) * source.token_stride
+    start += source.start_of(slot)
     return flat[start : start + source.row_bytes]
 
 

@@ -27,6 +27,31 @@ def row_sources(
     )
 
 
+def interleaved_sources(
+    buffers: Iterable[torch.Tensor], num_slots: int, page_size: int
+) -> tuple[ContentSource, ...]:
+    """Content sources of layers, each contiguous `[num_pages, heads, run_slots, runs, ...]`; one per head.
+
+    Place `run * run_slots + i` of a page is at `[page, head, i, run]`. Raises UnsupportedPoolError for another shape.
+    """
+    sources = []
+    for buffer in buffers:
+        shape = list(buffer.shape)
+        if buffer.ndim < 4 or not buffer.is_contiguous() or shape[2] * shape[3] != page_size:
+            expected = f"contiguous [{num_slots // page_size}, heads, run_slots, runs, ...] of {page_size}-slot pages"
+            raise UnsupportedPoolError(f"expected {expected}, got shape {shape}")
+        if shape[0] * page_size != num_slots:
+            raise UnsupportedPoolError(
+                f"expected {num_slots // page_size} interleaved pages, got {shape[0]}"
+            )
+        page, head, place, run = (stride * buffer.element_size() for stride in buffer.stride()[:4])
+        sources += [
+            ContentSource(buffer, page_size, page, place, run, head * i, shape[2], run)
+            for i in range(shape[1])
+        ]
+    return tuple(sources)
+
+
 def page_sources(
     buffers: Sequence[torch.Tensor], page_size: int, parts: tuple[int, ...]
 ) -> tuple[int, tuple[ContentSource, ...]]:

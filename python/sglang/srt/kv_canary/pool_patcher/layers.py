@@ -31,7 +31,7 @@ def layer_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
 
 def scale_buffers(pool: Any, attribute: str) -> list[torch.Tensor]:
     """The same for quantisation scales. Empty for a pool without: it has no such attribute, or None there."""
-    has_scales = any(cls.__name__.endswith("FP4") for cls in type(pool).__mro__)
+    has_scales = any(cls.__name__.endswith(("FP4", "MXFP8")) for cls in type(pool).__mro__)
     if not has_scales and getattr(pool, attribute, None) is None:
         return []
     return layer_buffers(pool, attribute)

@@ -78,6 +78,20 @@ _REGISTRY: dict[str, PoolSupport] = {
     ),
     f"{_MEM_CACHE}.memory_pool.NSATokenToKVPool": _NSA,
     f"{_MEM_CACHE}.memory_pool.DSATokenToKVPool": _NSA,  # its name from 0.5.17 on
+    f"{_MEM_CACHE}.memory_pool.MiniMaxSparseKVPool": PoolSupport(
+        "minimax_sparse:attach_minimax_sparse",
+        {_FULL: 2, PoolKind.INDEXER: 2},
+        "K and V of every layer, index keys of sparse layers and values where they keep some",
+    ),
+    f"{_MEM_CACHE}.memory_pool.MHATokenToKOnlyPool": PoolSupport(
+        "minimax_sparse:attach_k_only", covers="all index keys (a part of MiniMaxSparseKVPool)"
+    ),
+    f"{_MEM_CACHE}.memory_pool.MHATokenToKVPoolMXFP8": PoolSupport(
+        "mha:attach_mha", {_FULL: 2}, "K and V of every layer, scales included"
+    ),
+    f"{_MEM_CACHE}.memory_pool.PageMajorMHATokenToKVPool": PoolSupport(
+        "mha:attach_mha", {_FULL: 2}, "K and V of every layer"
+    ),
     f"{_MEM_CACHE}.memory_pool.HybridLinearKVPool": PoolSupport(
         "hybrid_linear:attach_hybrid_linear",
         {_FULL: 2},
@@ -99,6 +113,9 @@ _REGISTRY: dict[str, PoolSupport] = {
         "compression state rings: later tokens overwrite rows in place, no slot per token",
     ),
     f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4SingleKVPool": PoolSupport(
+        "dsv4:attach_dsv4_rows", covers="all rows (a part of DeepSeekV4TokenToKVPool)"
+    ),
+    f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4UniformFP8KVPool": PoolSupport(
         "dsv4:attach_dsv4_rows", covers="all rows (a part of DeepSeekV4TokenToKVPool)"
     ),
     f"{_MEM_CACHE}.deepseek_v4_memory_pool.DeepSeekV4IndexerPool": PoolSupport(

@@ -35,8 +35,7 @@ def row_of(source: ContentSource, slot: int) -> torch.Tensor:
     data = source.data
     flat = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
     first = data.storage_offset() * data.element_size() + source.offset
-    page, token = divmod(slot, source.page_size)
-    start = first + page * source.page_stride + token * source.token_stride
+    start = first + source.start_of(slot)
     return flat[start : start + source.row_bytes]
 
 

@@ -19,10 +19,16 @@ class ContentLayout:
     token_stride: int
     row_bytes: int
     offset: int
+    run_slots: int
+    run_stride: int
 
     def start_of(self, slot: int) -> int:
         page, in_page = divmod(slot, self.page_size)
-        return self.offset + page * self.page_stride + in_page * self.token_stride
+        start = self.offset + page * self.page_stride
+        if not self.run_slots:
+            return start + in_page * self.token_stride
+        run, in_run = divmod(in_page, self.run_slots)
+        return start + run * self.run_stride + in_run * self.token_stride
 
     def row_of(self, slot: int) -> bytes:
         start = self.start_of(slot)
@@ -31,7 +37,7 @@ class ContentLayout:
     @property
     def in_words(self) -> bool:
         """Whether every row starts and ends at a multiple of 4 bytes."""
-        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset)
+        parts = (self.page_stride, self.token_stride, self.row_bytes, self.offset, self.run_stride)
         return all(part % 4 == 0 for part in parts)
 
 
@@ -45,14 +51,22 @@ class RowShape:
     page_gap: int = 0  # after the rows of a page
     offset: int = 0  # before the first page
     dtype: torch.dtype = torch.uint8
+    run_slots: int = (
+        0  # the first slots of all runs of a page, then their second ones, and so on; 0: no runs
+    )
+
+    @property
+    def run_stride(self) -> int:
+        return self.row_bytes + self.token_gap if self.run_slots else 0
 
     @property
     def token_stride(self) -> int:
-        return self.row_bytes + self.token_gap
+        runs = self.page_size // self.run_slots if self.run_slots else 1
+        return runs * (self.row_bytes + self.token_gap)
 
     @property
     def page_stride(self) -> int:
-        return self.page_size * self.token_stride + self.page_gap
+        return self.page_size * (self.row_bytes + self.token_gap) + self.page_gap
 
 
 CONTENT_SHAPES: dict[str, tuple[RowShape, ...]] = {
@@ -65,6 +79,11 @@ CONTENT_SHAPES: dict[str, tuple[RowShape, ...]] = {
         RowShape(36, offset=4),
     ),
     "584 bytes": (RowShape(584),),
+    "interleaved": (
+        RowShape(12),
+        RowShape(4, page_size=16, run_slots=8),
+        RowShape(8, page_size=8, run_slots=2, page_gap=12, offset=4),
+    ),
 }
 
 
@@ -86,13 +105,21 @@ class Memory:
             shape.token_stride,
             shape.row_bytes,
             shape.offset,
+            shape.run_slots,
+            shape.run_stride,
         )
 
     def source(self) -> ContentSource:
         s = self.shape
-        data = self.device.view(s.dtype)
         return ContentSource(
-            data, s.page_size, s.page_stride, s.token_stride, s.row_bytes, s.offset
+            self.device.view(s.dtype),
+            s.page_size,
+            s.page_stride,
+            s.token_stride,
+            s.row_bytes,
+            s.offset,
+            s.run_slots,
+            s.run_stride,
         )
 
     def write(self, slot: int, values: bytes, at: int = 0) -> None:

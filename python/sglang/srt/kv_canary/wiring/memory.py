@@ -40,10 +40,12 @@ def pool_class_of(model_config: Any) -> str:
 
     if is_deepseek_v4(model_config.hf_config):
         return "DeepSeekV4TokenToKVPool"
+    with_indexer = release().indexer_pool_of(model_config.hf_config)
     if model_config.attention_arch == AttentionArch.MLA:
-        has_indexer = release().has_indexer(model_config.hf_config)
-        return release().indexer_pool if has_indexer else "MLATokenToKVPool"
-    return "SWAKVPool" if model_config.is_hybrid_swa else "MHATokenToKVPool"
+        return with_indexer or "MLATokenToKVPool"
+    if model_config.is_hybrid_swa:
+        return "SWAKVPool"
+    return with_indexer or "MHATokenToKVPool"
 
 
 def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[PoolKind, int]]:
@@ -55,13 +57,11 @@ def _pool_of(config: Any, model_config: Any, is_draft: bool) -> tuple[str, dict[
         c128 = 0 if is_draft else config.c128_max_total_num_tokens
         slots = {PoolKind.SWA: swa, PoolKind.C4: c4, PoolKind.C4_INDEXER: c4, PoolKind.C128: c128}
         return pool_class, slots
-    if pool_class == release().indexer_pool:
-        return pool_class, {PoolKind.FULL: full, PoolKind.INDEXER: full}
     if pool_class == "SWAKVPool":
         full_slots = config.full_max_total_num_tokens or 0
         full = full_slots if model_config.full_attention_layer_ids else 0
         return pool_class, {PoolKind.FULL: full, PoolKind.SWA: swa}
-    return pool_class, {PoolKind.FULL: full}
+    return pool_class, {PoolKind.FULL: full, PoolKind.INDEXER: full}  # if it has one
 
 
 def budget_without_records(available_bytes: int, record_bytes: int) -> int:

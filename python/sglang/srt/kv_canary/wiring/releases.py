@@ -82,9 +82,8 @@ class Release:
     # A ServerArgs as it is after all defaults are resolved.
     settled: Callable[[Any], Any]
     server_args: Callable[[], Any]  # those of a scheduler process, settled
-    # Whether a model of this Hugging Face config has sparse MLA attention with an indexer.
-    has_indexer: Callable[[Any], bool]
-    indexer_pool: str  # name of the pool class that SGLang builds for it
+    # Name of the pool class with an indexer that SGLang builds for a Hugging Face config. None: without.
+    indexer_pool_of: Callable[[Any], str | None]
     decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.

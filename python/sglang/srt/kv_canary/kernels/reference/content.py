@@ -32,8 +32,7 @@ def word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) ->
     storage = data.untyped_storage()
     flat = torch.empty(0, dtype=WORDS[unit], device=data.device).set_(storage)
     first = data.storage_offset() * data.element_size() + source.offset
-    start = (slots // source.page_size) * source.page_stride
-    start = start + (slots % source.page_size) * source.token_stride + first
+    start = source.start_of(slots) + first
     inside = words * unit < source.row_bytes
     index = torch.where(inside, start[:, None] // unit + words, first // unit)
     return torch.where(inside, flat[index].long() & ((1 << (8 * unit)) - 1), 0)

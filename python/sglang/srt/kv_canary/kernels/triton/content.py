@@ -16,7 +16,7 @@ from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
 from ..layout import content_unit
-from .device.content import TABLE_COLUMNS
+from .device.content import RUN_SHIFT, TABLE_COLUMNS
 from .device.content_kernel import content_kernel, content_list_kernel, fingerprint_kernel
 from .kernel_launcher import KernelLauncher
 from .launch import (
@@ -51,7 +51,7 @@ class ContentLaunch:
     table: torch.Tensor  # int64[sources, TABLE_COLUMNS], see device_content
     sizes: tuple[int, int]  # sources of the first and the second half
     unit: int  # bytes per word
-    page_size: int  # slots per page of every source; 0: they differ
+    page_size: int  # slots per page of every source; 0: they differ; -1: and some pages have runs
     align: int  # bytes: every row starts at a multiple
     row_align: int  # words: every row's length is a multiple
     max_words: int  # of a row
@@ -95,11 +95,19 @@ def _table(sources: list[tuple[int, ContentSource]], device: torch.device) -> to
             source.row_bytes,
             record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1),
             index,
-            0,
+            (source.run_slots or source.page_size) << RUN_SHIFT.value | source.run_stride,
         ]
         for index, source in sources
     ]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, TABLE_COLUMNS.value)
+
+
+def _page_size_of(sources: list[ContentSource]) -> int:
+    """`ContentLaunch.page_size` of `sources`."""
+    if any(source.run_slots for source in sources):
+        return -1
+    page_sizes = {source.page_size for source in sources}
+    return page_sizes.pop() if len(page_sizes) == 1 else 0
 
 
 def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
@@ -110,13 +118,12 @@ def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
             "call prepare(group) before"
         )
     unit = content_unit(parts[0])
-    strides = [n for s in sources for n in (s.address, s.page_stride, s.token_stride)]
-    page_sizes = {s.page_size for s in sources}
+    strides = [n for s in sources for n in (s.address, s.page_stride, s.run_stride, s.token_stride)]
     return ContentLaunch(
         table=_table([pair for part in parts for pair in enumerate(part)], sources[0].data.device),
         sizes=(len(parts[0]), len(parts[1]) if len(parts) > 1 else 0),
         unit=unit,
-        page_size=page_sizes.pop() if len(page_sizes) == 1 else 0,
+        page_size=_page_size_of(sources),
         align=math.gcd(16, *strides),
         row_align=math.gcd(4, *(s.row_bytes // unit for s in sources)),
         max_words=max(s.row_bytes // unit for s in sources),

@@ -9,6 +9,10 @@ The last token of a compressed slot writes it, in the forward in which that toke
 in one page, because pages are multiples of 128 tokens. The backend reads compressed slots through `page_table`. It
 makes that table from the row's entry at the first token of each page.
 
+Newer releases have further layouts of a row. With `--dsv4-attn-backend trtllm` it is 512 FP8 bytes. V4.1's layouts have
+other parts, or a row in one place. Refused are the compression ratios 1 and 2, and sliding-window rows that belong to a
+request: ROCm's unified rows, request windows and rings, which are overwritten in place.
+
 Not covered: the compression state rings (`compress_state_pools`, `indexer_compress_state_pools`). Later tokens
 overwrite a ring row in place, and it has no slot per token.
 """
@@ -38,12 +42,21 @@ _COMPRESSED = (  # in the order of get_contiguous_buf_infos
 )
 
 
+_IN_PLACE = "sliding-window rows belong to a request and are overwritten in place"
+_OTHER_STORAGE = {
+    "unified_kv_pool": f"{_IN_PLACE}, in one buffer with compressed rows (ROCm)",
+    "request_window": _IN_PLACE,
+    "swa_req_ring_size": _IN_PLACE,
+}
+
+
 def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
     """Groups SWA, C4, C4_INDEXER and C128, each K-only. Sub-pools without layers or slots give no group.
 
     A SWA group needs `options.sliding_window_size` and the mapping. The whole pool is refused if a sub-pool is missing,
     or if the c4 pool is HiSparse. Compressed rows without SWA rows are refused as well: they use the SWA rows' chains.
     """
+    _refuse_other_storage(pool)
     groups, kv_splices, state_splices, listed = [], [], [], 0
     for group in attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA).groups:
         # SGLang keeps sliding_window_size tokens. The backend reads 127 of them and the new one.
@@ -52,6 +65,8 @@ def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
         state_splices += _splices(pool.swa_kv_pool, group, 0)
     base = groups[0] if groups else None
     for attribute, kind in _COMPRESSED:
+        if getattr(pool, attribute, None) is None and STRIDES[kind] not in pool.compression_ratios:
+            continue  # newer releases build no pool for a ratio that the model lacks
         for group in attach_sub_pool(pool, attribute, options, kind).groups:
             groups.append(_as_strided(pool, group, base))
             kv_splices += _splices(getattr(pool, attribute), group, listed)
@@ -60,15 +75,36 @@ def attach_dsv4(pool: Any, options: AttachOptions) -> PoolAttachment:
     return PoolAttachment(tuple(groups), {m: s for m, s in splices.items() if s})
 
 
+def _refuse_other_storage(pool: Any) -> None:
+    name = type(pool).__name__
+    others = sorted(set(pool.compression_ratios) - {0, *STRIDES.values()})
+    if others:
+        raise UnsupportedPoolError(
+            f"{name} has layers with the compression ratios {others} (DeepSeek-V4.1), expected 0, 4 and 128"
+        )
+    for attribute, what in _OTHER_STORAGE.items():
+        if getattr(pool, attribute, None):
+            raise UnsupportedPoolError(f"{name}.{attribute}: {what}")
+
+
 def attach_dsv4_rows(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One group over a DeepSeekV4SingleKVPool (SWA, c4 or c128, as `options.kind` says)."""
     if not pool.layer_num or pool.size <= 0:
         return PoolAttachment()
-    token_bytes = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
-    parts = (token_bytes, pool.kv_cache_total_dim - token_bytes)
     buffers = layer_buffers(pool, "kv_buffer")
-    num_slots, content = page_sources(buffers, pool.page_size, parts)
+    num_slots, content = page_sources(buffers, pool.page_size, _parts_of(pool))
     return PoolAttachment((_group(pool, options, num_slots, content),))
+
+
+def _parts_of(pool: Any) -> tuple[int, ...]:
+    """Bytes of the pieces of a row, which lie in different places of its page: values, and their scales."""
+    total, layout = pool.kv_cache_total_dim, getattr(pool, "kv_layout", None)
+    if layout is None:  # until 0.5.17
+        values = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
+    else:
+        values = total if layout.is_interleaved else layout.data_bytes
+    # Uniform FP8 rows have no scales.
+    return (values, total - values) if total > values else (total,)
 
 
 def attach_dsv4_indexer(pool: Any, options: AttachOptions) -> PoolAttachment:

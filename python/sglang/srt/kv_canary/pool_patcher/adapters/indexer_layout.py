@@ -1,4 +1,4 @@
-"""Page layout of sparse-attention indexers: all keys of a page (FP8), then all their scales (FP32)."""
+"""Page layout of sparse-attention indexers: all keys of a page (FP8 or FP4), then all their scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def indexer_content(pool: Any) -> tuple[int, tuple[ContentSource, ...]]:
     """
     refuse_preshuffled_pages(pool.page_size)
     key_bytes = pool.index_head_dim
-    scale_bytes = pool.index_head_dim // pool.quant_block_size * 4
+    scale_bytes = pool.index_head_dim // pool.quant_block_size * 4  # FP32
+    if getattr(pool, "use_fp4_indexer", False):  # DeepSeek-V4; scales are one byte per 32 values
+        key_bytes, scale_bytes = pool.index_head_dim // 2, pool.index_head_dim // 32
     buffers = layer_buffers(pool, "index_k_with_scale_buffer")
     buffers = [buffer for buffer in buffers if buffer.shape[0]] or buffers[:1]
     return page_sources(buffers, pool.page_size, (key_bytes, scale_bytes))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...buffer_group import ContentSource
 from ..attachment import KV_BUF_INFOS, AttachOptions, PoolAttachment
-from ..content_layout import row_sources
+from ..content_layout import interleaved_sources, row_sources
 from ..errors import UnsupportedPoolError
 from ..group_builder import build_group, splice_halves
 from ..layers import layer_buffers, scale_buffers
@@ -16,19 +16,26 @@ _LAYOUTS = ("nhd", "page_major_layer_major")
 
 
 def attach_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
-    """One group with K and V over `size + page_size` slots. Scales of an FP4 pool are content as well.
+    """One group with K and V over `size + page_size` slots. Scales of FP4 and MXFP8 pools are content as well.
 
     A pool without layers or slots gives no group. A pool that lacks a layer's buffer is refused.
     """
-    _refuse_other_layouts(pool)
     layers = pool.layer_num
     if not layers or pool.size <= 0:
         return PoolAttachment()
     num_slots = pool.size + pool.page_size
     # Laid out even without content: this refuses a pool with another index space.
-    content = [_content(pool, half, num_slots) for half in ("k", "v")]
+    content = mha_content(pool, num_slots)
     group = build_group(options.kind, num_slots, pool.device, options, *content)
     return PoolAttachment((group,), {KV_BUF_INFOS: splice_halves(group, layers, pool.page_size)})
+
+
+def mha_content(
+    pool: Any, num_slots: int
+) -> tuple[tuple[ContentSource, ...], tuple[ContentSource, ...]]:
+    """Content sources of K and of V. Raises UnsupportedPoolError for a layout in which slots have no rows."""
+    _refuse_other_layouts(pool)
+    return _content(pool, "k", num_slots), _content(pool, "v", num_slots)
 
 
 def _refuse_other_layouts(pool: Any) -> None:
@@ -47,5 +54,11 @@ def _refuse_other_layouts(pool: Any) -> None:
 
 
 def _content(pool: Any, half: str, num_slots: int) -> tuple[ContentSource, ...]:
-    buffers = layer_buffers(pool, f"{half}_buffer") + scale_buffers(pool, f"{half}_scale_buffer")
-    return row_sources(buffers, num_slots, pool.page_size)
+    data, scales = (
+        layer_buffers(pool, f"{half}_buffer"),
+        scale_buffers(pool, f"{half}_scale_buffer"),
+    )
+    if getattr(pool, "mxfp8_sf_interleaved", False):
+        interleaved = interleaved_sources(scales, num_slots, pool.page_size)
+        return row_sources(data, num_slots, pool.page_size) + interleaved
+    return row_sources(data + scales, num_slots, pool.page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["decode_graphs_of", "has_indexer", "server_args", "tokens_of"]
+__all__ = ["decode_graphs_of", "indexer_pool_of", "server_args", "tokens_of"]
 
 
 def tokens_of(request: Any) -> Sequence[int]:
@@ -13,11 +13,13 @@ def tokens_of(request: Any) -> Sequence[int]:
     return request.get_fill_ids()
 
 
-def has_indexer(hf_config: Any) -> bool:
-    """Whether the model has sparse MLA attention with an indexer."""
-    from sglang.srt.configs.model_config import is_deepseek_dsa
+def indexer_pool_of(hf_config: Any) -> str | None:
+    """Name of the pool class with an indexer that SGLang builds for a model, None without."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 
-    return is_deepseek_dsa(hf_config)
+    if is_deepseek_dsa(hf_config):
+        return "DSATokenToKVPool"
+    return "MiniMaxSparseKVPool" if is_minimax_sparse(hf_config) else None
 
 
 def decode_graphs_of(model_runner: Any) -> Any:

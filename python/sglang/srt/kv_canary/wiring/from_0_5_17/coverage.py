@@ -34,7 +34,7 @@ _PATHS: dict[str, str] = {
 
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
-    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE; not with sliding-window layers",
+    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE; with sliding-window layers EAGLE on CPU",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
@@ -50,7 +50,8 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
             "sliding-window layers",
             _PARTLY,
             "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "
-            "refused: other backends, models without full attention",
+            "DeepSeek-V4's own: read, slots of new tokens not compared; refused: other backends, models without full "
+            "attention",
         ),
     )
 

@@ -7,27 +7,44 @@ from dataclasses import replace
 from ...pool_patcher import registry
 from ...pool_patcher.registry import PoolSupport
 
-__all__ = ["PARTS", "POOLS", "SERVED_WITH_SPECULATION"]
+__all__ = ["PAGE_MAJOR", "PARTS", "POOLS", "SERVED_WITH_SPECULATION", "judged"]
 
 _MEM_CACHE = "sglang.srt.mem_cache"
 _POOLS = f"{_MEM_CACHE}.memory_pool"
 _MHA, _MLA = f"{_POOLS}.MHATokenToKVPool", f"{_POOLS}.MLATokenToKVPool"
 _MHA_FP4, _MLA_FP4 = f"{_POOLS}.MHATokenToKVPoolFP4", f"{_POOLS}.MLATokenToKVPoolFP4"
+_MHA_MXFP8 = f"{_POOLS}.MHATokenToKVPoolMXFP8"
+_MINIMAX, _K_ONLY = f"{_POOLS}.MiniMaxSparseKVPool", f"{_POOLS}.MHATokenToKOnlyPool"
 _DSA, _HYBRID = f"{_POOLS}.DSATokenToKVPool", f"{_POOLS}.HybridLinearKVPool"
 _SWA = f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool"
 _UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
 _SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
 _DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
+_DSV4_POOL = f"{_DSV4}.DeepSeekV4TokenToKVPool"
+_DSV4_PARTS = (
+    f"{_DSV4}.DeepSeekV4SingleKVPool",
+    f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
+    f"{_DSV4}.DeepSeekV4IndexerPool",
+)
 _NPU = "sglang.srt.hardware_backend.npu"
 _NEVER_SERVED = "; judged by pool objects; never served"
+PAGE_MAJOR = f"{_POOLS}.PageMajorMHATokenToKVPool"
 
 # Pool with parts -> classes that a part may have.
-PARTS = {_SWA: (_MHA,), _HYBRID: (_MHA, _MLA)}
-# Speculative decoding writes these in tests. SWA pools are refused by a reason of their own.
+PARTS = {
+    _SWA: (_MHA, _MHA_MXFP8),
+    _HYBRID: (_MHA, _MLA),
+    _MINIMAX: (_MHA, _K_ONLY),
+    _DSV4_POOL: _DSV4_PARTS,
+}
+# Speculative decoding writes these in tests. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 
+# FP4 pools are apart.
+_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
+
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "slot ids are virtual: compaction moves their pages to other addresses, and records would not follow": (
+    "slot ids are virtual: a table on the device says where a page's bytes lie, which no content source reads": (
         f"{_UNIFIED}.UnifiedMHATokenToKVPool",
         f"{_UNIFIED}.UnifiedMLATokenToKVPool",
         f"{_UNIFIED}.UnifiedSWAKVPool",
@@ -43,18 +60,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "layers are spread over ranks: a rank keeps no bytes of the others' layers": (
         f"{_MEM_CACHE}.dsa_cache_layer_split.LayerSplitDSATokenToKVPool",
     ),
-    "scales are interleaved over the tokens of a page, which no content source describes": (
-        f"{_POOLS}.MHATokenToKVPoolMXFP8",
-    ),
-    "0.5.17 builds it with --enable-page-major-kv-layout, which is refused; later releases cannot build it": (
-        f"{_POOLS}.PageMajorMHATokenToKVPool",
-    ),
-    "index keys lie in pools of their own, which have no records yet": (
-        f"{_POOLS}.MiniMaxSparseKVPool",
-    ),
-    "it is a part of MiniMaxSparseKVPool only, which is refused": (
-        f"{_POOLS}.MHATokenToKOnlyPool",
-    ),
     "keys, values and scales are packed by page, in the order of the attention kernel": (
         f"{_NVFP4}.MiniMaxM3Nvfp4KVPool",
         f"{_NVFP4}.MiniMaxM3Nvfp4MainKVPool",
@@ -62,12 +67,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "an index key stands for several tokens, and a ring per request is overwritten in place": (
         f"{_MEM_CACHE}.qsa_kv_pool.QSATokenToKVPool",
-    ),
-    "SGLang has rebuilt it since 0.5.12.post1, and no adapter has followed": (
-        f"{_DSV4}.DeepSeekV4TokenToKVPool",
-        f"{_DSV4}.DeepSeekV4SingleKVPool",
-        f"{_DSV4}.DeepSeekV4IndexerPool",
-        f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
     ),
     "HiSparse swaps rows between host and device under another index; turn HiSparse off": (
         f"{_HISPARSE}.HiSparseDSATokenToKVPool",
@@ -83,27 +82,32 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 }
 
 
+def judged(name: str, covers: str = "") -> PoolSupport:
+    """Support of a class that real objects have judged. `covers` replaces the registry's."""
+    known = registry.known()[name]
+    return replace(known, covers=(covers or known.covers) + _NEVER_SERVED)
+
+
+_DSV4_REFUSED = (
+    "; refused: compression ratios 1 and 2, sliding-window rows that belong to a request (unified rows of ROCm, "
+    "request windows, rings)"
+)
+
+
 def _pools() -> dict[str, PoolSupport]:
     known = registry.known()
-    refused_everywhere = {name: support for name, support in known.items() if not support.attacher}
-    refused = {
-        name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names
-    }
-    served = {name: known[name] for name in (_MHA, _MLA, _SWA)}
-    judged = {
-        _MHA_FP4: "K and V of every layer, scales included",
-        _MLA_FP4: "latent rows of every layer, scales included",
-        _DSA: known[_DSA].covers,
-        _HYBRID: known[_HYBRID].covers,
-    }
     return {
-        **refused_everywhere,
-        **refused,
-        **served,
-        **{
-            name: replace(known[name], covers=what + _NEVER_SERVED) for name, what in judged.items()
-        },
+        **{name: support for name, support in known.items() if not support.attacher},
+        **{name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names},
+        **{name: known[name] for name in (_MHA, _MLA, _SWA)},
+        **{name: judged(name) for name in _JUDGED},
+        _DSV4_POOL: replace(
+            judged(_DSV4_POOL), not_covered=known[_DSV4_POOL].not_covered + _DSV4_REFUSED
+        ),
+        _MHA_FP4: judged(_MHA_FP4, "K and V of every layer, scales included"),
+        _MLA_FP4: judged(_MLA_FP4, "latent rows of every layer, scales included"),
     }
 
 
+# A family may add its own.
 POOLS = _pools()

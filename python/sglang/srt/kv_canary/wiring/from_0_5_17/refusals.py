@@ -50,12 +50,6 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --enable-unified-memory.",
     ),
     Refusal(
-        "page-major KV layout",
-        lambda args: args.enable_page_major_kv_layout,
-        "no server has run it with the canary: SGLang itself builds such pools on 0.5.17 only.",
-        "Remove --enable-page-major-kv-layout.",
-    ),
-    Refusal(
         "post-capture KV sizing",
         lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         "the pool gets other buffers after the records are beside it.",

@@ -16,8 +16,15 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
-from .pools import PARTS, POOLS
+from .pools import PARTS
 from .speculation_refusals import refuse_uncovered_runner
+
+# Where a pool keeps other pools.
+_PARTS = (
+    *("full_kv_pool", "swa_kv_pool"),
+    *("main_pool", "dense_pool", "index_kv_pool", "index_k_pool"),  # MiniMaxSparseKVPool
+    *("c4_kv_pool", "c128_kv_pool", "c4_indexer_kv_pool"),  # DeepSeekV4TokenToKVPool
+)
 
 
 class Seam:
@@ -69,10 +76,10 @@ def install(
 
 def _refuse_unknown_pool(model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
-    known = [name for name, support in POOLS.items() if support.attacher]
+    known = [name for name, support in release().known_pools().items() if support.attacher]
     _refuse_unless_in(known, pool, "the KV pool")
     parts = PARTS.get(qualified_name(type(pool)), ())
-    for part in ("full_kv_pool", "swa_kv_pool"):
+    for part in _PARTS:
         if (sub_pool := getattr(pool, part, None)) is not None:
             _refuse_unless_in(parts, sub_pool, f"{type(pool).__name__}.{part}")
 
@@ -81,7 +88,8 @@ def _refuse_unless_in(pools: Collection[str], pool: Any, what: str) -> None:
     name = qualified_name(type(pool))
     if name in pools:
         return
-    refused = POOLS[name].refused if name in POOLS else ""
+    known = release().known_pools()
+    refused = known[name].refused if name in known else ""
     known = ", ".join(pool.rpartition(".")[2] for pool in pools)
     raise startup_error(
         f"the canary does not know {what} {name} of this release (known: {known})."

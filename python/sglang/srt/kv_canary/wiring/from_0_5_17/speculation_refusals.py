@@ -90,14 +90,12 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
             f"{_REMOVE}.",
             "the draft model's KV",
         )
-    if getattr(model_runner.token_to_kv_pool, "swa_kv_pool", None) is not None:
-        raise startup_error(
-            f"speculative decoding with sliding-window layers: {_UNTESTED} {_REMOVE}.",
-            "KV in SWA slots",
-        )
-    pool = qualified_name(type(model_runner.token_to_kv_pool))
-    if pool not in SERVED_WITH_SPECULATION:
-        raise startup_error(
-            f"speculative decoding with the KV pool {pool}: {_UNTESTED} {_REMOVE}.",
-            "KV that drafts and verifies write",
-        )
+    pool = model_runner.token_to_kv_pool
+    parts = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
+    for written in (pool, *(part for part in parts if part is not None)):
+        name = qualified_name(type(written))
+        if name not in SERVED_WITH_SPECULATION:
+            raise startup_error(
+                f"speculative decoding with the KV pool {name}: {_UNTESTED} {_REMOVE}.",
+                "KV that drafts and verifies write",
+            )

@@ -5,6 +5,9 @@ for the next forward. So the canary replaces nothing. It passes on the tensor th
 with the mapping. In a captured graph that tensor is the backend's buffer, which each replay fills again.
 
 The tensor's place is a matter of the backend. A backend that nobody has read is refused.
+
+DeepSeek-V4's backend makes its tensor inside the captured graph, on a stream of its own, where HEAD may read it too
+early. So HEAD compares nothing there. It translates the new slots on its own.
 """
 
 from __future__ import annotations
@@ -45,6 +48,13 @@ _LOCATIONS: dict[str, Callable[[Any], torch.Tensor | None]] = {
     f"{_BACKENDS}.trtllm_mha_backend.TRTLLMHAAttnBackend": _in_metadata,
     f"{_BACKENDS}.torch_native_backend.TorchNativeAttnBackend": _in_backend,
 }
+# Their tensor is not compared.
+_UNREAD = frozenset(
+    {
+        f"{_BACKENDS}.deepseek_v4_backend.DeepseekV4AttnBackend",
+        f"{_BACKENDS}.deepseek_v4_trtllm_backend.DeepseekV4TrtllmAttnBackend",
+    }
+)
 
 
 def location_of_attention(backend: Any, forward_batch: Any) -> torch.Tensor | None:
@@ -82,6 +92,8 @@ def _after_backends_exist(_: Any, model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
     manager = context.manager_of(model_runner)
     if manager is None or getattr(pool, "full_to_swa_index_mapping", None) is None:
+        return
+    if qualified_name(type(model_runner.attn_backend)) in _UNREAD:
         return
     _refuse_unknown(model_runner.attn_backend)
     _wrap_model_forward(model_runner.model, manager)

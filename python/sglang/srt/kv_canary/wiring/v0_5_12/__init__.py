@@ -65,10 +65,10 @@ def _queues_frees(allocator: Any) -> bool:
     return not allocator.is_not_in_free_group
 
 
-def _has_indexer(hf_config: Any) -> bool:
+def _indexer_pool_of(hf_config: Any) -> str | None:
     from sglang.srt.configs.model_config import is_deepseek_nsa
 
-    return is_deepseek_nsa(hf_config)
+    return "NSATokenToKVPool" if is_deepseek_nsa(hf_config) else None
 
 
 def _server_args() -> Any:
@@ -127,8 +127,7 @@ RELEASE = Release(
     draft_ids=torch.int32,
     settled=lambda server_args: server_args,
     server_args=_server_args,
-    has_indexer=_has_indexer,
-    indexer_pool="NSATokenToKVPool",
+    indexer_pool_of=_indexer_pool_of,
     decode_graphs_of=_decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,

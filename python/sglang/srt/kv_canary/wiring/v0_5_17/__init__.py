@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..from_0_5_17.answers import decode_graphs_of, has_indexer, server_args, tokens_of
-from ..from_0_5_17.pools import POOLS
+from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, server_args, tokens_of
+from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, judged
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
@@ -79,7 +79,7 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=lambda: POOLS,
+    known_pools=lambda: {**POOLS, PAGE_MAJOR: judged(PAGE_MAJOR)},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
@@ -94,8 +94,7 @@ RELEASE = Release(
     draft_ids=torch.int64,
     settled=lambda args: args,
     server_args=server_args,
-    has_indexer=has_indexer,
-    indexer_pool="DSATokenToKVPool",
+    indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ...pool_patcher.registry import PoolSupport
 from ...runner.ranks import Ranks
 from ..context import context
-from ..from_0_5_17.answers import decode_graphs_of, has_indexer, server_args, tokens_of
-from ..from_0_5_17.pools import POOLS
+from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, server_args, tokens_of
+from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
@@ -91,6 +92,10 @@ def _schedulers_here(_: Any) -> int:
     return len(pp_ranks) * len(tp_ranks) * copies
 
 
+_NOT_BUILT = PoolSupport(
+    refused="SGLang itself cannot build it from 0.5.22 on: its strided views are gone"
+)
+
 RELEASE = Release(
     hook_modules=(
         "allocator",
@@ -121,7 +126,7 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=lambda: POOLS,
+    known_pools=lambda: {**POOLS, PAGE_MAJOR: _NOT_BUILT},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=_row_of,
@@ -136,8 +141,7 @@ RELEASE = Release(
     draft_ids=torch.int64,
     settled=_settled,
     server_args=_server_args,
-    has_indexer=has_indexer,
-    indexer_pool="DSATokenToKVPool",
+    indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,

@@ -22,6 +22,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "Set --hicache-host-memory-mode to cache.",
     ),
     Refusal(
+        "page-major KV layout",
+        lambda args: args.enable_page_major_kv_layout,
+        "SGLang itself has no such pool from 0.5.22 on.",
+        "Remove --enable-page-major-kv-layout.",
+    ),
+    Refusal(
         "sharded KV cache",
         lambda args: args.enable_kv_cache_sharding,
         "slots are spread over ranks, and a slot of one rank stands for tokens of another.",

@@ -23,6 +23,9 @@ TOKEN_STRIDE = tl.constexpr(3)
 ROW_BYTES = tl.constexpr(4)
 KEY = tl.constexpr(5)  # odd, of the source's index within its half
 INDEX = tl.constexpr(6)  # the source's index within its half
+RUN = tl.constexpr(7)  # slots per run << RUN_SHIFT | bytes between runs
+RUN_SHIFT = tl.constexpr(40)
+_RUN_STRIDE = tl.constexpr((1 << 40) - 1)
 
 _BASE = tl.constexpr(record.to_signed64(record.CONTENT_BASE))
 _SECTOR_BYTES = tl.constexpr(record.SECTOR_BYTES)
@@ -38,7 +41,7 @@ class Sources(NamedTuple):
 class Shape(NamedTuple):
     """What is known at compile time. Pass it on as it is: assigned to a name, its fields become run-time values."""
 
-    page_size: Any  # slots per page of every source; 0: they differ
+    page_size: Any  # slots per page of every source; 0: they differ; -1: and some pages have runs
     unit: Any  # bytes per word
     align: Any  # bytes: every row's start is a multiple
     row_align: Any  # words: every row's length is a multiple
@@ -74,13 +77,19 @@ def _rows_at(sources, first, slots, shape):
     else:
         token_stride = tl.load(entry + TOKEN_STRIDE)
         # 32 bits divide faster, and slots fit.
-        if shape.page_size == 0:
+        if shape.page_size <= 0:
             page_size = tl.load(entry + PAGE_SIZE).to(tl.int32)
             page = slots.to(tl.int32) // page_size
             place = slots.to(tl.int32) - page * page_size
         else:
             page = slots.to(tl.int32) // shape.page_size
             place = slots.to(tl.int32) - page * shape.page_size
+        if shape.page_size < 0:
+            packed = tl.load(entry + RUN)
+            run_slots = (packed >> RUN_SHIFT).to(tl.int32)
+            run = place // run_slots
+            place = place - run * run_slots
+            start = start + run * (packed & _RUN_STRIDE)
         start = start + page.to(tl.int64) * page_stride + place * token_stride
     skipped = row_bytes * 0
     if shape.partial:
