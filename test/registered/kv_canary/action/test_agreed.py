@@ -27,7 +27,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.forked_ranks import on_ranks
 
 if release().has_own_canary:
-    pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
+    pytest.skip("the rig has a radix tree; lifted by make test", allow_module_level=True)
 
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
@@ -235,6 +235,18 @@ def test_ranks_have_as_many_free_slots_until_they_begin_afresh() -> None:
     assert one[1:] == other[1:]
     # The 8 of the cache are dropped. The slots of ada are freed when the bell is heard.
     assert one[1:] == (184, 188, 192, True, 192, False)
+
+
+def test_a_disturbance_of_one_rank_alone_becomes_that_of_all() -> None:
+    """The ranks must agree on what to even out, or one of them waits for the others."""
+
+    def work(rank: Rank) -> Any:
+        rank.agreed.alone.owned.disturbed = rank.ranks.rank == 1
+        rank.bell.ring()
+        rank.until_heard()
+        return rank.agreed.alone.owned.disturbed, rank.num_free
+
+    assert each(work) == [(True, 176)] * 2
 
 
 def test_leaks_are_known_when_all_ranks_have_said_what_they_found() -> None:

@@ -38,6 +38,7 @@ class _Found:
     newest: int  # its last forward: forwards are counted by each rank
     readers: tuple[Reader, ...]
     anything: bool
+    disturbed: bool  # slots of the rank may be lost, or free and in use at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,13 @@ class AgreedContainment:
     def _agree(self) -> None:
         alone = self.alone
         found, newest = alone.desk.peek(), alone.manager.recorder.newest
-        everything = self.ranks.gather(_Found(newest, found.readers, found != Damage()))
+        mine = _Found(newest, found.readers, found != Damage(), alone.owned.disturbed)
+        everything = self.ranks.gather(mine)
+        was_disturbed = any(part.disturbed for part in everything)
         has_damage = any(part.anything for part in everything)
         if has_damage:
             readers = tuple(_numbered(everything, newest))
             self._act(replace(found, readers=readers), newest)
-        was_disturbed = alone.owned.disturbed
         attempt_aside(self._free_deferred)
         attempt_aside(alone.tidy)
         if has_damage or was_disturbed:
@@ -169,8 +171,10 @@ class AgreedContainment:
             self.alone.free_owned(torch.cat(deferred))
 
     def _even_out(self) -> None:
-        """All ranks have as many free slots, and as many cached ones."""
-        everywhere = self.ranks.gather(attempt_aside(self._sizes))
+        """All ranks have as many free slots, and as many cached ones, and know of each other's disturbances."""
+        said = self.ranks.gather((attempt_aside(self._sizes), self.alone.owned.disturbed))
+        everywhere = [sizes for sizes, _ in said]
+        self.alone.owned.disturbed = any(disturbed for _, disturbed in said)
         if all(everywhere):
             kinds = everywhere[0][0]
             least = {kind: min(free[kind] for free, _ in everywhere) for kind in kinds}
