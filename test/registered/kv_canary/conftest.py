@@ -122,6 +122,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
     "wiring/test_live_questions.py",
+    "wiring/test_namespaces.py",
     "wiring/test_seam.py",
     "wiring/test_swa_location.py",
 )

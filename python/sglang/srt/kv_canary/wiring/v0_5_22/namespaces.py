@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from ..releases import release
 
 __all__ = ["Namespaces", "prefixes_of"]
 
-_MARK, _END = "\x1fkv-canary ", "\x1f"
+_END = "\x1f"
 
 
 def prefixes_of(scheduler: Any) -> Prefixes | None:
@@ -28,7 +29,13 @@ def prefixes_of(scheduler: Any) -> Prefixes | None:
     tree = scheduler.tree_cache
     if type(tree) is not UnifiedRadixCache:
         return None
-    return NoPrefixes() if tree.disable else Namespaces(scheduler)
+    return NoPrefixes() if tree.disable else Namespaces(scheduler, _mark_of(scheduler))
+
+
+def _mark_of(scheduler: Any) -> str:
+    """The same on all ranks. Clients that do not know the seed cannot fill a namespace before it is in use."""
+    seed = release().settled(scheduler.server_args).random_seed
+    return f"{_END}kv-canary {blake2b(str(seed).encode(), digest_size=8).hexdigest()} "
 
 
 @dataclass(slots=True)
@@ -36,6 +43,7 @@ class Namespaces:
     """Used from the scheduler's thread."""
 
     scheduler: Any
+    mark: str  # of its extra keys
     can_be_repaired: ClassVar[bool] = False
     epoch: int = 0  # how often the cache was dropped
     num_held: int = 0
@@ -63,14 +71,14 @@ class Namespaces:
     @property
     def default_key(self) -> str | None:
         """The extra key of requests that come without one."""
-        return f"{_MARK}{self.epoch}{_END}" if self.epoch else None
+        return f"{self.mark}{self.epoch}{_END}" if self.epoch else None
 
     def admit(self, request: Any) -> None:
         """Before `request` waits for its prefill. It cannot hit what has been dropped."""
         if self.epoch and release().row_of(request) is None:
             key = request.extra_key or ""
-            if key.startswith(_MARK):
-                key = key.removeprefix(_MARK).partition(_END)[2]
+            if key.startswith(self.mark):
+                key = key.removeprefix(self.mark).partition(_END)[2]
             request.extra_key = f"{self.default_key}{key}"
 
     def holds(self, request: Any) -> bool:
