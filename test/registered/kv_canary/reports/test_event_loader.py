@@ -140,7 +140,7 @@ def test_events_come_back_as_what_they_were(found: Path) -> None:
         == 'request "req-1" at position 5 reads slot 300, which no forward has written since the start'
     )
     assert last.story.guess is not None
-    assert last.story.guess.bug is BugClass.NEVER_STORED
+    assert last.story.guess.bug is BugClass.ROW_SUBSTITUTION
     assert last.extent is not None
     assert last.extent.findings == 4
     assert [reader.request_id for reader in last.readers] == ["req-1"]
