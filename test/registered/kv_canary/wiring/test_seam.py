@@ -266,7 +266,11 @@ NOT_BY_AN_ARGUMENT = {
     "full prefill CUDA graphs",
     "post-capture KV sizing",
     *(
-        ["PD disaggregation with staging buffers", "PD disaggregation with a multimodal model"]
+        [
+            "PD disaggregation with staging buffers",
+            "PD disaggregation with a multimodal model",
+            "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
+        ]
         if release().transfers
         else []
     ),
@@ -321,6 +325,22 @@ def test_no_request_is_ended_on_a_release_that_has_no_action() -> None:
     assert not case.predicate(args)
     with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
         assert case.predicate(args)
+
+
+@has_seam
+def test_no_request_is_ended_because_its_kv_arrives_damaged() -> None:
+    if release().transfers is None:
+        pytest.skip("this release refuses disaggregation; lifted by make test SGLANG=0.5.23")
+    load_plugins()
+    name = "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort"
+    case = next(c for c in release().refusals() if c.name == name)
+    alone, decodes = (
+        ServerArgs(model_path="dummy", device="cpu", **more) for more in ({}, _DECODES)
+    )
+    assert not case.predicate(decodes)
+    with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
+        assert case.predicate(decodes)
+        assert not case.predicate(alone)
 
 
 @has_seam
