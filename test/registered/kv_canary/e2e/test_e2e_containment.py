@@ -32,6 +32,12 @@ from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
 register_cpu_ci(est_time=85, suite="stage-a-test-cpu")
 
+if not any(name.endswith(".action") for name in release().hook_modules):
+    pytest.skip(
+        "this release refuses the action; lifted by make test SGLANG=0.5.23",
+        allow_module_level=True,
+    )
+
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 # The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
 LONG = "KV_CANARY_TEST_CONTAINMENT_ROUNDS" in os.environ
