@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -50,21 +49,6 @@ def words_read(source: ContentSource, index: int, slots, unit: int, mode: Conten
     return first[:, None] + torch.arange(per_sector, device=slots.device)
 
 
-def _words_and_keys(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
-    """What `words_read` and `word_keys` say."""
-    if mode is ContentMode.ALL:
-        return _all_words(-(-source.row_bytes // unit), index, slots.device)
-    words = words_read(source, index, slots, unit, mode)
-    return words, word_keys(index, words)
-
-
-@lru_cache
-def _all_words(count: int, index: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Word indices int64[1, `count`] of a row of source number `index`, and their keys."""
-    words = torch.arange(count, device=device)[None]
-    return words, word_keys(index, words)
-
-
 def word_keys(index: int, words: torch.Tensor) -> torch.Tensor:
     """The odd keys of `words` int64 of source number `index`, see `record.CONTENT_BASE`. Same shape."""
     source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
@@ -85,8 +69,9 @@ def content_fingerprint(
     unit = content_unit(sources)
     total = torch.full_like(slots, record.to_signed64(record.CONTENT_BASE))
     for index, source in enumerate(sources):
-        words, keys = _words_and_keys(source, index, sampled_as, unit, mode)
-        total = total + (word_values(source, slots, words, unit) * keys).sum(dim=1)
+        words = words_read(source, index, sampled_as, unit, mode)
+        values = word_values(source, slots, words, unit)
+        total = total + (values * word_keys(index, words)).sum(dim=1)
     return total
 
 

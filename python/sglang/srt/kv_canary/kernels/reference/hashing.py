@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-
-import numpy as np
 import torch
 
 from ... import record
@@ -15,30 +11,11 @@ MULTIPLIERS = tuple(map(record.to_signed64, (record.MIX_MULTIPLIER_1, record.MIX
 MODES, STATES = len(record.Mode), len(record.State)
 
 
-def _by_numpy_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function` of int64 tensors. An operation on a few elements costs NumPy a third of what it costs torch."""
-
-    @wraps(function)
-    def with_arrays(x: torch.Tensor, *others: torch.Tensor | int) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.device.type != "cpu":
-            return function(x, *others)
-        arrays = [y.numpy() if isinstance(y, torch.Tensor) else y for y in (x, *others)]
-        return torch.from_numpy(function(*arrays))
-
-    return with_arrays
-
-
-def _where(condition: torch.Tensor, value: torch.Tensor | int, otherwise: torch.Tensor | int):
-    select = torch.where if isinstance(condition, torch.Tensor) else np.where
-    return select(condition, value, otherwise)
-
-
 def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64 (torch's `>>` is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@_by_numpy_on_cpu
 def mix64(x: torch.Tensor) -> torch.Tensor:
     """`record.mix64` of every element, int64."""
     x = x + INCREMENT
@@ -52,29 +29,26 @@ def pack_identity(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return (token.long() & 0xFFFFFFFF) | (position.long() << 32)
 
 
-@_by_numpy_on_cpu
 def stored_token(identity: torch.Tensor) -> torch.Tensor:
     """Token id (signed 32 bits) of word 0."""
     low = identity & 0xFFFFFFFF
-    return _where(low >= 1 << 31, low - (1 << 32), low)
+    return torch.where(low >= 1 << 31, low - (1 << 32), low)
 
 
 def stored_position(identity: torch.Tensor) -> torch.Tensor:
     return identity >> 32
 
 
-@_by_numpy_on_cpu
 def state_of(writer: torch.Tensor) -> torch.Tensor:
     """State of a record: DAMAGED where the writer word is not one that the canary writes, nor 0."""
     state = shift_right(writer, record.WRITER_STATE_SHIFT)
     mode = (writer >> record.WRITER_MODE_SHIFT) & record.WRITER_MODE_MASK
     known = (_nibbles_off(writer) == 0) & (mode < MODES)
     known &= (state > record.State.NEVER_WRITTEN) & (state < STATES)
-    state = _where(known, state, record.DAMAGED)
-    return _where(writer == 0, int(record.State.NEVER_WRITTEN), state)
+    state = torch.where(known, state, record.DAMAGED)
+    return torch.where(writer == 0, int(record.State.NEVER_WRITTEN), state)
 
 
-@_by_numpy_on_cpu
 def with_check_nibble(writer: torch.Tensor) -> torch.Tensor:
     """Writer words whose check nibble is still 0."""
     return writer | (_nibbles_off(writer) << record.WRITER_CHECK_SHIFT)
@@ -87,7 +61,6 @@ def _nibbles_off(writer: torch.Tensor) -> torch.Tensor:
     return (writer & 0xF) ^ record.WRITER_NIBBLES
 
 
-@_by_numpy_on_cpu
 def chain_step(previous: torch.Tensor, identity: torch.Tensor) -> torch.Tensor:
     """Chain after the token of `identity`."""
     return previous * record.to_signed64(record.CHAIN_MULTIPLIER) + mix64(identity)
