@@ -18,19 +18,16 @@ import tempfile
 import time
 from typing import Any
 
-ENGINE_ARGS = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "mem_fraction_static": 0.6,
-    "log_level": "error",
+import bench_switch
+
+OFF = {
+    **bench_switch.ENGINE_ARGS,
+    "kv_canary": "none",
     "cuda_graph_max_bs": 256,
     "max_running_requests": 256,
     "disable_piecewise_cuda_graph": True,
 }
-CANARY_ARGS = {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 20}
+CANARY = {"kv_canary": "log", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 20}
 
 
 def start_here(model: str, args: dict[str, Any]) -> None:
@@ -63,11 +60,11 @@ def main() -> None:
     if options.start:
         start_here(options.model, json.loads(options.start))
         return
-    off = {**ENGINE_ARGS, **json.loads(options.engine)}
+    off = {**OFF, **json.loads(options.engine)}
     seconds_of_start(options.model, off)
     more = []
     for _ in range(options.pairs):
-        pair = [seconds_of_start(options.model, args) for args in (off, {**off, **CANARY_ARGS})]
+        pair = [seconds_of_start(options.model, args) for args in (off, {**off, **CANARY})]
         print(json.dumps({"off_s": pair[0], "on_s": pair[1]}), flush=True)
         more.append(pair[1] - pair[0])
     print(f"the canary adds {statistics.mean(more):.1f} s")

@@ -6,16 +6,13 @@ import sys
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton.compile_ahead import AHEAD
-from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_tokens_kernel
-from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.testing import consts
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
-register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
 
 # A process of its own, whose kernels are defined for the compiler. The driver is a stand-in: there is no GPU here.
 PROGRAM = """
@@ -104,38 +101,6 @@ def test_the_reference_and_the_interpreter_say_that_they_compile_nothing() -> No
             assert not compiles
         backend.finish_compiling()
         assert not AHEAD.active
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_launch_finds_what_was_compiled_ahead(monkeypatch) -> None:
-    launch = KernelLauncher(next_tokens_kernel)
-    arguments = {
-        "row_words": torch.ones(64, 8, dtype=torch.int64, device="cuda"),
-        "sampled": torch.zeros(64, dtype=torch.int64, device="cuda"),
-        "rows": torch.arange(8, device="cuda"),
-        "tokens": torch.arange(8, device="cuda") + 100,
-        "counts": None,
-        "batch_size": 8,
-        "num_rows": 64,
-        "tokens_each": 1,
-        "KINDS": 1,
-        "BLOCK": 16,  # a variant of this test's own
-    }
-    with triton_backend.compiling_ahead():
-        launch((1,), 4, arguments)
-    torch.cuda.synchronize()
-    assert not arguments["sampled"].any()
-    (begun,) = launch._begun.values()
-    begun.result()
-    monkeypatch.setattr(type(next_tokens_kernel), "_do_compile", _not_again)
-    launch((1,), 4, arguments)
-    triton_backend.finish_compiling()
-    assert arguments["sampled"].any()
-    assert not launch._begun
-
-
-def _not_again(*_: object, **__: object) -> None:
-    raise AssertionError("Triton compiles it again")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import kernel_launcher
 from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_tokens_kernel
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher, variant_of
@@ -70,18 +71,7 @@ def test_a_variant_that_has_run_is_launched_without_the_lookup_and_does_the_same
     launch = KernelLauncher(next_tokens_kernel)
     outcomes = []
     for turn in range(3):
-        arguments = {
-            "row_words": torch.ones(64, 8, dtype=torch.int64, device="cuda"),
-            "sampled": torch.zeros(64, dtype=torch.int64, device="cuda"),
-            "rows": torch.arange(8, device="cuda"),
-            "tokens": torch.arange(8, device="cuda") + 100,
-            "counts": None,
-            "batch_size": 8,
-            "num_rows": 64,
-            "tokens_each": 1,
-            "KINDS": 1,
-            "BLOCK": 128,
-        }
+        arguments = _sampled_tokens(block=128)
         if turn == 1:
             monkeypatch.setattr(type(launch._kernel), "run", _not_again)
         launch((1,), 4, arguments)
@@ -93,8 +83,41 @@ def test_a_variant_that_has_run_is_launched_without_the_lookup_and_does_the_same
         assert torch.equal(sampled, outcomes[0][1])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_finds_what_was_compiled_ahead(monkeypatch) -> None:
+    launch = KernelLauncher(next_tokens_kernel)
+    arguments = _sampled_tokens(block=16)  # a variant of this test's own
+    with triton_backend.compiling_ahead():
+        launch((1,), 4, arguments)
+    torch.cuda.synchronize()
+    assert not arguments["sampled"].any()
+    (begun,) = launch._begun.values()
+    begun.result()
+    monkeypatch.setattr(type(next_tokens_kernel), "_do_compile", _not_again)
+    launch((1,), 4, arguments)
+    triton_backend.finish_compiling()
+    assert arguments["sampled"].any()
+    assert not launch._begun
+
+
+def _sampled_tokens(block: int) -> dict[str, object]:
+    """Arguments, by name, that note one token for each of eight rows."""
+    return {
+        "row_words": torch.ones(64, 8, dtype=torch.int64, device="cuda"),
+        "sampled": torch.zeros(64, dtype=torch.int64, device="cuda"),
+        "rows": torch.arange(8, device="cuda"),
+        "tokens": torch.arange(8, device="cuda") + 100,
+        "counts": None,
+        "batch_size": 8,
+        "num_rows": 64,
+        "tokens_each": 1,
+        "KINDS": 1,
+        "BLOCK": block,
+    }
+
+
 def _not_again(*_: object, **__: object) -> None:
-    raise AssertionError("Triton looked the kernel up again")
+    raise AssertionError("Triton looks the kernel up or compiles it again")
 
 
 if __name__ == "__main__":

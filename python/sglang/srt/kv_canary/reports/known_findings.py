@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..record import Column
+from ..record import MIX_INCREMENT, Column, mix64
 from .cause import Cause
 from .flight_recorder import FlightRecorder
 from .moot import readers_of
@@ -27,19 +27,9 @@ _COLUMNS = (
     Column.WRITER,
     Column.LAST_WRITER,
 )
-# Any odd numbers without a pattern: the first ones of splitmix64 from seed 0, which record.mix64 steps by.
+# Odd numbers without a pattern.
 _MULTIPLIERS = np.array(
-    [
-        0xE220A8397B1DCDAF,
-        0x6E789E6AA1B965F5,
-        0x06C45D188009454F,
-        0xF88BB8A8724C81ED,
-        0x1B39896A51A8749B,
-        0x53CB9F0C747EA2EB,
-        0x2C829ABE1F4532E1,
-        0xC584133AC916AB3D,
-    ],
-    dtype=np.uint64,
+    [mix64(i * MIX_INCREMENT) | 1 for i in range(len(_COLUMNS) + 1)], dtype=np.uint64
 )
 
 
