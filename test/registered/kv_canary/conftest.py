@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import logging
 import os
 import re
 import signal
@@ -47,8 +48,10 @@ def process_context_is_fresh() -> Iterator[None]:
     """What one test installs in the process is gone in the next."""
     from sglang_kv_canary.wiring.context import context
 
+    root, level = logging.getLogger(), logging.getLogger().level
     yield
     context.reset()
+    root.setLevel(level)  # commands make it quiet
 
 
 @pytest.fixture(autouse=True, scope="session")
