@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ... import record
@@ -9,6 +10,7 @@ from ...buffer_group import CanaryBufferGroup, Side
 from ...record import Mode, State
 from ...state import CanaryDeviceState, Header
 from . import check, hashing
+from .host import array, longs
 
 
 def adopt_records(
@@ -23,14 +25,14 @@ def adopt_records(
     if not int(state.summary[Header.ARMED]) or not full_slots.numel():
         return
     forward = int(state.summary[Header.FORWARD_DONE]) + 1
-    slots, reasons = check.translate(group, full_slots.long())
+    slots, reasons = check.translate(group, longs(full_slots))
     used = slots[reasons == 0]
     last = int(slots[-1])
     end = min(-(-(last + 1) // page_size) * page_size, group.num_slots)
-    rest = torch.arange(last + 1, end, device=slots.device)
+    rest = np.arange(last + 1, end)
     word = record.pack_writer(forward, row, Mode.ARRIVAL, State.LIVE)
     for half in group.halves:
-        head, tail = group.records(half, Side.HEAD), group.records(half, Side.TAIL)
+        head, tail = (array(group.records(half, side)) for side in (Side.HEAD, Side.TAIL))
         words = tail[used]
         live = hashing.state_of(words[:, record.WORD_WRITER]) == State.LIVE
         words[live, record.WORD_WRITER] = word
@@ -40,4 +42,4 @@ def adopt_records(
         words[live, record.WORD_CONTENT] = 0
         head[used] = words
         if last:
-            head[rest] = tail[rest] = torch.zeros_like(head[rest])
+            head[rest] = tail[rest] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ... import record
@@ -15,6 +16,8 @@ from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, slots_between_visits, turn_of
 from . import hashing
+from .hashing import Words
+from .host import array, within
 from .ring import Report
 from .spans import Launch, completed_slots, requests_of, slots_at
 
@@ -25,31 +28,39 @@ def prepare(group: CanaryBufferGroup) -> None:
     """Nothing here needs to be done before the first forward."""
 
 
-def word_values(source: ContentSource, slots, words: torch.Tensor, unit: int) -> torch.Tensor:
+def word_values(source: ContentSource, slots: Words, words: Words, unit: int) -> Words:
     """Unsigned values int64[n, m] of the `words` of each slot's row. A word has `unit` bytes. Beyond the row: 0."""
     data = source.data
-    storage = data.untyped_storage()
-    flat = torch.empty(0, dtype=WORDS[unit], device=data.device).set_(storage)
+    flat = torch.empty(0, dtype=WORDS[unit], device=data.device).set_(data.untyped_storage())
     first = data.storage_offset() * data.element_size() + source.offset
-    start = source.start_of(slots) + first
+    index = ((source.start_of(slots) + first) // unit)[:, None] + words
     inside = words * unit < source.row_bytes
-    index = torch.where(inside, start[:, None] // unit + words, first // unit)
-    return torch.where(inside, flat[index].long() & ((1 << (8 * unit)) - 1), 0)
+    if isinstance(index, np.ndarray):
+        values = array(flat)[index * inside].astype(np.int64)
+    else:
+        values = flat[index * inside].long()
+    return (values & ((1 << (8 * unit)) - 1)) * inside
 
 
-def words_read(source: ContentSource, index: int, slots, unit: int, mode: ContentMode):
+def words_read(source: ContentSource, index: int, slots: Words, unit: int, mode: ContentMode):
     """Word indices int64[n, m] of a row that `mode` reads. int64[1, m] where all rows have the same."""
-    count = -(-source.row_bytes // unit)
     if mode is ContentMode.ALL:
-        return torch.arange(count, device=slots.device)[None]
+        return _numbers(-(-source.row_bytes // unit), slots)[None]
     per_sector = record.SECTOR_BYTES // unit
     sectors = -(-source.row_bytes // record.SECTOR_BYTES)
     mixed = hashing.shift_right(hashing.mix64((slots << 16) + index), 33)
     first = (mixed % sectors) * per_sector
-    return first[:, None] + torch.arange(per_sector, device=slots.device)
+    return first[:, None] + _numbers(per_sector, slots)
 
 
-def word_keys(index: int, words: torch.Tensor) -> torch.Tensor:
+def _numbers(count: int, like: Words) -> Words:
+    """0 .. count - 1, where `like` is."""
+    if isinstance(like, np.ndarray):
+        return np.arange(count)
+    return torch.arange(count, device=like.device)
+
+
+def word_keys(index: int, words: Words) -> Words:
     """The odd keys of `words` int64 of source number `index`, see `record.CONTENT_BASE`. Same shape."""
     source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
     return (hashing.mix64(words) * source_key) | 1
@@ -57,21 +68,20 @@ def word_keys(index: int, words: torch.Tensor) -> torch.Tensor:
 
 def content_fingerprint(
     sources: tuple[ContentSource, ...],
-    slots: torch.Tensor,
+    slots: Words,
     mode: ContentMode,
-    sampled_as: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sampled_as: Words | None = None,
+) -> Words:
     """Fingerprint int64[n] of `slots` int64[n] (in the group's own slot space).
 
     `sampled_as` int64[n]: the slots for which mode `partial` chooses its sectors; None: `slots`.
     """
     sampled_as = slots if sampled_as is None else sampled_as
     unit = content_unit(sources)
-    total = torch.full_like(slots, record.to_signed64(record.CONTENT_BASE))
+    total = slots * 0 + record.to_signed64(record.CONTENT_BASE)
     for index, source in enumerate(sources):
         words = words_read(source, index, sampled_as, unit, mode)
-        values = word_values(source, slots, words, unit)
-        total = total + (values * word_keys(index, words)).sum(dim=1)
+        total = total + (word_values(source, slots, words, unit) * word_keys(index, words)).sum(1)
     return total
 
 
@@ -105,26 +115,25 @@ def _write(launch: Launch, half: str, mode: ContentMode) -> None:
     )
     slots = slots[fresh]
     tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
-    launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.numel())
+    launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
     """Slots whose content is compared, int64[n] each."""
 
-    slots: torch.Tensor
-    rows: torch.Tensor  # reader's request row
-    full_slots: torch.Tensor
+    slots: np.ndarray
+    rows: np.ndarray  # reader's request row
+    full_slots: np.ndarray
 
 
 def _rotating_slots(launch: Launch, budget_slots: int) -> _Reads:
     """The prefix positions (of strided groups: slots) whose turn it is."""
     requests, forward = launch.requests, launch.forward
-    counts = torch.where(requests.valid, requests.prefix_lens - requests.window_starts, 0)
+    counts = requests.prefix_in_window
     k = slots_between_visits(int(counts.sum()), budget_slots)
-    index = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
-    positions = torch.arange(index.shape[0], device=counts.device)
-    positions = positions - (counts.cumsum(0) - counts)[index] + requests.window_starts[index]
+    index, positions = within(counts)
+    positions = positions + requests.window_starts[index]
     turn = positions % k == turn_of(forward, k)
     rows, positions = requests.rows[index[turn]], positions[turn]
     slots, full, reasons = slots_at(launch.plan, launch.group, rows, positions)
@@ -135,12 +144,12 @@ def _compare(
     group: CanaryBufferGroup, half: str, reads: _Reads, report: Report, mode: ContentMode
 ) -> None:
     slots = reads.slots
-    words = group.records(half, Side.TAIL)[slots]
+    words = array(group.records(half, Side.TAIL))[slots]
     writer, stored = words[:, record.WORD_WRITER], words[:, record.WORD_CONTENT]
     has = (hashing.state_of(writer) == record.State.LIVE) & (stored != 0)
     now = content_fingerprint(group.content(half), slots, mode)
     report.append(
-        torch.where(has & (now != stored), int(Reason.CONTENT), 0),
+        (has & (now != stored)) * int(Reason.CONTENT),
         slot=slots,
         full_slot=reads.full_slots,
         stored_position=lambda: hashing.stored_position(words[:, record.WORD_IDENTITY]),
@@ -161,8 +170,9 @@ def check_list_content(
     forward = int(state.summary[Header.FORWARD_DONE])
     if not int(state.summary[Header.ARMED]):
         return
-    slots = plan.slots[(plan.slots > 0) & (plan.slots < group.num_slots)]
-    reads = _Reads(slots, torch.zeros_like(slots), slots)
+    listed = array(plan.slots)
+    slots = listed[(listed > 0) & (listed < group.num_slots)]
+    reads = _Reads(slots, np.zeros_like(slots), slots)
     for half in group.halves:
         if group.content(half):
             report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)

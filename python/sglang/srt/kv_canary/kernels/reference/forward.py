@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
@@ -12,12 +12,14 @@ from ...plan.plan_input import ForwardPlan, refuse_trees
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check, hashing, strided, tree
+from .host import array, longs, within
 from .rows import Remembered, check_rows, remember, store_rows
 from .spans import (
     Launch,
     begin_forward,
     copy_head,
     count_checked,
+    entries_at,
     report_bad_requests,
     requests_of,
     visited_positions,
@@ -74,22 +76,21 @@ def _write(launch: Launch) -> None:
         launch.report(half).count(TagCounter.WRITTEN, written)
 
 
-def _lanes(launch: Launch, request_index: torch.Tensor, positions: torch.Tensor) -> check.Lanes:
+def _lanes(launch: Launch, request_index: np.ndarray, positions: np.ndarray) -> check.Lanes:
     plan, group, requests = launch.plan, launch.group, launch.requests
     rows = requests.rows[request_index]
-    full_slots = plan.req_to_token[rows, positions].long()
+    full_slots = entries_at(plan, rows, positions)
     slots, reasons = check.translate(group, full_slots)
-    prev_full = plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
-    prev_slots, prev_reasons = check.translate(group, prev_full)
+    prev_slots, prev_reasons = check.translate(group, entries_at(plan, rows, positions - 1))
     unreachable = (prev_reasons != 0) | (positions == requests.window_starts[request_index])
-    prev_slots = torch.where(unreachable, record.PREV_UNREACHABLE, prev_slots)
-    prev_slots = torch.where(positions == 0, record.PREV_ANCHOR, prev_slots)
+    prev_slots = np.where(unreachable, record.PREV_UNREACHABLE, prev_slots)
+    prev_slots = np.where(positions == 0, record.PREV_ANCHOR, prev_slots)
     return check.Lanes(
         slots=slots,
         full_slots=full_slots,
         prev_slots=prev_slots,
         positions=positions,
-        anchors=launch.state.anchors[rows],
+        anchors=array(launch.state.anchors)[rows],
         expected_tokens=expected_at(
             plan.expected,
             request_index,
@@ -101,30 +102,27 @@ def _lanes(launch: Launch, request_index: torch.Tensor, positions: torch.Tensor)
 
 
 def expected_at(
-    expected: ExpectedTokens | None, request_index: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+    expected: ExpectedTokens | None, request_index: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
     """The known token of each (request, position), UNKNOWN where there is none."""
-    unknown = torch.full_like(positions, record.UNKNOWN)
     if expected is None:
-        return unknown
-    offset, first, count = expected.spans[request_index, :3].unbind(1)
+        return np.full_like(positions, record.UNKNOWN)
+    offset, first, count = array(expected.spans)[request_index, :3].T
     known = (positions >= first) & (positions < first + count)
-    index = torch.where(known, offset + positions - first, 0)
-    return torch.where(known, expected.tokens[index].long(), unknown)
+    index = (offset + positions - first) * known
+    return np.where(known, array(expected.tokens)[index].astype(np.int64), record.UNKNOWN)
 
 
 def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int:
     """Chain and write the new tokens; report inputs that are not what the request expects."""
     plan, group, requests = launch.plan, launch.group, launch.requests
     write, records = plan.write, launch.records(half)
-    ext = torch.where(requests.valid, requests.ext_lens, 0)
-    request_index = torch.repeat_interleave(torch.arange(ext.shape[0], device=ext.device), ext)
-    in_chunk = torch.arange(request_index.shape[0], device=ext.device)
-    in_chunk = in_chunk - (ext.cumsum(0) - ext)[request_index]
+    ext = requests.new_tokens
+    request_index, in_chunk = within(ext)
     token_index = requests.starts[request_index] + in_chunk
     # The low 32 bits, signed, as records and lists keep them: padding of images may be wider.
-    tokens = write.input_ids[token_index].int().long()
-    positions = write.positions[token_index].long()
+    tokens = array(write.input_ids)[token_index].astype(np.int32).astype(np.int64)
+    positions = array(write.positions)[token_index].astype(np.int64)
     identity = hashing.pack_identity(tokens, positions)
     parents, depths = tree.parents_and_depths(write, token_index, in_chunk)
     expected_position = requests.prefix_lens[request_index] + depths
@@ -133,12 +131,12 @@ def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int
         chains = _chains(ext, identity, seeds, parents)
     else:
         rows, before = requests.rows[request_index], expected_position
-        seeds = _chain_before(launch, rows, before, group.chain_source, 0)
+        seeds = _chain_before(launch, rows, before, array(group.chain_source), 0)
         chains = hashing.chain_step(seeds, identity)
     if remembered is not None and half == "K":
         store_rows(launch, chains)
 
-    full_slots = write.out_cache_loc[token_index].long()
+    full_slots = array(write.out_cache_loc)[token_index].astype(np.int64)
     slots, reasons = check.translate(group, full_slots)
     rows = requests.rows[request_index]
     expected_token = expected_at(
@@ -147,20 +145,20 @@ def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int
     if remembered is not None:
         first = (in_chunk == 0) & (full_slots != 0) & (expected_token == record.UNKNOWN)
         sampled = remembered.inputs(requests)[request_index]
-        expected_token = torch.where(first, sampled, expected_token)
+        expected_token = np.where(first, sampled, expected_token)
     out_of_range = reasons & int(Reason.SLOT_OUT_OF_RANGE)
     real = full_slots != 0
     wrong_token = (expected_token != record.UNKNOWN) & (tokens != expected_token)
-    faults = torch.where(wrong_token, int(Reason.WRITE_TOKEN), 0)
-    faults |= torch.where(positions != expected_position, int(Reason.WRITE_POSITION), 0)
+    faults = wrong_token * int(Reason.WRITE_TOKEN)
+    faults |= (positions != expected_position) * int(Reason.WRITE_POSITION)
     attention_slots = _attention_slots(write, group, token_index)
     if attention_slots is not None:
         elsewhere = (attention_slots != slots) & (out_of_range == 0)
-        faults |= torch.where(elsewhere, int(Reason.WRITE_LOCATION), 0)
-    faults = torch.where(real, faults | out_of_range, 0)
+        faults |= elsewhere * int(Reason.WRITE_LOCATION)
+    faults = (faults | out_of_range) * real
     launch.report(half).append(
         faults,
-        slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
+        slot=np.where(out_of_range != 0, record.UNKNOWN, slots),
         full_slot=full_slots,
         expected_position=expected_position,
         stored_position=positions,
@@ -170,52 +168,49 @@ def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int
         attention_slot=record.UNKNOWN if attention_slots is None else attention_slots,
     )
     keep = reasons == 0
-    records[slots[keep]] = torch.stack(
-        [
-            identity[keep],
-            chains[keep],
-            torch.zeros_like(identity[keep]),
-            writer_words(launch.forward, rows[keep], write.mode),
-        ],
-        dim=1,
+    words = (
+        identity,
+        chains,
+        np.zeros_like(identity),
+        writer_words(launch.forward, rows, write.mode),
     )
+    records[slots[keep]] = np.stack(words, axis=1)[keep]
     return int(keep.sum())
 
 
-def _attention_slots(write, group, token_index: torch.Tensor) -> torch.Tensor | None:
+def _attention_slots(write, group, token_index: np.ndarray) -> np.ndarray | None:
     """SWA slots that attention stores the tokens in; None where they are not known or the group is no SWA."""
     if write.swa_out_cache_loc is None or group.swa_index_lut is None:
         return None
-    return write.swa_out_cache_loc[token_index].long()
+    return array(write.swa_out_cache_loc)[token_index].astype(np.int64)
 
 
-def _seeds(launch: Launch, records: torch.Tensor, remembered: Remembered | None) -> torch.Tensor:
+def _seeds(launch: Launch, records: np.ndarray, remembered: Remembered | None) -> np.ndarray:
     """Chain before each request's first new token; what is remembered of its row where that cannot be read."""
     requests = launch.requests
-    rows = torch.where(requests.valid, requests.rows, 0)
-    lengths = torch.where(requests.valid, requests.prefix_lens, 0)
+    rows, lengths = requests.rows * requests.valid, requests.prefix_lens * requests.valid
     otherwise = 0 if remembered is None else remembered.seeds(requests)
     return _chain_before(launch, rows, lengths, records, otherwise)
 
 
 def _chain_before(
     launch: Launch,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    records: torch.Tensor,
-    otherwise: torch.Tensor | int,
-) -> torch.Tensor:
+    rows: np.ndarray,
+    positions: np.ndarray,
+    records: np.ndarray,
+    otherwise: np.ndarray | int,
+) -> np.ndarray:
     """Chain in `records` of the slot before `positions` of `rows`, the anchor at 0.
 
     `otherwise` where there is none to read.
     """
-    prev_full = launch.plan.req_to_token[rows, (positions - 1).clamp(min=0)].long()
+    prev_full = entries_at(launch.plan, rows, positions - 1)
     prev_slots, reasons = check.translate(launch.group, prev_full)
-    chains = torch.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], otherwise)
-    return torch.where(positions == 0, launch.state.anchors[rows], chains)
+    chains = np.where(reasons == 0, records[prev_slots, record.WORD_CHAIN], otherwise)
+    return np.where(positions == 0, array(launch.state.anchors)[rows], chains)
 
 
-def _chains(ext, identity, seeds, parents) -> torch.Tensor:
+def _chains(ext, identity, seeds, parents) -> np.ndarray:
     """Chain of each new token, walked request by request (the kernels scan instead)."""
     chains: list[int] = []
     multiplier, mixed = record.CHAIN_MULTIPLIER, hashing.mix64(identity).tolist()
@@ -225,10 +220,10 @@ def _chains(ext, identity, seeds, parents) -> torch.Tensor:
         for i in range(first, first + count):
             before = seed if parents[i] < 0 else chains[first + parents[i]]
             chains.append(record.to_unsigned64(before * multiplier + mixed[i]))
-    return torch.tensor([record.to_signed64(c) for c in chains], dtype=torch.int64).to(identity)
+    return np.array([record.to_signed64(c) for c in chains], dtype=np.int64)
 
 
 def _write_tail(launch: Launch, half: str) -> int:
     """Copy what HEAD of this forward wrote."""
-    slots, reasons = check.translate(launch.group, launch.plan.write.out_cache_loc.long())
+    slots, reasons = check.translate(launch.group, longs(launch.plan.write.out_cache_loc))
     return copy_head(launch, half, slots[reasons == 0])

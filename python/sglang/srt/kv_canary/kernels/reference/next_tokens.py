@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup
 from ...state import CanaryDeviceState
 from . import hashing
+from .host import array, longs
 
 
 def note_next_tokens(
@@ -21,21 +23,21 @@ def note_next_tokens(
 ) -> None:
     """What was sampled after the last forward of each request; arguments as of Triton's `note_next_tokens`."""
     memory = state.row_memory
-    tokens = tokens.reshape(rows.shape[0], -1).long()
-    counts = torch.ones_like(rows) if counts is None else counts
-    listed = (rows > 0) & (rows < memory.sampled.shape[0])
-    listed &= (counts > 0) & (counts <= tokens.shape[1])
-    rows, tokens, counts = rows[listed].long(), tokens[listed], counts[listed].long()
-    last = tokens.gather(1, counts[:, None] - 1)[:, 0] if rows.numel() else tokens.new_empty(0)
-    for words in (w for g in groups if (w := memory.of(g)) is not None):
-        word, chain = words[rows, record.ROW_WORD_LENGTH], words[rows, record.ROW_WORD_CHAIN]
+    at, sampled = longs(rows), longs(tokens.reshape(rows.shape[0], -1))
+    ends = np.ones_like(at) if counts is None else longs(counts)
+    listed = (at > 0) & (at < memory.sampled.shape[0])
+    listed &= (ends > 0) & (ends <= sampled.shape[1])
+    at, sampled, ends = at[listed], sampled[listed], ends[listed]
+    last = np.take_along_axis(sampled, ends[:, None] - 1, axis=1)[:, 0]
+    for words in (array(w) for g in groups if (w := memory.of(g)) is not None):
+        word, chain = words[at, record.ROW_WORD_LENGTH], words[at, record.ROW_WORD_CHAIN]
         length = (word & record.FORWARD_MASK) - 1
         known = length >= 0
-        for i in range(tokens.shape[1] - 1):
-            accepted = known & (i < counts - 1)
-            step = hashing.chain_step(chain, hashing.pack_identity(tokens[:, i], length + i))
-            chain = torch.where(accepted, step, chain)
-        words[rows[known], record.ROW_WORD_LENGTH] = (word + counts - 1)[known]
-        words[rows[known], record.ROW_WORD_CHAIN] = chain[known]
+        for i in range(sampled.shape[1] - 1):
+            accepted = known & (i < ends - 1)
+            step = hashing.chain_step(chain, hashing.pack_identity(sampled[:, i], length + i))
+            chain = np.where(accepted, step, chain)
+        words[at[known], record.ROW_WORD_LENGTH] = (word + ends - 1)[known]
+        words[at[known], record.ROW_WORD_CHAIN] = chain[known]
         noted = (last & record.FORWARD_MASK) | ((word >> 32) << 32)
-        memory.sampled[rows[known]] = noted[known]
+        array(memory.sampled)[at[known]] = noted[known]

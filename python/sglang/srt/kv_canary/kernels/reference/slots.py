@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ... import record
@@ -11,6 +12,7 @@ from ...record import Mode, Reason, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState, Header
 from . import hashing
+from .host import array, longs
 from .ring import Report
 
 
@@ -24,74 +26,74 @@ def apply_slot_event(
 ) -> None:
     """Apply one allocator event to all records of `group`; arguments as of `triton.slots.apply_slot_event`."""
     forward = int(state.summary[Header.FORWARD_DONE])
-    if kind is SlotEventKind.CLEAR:
-        listed = torch.arange(group.num_slots, device=group.k_head.device) * group.stride
-    else:
-        listed = slots.long()
-    slots = torch.div(listed, group.stride, rounding_mode="floor")
-    calls = torch.zeros_like(slots) if call_ids is None else call_ids.long()
-    speaks = _first_of_its_slot(slots, calls, group)
-    inside = (slots > 0) & (slots < group.num_slots)
-    slots, listed, calls, speaks = slots[inside], listed[inside], calls[inside], speaks[inside]
+    clears = kind is SlotEventKind.CLEAR
+    listed = np.arange(group.num_slots) * group.stride if clears else longs(slots)
+    own = listed // group.stride
+    calls = np.zeros_like(own) if call_ids is None else longs(call_ids)
+    speaks = _first_of_its_slot(own, calls, group)
+    inside = (own > 0) & (own < group.num_slots)
+    own, listed, calls, speaks = own[inside], listed[inside], calls[inside], speaks[inside]
     if kind is SlotEventKind.ALLOC:
-        _mark_allocated(group, slots.unique())
+        _mark_allocated(group, np.unique(own))
         return
     if kind is SlotEventKind.UNFILL:
-        _mark_unfilled(group, slots, record.pack_writer(forward, 0, Mode.NONE, State.UNFILLED))
+        _mark_unfilled(group, own, record.pack_writer(forward, 0, Mode.NONE, State.UNFILLED))
         return
     if kind is SlotEventKind.FREE:
         repeated = _repeated(group, listed, calls, page_size)[speaks]
         report = Report(state, CanaryLaunchTag(group.kind, "K", Side.HEAD).id, forward)
-        _report_double_free(group, slots[speaks], listed[speaks], repeated, report)
+        _report_double_free(group, own[speaks], listed[speaks], repeated, report)
         first = listed // page_size * page_size // group.stride
-        page = torch.arange(-(-page_size // group.stride), device=slots.device)
-        slots = (first[:, None] + page).flatten()
-        slots = slots[slots < group.num_slots]
-    mode = Mode.CLEAR if kind is SlotEventKind.CLEAR else Mode.FREE
-    _mark_freed(group, slots.unique(), record.pack_writer(forward, 0, mode, State.FREED))
+        page = np.arange(-(-page_size // group.stride))
+        own = (first[:, None] + page).ravel()
+        own = own[own < group.num_slots]
+    mode = Mode.CLEAR if clears else Mode.FREE
+    _mark_freed(group, np.unique(own), record.pack_writer(forward, 0, mode, State.FREED))
 
 
 def _first_of_its_slot(
-    slots: torch.Tensor, calls: torch.Tensor, group: CanaryBufferGroup
-) -> torch.Tensor:
+    slots: np.ndarray, calls: np.ndarray, group: CanaryBufferGroup
+) -> np.ndarray:
     """Of a call's tokens of one strided slot, which are neighbours in the list, the first one; of other groups all."""
-    first = torch.ones_like(slots, dtype=torch.bool)
+    first = np.ones_like(slots, dtype=bool)
     if group.stride != 1:
         first[1:] = (slots[1:] != slots[:-1]) | (calls[1:] != calls[:-1])
     return first
 
 
 def _repeated(
-    group: CanaryBufferGroup, listed: torch.Tensor, calls: torch.Tensor, page_size: int
-) -> torch.Tensor:
+    group: CanaryBufferGroup, listed: np.ndarray, calls: np.ndarray, page_size: int
+) -> np.ndarray:
     """Listed slots whose page an earlier call listed; of single slots, those that are in the list before."""
     if page_size == 1 and group.stride == 1:
-        calls = torch.arange(listed.shape[0], device=listed.device)
+        calls = np.arange(listed.shape[0])
     pages = listed // page_size
-    last = torch.full((group.num_slots * group.stride,), MOST_CALLS + listed.shape[0])
-    first_call = last.to(listed.device).scatter_reduce(0, pages, calls, "amin")
+    first_call = np.full(group.num_slots * group.stride, MOST_CALLS + listed.shape[0])
+    np.minimum.at(first_call, pages, calls)
     return calls > first_call[pages]
 
 
-def _buffers(group: CanaryBufferGroup) -> list[torch.Tensor]:
-    return [group.records(half, side) for half in group.halves for side in (Side.HEAD, Side.TAIL)]
+def _buffers(group: CanaryBufferGroup) -> list[np.ndarray]:
+    return [
+        array(group.records(half, side)) for half in group.halves for side in (Side.HEAD, Side.TAIL)
+    ]
 
 
-def _mark_allocated(group: CanaryBufferGroup, slots: torch.Tensor) -> None:
+def _mark_allocated(group: CanaryBufferGroup, slots: np.ndarray) -> None:
     for records in _buffers(group):
         writer = records[slots, record.WORD_WRITER]
         freed = hashing.state_of(writer) == State.FREED
         allocated = writer ^ record.to_signed64(record.FREED_TO_ALLOCATED)
-        records[slots, record.WORD_WRITER] = torch.where(freed, allocated, writer)
+        records[slots, record.WORD_WRITER] = np.where(freed, allocated, writer)
 
 
-def _mark_unfilled(group: CanaryBufferGroup, slots: torch.Tensor, word: int) -> None:
+def _mark_unfilled(group: CanaryBufferGroup, slots: np.ndarray, word: int) -> None:
     for records in _buffers(group):
         records[slots, record.WORD_WRITER] = word
         records[slots, record.WORD_CONTENT] = 0
 
 
-def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) -> None:
+def _mark_freed(group: CanaryBufferGroup, slots: np.ndarray, freed_word: int) -> None:
     """Live records keep their last writer in the content word, damaged ones their word; never-written ones stay."""
     for records in _buffers(group):
         words = records[slots]
@@ -105,17 +107,17 @@ def _mark_freed(group: CanaryBufferGroup, slots: torch.Tensor, freed_word: int) 
 
 def _report_double_free(
     group: CanaryBufferGroup,
-    slots: torch.Tensor,
-    listed: torch.Tensor,
-    repeated: torch.Tensor,
+    slots: np.ndarray,
+    listed: np.ndarray,
+    repeated: np.ndarray,
     report: Report,
 ) -> None:
     """A slot that is freed while free, or `repeated`."""
-    words = group.k_head[slots]
+    words = array(group.k_head)[slots]
     states = hashing.state_of(words[:, record.WORD_WRITER])
     twice = (states == State.FREED) | (repeated & (states != State.NEVER_WRITTEN))
     report.append(
-        torch.where(twice, int(Reason.DOUBLE_FREE), 0),
+        twice * int(Reason.DOUBLE_FREE),
         slot=slots,
         full_slot=listed,
         stored_position=hashing.stored_position(words[:, record.WORD_IDENTITY]),
@@ -132,4 +134,4 @@ def copy_records(
 ) -> None:
     """Copy all records between slots (group's slot space), as move_kv_cache does the bytes."""
     for records in _buffers(group):
-        records[target_slots.long()] = records[source_slots.long()]
+        records[longs(target_slots)] = records[longs(source_slots)]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
 from ...record import Reason
 from ...state import TagCounter
 from . import check, hashing
+from .host import array, longs, within
 from .spans import (
     Launch,
     Requests,
@@ -49,18 +50,18 @@ def write(launch: Launch) -> None:
     launch.report().count(TagCounter.WRITTEN, written)
 
 
-def _lanes(launch: Launch, rows: torch.Tensor, numbers: torch.Tensor) -> check.Lanes:
+def _lanes(launch: Launch, rows: np.ndarray, numbers: np.ndarray) -> check.Lanes:
     plan, group = launch.plan, launch.group
     slots, full_slots, reasons = slots_at(plan, group, rows, numbers)
     prev_slots, _, prev_reasons = slots_at(plan, group, rows, numbers - 1)
-    prev_slots = torch.where(prev_reasons != 0, record.PREV_UNREACHABLE, prev_slots)
+    prev_slots = np.where(prev_reasons != 0, record.PREV_UNREACHABLE, prev_slots)
     return check.Lanes(
         slots=slots,
         full_slots=full_slots,
-        prev_slots=torch.where(numbers == 0, record.PREV_ANCHOR, prev_slots),
+        prev_slots=np.where(numbers == 0, record.PREV_ANCHOR, prev_slots),
         positions=numbers * group.stride + group.stride - 1,
-        anchors=launch.state.anchors[rows],
-        expected_tokens=torch.full_like(slots, record.UNKNOWN),
+        anchors=array(launch.state.anchors)[rows],
+        expected_tokens=np.full_like(slots, record.UNKNOWN),
         rows=rows,
         reasons=reasons,
     )
@@ -70,21 +71,19 @@ def _lanes(launch: Launch, rows: torch.Tensor, numbers: torch.Tensor) -> check.L
 class _Completed:
     """Slots that the forward completes, int64[n] each."""
 
-    request_index: torch.Tensor
-    numbers: torch.Tensor  # which slot of its request
-    in_chunk: torch.Tensor  # the last token's number among the request's new tokens
-    token_index: torch.Tensor  # and in the batch
+    request_index: np.ndarray
+    numbers: np.ndarray  # which slot of its request
+    in_chunk: np.ndarray  # the last token's number among the request's new tokens
+    token_index: np.ndarray  # and in the batch
 
 
 def _completed(requests: Requests, stride: int) -> _Completed:
-    ext = torch.where(requests.valid, requests.ext_lens, 0)
+    ext = requests.new_tokens
     prefix = requests.prefix_lens
     first = prefix // stride
     counts = (prefix + ext) // stride - first
-    index = torch.arange(counts.shape[0], device=counts.device)
-    request_index = torch.repeat_interleave(index, counts)
-    numbers = torch.arange(request_index.shape[0], device=counts.device)
-    numbers = numbers - (counts.cumsum(0) - counts)[request_index] + first[request_index]
+    request_index, numbers = within(counts)
+    numbers = numbers + first[request_index]
     in_chunk = numbers * stride + stride - 1 - prefix[request_index]
     return _Completed(request_index, numbers, in_chunk, requests.starts[request_index] + in_chunk)
 
@@ -92,29 +91,30 @@ def _completed(requests: Requests, stride: int) -> _Completed:
 def _write_head(launch: Launch) -> int:
     """Write the slots that the forward completes; report inputs that are not what the request expects."""
     plan, group, requests = launch.plan, launch.group, launch.requests
-    write, stride, records = plan.write, group.stride, group.k_head
+    write, stride, records = plan.write, group.stride, array(group.k_head)
+    locations = longs(write.out_cache_loc)
     done = _completed(requests, stride)
     rows = requests.rows[done.request_index]
-    full_slots = write.out_cache_loc[done.token_index].long()
+    full_slots = locations[done.token_index]
     slots, reasons = check.translate(group, full_slots)
-    positions = write.positions[done.token_index].long()
+    positions = longs(write.positions)[done.token_index]
     expected_position = done.numbers * stride + stride - 1
 
     chains = _base_chains(group.chain_base, full_slots)
     in_forward = done.in_chunk >= stride
-    earlier = write.out_cache_loc[torch.where(in_forward, done.token_index - stride, 0)].long()
+    earlier = locations[(done.token_index - stride) * in_forward]
     prev_slots, _, prev_reasons = slots_at(plan, group, rows, done.numbers - 1)
-    previous = torch.where(prev_reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
-    previous = torch.where(done.numbers == 0, launch.state.anchors[rows], previous)
-    previous = torch.where(in_forward, _base_chains(group.chain_base, earlier), previous)
+    previous = np.where(prev_reasons == 0, records[prev_slots, record.WORD_CHAIN], 0)
+    previous = np.where(done.numbers == 0, array(launch.state.anchors)[rows], previous)
+    previous = np.where(in_forward, _base_chains(group.chain_base, earlier), previous)
     folds = hashing.chain_fold(chains, previous, stride)
 
     out_of_range = reasons & int(Reason.SLOT_OUT_OF_RANGE)
-    faults = torch.where(positions != expected_position, int(Reason.WRITE_POSITION), 0)
-    faults = torch.where(full_slots != 0, faults | out_of_range, 0)
+    faults = (positions != expected_position) * int(Reason.WRITE_POSITION)
+    faults = (faults | out_of_range) * (full_slots != 0)
     launch.report().append(
         faults,
-        slot=torch.where(out_of_range != 0, record.UNKNOWN, slots),
+        slot=np.where(out_of_range != 0, record.UNKNOWN, slots),
         full_slot=full_slots,
         expected_position=expected_position,
         stored_position=positions,
@@ -124,14 +124,14 @@ def _write_head(launch: Launch) -> int:
     words = (
         hashing.pack_identity(folds, positions),
         chains,
-        torch.zeros_like(chains),
+        np.zeros_like(chains),
         writer_words(launch.forward, rows, write.mode),
     )
-    records[slots[keep]] = torch.stack(words, dim=1)[keep]
+    records[slots[keep]] = np.stack(words, axis=1)[keep]
     return int(keep.sum())
 
 
-def _base_chains(base: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
+def _base_chains(base: CanaryBufferGroup, full_slots: np.ndarray) -> np.ndarray:
     """Chains of the base group's HEAD records; 0 where there is none to read."""
     slots, reasons = check.translate(base, full_slots)
-    return torch.where(reasons == 0, base.k_head[slots, record.WORD_CHAIN], 0)
+    return array(base.k_head)[slots, record.WORD_CHAIN] * (reasons == 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from ... import record
 from ...buffer_group import CanaryBufferGroup, Side
@@ -11,6 +11,7 @@ from ...plan.plan_input import SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
 from . import check
+from .host import array
 from .ring import Report
 
 
@@ -19,26 +20,26 @@ def check_list(plan: SweepVerifyPlan, group: CanaryBufferGroup, state: CanaryDev
     if not int(state.summary[Header.ARMED]):
         return
     forward = int(state.summary[Header.FORWARD_DONE])
-    listed = plan.slots != 0
-    slots, prev = plan.slots[listed], plan.prev_slots[listed]
+    listed = array(plan.slots) != 0
+    slots, prev = array(plan.slots)[listed], array(plan.prev_slots)[listed]
     outside = (slots < 0) | (slots >= group.num_slots)
-    prev = torch.where(prev >= group.num_slots, record.PREV_UNREACHABLE, prev)
-    prev = torch.where(prev == 0, record.PREV_UNREACHABLE, prev)
-    anchors = torch.zeros_like(slots) if plan.anchors is None else plan.anchors[listed]
+    prev = np.where(prev >= group.num_slots, record.PREV_UNREACHABLE, prev)
+    prev = np.where(prev == 0, record.PREV_UNREACHABLE, prev)
+    anchors = np.zeros_like(slots) if plan.anchors is None else array(plan.anchors)[listed]
     lanes = check.Lanes(
-        slots=torch.where(outside, 0, slots),
+        slots=slots * ~outside,
         full_slots=slots,
         prev_slots=prev,
-        positions=plan.positions[listed],
+        positions=array(plan.positions)[listed],
         anchors=anchors,
-        expected_tokens=torch.full_like(slots, record.UNKNOWN),
-        rows=torch.zeros_like(slots),
-        reasons=torch.where(outside, int(Reason.SLOT_OUT_OF_RANGE), 0),
+        expected_tokens=np.full_like(slots, record.UNKNOWN),
+        rows=np.zeros_like(slots),
+        reasons=outside * int(Reason.SLOT_OUT_OF_RANGE),
     )
     for half in group.halves:
         report = Report(state, CanaryLaunchTag(group.kind, half, Side.SWEEP).id, forward)
         for side in (Side.HEAD, Side.TAIL):
-            check.check_lanes(lanes, group, group.records(half, side), report)
+            check.check_lanes(lanes, group, array(group.records(half, side)), report)
         report.count(TagCounter.LAUNCHES, 1)
-        report.count(TagCounter.CHECKED, slots.numel())
-        report.count(TagCounter.ELIGIBLE, slots.numel())
+        report.count(TagCounter.CHECKED, slots.size)
+        report.count(TagCounter.ELIGIBLE, slots.size)
