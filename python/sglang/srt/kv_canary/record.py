@@ -1,6 +1,6 @@
 """The one place that defines the canary record and the violation row.
 
-Triton kernels, the torch reference and the reporters all take the layout from here. A record is four little-endian
+Triton kernels, the NumPy reference and the reporters all take the layout from here. A record is four little-endian
 64-bit words (32 bytes). There is one record per slot, half, and side (HEAD or TAIL).
 """
 

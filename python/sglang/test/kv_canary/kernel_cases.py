@@ -1,4 +1,4 @@
-"""Random pools, batches and faults that the torch reference and the Triton kernels are compared on.
+"""Random pools, batches and faults that the NumPy reference and the Triton kernels are compared on.
 
 A `Twin` holds the same records and device state twice and runs every function on both. A `Pool` plays the part of
 SGLang: it owns the request rows, hands out slots, and describes forwards as plans.

@@ -1,4 +1,4 @@
-"""Content fingerprints: the Triton kernels store, compare and report exactly what the torch reference does."""
+"""Content fingerprints: the Triton kernels store, compare and report exactly what the NumPy reference does."""
 
 import sys
 

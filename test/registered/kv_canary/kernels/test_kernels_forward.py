@@ -1,4 +1,4 @@
-"""HEAD and TAIL launches: the Triton kernels do to records, ring and counters exactly what the torch reference does.
+"""HEAD and TAIL launches: the Triton kernels do to records, ring and counters exactly what the NumPy reference does.
 
 On a machine without a GPU the kernels run interpreted, on one with a GPU natively; the tests are the same.
 """

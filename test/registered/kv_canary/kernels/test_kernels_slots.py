@@ -1,4 +1,4 @@
-"""Sweep lists, allocator events and moved records: the Triton kernels do exactly what the torch reference does."""
+"""Sweep lists, allocator events and moved records: the Triton kernels do exactly what the NumPy reference does."""
 
 import sys
 

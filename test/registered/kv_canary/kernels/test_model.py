@@ -1,6 +1,6 @@
 """Random histories: what a backend reports, stores and counts is exactly what the plain-Python oracle predicts.
 
-One suite, three executions: the torch reference, and Triton's kernels, interpreted or, where there is a GPU, natively.
+One suite, three executions: the NumPy reference, and Triton's kernels, interpreted or, where there is a GPU, natively.
 """
 
 import sys

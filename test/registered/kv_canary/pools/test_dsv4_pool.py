@@ -1,6 +1,6 @@
 """DeepSeek-V4's real pool and allocator under the real manager: written, verified, damaged, freed and used again.
 
-On CPU with the torch reference, and where there is a GPU with the pool on it and the Triton kernels.
+On CPU with the NumPy reference, and where there is a GPU with the pool on it and the Triton kernels.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _versions() -> Diagnosis:
 def _device() -> Diagnosis:
     return Diagnosis(
         "device",
-        machine.device() or "no GPU: SGLang's CPU engine, the torch reference checks",
+        machine.device() or "no GPU: SGLang's CPU engine, the NumPy reference checks",
     )
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto is the GPU if there is one (default). On cpu the torch reference runs; with TRITON_INTERPRET=1, the "
+        help="auto is the GPU if there is one (default). On cpu the NumPy reference runs; with TRITON_INTERPRET=1, the "
         "interpreted kernels run as well",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -64,7 +64,7 @@ def _backends(device: str, parser: argparse.ArgumentParser) -> list[Backend]:
         return [Backend("Triton kernels", kernels, "cuda")]
     from ..kernels import reference
 
-    found = [Backend("torch reference", reference, "cpu")]
+    found = [Backend("NumPy reference", reference, "cpu")]
     if interpreted:
         from ..kernels import triton as kernels
 

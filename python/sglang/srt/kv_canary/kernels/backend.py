@@ -8,7 +8,7 @@ import torch
 
 
 def select_backend(device: torch.device | str) -> ModuleType:
-    """Triton on GPUs, the torch reference on CPU."""
+    """Triton on GPUs, the NumPy reference on CPU."""
     if torch.device(device).type == "cpu":
         from . import reference
 

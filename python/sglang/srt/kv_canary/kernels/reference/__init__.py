@@ -1,7 +1,7 @@
-"""The kernels' functions in plain torch: the CPU backend, and the oracle that the Triton kernels are tested against.
+"""The kernels' functions in NumPy: the CPU backend, and the oracle that the Triton kernels are tested against.
 
-Every function takes the same arguments and has the same effect as its namesake in `kernels`. They may
-synchronise with the device and are not meant for a GPU's hot path.
+Every function takes the same arguments, as tensors on the CPU, and has the same effect as its namesake in `kernels`.
+What only hashes (`hashing`, and `content_fingerprint` with its parts) also takes tensors of any device.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The check of record lanes inside the kernels: a cheap test of a whole block, then an exact report.
 
 Nearly every block is clean. So the test reads little, and only says whether a lane may be bad. The report reads the
-records again, decides lane by lane exactly as the torch reference does, and fills ring rows.
+records again, decides lane by lane exactly as the NumPy reference does, and fills ring rows.
 """
 
 from __future__ import annotations
