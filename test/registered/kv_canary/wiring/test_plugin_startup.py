@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from textwrap import dedent
 
 import psutil
@@ -17,6 +18,7 @@ from sglang_kv_canary.testing.serving import free_port
 from sglang_kv_canary.testing.tiny_models import write_tiny_llama
 from sglang_kv_canary.wiring import collect_hooks
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.warm import shared
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 
@@ -542,40 +544,28 @@ def plugin_dir(tmp_path):
 
 
 def run_server(code: str, folder: Path, **flags) -> subprocess.CompletedProcess:
-    """Run `code` with `FLAGS` set as the main script of a server; fails if a process is left behind."""
-    script = folder / "server.py"
-    body = f"FLAGS = {flags!r}\n" + dedent(code)
-    script.write_text(
-        'if __name__ == "__main__":\n' + "".join(f"    {x}\n" for x in body.splitlines())
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=consts.PROCESS_TIMEOUT_S)
-        psutil.wait_procs(processes_of_session(process.pid), timeout=20)
-        assert not processes_of_session(process.pid), err
-    finally:
-        for left in processes_of_session(process.pid):
-            left.kill()
-    return subprocess.CompletedProcess(script, process.returncode, out, err)
-
-
-def processes_of_session(session: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
+    """Run `code` with `FLAGS` set as the main program of a server; fails if a process is left behind."""
+    command = [sys.executable, "-W", "ignore", "-c", f"FLAGS = {flags!r}\n" + dedent(code)]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        process = shared().popen(command, stdout=out, stderr=err, env=environment)
+        known = {child.pid for child in psutil.Process().children()}
         try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
+            process.wait(consts.PROCESS_TIMEOUT_S)
+            psutil.wait_procs(orphans(known), timeout=20)
+            out.seek(0), err.seek(0)
+            assert not orphans(known), err.read()
+            err.seek(0)
+            return subprocess.CompletedProcess(command, process.returncode, out.read(), err.read())
+        finally:
+            for left in orphans(known - {process.pid}):
+                left.kill()
+
+
+def orphans(known: set[int]) -> list[psutil.Process]:
+    """Children of this process beside `known` ones: as the subreaper it gets what a server leaves behind."""
+    children = psutil.Process().children()
+    return [c for c in children if c.pid not in known and c.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_http_server_whose_scheduler_does_not_load_the_plugin_does_not_start(llama, tmp_path):
