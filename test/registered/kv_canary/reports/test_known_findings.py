@@ -17,7 +17,7 @@ from sglang_kv_canary.record import VIOLATION_COLUMNS, Column
 from sglang_kv_canary.reports import known_findings
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.known_findings import KnownFindings, finding_keys
-from sglang_kv_canary.reports.moot import readers_of
+from sglang_kv_canary.reports.moot import by_forward
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -123,20 +123,28 @@ def test_known_findings_are_bounded() -> None:
     assert new == list(range(10))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 3), st.sampled_from([0, 1, 5, 7, 65_535, 65_536, 2**20])),
-        max_size=30,
-    )
-)
-def test_readers_are_the_distinct_pairs(pairs: list[tuple[int, int]]) -> None:
-    rows = np.zeros((len(pairs), VIOLATION_COLUMNS), dtype=np.int64)
-    for row, (forward, reader) in zip(rows, pairs, strict=True):
-        row[Column.READER_FORWARD], row[Column.READER_ROW] = forward, reader
-    found, each = readers_of(rows)
-    assert sorted(found) == sorted(set(pairs))
-    assert [found[i] for i in each] == pairs
+@given(st.lists(st.integers(1, 3), max_size=30))
+def test_rows_are_told_apart_by_their_forward(forwards: list[int]) -> None:
+    rows = np.zeros((len(forwards), VIOLATION_COLUMNS), dtype=np.int64)
+    rows[:, Column.READER_FORWARD] = forwards
+    places = np.arange(len(forwards))
+    found = {forward: places[mine].tolist() for forward, mine in by_forward(rows)}
+    assert found == {f: [i for i in places if forwards[i] == f] for f in set(forwards)}
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(-2, 9)), min_size=1, max_size=30))
+def test_findings_of_different_requests_differ(readers: list[tuple[int, int]]) -> None:
+    """Rows that are not on record, or outside of it, belong to nobody; forward 4 is not on record."""
+    recorder = FlightRecorder()
+    for forward in (1, 2, 3):
+        recorder.begin_step([(row, f"{row}-{forward // 2}") for row in (1, 2, 7)])
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+    rows = np.zeros((len(readers), VIOLATION_COLUMNS), dtype=np.int64)
+    rows[:, [Column.READER_FORWARD, Column.READER_ROW]] = readers
+    keys = finding_keys(rows, recorder).tolist()
+    who = [(recorder.request_id(*reader), reader[1]) for reader in readers]
+    assert len(set(keys)) == len(set(who)) == len(set(zip(keys, who, strict=True)))
 
 
 if __name__ == "__main__":

@@ -187,12 +187,13 @@ def test_a_forward_that_no_step_asked_for_is_nobodys() -> None:
     assert recorder.is_settled(1)
     assert not recorder.is_settled(2)
     assert [recorder.request_id(forward, 1) for forward in (1, 2)] == [None, "ada"]
-    for was in (recorder.is_moot, recorder.was_rewritten):
-        assert [was(forward, row) for forward in (1, 2, 3) for row in (1, 2)] == [
-            *(False, False),  # no step
-            *(True, False),
-            *(False, False),  # not on record
-        ]
+    assert [recorder.step_of(forward) for forward in (1, 2, 3)] == [None, step, None]
+    assert (step.moot_rows, step.rewritten_rows) == ({1}, {1})
+    assert [recorder.is_moot(forward, row) for forward in (1, 2, 3) for row in (1, 2)] == [
+        *(False, False),  # no step
+        *(True, False),
+        *(False, False),  # not on record
+    ]
     recorder.result_arrived(step)
     assert recorder.is_settled(2)
 

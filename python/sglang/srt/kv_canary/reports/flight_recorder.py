@@ -153,6 +153,11 @@ class FlightRecorder:
     def find(self, forward: int) -> ForwardRecord | None:
         return self._forwards.get(forward)
 
+    def step_of(self, forward: int) -> StepRecord | None:
+        """The scheduler step that asked for `forward`. None: no step did, or it is not on record."""
+        found = self._forwards.get(forward)
+        return None if found is None else found.step
+
     def is_settled(self, forward: int) -> bool:
         """Whether it is known which requests of this forward were dead."""
         found = self._forwards.get(forward)
@@ -161,10 +166,6 @@ class FlightRecorder:
     def is_moot(self, forward: int, row: int) -> bool:
         found = self._forwards.get(forward)
         return found is not None and found.step is not None and row in found.step.moot_rows
-
-    def was_rewritten(self, forward: int, row: int) -> bool:
-        found = self._forwards.get(forward)
-        return found is not None and found.step is not None and row in found.step.rewritten_rows
 
     def previous_of(self, forward: int, row: int) -> ForwardRecord | None:
         """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK.
@@ -182,10 +183,10 @@ class FlightRecorder:
 
     def was_released(self, row: int, earlier: int, later: int) -> bool:
         """Whether the host gave `row` back between two forwards on record."""
-        first, last = self._step_of(earlier), self._step_of(later)
+        first, last = self.step_of(earlier), self.step_of(later)
         if first is None or last is None:
             return False
-        return any(first <= step < last for step in self._steps.released.get(row, ()))
+        return any(first.step <= step < last.step for step in self._steps.released.get(row, ()))
 
     def other_owner(self, forward: int, row: int) -> tuple[str, int] | None:
         """(request id, forward): who ran in `row` before and has not given it back. In the last LOOK_BACK forwards.
@@ -202,10 +203,6 @@ class FlightRecorder:
             if other not in (None, request):
                 return other, earlier
         return None
-
-    def _step_of(self, forward: int) -> int | None:
-        found = self._forwards.get(forward)
-        return None if found is None or found.step is None else found.step.step
 
     @property
     def newest(self) -> int:

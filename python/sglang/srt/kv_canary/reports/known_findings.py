@@ -5,7 +5,7 @@ A damaged pool gives a thousand repeats a step, so Python looks at each cause on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from ..record import MIX_INCREMENT, Column, mix64
 from .cause import Cause
 from .flight_recorder import FlightRecorder
-from .moot import readers_of
+from .moot import by_forward
 
 MAX_KNOWN = 16384  # findings remembered
 LOOKUPS_PER_INDEX = 0.25  # of one finding, for each that is known: so much longer takes a new index
@@ -114,17 +114,33 @@ def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
 
     A slot that was written or freed since then is another finding.
     """
-    words = np.empty((len(rows), len(_COLUMNS) + 1), dtype=np.int64)
-    words[:, 0] = _requests(rows, recorder)
-    words[:, 1:] = rows[:, _COLUMNS]
+    words = np.empty((len(_COLUMNS) + 1, len(rows)), dtype=np.int64)
+    words[0] = _requests(rows, recorder)
+    words[1:] = rows.T[_COLUMNS, :]
     # Fields of a word that differ in its high bits only would be lost in a sum of products.
     mixed = words.view(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * _MULTIPLIERS
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * _MULTIPLIERS[::-1]
-    return (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
+    for shift, multipliers in ((32, _MULTIPLIERS), (29, _MULTIPLIERS[::-1])):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= multipliers[:, None]
+    mixed ^= mixed >> np.uint64(32)
+    return mixed.sum(axis=0, dtype=np.uint64)
 
 
 def _requests(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
-    """A hash of each row's request id, looked up once per forward and request row."""
-    pairs, each = readers_of(rows)
-    return np.array([hash(recorder.request_id(*pair)) for pair in pairs], dtype=np.int64)[each]
+    """A hash of each row's request id, int64[n]; that of None where no request is known."""
+    hashes = np.full(len(rows), hash(None))
+    for forward, mine in by_forward(rows):
+        step = recorder.step_of(forward)
+        if step is not None and step.requests:
+            hashes[mine] = _hashes_of(step.requests, rows[mine, Column.READER_ROW])
+    return hashes
+
+
+def _hashes_of(requests: Mapping[int, str], readers: np.ndarray) -> np.ndarray:
+    """Of the ids of request rows `readers`, int64[n]."""
+    count = len(requests)
+    known = np.fromiter(requests, dtype=np.int64, count=count)
+    table = np.full(known.max() + 2, hash(None))  # the last entry is for all other rows
+    table[known] = np.fromiter(map(hash, requests.values()), dtype=np.int64, count=count)
+    other = (readers < 0) | (readers >= len(table))
+    return table[np.where(other, -1, readers)]

@@ -126,10 +126,9 @@ class ViolationManager:
         if not len(self._unsettled):
             return
         settled = are_settled(self._unsettled, self._recorder)
-        rows, self._unsettled = self._unsettled[settled], self._unsettled[~settled]
-        moot = are_moot(rows, self._recorder)
-        self.moot += int(moot.sum())
-        rows = rows[~moot]
+        rows, self._unsettled = _split(self._unsettled, settled)
+        _, rows = _split(rows, are_moot(rows, self._recorder))
+        self.moot += int(settled.sum()) - len(rows)
         self.reported += len(rows)
         self._count(rows)
         for listener in self.listeners:
@@ -146,3 +145,12 @@ class ViolationManager:
             self.by_tag[tag] += count
             for reason in reason_names(reasons):
                 self.by_tag_and_reason[tag, reason] += count
+
+
+def _split(rows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(chosen `rows`, the others). Nothing is copied where all or none are chosen."""
+    if chosen.all():
+        return rows, rows[:0]
+    if not chosen.any():
+        return rows[:0], rows
+    return rows[chosen], rows[~chosen]
