@@ -50,7 +50,7 @@ class TestHybridFaults(CanaryE2EBase):
         self.generate("a", [*PROMPT, DAMAGE], 4)
         self.generate("b", [*PROMPT, DAMAGE, 7], 4)
         found = self.assert_violation("CONTENT", TAG, reader="b")
-        assert (found["tier"], found["reader"]["mode"]) == ("state", "prefix hit")
+        assert (found["tier"], found["reader"]["mode"]) == ("state", "EXTEND")
 
     def test_a_snapshot_of_zeros(self) -> None:
         self.expect_violations()

@@ -113,7 +113,7 @@ _IN_STATE: dict[Reason, Callable[[Violation], str]] = {
     Reason.POSITION: lambda v: f"holds the state after {v.stored_position} tokens",
     Reason.CHAIN: lambda v: "holds the state of another prefix",
     Reason.NEVER_WRITTEN: lambda v: "holds only zeros",
-    Reason.CONTENT: lambda v: "has changed since it was cached",
+    Reason.CONTENT: lambda v: "is not the one that was cached",
 }
 
 

@@ -32,12 +32,12 @@ class StateRecord:
     """One state slot. `chain` covers the first `chained` of the `position` tokens that the state has absorbed."""
 
     holder: Holder = Holder.NOBODY
-    owner: object = None  # key of the request, see `Use.owner`
+    owner: object = None  # the request
     position: int = 0
     chain: int | None = None  # None: not known
     chained: int = 0
     content: int | None = None  # fingerprint at rest; None: not taken
-    writer: Actor | None = None
+    writer: Actor | None = None  # of the last forward but decodes of the same request
     freed: Actor | None = None
 
     def absorb(self, tokens: Sequence[int] | None, before: int, after: int) -> None:
@@ -64,7 +64,7 @@ class Prefix:
 class Use:
     """One request of a forward."""
 
-    owner: object  # equal for the same request only; None: the request is not followed
+    owner: object  # the request; None: it is not followed
     reader: Actor
     before: int  # tokens of the request before the forward
     after: int
@@ -125,13 +125,30 @@ class StateLedger:
             if held.holder is Holder.NOBODY:
                 self._report(Reason.USE_AFTER_FREE, source, by)
             self.records[target] = replace(
-                held, holder=copy.holder, owner=copy.owner, content=None, freed=None
+                held,
+                holder=copy.holder,
+                owner=copy.owner,
+                content=self._content_of_copy(held),
+                freed=None,
             )
+
+    def _content_of_copy(self, held: StateRecord) -> int | None:
+        """Equal bytes in two slots have equal fingerprints only if all bytes are read."""
+        return None if self._of_zeros is None else held.content
 
     # Forwards
 
-    def used(self, slot: int, use: Use) -> None:
-        """A forward reads the state and overwrites it."""
+    def goes_on(self, slot: int, owner: object, before: int) -> bool:
+        """`used` for a decode of one token, if nothing is wrong with it. False: nothing was done, call `used`."""
+        held = self.records[slot]
+        if held.owner is not owner or held.holder is not Holder.REQUEST or held.position != before:
+            return False
+        held.position, held.content = before + 1, None
+        self.checks["used"] += 1
+        return True
+
+    def used(self, slot: int, use: Use, content: int | None = None) -> None:
+        """A forward reads the state and overwrites it. `content`: its fingerprint right before, if it was taken."""
         held = self.records[slot]
         if slot == 0:
             self._report(Reason.UNMAPPED_SLOT, slot, use.reader, use.before)
@@ -147,6 +164,8 @@ class StateLedger:
         elif held.position != use.before:
             self._report(Reason.POSITION, slot, use.reader, use.before)
             held.chain = None
+        else:
+            self._compare(slot, content, use.reader)
         held.holder, held.owner, held.writer = Holder.REQUEST, use.owner, use.reader
         held.absorb(use.tokens, use.before, use.after)
 
@@ -169,7 +188,7 @@ class StateLedger:
         held = self.records[slot]
         if held.holder is Holder.NOBODY:
             self._report(Reason.USE_AFTER_FREE, slot, use.reader, use.before)
-        elif held.holder is Holder.CACHE or held.owner not in (None, use.owner):
+        elif held.holder is Holder.CACHE or not (held.owner is None or held.owner is use.owner):
             self._report(Reason.ROW_CHAIN, slot, use.reader, use.before)
         else:
             return False
@@ -202,7 +221,10 @@ class StateLedger:
     def loaded(
         self, slot: int, target: int, owner: object, prefix: Prefix, content: int | None, by: Actor
     ) -> None:
-        """A request takes a copy, in slot `target`, of the state that the prefix cache has for `prefix`."""
+        """A request takes a copy, in slot `target`, of the state that the prefix cache has for `prefix`.
+
+        `content`: fingerprint of the cached state now. None where its copy is compared when a forward uses it.
+        """
         held, length = self.records[slot], len(prefix.tokens)
         chain = prefix.chain()
         if held.holder in (Holder.REQUEST, Holder.CALLER):
@@ -215,7 +237,7 @@ class StateLedger:
                 self._report(Reason.CHAIN, slot, by, length, expected_chain=chain)
             self._compare(slot, content, by)
         self.records[target] = StateRecord(
-            Holder.REQUEST, owner, length, chain, length, None, held.writer
+            Holder.REQUEST, owner, length, chain, length, self._content_of_copy(held), held.writer
         )
 
     def swept(self, slot: int, content: int, by: Actor) -> None:

@@ -7,7 +7,9 @@ without such layers pays nothing.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +66,9 @@ class StateWatch(StepObserver):
         self.ledger = StateLedger(num_slots, zeros, self._found)
         self.journal = StateJournal(self.ledger, torch.device(manager.identity.device))
         self._swept, self._ticks = 0, 0
+        # Requests that no forward has run since they took a copy of a cached state. The copy is compared on the forward
+        # stream: until then a queued forward of the slot's last owner may write to it.
+        self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         for name, note in (
             ("alloc", self._after_alloc),
             ("free", self._before_free),
@@ -172,22 +177,25 @@ class StateWatch(StepObserver):
         by = self._actor("prefix hit", request)
         owner = _owner_of(request)
         slots = torch.cat([_copy(held), _copy(request.mamba_pool_idx)])
-        # Equal bytes have equal fingerprints in mode `all` only, and then the copy is compared, too.
-        compared = slots[1:] if self.content is not None and self.content.reads_all else slots[:1]
+        waits = self.content is not None and self.content.reads_all
+        if waits:
+            self._loaded.add(request)
         self.journal.note(
             lambda pair, prints: self.ledger.loaded(*pair, owner, prefix, _first(prints), by),
             slots,
-            self._print(compared),
+            self._print(slots[:0] if waits else slots[:1]),
         )
 
     def _print(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots[:0] if self.content is None else self.content.fingerprint(slots)
+        if self.content is None or not slots.numel():
+            return slots[:0]
+        return self.content.fingerprint(slots)
 
-    def _actor(self, purpose: str, request: Any = None, ahead: int = 0) -> Actor:
+    def _actor(self, purpose: str, request: Any = None) -> Actor:
         step = context.recorder.step_count
         row = 0 if request is None else request.req_pool_idx or 0
         rid = None if request is None else request.rid
-        return Actor(self._manager.forward_ct + ahead, row, purpose, rid, step)
+        return Actor(self._manager.forward_ct, row, purpose, rid, step)
 
     # Forwards
 
@@ -197,52 +205,94 @@ class StateWatch(StepObserver):
             self._attempt(self._note_forward, forward_batch, requests)
 
     def _note_forward(self, forward_batch: Any, requests: list[Any]) -> None:
-        uses = self._uses_of(forward_batch, requests)
+        forward = self._forward_of(forward_batch, requests)
         slots = _copy(self._rows.get_mamba_indices(forward_batch.req_pool_indices))
-        self.journal.note(functools.partial(self._used, uses), slots)
+        fresh = [i for i, request in enumerate(requests) if request in self._loaded]
+        self._loaded.difference_update([requests[i] for i in fresh])
+        prints = self._print(torch.stack([slots[i] for i in fresh]) if fresh else slots[:0])
+        self.journal.note(functools.partial(self._used, forward, fresh), slots, prints)
         if forward_batch.mamba_track_mask is not None:
-            tracks = _tracks_of(forward_batch, requests, uses)
             self.journal.note(
-                functools.partial(self._tracked, tracks),
+                functools.partial(self._tracked, forward),
                 slots,
                 _copy(forward_batch.mamba_track_mask),
                 _copy(forward_batch.mamba_track_indices),
             )
 
-    def _uses_of(self, forward_batch: Any, requests: list[Any]) -> list[Use]:
+    def _forward_of(self, forward_batch: Any, requests: list[Any]) -> _Forward:
         befores, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        is_extend = forward_batch.forward_mode.is_extend()
-        if not is_extend:
+        tokens, snapshots = None, None
+        if forward_batch.forward_mode.is_extend():
+            pairs = list(zip(requests, befores, lengths, strict=True))
+            tokens = [request.fill_ids[before : before + n] for request, before, n in pairs]
+            snapshots = [request.mamba_last_track_seqlen or 0 for request in requests]
+        else:
             befores = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
             lengths = [1] * len(befores)
         if len(requests) != len(befores):
             raise ValueError(
                 f"expected the {len(requests)} requests of the step in its forward, got {len(befores)}"
             )
-        mode = forward_batch.forward_mode.name
-        return [
-            self._use_of(request, mode, int(before), int(length), is_extend)
-            for request, before, length in zip(requests, befores, lengths, strict=True)
-        ]
+        return _Forward(
+            self._manager.forward_ct + 1,
+            context.recorder.step_count,
+            forward_batch.forward_mode.name,
+            requests,
+            [request.req_pool_idx for request in requests],
+            befores,
+            lengths,
+            tokens,
+            snapshots,
+        )
 
-    def _use_of(self, request: Any, mode: str, before: int, length: int, is_extend: bool) -> Use:
-        tokens = request.fill_ids[before : before + length] if is_extend else None
-        if tokens is not None and len(tokens) < length:  # a decode in a mixed batch
-            tokens = None
-        reader = self._actor(mode, request, ahead=1)
-        anchor = anchor_of(request.extra_key)
-        return Use(_owner_of(request), reader, before, before + length, tokens, anchor)
-
-    def _used(self, uses: list[Use], slots: list[int]) -> None:
-        for slot, use in zip(slots, uses, strict=True):
-            self.ledger.used(slot, use)
+    def _used(
+        self, forward: _Forward, fresh: list[int], slots: list[int], prints: list[int]
+    ) -> None:
+        contents, is_decode = dict(zip(fresh, prints, strict=True)), forward.tokens is None
+        for i, slot in enumerate(slots):
+            request, before = forward.requests[i], forward.befores[i]
+            if not (is_decode and self.ledger.goes_on(slot, request, before)):
+                self.ledger.used(slot, forward.use(i), contents.get(i))
 
     def _tracked(
-        self, tracks: list[Track], sources: list[int], mask: list[int], slots: list[int]
+        self, forward: _Forward, sources: list[int], mask: list[int], slots: list[int]
     ) -> None:
-        for slot, source, track, is_tracked in zip(slots, sources, tracks, mask, strict=True):
-            if is_tracked:
-                self.ledger.tracked(slot, source, track)
+        for i, slot in enumerate(slots):
+            if mask[i]:
+                self.ledger.tracked(slot, sources[i], Track(forward.use(i), forward.snapshot(i)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What the host knew of a forward when it was launched. Lists have an element for each request."""
+
+    number: int
+    step: int
+    mode: str
+    requests: list[Any]
+    rows: list[int]
+    befores: list[int]
+    lengths: list[int]
+    tokens: list[list[int]] | None  # new tokens; None: a decode
+    snapshots: list[int] | None  # tokens that a snapshot has absorbed; None: all
+
+    def use(self, i: int) -> Use:
+        request, before, length = self.requests[i], int(self.befores[i]), int(self.lengths[i])
+        tokens = None if self.tokens is None else self.tokens[i]
+        if tokens is not None and len(tokens) < length:  # a decode in a mixed batch
+            tokens = None
+        return Use(
+            _owner_of(request),
+            Actor(self.number, self.rows[i], self.mode, request.rid, self.step),
+            before,
+            before + length,
+            tokens,
+            anchor_of(request.extra_key),
+        )
+
+    def snapshot(self, i: int) -> int:
+        """Prefills say how far it reaches. Decodes take it of the whole state."""
+        return self.befores[i] + 1 if self.snapshots is None else self.snapshots[i]
 
 
 def _content_of(manager: CanaryManager, pool: Any, num_slots: int) -> StateContent | None:
@@ -270,17 +320,8 @@ def _owner_of(request: Any) -> object:
     """None for a streaming session, whose turns are different requests."""
     if request.session is not None and request.session.streaming:
         return None
-    return request.rid, id(request)
+    return request
 
 
 def _prefix_of(key: Any, length: int | None = None) -> Prefix:
     return Prefix(key.token_ids[:length], anchor_of(key.extra_key))
-
-
-def _tracks_of(forward_batch: Any, requests: list[Any], uses: list[Use]) -> list[Track]:
-    """Prefills say how far the snapshot reaches. Decodes take it of the whole state."""
-    is_extend = forward_batch.forward_mode.is_extend()
-    return [
-        Track(use, (request.mamba_last_track_seqlen or 0) if is_extend else use.after)
-        for request, use in zip(requests, uses, strict=True)
-    ]
