@@ -187,6 +187,7 @@ def test_the_cache_gives_the_state_of_another_prefix() -> None:
     first.mamba_value, second.mamba_value = second.mamba_value, first.mamba_value
     rig.serve("c", [*PROMPT, 5], tokens=1)
     assert rig.settle() == ["CHAIN"]
+    assert rig.reported[0].reader.mode == "prefix hit"
 
 
 def test_the_cache_gives_the_state_of_another_position() -> None:
@@ -199,6 +200,7 @@ def test_the_cache_gives_the_state_of_another_position() -> None:
     rig.serve("c", [*PROMPT, 8], tokens=1)
     assert rig.settle() == ["POSITION"]
     assert (rig.reported[0].expected_position, rig.reported[0].stored_position) == (40, 42)
+    assert rig.reported[0].reader.mode == "prefix hit"
 
 
 def test_a_cached_state_that_was_freed() -> None:
