@@ -26,6 +26,7 @@ from .wiring.context import context
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
 from .wiring.startup_check import verify_hooks_applied
+from .wiring.states import follow_states
 from .wiring.surroundings import SchedulerSurroundings
 from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
 
@@ -65,6 +66,7 @@ def install_canary(
     wrap_model_forward(model_runner.model, manager)
     context.add(manager, model_runner)
     ranks = release().ranks_of(model_runner)
+    follow_states(manager, model_runner, server_args)
     manager.observers.extend(build_observers(manager, server_args, model_runner, ranks))
     return manager
 

@@ -204,7 +204,7 @@ def make_tree(kind: str, page_size: int = 1, disable: bool = False) -> RealTree:
     return TREE_KINDS[kind](kind, page_size, disable)
 
 
-def _cache_params(allocator: Any, page_size: int, disable: bool, **kwargs: Any) -> Any:
+def cache_params(allocator: Any, page_size: int, disable: bool, **kwargs: Any) -> Any:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
@@ -221,7 +221,7 @@ def _make_radix(kind: str, page_size: int, disable: bool) -> RealTree:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
     allocator = make_mha_pool(POOL_SLOTS, page_size, layers=1).allocator
-    params = _cache_params(allocator, page_size, disable, is_eagle=kind == "radix_eagle")
+    params = cache_params(allocator, page_size, disable, is_eagle=kind == "radix_eagle")
     return RealTree(kind, RadixCache(params), allocator)
 
 
@@ -249,11 +249,13 @@ def _make_swa(kind: str, page_size: int, disable: bool) -> RealTree:
     from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
 
     allocator = _make_swa_allocator(page_size)
-    params = _cache_params(allocator, page_size, disable, sliding_window_size=SLIDING_WINDOW)
+    params = cache_params(allocator, page_size, disable, sliding_window_size=SLIDING_WINDOW)
     return RealTree(kind, SWARadixCache(params), allocator)
 
 
-def _make_mamba_pools() -> tuple[Any, Any]:
+def make_mamba_pools(
+    extra_buffer: bool = False, context_len: int = 64, slots: int = POOL_SLOTS
+) -> tuple[Any, Any]:
     """(HybridReqToTokenPool, allocator over a HybridLinearKVPool) with tiny states."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -274,15 +276,15 @@ def _make_mamba_pools() -> tuple[Any, Any]:
         size=4,
         mamba_size=MAMBA_STATES,
         mamba_spec_state_size=4,
-        max_context_len=64,
+        max_context_len=context_len,
         device="cpu",
         enable_memory_saver=False,
         cache_params=Mamba2CacheParams(shape=shape, layers=[0]),
         mamba_layer_ids=[0],
-        enable_mamba_extra_buffer=False,
+        enable_mamba_extra_buffer=extra_buffer,
     )
     pool = HybridLinearKVPool(
-        size=POOL_SLOTS,
+        size=slots,
         dtype=torch.float32,
         page_size=1,
         head_num=1,
@@ -292,14 +294,14 @@ def _make_mamba_pools() -> tuple[Any, Any]:
         device="cpu",
         mamba_pool=rows.mamba_pool,
     )
-    return rows, TokenToKVPoolAllocator(POOL_SLOTS, torch.float32, "cpu", pool, need_sort=False)
+    return rows, TokenToKVPoolAllocator(slots, torch.float32, "cpu", pool, need_sort=False)
 
 
 def _make_mamba(kind: str, page_size: int, disable: bool) -> RealTree:
     from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 
-    rows, allocator = _make_mamba_pools()
-    params = _cache_params(allocator, page_size, disable, req_to_token_pool=rows)
+    rows, allocator = make_mamba_pools()
+    params = cache_params(allocator, page_size, disable, req_to_token_pool=rows)
     return RealTree(kind, MambaRadixCache(params), allocator, mamba_pool=rows.mamba_pool)
 
 
@@ -314,12 +316,12 @@ def _make_unified(kind: str, page_size: int, disable: bool) -> RealTree:
         extra["tree_components"] += (ComponentType.SWA,)
         extra["sliding_window_size"] = SLIDING_WINDOW
     elif kind == "unified_mamba":
-        rows, allocator = _make_mamba_pools()
+        rows, allocator = make_mamba_pools()
         extra["tree_components"] += (ComponentType.MAMBA,)
         extra["req_to_token_pool"], mamba_pool = rows, rows.mamba_pool
     else:
         allocator = make_mha_pool(POOL_SLOTS, page_size, layers=1).allocator
-    cache = UnifiedRadixCache(_cache_params(allocator, page_size, disable, **extra))
+    cache = UnifiedRadixCache(cache_params(allocator, page_size, disable, **extra))
     return RealTree(kind, cache, allocator, mamba_pool=mamba_pool)
 
 
@@ -366,7 +368,7 @@ def _make_hiradix(kind: str, page_size: int, disable: bool) -> RealTree:
     cache.evictable_host_leaves = set()
     cache.write_through_threshold = cache.load_back_threshold = 1
     cache.enable_storage = False
-    RadixCache.__init__(cache, _cache_params(real.allocator, page_size, disable))
+    RadixCache.__init__(cache, cache_params(real.allocator, page_size, disable))
     return RealTree(kind, cache, real.allocator)
 
 

@@ -26,7 +26,7 @@ from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary_rigs.hooked import cache_request, hook_in
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.radix_fixtures import RealTree, _cache_params, make_tree
+from sglang_kv_canary_rigs.radix_fixtures import RealTree, cache_params, make_tree
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -154,7 +154,7 @@ def test_chunks_that_nobody_else_has_are_never_told(kind, page_size, recorder) -
 @pytest.mark.parametrize("kind", ["radix", "swa"])
 def test_a_chunk_cache_tells_nothing(kind, recorder) -> None:
     tree = make_tree(kind)
-    params = _cache_params(tree.allocator, 1, True, sliding_window_size=8)
+    params = cache_params(tree.allocator, 1, True, sliding_window_size=8)
     tree.cache = (SWAChunkCache if kind == "swa" else ChunkCache)(params)
     rows = Rows(tree, recorder)
     for _ in range(2):

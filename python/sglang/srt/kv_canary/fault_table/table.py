@@ -469,7 +469,8 @@ FAULTS: dict[str, StagedFault] = {
     fault.id: fault for fault in (*_ROWS, *_SWA, *_TIERS, *_DRAFTS, *_LATER)
 }
 
-_NO_STATES = "states of linear-attention models are not covered, and no such model runs on a CPU"
+_STATES = "`test_states.py` stages a snapshot that is not stored, and one of another position"
+_NO_STATES = "the kernels of such models run on GPUs only; a running state's bytes are not compared"
 _NO_DSV4 = "DeepSeek-V4 is not served without a GPU of sm_90; its pool has tests of its own"
 NOT_STAGED: tuple[NotStaged, ...] = (
     NotStaged("sgl#30339", "per-request ring is not in the prefix cache", _NO_DSV4),
@@ -504,7 +505,7 @@ NOT_STAGED: tuple[NotStaged, ...] = (
         "kv_indices of a draft tree are under-allocated",
         "no KV slot is touched: a tool that checks memory accesses finds it",
     ),
-    NotStaged("sgl#29973", "wrong or zero state snapshot is cached", _NO_STATES),
+    NotStaged("sgl#29973", "wrong or zero state snapshot is cached", _STATES),
     NotStaged("sgl#33810", "sentinel -1 writes below the pool", _NO_STATES),
     NotStaged(
         "sgl#24198",

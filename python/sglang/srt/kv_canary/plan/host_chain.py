@@ -12,19 +12,19 @@ from .. import record
 _MIN_POWERS = 4096
 
 
-def chain_of_tokens(tokens: Sequence[int], anchor: int) -> int:
-    """Chain after `tokens` at positions 0, 1, ..., signed 64 bits; `anchor` if there are none.
+def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int = 0) -> int:
+    """Chain after `tokens` at positions first, first + 1, ..., signed 64 bits; `anchor` if there are none.
 
-    chain = anchor A^n + sum over i of mix(token[i], i) A^(n-1-i), see `record`.
+    chain = anchor A^n + sum over i of mix(token[i], first + i) A^(n-1-i), see `record`.
     """
     count = len(tokens)
     if not count:
         return anchor
     powers = _powers(max(_MIN_POWERS, 1 << count.bit_length()))
-    links = first_links(np.asarray(tokens, dtype=np.int64), np.arange(count))
+    links = first_links(np.asarray(tokens, dtype=np.int64), np.arange(first, first + count))
     weighted = links.view(np.uint64) * powers[count - 1 :: -1]
-    first = record.to_unsigned64(anchor) * int(powers[count])
-    return record.to_signed64(first + int(weighted.sum(dtype=np.uint64)))
+    carried = record.to_unsigned64(anchor) * int(powers[count])
+    return record.to_signed64(carried + int(weighted.sum(dtype=np.uint64)))
 
 
 def first_links(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -96,7 +96,8 @@ _REGISTRY: dict[str, PoolSupport] = {
         "hybrid_linear:attach_hybrid_linear",
         {_FULL: 2},
         "full-attention layers, as their MHA or MLA pool",
-        "Mamba / linear states: one state per request that every token overwrites, no slot per token",
+        "bytes of Mamba / linear states of running requests: every token overwrites them; the paths below say what "
+        "is checked of states",
     ),
     f"{_MEM_CACHE}.base_swa_memory_pool.BaseSWAKVPool": PoolSupport(
         refused="it is an abstract base; a subclass needs an attacher of its own"

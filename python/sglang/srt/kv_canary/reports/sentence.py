@@ -8,13 +8,15 @@ from ..buffer_group import PoolKind
 from ..record import PREV_ANCHOR, Reason
 from .evidence import ALL_ZERO, Evidence
 from .safe_text import safe_text
-from .violation import Actor, Violation
+from .violation import STATE_TIER, Actor, Violation
 
 _NOBODY = "a request not on record"
 
 
 def sentence(e: Evidence) -> str:
     """One line without a full stop. Request ids are safe to print."""
+    if e.first.tier == STATE_TIER:
+        return _state(e)
     said = next((say(e) for reason, say in _SAYINGS if e.has(reason)), _reads(e))
     return said + _other_readers(e)
 
@@ -99,6 +101,39 @@ def _wrote(e: Evidence, what: str = "it") -> str:
 def _after_free(v: Violation) -> str:
     number = "" if v.cause is None else f" (cause #{v.cause})"
     return f", after it was freed after forward {v.freed.forward}{number}" if v.freed else ""
+
+
+# States of linear-attention layers
+
+_IN_STATE: dict[Reason, Callable[[Violation], str]] = {
+    Reason.DOUBLE_FREE: lambda v: "was freed while it was free",
+    Reason.USE_AFTER_FREE: lambda v: f"was freed{_after_free_of_state(v)}",
+    Reason.UNMAPPED_SLOT: lambda v: "is padding",
+    Reason.ROW_CHAIN: lambda v: f"is {_held(v)}",
+    Reason.POSITION: lambda v: f"holds the state after {v.stored_position} tokens",
+    Reason.CHAIN: lambda v: "holds the state of another prefix",
+    Reason.NEVER_WRITTEN: lambda v: "holds only zeros",
+    Reason.CONTENT: lambda v: "is not the one that was cached",
+}
+
+
+def _state(e: Evidence) -> str:
+    v = e.first
+    name = _name(v.reader)
+    who = "" if name == _NOBODY else f" for {name}"
+    wants = "" if v.expected_position is None else f" after {v.expected_position} tokens"
+    fault = next(say(v) for reason, say in _IN_STATE.items() if e.has(reason))
+    return f"{v.reader.mode}{who} uses the state{wants} in {v.page}, which {fault}"
+
+
+def _after_free_of_state(v: Violation) -> str:
+    return "" if v.freed is None else f" after forward {v.freed.forward}"
+
+
+def _held(v: Violation) -> str:
+    if v.state == "CACHED":
+        return "in the prefix cache"
+    return f"the state of {_name(v.writer)}"
 
 
 # What, by reason

@@ -11,7 +11,7 @@ from .evidence import Evidence
 from .scene import Scene
 from .sentence import sentence
 from .slot_history import SlotMoment
-from .violation import Violation, render
+from .violation import STATE_TIER, Violation, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Story:
 
     @classmethod
     def of(cls, evidence: Evidence) -> Story:
-        return cls(sentence(evidence), classify(evidence), evidence.moments, evidence.scene)
+        # The rules of the guess know slots of tokens only.
+        guess = None if evidence.first.tier == STATE_TIER else classify(evidence)
+        return cls(sentence(evidence), guess, evidence.moments, evidence.scene)
 
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Story:

@@ -17,6 +17,7 @@ from .safe_text import safe_text
 from .weight_history import WeightVersion, describe_read
 
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
+STATE_TIER = "state"  # states of linear-attention layers
 RUNBOOK = "docs/alarms.md"  # path in the repository; the wheel has no documents
 
 
@@ -78,7 +79,8 @@ class Violation:
     # Weights of writer and reader, if they are the problem
     writer_weights: WeightVersion | None = None
     reader_weights: WeightVersion | None = None
-    # Where the page is: None in the device pool, "host" in host memory, or a storage backend's name
+    # Where the page is: None in the device pool, "host" in host memory, or a storage backend's name; STATE_TIER for a
+    # state of linear-attention layers, whose slots have numbers of their own
     tier: str | None = None
     key: str | None = None  # of the page in the storage backend
 
@@ -278,6 +280,10 @@ def runbook_section(reason: str) -> str:
 
 
 def _finder(v: Violation) -> str:
+    if v.tier == STATE_TIER:
+        by = v.reader.request_id
+        who = "" if by is None else f' for request "{safe_text(by)}"'
+        return f"  found at   {v.reader.mode}{who}, after forward {v.reader.forward}"
     if v.tier is not None:
         return f"  checked outside the device pool, after forward {v.reader.forward}; the page is not used"
     if Reason.DOUBLE_FREE.name in v.reasons:

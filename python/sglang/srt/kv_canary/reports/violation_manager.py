@@ -15,6 +15,7 @@ from .async_copy import DelayedDeviceHostHandler
 from .cause import Cause
 from .flight_recorder import FlightRecorder
 from .moot import are_moot, are_settled
+from .state_finding import StateFinding
 from .tier_finding import Finding
 from .violation import reason_names, tag_name
 from .violation_reporter import ViolationReporter
@@ -39,7 +40,9 @@ class ViolationManager:
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
         self._unsettled = _NO_ROWS
-        self._found: deque[tuple[Finding, int]] = deque()  # outside the device pool, by any thread
+        self._found: deque[tuple[Finding | StateFinding, int]] = (
+            deque()
+        )  # outside the device pool, by any thread
         # Called with rows int64[n, len(Column)] that are no longer moot
         self.listeners: list[Callable[[np.ndarray], None]] = []
         self.reported = 0
@@ -53,7 +56,7 @@ class ViolationManager:
         """A summary arrived: `total` rows have been appended since the start."""
         self._seen_total = max(self._seen_total, total)
 
-    def found(self, finding: Finding, forward: int) -> None:
+    def found(self, finding: Finding | StateFinding, forward: int) -> None:
         """Something is wrong outside the device pool. `forward`: the last one launched. Any thread may call this."""
         self._found.append((finding, forward))
 

@@ -142,6 +142,8 @@ class CanaryManager:
         self.owes_copy = False  # work was launched after the last copy
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
         self.damage: DamageDesk | None = None  # None: findings are reported only
+        # What is checked of the states of linear-attention layers, JSON-ready; None: the model has none
+        self.states: dict[str, Any] | None = None
         self._copied_forward = 0  # forwards launched before the last copy that arrived
         self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
@@ -593,6 +595,7 @@ class CanaryManager:
             "record_bytes": record_bytes,
             "state_bytes": self.state.nbytes + mark_bytes,
             "share_of_pool": round(record_bytes / pool_bytes, 6) if pool_bytes else None,
+            "states": self.states,
             "fault_injection": self.config.perturb_dir,  # "" is off
             "token_oracle": None
             if self.token_oracle is None

@@ -39,6 +39,10 @@ SWA_POOL_RATIO = 0.5
 # An answer of 80 tokens makes a request evict twice before its window: after 1, 32 and 63 decoded tokens.
 LONG_ANSWER = 80
 
+# States of linear-attention layers: one for each running request, and one for each end of a prefix in the cache. 12
+# concurrent requests take 12, so 40 run full: states leave the cache and their slots are used again.
+STATE_SLOTS = 40
+
 # DeepSeek-V4: pages of 256 tokens and a window of 128, both fixed by the model. A family's prefix has up to 700 tokens.
 # A turn adds up to 200, and an answer has 12 or 160: at most 700 + 3 * (200 + 160) = 1780 tokens, within 2048, and 4
 # pages on average. `_evict_swa` frees SWA pages below n - 128 - 256, rounded down to a page. So a request of more than

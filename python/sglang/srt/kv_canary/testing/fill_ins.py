@@ -20,6 +20,7 @@ import torch
 __all__ = [
     "dp_attention_on_torch_native",
     "hicache_on_cpu",
+    "hybrid_on_torch_native",
     "mla_on_torch_native",
     "pageable_memory",
     "plugin_path",
@@ -140,6 +141,70 @@ def _register_mla(*_: Any, **__: Any) -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+
+
+# Hybrid pools: SGLang's backends of linear attention need sgl_kernel. LFM2's layers need two of its functions only.
+
+
+def hybrid_on_torch_native() -> None:
+    """Run LFM2: its convolution in plain torch, its full attention on torch_native."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    wrapper = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+    HookRegistry.register(wrapper, _hybrid_backend, HookType.REPLACE)
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"{runner}.load_model", _fill_in_convolutions, HookType.BEFORE)
+
+
+def _hybrid_backend(runner: Any, full_attention: Any) -> Any:
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
+
+    config = runner.mambaish_config
+    states = hybrid.Mamba2AttnBackend(runner)
+    return hybrid.HybridLinearAttnBackend(full_attention, states, config.full_attention_layer_ids)
+
+
+def _fill_in_convolutions(*_: Any, **__: Any) -> None:
+    from sglang.srt.models import lfm2
+
+    lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = _convolve, _convolve_one
+
+
+def _convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    conv_states: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """float[channels, tokens]: requests one after another, each continued from its state, which is updated."""
+    out, kept, starts = torch.empty_like(x), weight.shape[1] - 1, query_start_loc.tolist()
+    for i, slot in enumerate(cache_indices.tolist()):
+        before = conv_states[slot] * has_initial_state[i]
+        line = torch.cat([before.to(x.dtype), x[:, starts[i] : starts[i + 1]]], dim=1)
+        out[:, starts[i] : starts[i + 1]] = torch.conv1d(
+            line[None], weight[:, None], bias, groups=len(line)
+        )[0]
+        conv_states[slot] = line[:, -kept:].to(conv_states.dtype)
+    return out
+
+
+def _convolve_one(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state_indices: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """float[requests, channels]: one token of each request."""
+    slots = conv_state_indices.long()
+    line = torch.cat([conv_state[slots].to(x.dtype), x[:, :, None]], dim=2)
+    conv_state[slots] = line[:, :, 1:].to(conv_state.dtype)
+    return (line * weight).sum(dim=2) + (0 if bias is None else bias)
 
 
 # DP attention: SGLang pads batches to the other ranks' sizes from pinned memory. It exchanges tokens with operators

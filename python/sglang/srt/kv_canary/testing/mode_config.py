@@ -11,11 +11,17 @@ from typing import Any
 import torch
 
 from . import consts
-from .fill_ins import dp_attention_on_torch_native, mla_on_torch_native, swa_on_torch_native
+from .fill_ins import (
+    dp_attention_on_torch_native,
+    hybrid_on_torch_native,
+    mla_on_torch_native,
+    swa_on_torch_native,
+)
 from .tiny_models import (
     write_short_deepseek_v4,
     write_tiny_deepseek_v2,
     write_tiny_gemma4,
+    write_tiny_lfm2,
     write_tiny_llama,
 )
 
@@ -94,6 +100,21 @@ MODES: dict[str, ModeConfig] = {
         cpu_args={**_CPU, "attention_backend": "torch_native"},
         cuda_args=_CUDA,
         cpu_fill_ins=(mla_on_torch_native,),
+    ),
+    # SGLang turns overlap scheduling off: its state pool has no buffer for it by default.
+    "hybrid": ModeConfig(
+        name="hybrid",
+        write_model=write_tiny_lfm2,
+        pools=("FULL",),
+        halves=("K", "V"),
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.MHA_POOL_SLOTS,
+            "max_mamba_cache_size": consts.STATE_SLOTS,
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native"},
+        cuda_args=_CUDA,
+        cpu_fill_ins=(hybrid_on_torch_native,),
     ),
     # Each rank has all heads and its own requests. It runs idle or padded forwards while the other rank computes.
     "mla_dp": ModeConfig(

@@ -15,6 +15,7 @@ __all__ = [
     "write_tiny_deepseek_v2",
     "write_tiny_gemma3_with_images",
     "write_tiny_gemma4",
+    "write_tiny_lfm2",
     "write_tiny_llama",
     "write_tiny_llama_checkpoint",
     "write_tiny_llama_with_tokenizer",
@@ -190,6 +191,29 @@ TINY_DEEPSEEK_V2 = {
 }
 
 
+# Two layers with a convolution state, two with full attention. The states have no temporal part.
+TINY_LFM2: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "block_auto_adjust_ff_dim": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
 # DeepSeek-V4's kernels are made for its widths, so only layers, experts and vocabulary are reduced. FP8 weights: about
 # 0.4 GB of experts and 0.2 GB of attention per layer.
 SHORT_DEEPSEEK_V4: dict[str, Any] = {
@@ -316,6 +340,14 @@ def write_tiny_gemma4(folder: str | Path) -> str:
     SWA pool: two layers with a window of 32 tokens, two with full attention, 2 KV heads of 16 each.
     """
     return _write(folder, TINY_GEMMA4)
+
+
+def write_tiny_lfm2(folder: str | Path) -> str:
+    """Write the config of a 4-layer LFM2 into `folder`; returns the path.
+
+    Hybrid pool: two layers with full attention, 2 KV heads of 16; two with a convolution state of 64 x 2 values.
+    """
+    return _write(folder, TINY_LFM2)
 
 
 def write_tiny_llama_with_tokenizer(folder: str | Path) -> str:

@@ -81,6 +81,7 @@ class CanaryContext:
     )
     # The first position that each request of a batch computes; None: nobody asks
     starts_of: Callable[[Any], list[int]] | None = None
+    states: Any | None = None  # what follows states of linear-attention layers; None: nothing does
     swa_translation: SwaOutCacheLoc | None = None  # of the running forward; None outside forwards
 
     def reset(self) -> None:

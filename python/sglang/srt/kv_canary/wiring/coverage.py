@@ -34,6 +34,12 @@ def _has(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, False))
 
 
+def _has_states(args: Any) -> bool:
+    """Configurations of such models say how large a state is."""
+    config = getattr(getattr(args, "model_config", None), "hf_text_config", None)
+    return hasattr(type(config), "mamba2_cache_params")
+
+
 def _uses_graphs(args: Any) -> bool:
     return args.device == "cuda" and not getattr(args, "disable_cuda_graph", False)
 
@@ -85,5 +91,6 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "data-parallel attention (idle batches)": _has("enable_dp_attention"),
     "HiCache: host memory, and the storage backend file": _has("enable_hierarchical_cache"),
     "prefill-decode disaggregation over Mooncake": lambda args: args.disaggregation_mode != "null",
+    "states of linear-attention layers": _has_states,
     "sliding-window layers": lambda args: model_has(args, "is_hybrid_swa"),
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..runner.ranks import Ranks
     from .path_support import PathSupport
     from .refusals import Refusal
+    from .state_answers import StateAnswers
     from .transfer_answers import TransferAnswers
 
 __all__ = [
@@ -90,6 +91,8 @@ class Release:
     schedulers_here: Callable[[Any], int]
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
+    # Of states of linear-attention layers. None: they are not checked.
+    states: StateAnswers | None = None
 
 
 @cache

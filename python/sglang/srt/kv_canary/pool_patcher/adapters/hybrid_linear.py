@@ -1,7 +1,7 @@
 """Hybrid pools: full-attention layers in an MHA or MLA pool, the other layers as Mamba / linear states.
 
-The states are not covered. A request has one state, which every token overwrites, so no record per token can be
-compared with it.
+The states have no buffer group. A request has one state, which every token overwrites, so no record per token can be
+compared with it. `states/` follows them instead.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
         *(_path(name, what, name in on_gpu) for name, what in _PATHS.items()),
         *(_path(name, what, name in on_gpu, _PARTLY) for name, what in _PARTLY_SERVED.items()),
         PathSupport(
+            "states of linear-attention layers",
+            _PARTLY,
+            "the full-attention layers beside them only",
+        ),
+        PathSupport(
             "sliding-window layers",
             _PARTLY,
             "on Triton and torch_native attention; flashinfer, flash attention and trtllm_mha: read, never run; "

@@ -11,6 +11,7 @@ from ...runner.ranks import Ranks
 from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
+from ..state_answers import StateAnswers
 from ..until_0_5_17.answers import (
     cached_slots,
     namespace_of,
@@ -81,6 +82,18 @@ def _decode_graphs_of(model_runner: Any) -> Any:
     return model_runner.graph_runner
 
 
+def _why_states_are_unchecked(server_args: Any) -> str:
+    from .states import why_unchecked
+
+    return why_unchecked(server_args)
+
+
+def _watch_states(manager: Any, model_runner: Any) -> dict[str, Any]:
+    from .states import watch_states
+
+    return watch_states(manager, model_runner)
+
+
 RELEASE = Release(
     hook_modules=(
         "allocator",
@@ -132,4 +145,5 @@ RELEASE = Release(
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
     transfers=TRANSFERS,
+    states=StateAnswers(_why_states_are_unchecked, _watch_states),
 )

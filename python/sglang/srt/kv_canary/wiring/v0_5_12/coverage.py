@@ -58,6 +58,12 @@ SERVED: tuple[PathSupport, ...] = (
         "v1 (as in SGLang) and NGRAM; refused on pools whose slots stand for several tokens",
     ),
     PathSupport(
+        "states of linear-attention layers",
+        _PARTLY,
+        "whose a state is and which tokens it has absorbed; bytes in the prefix cache only; not with speculation, "
+        "disaggregation, pipeline parallelism, DP attention, streaming sessions; not run on a GPU; see docs/states.md",
+    ),
+    PathSupport(
         "sweep of cached prefixes",
         _PARTLY,
         "the target's slots only: a draft pool's slots may never have been written",

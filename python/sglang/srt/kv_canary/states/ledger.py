@@ -1,0 +1,298 @@
+"""What the host knows of every state slot of a linear-attention pool, and what it finds wrong.
+
+A state has no slot per token: each forward overwrites it. So a record says whose state it is and which tokens it has
+absorbed. Only a state at rest, that is one in the prefix cache, has a fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ..plan.host_chain import chain_of_tokens
+from ..record import Reason
+from ..reports.state_finding import StateFinding
+from ..reports.violation import Actor
+
+
+class Holder(str, Enum):
+    """Who may use a state slot."""
+
+    NOBODY = "FREE"
+    CALLER = "HANDED_OUT"  # no forward has used it since
+    REQUEST = "REQUEST"
+    CACHE = "CACHED"
+    UNKNOWN = "UNKNOWN"  # events were lost, or its user is not followed: not checked until handed out again
+
+
+@dataclass(slots=True)
+class StateRecord:
+    """One state slot. `chain` covers the first `chained` of the `position` tokens that the state has absorbed."""
+
+    holder: Holder = Holder.NOBODY
+    owner: object = None  # the request
+    position: int = 0
+    chain: int | None = None  # None: not known
+    chained: int = 0
+    content: int | None = None  # fingerprint at rest; None: not taken
+    writer: Actor | None = None  # of the last forward but decodes of the same request
+    freed: Actor | None = None
+
+    def absorb(self, tokens: Sequence[int] | None, before: int, after: int) -> None:
+        """The state absorbs the tokens from `before` to `after`. `tokens` None: the host does not have them."""
+        if tokens is not None and self.chain is not None and self.chained == before:
+            self.chain, self.chained = chain_of_tokens(tokens, self.chain, before), after
+        self.position, self.content = after, None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens from position 0 on, in a namespace."""
+
+    tokens: Sequence[int]
+    anchor: int
+
+    def chain(self, start: int = 0, before: int | None = None, stop: int | None = None) -> int:
+        """Chain of the first `stop` tokens. `before`: that of the first `start`, if it is known."""
+        before = self.anchor if before is None else before
+        return chain_of_tokens(self.tokens[start:stop], before, start)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One request of a forward."""
+
+    owner: object  # the request; None: it is not followed
+    reader: Actor
+    before: int  # tokens of the request before the forward
+    after: int
+    tokens: Sequence[int] | None  # the new ones; None: the host does not have them yet
+    anchor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A snapshot that a forward takes of one request's state, `position` tokens from the request's start."""
+
+    use: Use
+    position: int
+
+
+class StateLedger:
+    """Events of the pool, the prefix cache and the forwards, in the order of the scheduler's program.
+
+    Slot 0 is SGLang's padding slot. Not thread-safe. After a finding, later correct uses are still correct.
+    """
+
+    def __init__(
+        self, num_slots: int, of_zeros: int | None, found: Callable[[StateFinding], None]
+    ) -> None:
+        """`num_slots`: slot 0 included. `of_zeros`: fingerprint of a state of zeros; None: not known."""
+        self._of_zeros = of_zeros
+        self._found = found
+        self.checks: Counter[str] = Counter()  # what was checked, by kind of event
+        self.records = [StateRecord() for _ in range(num_slots)]
+
+    def forget(self) -> None:
+        """Events were lost. Slots are not checked until they are handed out again."""
+        for slot in range(len(self.records)):
+            self.records[slot] = StateRecord(Holder.UNKNOWN)
+
+    # Pool
+
+    def handed_out(self, slots: Sequence[int]) -> None:
+        """SGLang zeroes them."""
+        for slot in slots:
+            self.records[slot] = StateRecord(Holder.CALLER)
+
+    def freed(self, slots: Sequence[int], by: Actor) -> None:
+        for slot in filter(None, slots):
+            held = self.records[slot]
+            if held.holder is Holder.NOBODY:
+                self._report(Reason.DOUBLE_FREE, slot, by)
+            else:
+                held.holder, held.owner, held.freed, held.content = Holder.NOBODY, None, by, None
+
+    def cleared(self) -> None:
+        for slot in range(len(self.records)):
+            self.records[slot] = StateRecord()
+
+    def copied(self, sources: Sequence[int], targets: Sequence[int], by: Actor) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            held, copy = self.records[source], self.records[target]
+            if held.holder is Holder.NOBODY:
+                self._report(Reason.USE_AFTER_FREE, source, by)
+            self.records[target] = replace(
+                held,
+                holder=copy.holder,
+                owner=copy.owner,
+                content=self._content_of_copy(held),
+                freed=None,
+            )
+
+    def _content_of_copy(self, held: StateRecord) -> int | None:
+        """Equal bytes in two slots have equal fingerprints only if all bytes are read."""
+        return None if self._of_zeros is None else held.content
+
+    # Forwards
+
+    def goes_on(self, slot: int, owner: object, before: int) -> bool:
+        """`used` for a decode of one token, if nothing is wrong with it. False: nothing was done, call `used`."""
+        held = self.records[slot]
+        if held.owner is not owner or held.holder is not Holder.REQUEST or held.position != before:
+            return False
+        held.position, held.content = before + 1, None
+        self.checks["used"] += 1
+        return True
+
+    def used(self, slot: int, use: Use, content: int | None = None) -> None:
+        """A forward reads the state and overwrites it. `content`: its fingerprint right before, if it was taken."""
+        held = self.records[slot]
+        if slot == 0:
+            self._report(Reason.UNMAPPED_SLOT, slot, use.reader, use.before)
+            return
+        if use.owner is None or held.holder is Holder.UNKNOWN:
+            self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
+            return
+        self.checks["used"] += 1
+        if self._is_taken(slot, use):
+            return
+        if use.before == 0:  # the forward starts from zeros, whatever the slot holds
+            held.chain, held.chained = use.anchor, 0
+        elif held.position != use.before:
+            self._report(Reason.POSITION, slot, use.reader, use.before)
+            held.chain = None
+        else:
+            self._compare(slot, content, use.reader)
+        held.holder, held.owner, held.writer = Holder.REQUEST, use.owner, use.reader
+        held.absorb(use.tokens, use.before, use.after)
+
+    def tracked(self, slot: int, source: int, track: Track) -> None:
+        """A forward that used `source` has also stored a snapshot of its state. Call it after `used`."""
+        use, held, main = track.use, self.records[slot], self.records[source]
+        if slot == 0 or use.owner is None or Holder.UNKNOWN in (held.holder, main.holder):
+            self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
+            return
+        self.checks["tracked"] += 1
+        if self._is_taken(slot, use):
+            return
+        snapshot = StateRecord(Holder.REQUEST, use.owner, track.position, writer=use.reader)
+        if main.chained <= track.position:
+            snapshot.chain, snapshot.chained = main.chain, main.chained
+        self.records[slot] = snapshot
+
+    def _is_taken(self, slot: int, use: Use) -> bool:
+        """Whether the slot is not the request's to write. Its record is then that of its holder, and stays."""
+        held = self.records[slot]
+        if held.holder is Holder.NOBODY:
+            self._report(Reason.USE_AFTER_FREE, slot, use.reader, use.before)
+        elif held.holder is Holder.CACHE or not (held.owner is None or held.owner is use.owner):
+            self._report(Reason.ROW_CHAIN, slot, use.reader, use.before)
+        else:
+            return False
+        return True
+
+    # Prefix cache
+
+    def cached(self, slot: int, prefix: Prefix, content: int | None, by: Actor) -> None:
+        """The prefix cache holds the state for `prefix` from now on. `content`: its fingerprint."""
+        held, length = self.records[slot], len(prefix.tokens)
+        chain: int | None = None
+        if held.holder is Holder.NOBODY:
+            self._report(Reason.USE_AFTER_FREE, slot, by, length)
+        elif held.holder is not Holder.UNKNOWN:
+            self.checks["cached"] += 1
+            if held.position != length:
+                self._report(Reason.POSITION, slot, by, length)
+            elif held.chain is not None:
+                chain = prefix.chain(stop=held.chained)
+                if chain != held.chain:
+                    self._report(Reason.CHAIN, slot, by, length, expected_chain=chain)
+            if length and content is not None and content == self._of_zeros:
+                self._report(Reason.NEVER_WRITTEN, slot, by, length, content_now=content)
+        start = 0 if chain is None else held.chained
+        whole = prefix.chain(start, chain)
+        self.records[slot] = StateRecord(
+            Holder.CACHE, None, length, whole, length, content, held.writer
+        )
+
+    def loaded(
+        self, slot: int, target: int, owner: object, prefix: Prefix, content: int | None, by: Actor
+    ) -> None:
+        """A request takes a copy, in slot `target`, of the state that the prefix cache has for `prefix`.
+
+        `content`: fingerprint of the cached state now. None where its copy is compared when a forward uses it.
+        """
+        held, length = self.records[slot], len(prefix.tokens)
+        chain = prefix.chain()
+        if held.holder in (Holder.REQUEST, Holder.CALLER):
+            self._report(Reason.ROW_CHAIN, slot, by, length)
+        elif held.holder is Holder.CACHE:
+            self.checks["loaded"] += 1
+            if held.position != length:
+                self._report(Reason.POSITION, slot, by, length)
+            elif held.chain != chain:
+                self._report(Reason.CHAIN, slot, by, length, expected_chain=chain)
+            self._compare(slot, content, by)
+        self.records[target] = StateRecord(
+            Holder.REQUEST, owner, length, chain, length, self._content_of_copy(held), held.writer
+        )
+
+    def swept(self, slot: int, content: int, by: Actor) -> None:
+        """The fingerprint of a state in the prefix cache, or in a slot that has left it since."""
+        if self.records[slot].holder is Holder.CACHE:
+            self._compare(slot, content, by)
+
+    def cached_slot_after(self, slot: int) -> int | None:
+        """The next slot in the prefix cache with a fingerprint, starting over at the end. None: there is none."""
+        count = len(self.records)
+        for step in range(1, count + 1):
+            held = self.records[(slot + step) % count]
+            if held.holder is Holder.CACHE and held.content is not None:
+                return (slot + step) % count
+        return None
+
+    def _compare(self, slot: int, content: int | None, by: Actor) -> None:
+        held = self.records[slot]
+        if content is None or held.content is None:
+            return
+        self.checks["compared"] += 1
+        if content != held.content:
+            self._report(
+                Reason.CONTENT,
+                slot,
+                by,
+                held.position,
+                content_written=held.content,
+                content_now=content,
+            )
+
+    def _report(
+        self,
+        reason: Reason,
+        slot: int,
+        by: Actor,
+        expected_position: int | None = None,
+        expected_chain: int | None = None,
+        content_written: int | None = None,
+        content_now: int | None = None,
+    ) -> None:
+        held = self.records[slot]
+        self._found(
+            StateFinding(
+                reason,
+                slot,
+                held.holder.value,
+                by,
+                held.writer,
+                held.freed,
+                expected_position,
+                held.position,
+                expected_chain,
+                None if expected_chain is None else held.chain,
+                content_written,
+                content_now,
+            )
+        )

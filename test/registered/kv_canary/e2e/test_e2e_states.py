@@ -1,0 +1,62 @@
+"""A hybrid model (LFM2: convolution states and full attention) on a real server: clean, and damage is found."""
+
+import sys
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.state_faults import DAMAGE, ZERO_SNAPSHOT, break_states
+
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+pytestmark = pytest.mark.skipif(release().states is None, reason="not checked on this release")
+
+TAG = "STATE_K_FULL"
+PROMPT = list(range(10, 60))
+
+
+class TestHybridRaise(CanaryE2EBase):
+    """Prefix hits, chunked prompts, evicted states, retraction, aborts, flushes."""
+
+    mode_name = "hybrid"
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+
+    def test_clean(self) -> None:
+        report = self.serve(TrafficShape(60, seed=8))
+        assert report.requests == 60
+        assert report.aborts > 2
+        (active,) = self.serving.events("active")
+        assert active["states"] == {"slots": 41, "content": "all"}
+        assert self.serving.events("internal_error") == []
+
+
+class TestHybridFaults(CanaryE2EBase):
+    mode_name = "hybrid"
+    plugins: ClassVar = [break_states]
+
+    def test_clean(self) -> None:
+        self.generate("a", PROMPT, 4)
+        self.generate("b", [*PROMPT, 7], 4)
+
+    def test_damage_in_the_cache(self) -> None:
+        self.expect_violations()
+        self.generate("a", [*PROMPT, DAMAGE], 4)
+        self.generate("b", [*PROMPT, DAMAGE, 7], 4)
+        found = self.assert_violation("CONTENT", TAG, reader="b")
+        assert (found["tier"], found["reader"]["mode"]) == ("state", "EXTEND")
+
+    def test_a_snapshot_of_zeros(self) -> None:
+        self.expect_violations()
+        self.generate("a", [*PROMPT, ZERO_SNAPSHOT], 4)
+        self.assert_violation("NEVER_WRITTEN", TAG)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
