@@ -104,10 +104,17 @@ class DamagedPair(CleanPair):
     def test_damage_in_transit(self, fault: str) -> None:
         """Also the prompt that one forward cannot compute, whose chunks are sent one by one."""
         self.expect_violations()
+        size = consts.CHUNKED_PREFILL_SIZE
         with self.serving.damaging(fault):
-            self.ask(fault, random_tokens(random.Random(fault), consts.CHUNKED_PREFILL_SIZE + 7))
+            self.ask(fault, random_tokens(random.Random(fault), size + 7))
         event = self.assert_violation(FOUND_AS[fault], reader=fault)
         assert event["reader"]["mode"] == "ARRIVAL"
+        origins = {e["reader"]["origin"] for e in self.violations()} - {None}  # None: found later
+        assert all(f", request {fault}, chunk " in origin for origin in origins)
+        assert {origin.partition("chunk ")[2] for origin in origins} == {
+            f"1 of 2 (positions from 0 to {size - 1})",
+            f"2 of 2 (positions from {size} on)",
+        }
         assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
 
 
