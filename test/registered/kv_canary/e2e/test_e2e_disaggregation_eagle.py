@@ -10,7 +10,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.pd_serving import PdServing, need_transport, transit_faults
+from sglang_kv_canary_rigs.pd_serving import (
+    PdServing,
+    need_transport,
+    nothing_to_synchronize,
+    transit_faults,
+)
 
 if release().has_own_canary:
     reason = "refused by name on this release; lifted by make test"
@@ -47,12 +52,29 @@ class EaglePair(EagleE2EBase):
 
 
 class TestEagle(EaglePair):
+    env: ClassVar = {
+        **EaglePair.env,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "8",
+    }
+    plugins: ClassVar = (nothing_to_synchronize, transit_faults)
+
     def test_clean(self) -> None:
         self.converse("pd")
         self.assert_no_violations()
         self.assert_healthy()
         counters = self.settle()
         assert all(counters[tag]["written"] for tag in self.mode.tags("TAIL"))
+
+    def test_requests_that_resume(self) -> None:
+        """SGLang keeps the KV of the target alone."""
+        rng = random.Random("resumed")
+        prompts = [random_tokens(rng, 12) for _ in range(2)]
+        asked = [(f"resumed-{i}", prompt, 40) for i, prompt in enumerate(prompts)]
+        answers = self.generate_together(asked)
+        assert answers == [scripted_answer(prompt, 40) for prompt in prompts]
+        assert "Testing retraction" in self.serving.stderr
+        self.assert_no_violations()
 
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:
         """The last of SGLang's buffers is the draft's V. The answer is right: drafts cost acceptance alone."""
