@@ -50,8 +50,12 @@ TRANSFERS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "PD disaggregation with HiCache",
-        lambda args: _transfers(args) and args.enable_hierarchical_cache,
-        "KV that comes from two places at once, which no run has checked yet.",
+        lambda args: (
+            _transfers(args)
+            and args.enable_hierarchical_cache
+            and (args.disaggregation_mode == "decode" or args.hicache_storage_backend is not None)
+        ),
+        "a host pool on the decode server, or a storage backend, which no run has checked yet.",
         "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
