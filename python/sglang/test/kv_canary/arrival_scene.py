@@ -18,9 +18,18 @@ class ArrivalScene(CheckScene):
 
     def __init__(self, spec, backend) -> None:
         super().__init__(spec, backend)
-        groups = tuple(g.group for g in self.groups)
-        launcher = Launcher(self.kernels, groups, self.state, spec.content_mode)
-        self.arrivals = ArrivalLauncher.unbudgeted(launcher, self.req_to_token, spec.page_size)
+        groups = [g.group for g in self.groups]
+        target = tuple(g for g in groups if g.chain_source is None)
+        drafts = tuple(g for g in groups if g.chain_source is not None)
+        self.arrivals = [
+            ArrivalLauncher.unbudgeted(
+                Launcher(self.kernels, runner, self.state, spec.content_mode),
+                self.req_to_token,
+                spec.page_size,
+            )
+            for runner in (target, drafts)
+            if runner
+        ]
 
     def make_room(self, row: int, tokens: Sequence[int]) -> None:
         """Slots for `tokens` in `row`, whose K and V have not arrived yet."""
@@ -49,6 +58,7 @@ class ArrivalScene(CheckScene):
     def arrive(self, *arrivals: Arrival) -> list[RingViolation]:
         """What is found of `arrivals`."""
         self.upload()
-        for launch, part in self.arrivals.launches(arrivals):
-            launch(part)
+        for runner in self.arrivals:
+            for launch, part in runner.launches(arrivals):
+                launch(part)
         return self.take_violations()

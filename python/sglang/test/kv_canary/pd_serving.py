@@ -91,11 +91,14 @@ TRANSPORT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": HOST, "MC_LOG_LEVEL": "ERROR
 class PdServing(CanaryServer):
     """The decode server, with the prefill server as `prefill`. Requests go to both, as a router sends them.
 
-    `prefill_flags` and `decode_flags` are added to the flags of one of them.
+    `prefill_flags` and `decode_flags` are added to the flags of one of them, and `prefill_env` and `decode_env` to its
+    environment.
     """
 
     prefill_flags: ClassVar[Mapping[str, Any]] = {}
     decode_flags: ClassVar[Mapping[str, Any]] = {}
+    prefill_env: ClassVar[Mapping[str, str]] = {}
+    decode_env: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -117,9 +120,9 @@ class PdServing(CanaryServer):
         env = {**TRANSPORT, FAULT_FILE: str(self._fault_file), **(env or {})}
         plugins = (load_transport, *FILL_INS, *plugins)
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
-        self.prefill = CanaryServer(mode, prefill, env, plugins)
+        self.prefill = CanaryServer(mode, prefill, {**env, **self.prefill_env}, plugins)
         decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
-        super().__init__(mode, decode, env, plugins)
+        super().__init__(mode, decode, {**env, **self.decode_env}, plugins)
 
     def __enter__(self) -> PdServing:
         with self.prefill.starting():
@@ -207,6 +210,30 @@ class PdServing(CanaryServer):
             async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
                 flushed = flushed and answer.status == 200
         return flushed
+
+
+HOLD_S = 3.0  # longer than a prefill server takes to send a prompt
+
+
+def no_early_reuse() -> None:
+    """A plugin for decode servers: slots of a transfer that fails stay its own until nothing more can arrive.
+
+    SGLang frees them while the prefill server may still write to them (sgl#24527), which damages the KV of others.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVReceiver.poll"
+    HookRegistry.register(target, _poll_with_patience, HookType.AROUND)
+
+
+def _poll_with_patience(original: Callable[[Any], int], receiver: Any) -> int:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    status = original(receiver)
+    if status != KVPoll.Failed or receiver.init_time is None:  # it has not told where to write
+        return status
+    since = receiver.__dict__.setdefault("_kv_canary_failed_since", time.monotonic())
+    return status if time.monotonic() - since > HOLD_S else KVPoll.Transferring
 
 
 # Transit faults. A file names the fault; what is sent while it exists is damaged.

@@ -10,11 +10,13 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import CanaryServer, consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.hicache_serving import hits, prompts
 from sglang_kv_canary_rigs.on_releases import (
     long_on_newer_releases,
     refused_on_newer_releases,
@@ -104,10 +106,17 @@ class DamagedPair(CleanPair):
     def test_damage_in_transit(self, fault: str) -> None:
         """Also the prompt that one forward cannot compute, whose chunks are sent one by one."""
         self.expect_violations()
+        size = consts.CHUNKED_PREFILL_SIZE
         with self.serving.damaging(fault):
-            self.ask(fault, random_tokens(random.Random(fault), consts.CHUNKED_PREFILL_SIZE + 7))
+            self.ask(fault, random_tokens(random.Random(fault), size + 7))
         event = self.assert_violation(FOUND_AS[fault], reader=fault)
         assert event["reader"]["mode"] == "ARRIVAL"
+        origins = {e["reader"]["origin"] for e in self.violations()} - {None}  # None: found later
+        assert all(f", request {fault}, chunk " in origin for origin in origins)
+        assert {origin.partition("chunk ")[2] for origin in origins} == {
+            f"1 of 2 (positions from 0 to {size - 1})",
+            f"2 of 2 (positions from {size} on)",
+        }
         assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
 
 
@@ -167,6 +176,43 @@ class CachingServing(PdServing):
 @refused_on_newer_releases
 class TestDecodeRadixCache(CleanPair):
     transport: ClassVar = CachingServing
+
+
+class HiCachePrefill(PdServing):
+    prefill_flags: ClassVar = SMALL_POOL
+    decode_flags: ClassVar = {"enable_cache_report": True}
+
+
+@refused_on_newer_releases
+class TestHiCacheOnThePrefillServer(Pair):
+    """What is sent has come back from host memory, with its records."""
+
+    transport: ClassVar = HiCachePrefill
+    plugins: ClassVar = (*FILL_INS, transit_faults)
+
+    def answer(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
+        return self.run(self.serving.ask(body))
+
+    def test_clean_run(self) -> None:
+        asked = prompts("hicache", 6)
+        first = [self.answer(f"{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
+        again = [self.answer(f"{i}-b", p) for i, p in enumerate(asked)]
+        assert [answer["output_ids"] for answer in again] == first
+        assert sum(map(hits, again)) > 0
+        self.assert_no_violations()
+        self.assert_healthy()
+
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        asked = prompts("damaged", 6)
+        for i, prompt in enumerate(asked):
+            self.answer(f"damaged-{i}", prompt)
+        with self.serving.damaging("drop_layer"):
+            assert hits(self.answer("damaged", asked[0])) > 0
+        event = self.assert_violation("CONTENT", reader="damaged")
+        assert event["reader"]["mode"] == "ARRIVAL"
 
 
 @long_on_newer_releases

@@ -141,6 +141,48 @@ def test_without_records_everything_is_taken_over(scene):
         assert_clean(scene.decode(THERE))
 
 
+# The draft model's pool, whose chains step from the target's records
+
+
+@pytest.fixture(params=scenes({"mha": WorldSpec(has_draft=True)}))
+def drafted(request) -> ArrivalScene:
+    return sent(*request.param)
+
+
+def test_a_drafts_kv_is_clean_then_and_later(drafted):
+    drafted.transfer(HERE, THERE)
+    assert_clean(drafted.arrive(of()))
+    for _ in range(2):
+        assert_clean(drafted.decode(THERE))
+
+
+def test_a_drafts_bytes_that_changed_on_the_way(drafted):
+    draft = drafted.groups[-1]
+    drafted.transfer(HERE, THERE)
+    draft.memories["V"][1].write(drafted.slot(THERE, 4), b"\xff\xfe\xfd")
+    (found,) = drafted.arrive(of())
+    assert (found.reasons, found.values["slot"]) == (Reason.CONTENT, drafted.slot(THERE, 4))
+
+
+def test_a_drafts_records_of_another_prompt(drafted):
+    """Its tokens are not known, as it is fed predictions. The target's records say that it is another prefix."""
+    assert_clean(drafted.prefill(3, OTHER))
+    drafted.transfer(HERE, THERE)
+    drafted.move(drafted.groups[-1], 3, THERE, 6)
+    found = drafted.arrive(of())
+    assert reasons(found) == Reason.CHAIN
+    assert {v.values["expected_position"] for v in found} == {6}
+
+
+def test_a_drafts_kv_without_records_is_not_taken_over(drafted):
+    """Nobody knows whether it came."""
+    target, draft = drafted.groups
+    slots = [drafted.slot(THERE, p) for p in range(len(TOKENS))]
+    assert_clean(drafted.arrive(of(has_records=False)))
+    assert all(target.group.k_tail[slots, record.WORD_WRITER])
+    assert not any(draft.group.k_tail[slots, record.WORD_WRITER])
+
+
 def test_part_of_it_was_here_before(mha):
     """A decode server's prefix cache: only what follows the cached prefix is transferred."""
     shared = 4

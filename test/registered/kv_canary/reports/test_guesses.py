@@ -213,6 +213,16 @@ def damaged_record(word: int, bits: int, where: int = 1) -> ManagerRig:
     return rig
 
 
+def late_transfer(receives: bool = True) -> ManagerRig:
+    """The record of another request, of its last prefill, lies in a slot. `receives`: prefills run elsewhere."""
+    rig = mha()
+    tail = records(rig, "K", Side.TAIL)
+    tail[rig.slot(1, 5)] = tail[rig.slot(2, 7)]
+    rig.manager.recorder.receives = receives
+    rig.decode([1])
+    return rig
+
+
 def damaged_fingerprint(bits: int) -> ManagerRig:
     rig = mha()
     records(rig, "K", Side.TAIL)[rig.slot(1, 5), record.WORD_CONTENT] ^= bits
@@ -490,6 +500,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
     "damaged state": (
         lambda: damaged_record(WRITER, 8 << record.WRITER_STATE_SHIFT),
         lambda: damaged_record(CHAIN, 8),
+        "one record",
+    ),
+    "record of a prefill server": (
+        late_transfer,
+        lambda: late_transfer(receives=False),
         "one record",
     ),
     "one record": (
@@ -779,6 +794,9 @@ SENTENCES = {
     "wrong inputs": ("a forward is given row 99, which no request has"),
     "wrong length": ('request "req-1" is given length 18, but its last forward left 21'),
     "damaged state": ('request "req-1" at position 5 reads slot 6, whose canary record is damaged'),
+    "record of a prefill server": (
+        'request "req-1" at position 5 reads slot 6, to which a prefill server has written at position 7'
+    ),
     "one record": (
         'request "req-1" at position 5 reads slot 6, and only one of its canary records does not '
         "fit (HEAD_K_FULL)"

@@ -10,9 +10,10 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
-from sglang_kv_canary.transfer.notice import Notice, NoticeBoard
+from sglang_kv_canary.transfer.notice import Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
 from sglang_kv_canary_rigs.world import World, WorldSpec
 
@@ -21,7 +22,9 @@ register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 WORLD = World(WorldSpec(swa_slots=48), REFERENCE)
 GROUPS = tuple(g.group for g in WORLD.groups)
 LAYOUT = TransferLayout.of(GROUPS, 16, ContentMode.ALL, 2, 1)
-NOTICE = Notice("10.0.0.1:8998 rank 0", True, True)
+NOTICE = Notice(
+    "10.0.0.1:8998 rank 0", True, True, has_draft_records=True, request="r-7", chunks=(0, 64)
+)
 
 
 def test_a_layout_survives_the_wire():
@@ -29,6 +32,30 @@ def test_a_layout_survives_the_wire():
     assert TransferLayout.from_wire(numbers) == LAYOUT
     assert all(0 <= n < 1 << 32 for n in numbers)
     assert TransferLayout.from_wire([*numbers, 7]) == LAYOUT  # of a later version
+
+
+def test_a_peer_that_knows_no_drafts():
+    assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == LAYOUT
+    assert LAYOUT.draft_groups == 0
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shared"),
+    [
+        ((0, 0), (0, 0), False),
+        ((2, 2), (2, 2), True),
+        ((2, 2), (0, 0), False),
+        ((0, 0), (2, 2), False),
+        ((2, 2), (2, 4), False),
+        ((1, 2), (2, 2), False),
+    ],
+    ids=str,
+)
+def test_drafts_must_be_alike(mine, theirs, shared):
+    """The target's records are exchanged in any case."""
+    one, two = (replace(LAYOUT, draft_groups=g, draft_layers=n) for g, n in (mine, theirs))
+    assert one.shares_draft_with(two) is two.shares_draft_with(one) is shared
+    assert one.obstacle_to(two) is one.content_obstacle_to(two) is None
 
 
 @pytest.mark.parametrize("numbers", [[], [MAGIC], [3, 5], [0, *LAYOUT.to_wire()[1:]]], ids=str)
@@ -82,7 +109,26 @@ def test_a_notice_survives_the_wire():
     assert Notice.from_wire(later) == NOTICE
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'"x"', b"7"], ids=repr)
+def test_a_notice_of_an_earlier_version():
+    said = json.loads(NOTICE.to_wire())
+    for new in ("has_draft_records", "request", "chunks"):
+        del said[new]
+    known = replace(NOTICE, has_draft_records=False, request="", chunks=())
+    assert Notice.from_wire(json.dumps(said).encode()) == known
+
+
+def said(**changes) -> bytes:
+    return json.dumps({**json.loads(NOTICE.to_wire()), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"[]", b"{}", b"\xff", b'"x"', b"7"),
+        *(said(chunks=wrong) for wrong in (3, None, ["x"], [None], {"a": 1}, [1e999])),
+    ],
+    ids=repr,
+)
 def test_anything_else_is_refused(data):
     with pytest.raises(ValueError, match="expected a notice about records"):
         Notice.from_wire(data)
@@ -93,12 +139,62 @@ def test_a_peer_cannot_make_texts_long():
     assert len(said.server) == len(said.why) == 200
 
 
+def test_a_peer_cannot_make_lists_long():
+    long = replace(NOTICE, request="r" * 5000, chunks=tuple(range(100_000)))
+    known = Notice.from_wire(long.to_wire())
+    assert (len(known.request), len(known.chunks)) == (200, 512)
+
+
+def test_chunks_that_were_sent_are_named_in_the_notice():
+    sent = SentChunks()
+    for first in (0, 64, 64, 128):  # the last send may be empty, and is noted again
+        sent.note(7, "r-7", first)
+    sent.note(8, "r-8", 16)  # after a prefix that the decode server had
+    assert sent.complete(NOTICE, 7) == replace(NOTICE, request="r-7", chunks=(0, 64, 128))
+    assert sent.complete(NOTICE, 8).chunks == (16,)
+    assert sent.complete(NOTICE, 9) == replace(NOTICE, request="", chunks=())
+
+
+@pytest.mark.parametrize("request_id", ["r-7", "r-8"])
+def test_a_room_that_is_used_again(request_id):
+    sent = SentChunks()
+    for name, first in (("r-7", 0), ("r-7", 64), (request_id, 0)):
+        sent.note(7, name, first)
+    assert sent.complete(NOTICE, 7) == replace(NOTICE, request=request_id, chunks=(0,))
+
+
+def test_chunks_of_requests_that_have_ended_are_bounded(monkeypatch):
+    monkeypatch.setattr(notice, "MAX_NOTICES", 3)
+    sent = SentChunks()
+    for room in range(5):
+        sent.note(room, f"r-{room}", 0)
+        sent.note(0, "r-0", 0)  # still in use
+    names = [sent.complete(NOTICE, room).request for room in range(5)]
+    assert names == ["r-0", "", "", "r-3", "r-4"]
+
+
+@pytest.mark.parametrize(
+    ("position", "named"),
+    [
+        (None, ""),
+        (3, ""),  # before what was sent
+        (16, ", chunk 1 of 2 (positions from 16 to 63)"),
+        (63, ", chunk 1 of 2 (positions from 16 to 63)"),
+        (64, ", chunk 2 of 2 (positions from 64 on)"),
+        (9999, ", chunk 2 of 2 (positions from 64 on)"),
+    ],
+)
+def test_the_chunk_of_a_position(position, named):
+    assert Origin("a server", (16, 64)).at(position) == f"a server{named}"
+    assert Origin("a server").at(position) == "a server"
+
+
 def test_several_ranks_say_what_holds_of_all():
     board = NoticeBoard()
     board.put(7, NOTICE)
-    board.put(7, replace(NOTICE, keeps_content=False, why="the servers differ"))
-    said = board.take(7)
-    assert (said.has_records, said.keeps_content, said.why) == (True, False, "the servers differ")
+    other = replace(NOTICE, keeps_content=False, has_draft_records=False, why="the servers differ")
+    board.put(7, other)
+    assert board.take(7) == other
     assert board.take(7) is None
 
 

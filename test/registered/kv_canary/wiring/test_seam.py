@@ -184,6 +184,10 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
     "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
     "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
+    "PD disaggregation with HiCache on the prefill server": {
+        "disaggregation_mode": "prefill",
+        **_HICACHE,
+    },
     "offload of KV by decode servers": {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

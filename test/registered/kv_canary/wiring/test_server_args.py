@@ -208,7 +208,10 @@ CASES = {
         **DECODES,
         "disaggregation_transfer_backend": "nixl",
     },
-    "PD disaggregation with speculative decoding": {**DECODES, "speculative_algorithm": "EAGLE"},
+    "PD disaggregation with this speculative algorithm": {
+        **DECODES,
+        "speculative_algorithm": "NGRAM",
+    },
     "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
     "PD disaggregation with HiCache": {**DECODES, **HICACHE},

@@ -41,12 +41,21 @@ class ArrivalLauncher:
             page_size,
         )
 
+    @property
+    def is_draft(self) -> bool:
+        """Whether the groups are of a draft model."""
+        return any(group.chain_source is not None for group in self.launcher.groups)
+
     def launches(
         self, arrivals: Sequence[Arrival]
     ) -> list[tuple[Callable[[Sequence[Arrival]], None], list[Arrival]]]:
-        """What is to be launched for `arrivals`, one forward each."""
+        """What is to be launched for `arrivals`, one forward each.
+
+        Of a draft model nothing is taken over: whether its KV came at all is not known without records.
+        """
         checked = [a for a in arrivals if a.has_records]
-        taken_over = [a for a in arrivals if not a.has_records and a.first < a.length]
+        taken_over = [a for a in arrivals if not (a.has_records or self.is_draft)]
+        taken_over = [a for a in taken_over if a.first < a.length]
         both = ((self.check, checked), (self.take_over, taken_over))
         return [(launch, part) for launch, part in both if part]
 
@@ -59,7 +68,7 @@ class ArrivalLauncher:
                 launcher.backend.adopt_records(
                     slots, arrival.row, group, state, self.page_size, self._keeps_content(arrival)
                 )
-        plan = check_plan(arrivals, self.req_to_token, state.token_lists)
+        plan = check_plan(arrivals, self.req_to_token, state.token_lists, not self.is_draft)
         for side in (Side.HEAD, Side.TAIL):
             launch_endpoints_per_forward(launcher, plan, side, Part.VERIFY | Part.NUMBER)
         if launcher.content_mode is not ContentMode.NONE:

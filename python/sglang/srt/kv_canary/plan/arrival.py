@@ -22,7 +22,8 @@ class Arrival:
     """A request whose KV has arrived in its row.
 
     `has_records`: the records came with it. Otherwise nothing says what the slots hold, and they are taken over as
-    they are. `keeps_content`: the records' fingerprints are of the bytes as they lie here.
+    they are. `keeps_content`: the records' fingerprints are of the bytes as they lie here. `has_draft_records`: those
+    of the draft model's KV came, too.
     """
 
     row: int
@@ -31,7 +32,9 @@ class Arrival:
     anchor: int
     has_records: bool = True
     keeps_content: bool = True
+    has_draft_records: bool = False
     origin: str = ""  # for reports
+    chunks: tuple[int, ...] = ()  # first position of each chunk in which it came
 
     @property
     def length(self) -> int:
@@ -40,14 +43,20 @@ class Arrival:
 
 
 def check_plan(
-    arrivals: Sequence[Arrival], req_to_token: torch.Tensor, memory: torch.Tensor
+    arrivals: Sequence[Arrival],
+    req_to_token: torch.Tensor,
+    memory: torch.Tensor,
+    knows_tokens: bool = True,
 ) -> ForwardPlan:
     """A forward that reads every token of the rows, all of which the host knows, and computes none.
 
-    `memory`: see ExpectedTokens.from_lists.
+    `memory`: see ExpectedTokens.from_lists. `knows_tokens` False: of a draft model, which is fed predictions.
     """
     known = [
-        KnownTokens(0, a.tokens, a.length, chain_of_tokens(a.tokens, a.anchor)) for a in arrivals
+        KnownTokens(0, a.tokens, a.length, chain_of_tokens(a.tokens, a.anchor))
+        if knows_tokens
+        else KnownTokens()
+        for a in arrivals
     ]
     device = req_to_token.device
     # A token of no request, in the padding slot: kernels that write read at least one.

@@ -213,6 +213,13 @@ RULES: tuple[Rule, ...] = (
         SURE,
     ),
     Rule(
+        "record of a prefill server",
+        BugClass.LATE_WRITE,
+        lambda e: e.history.is_of_peer and _holds_something_else(e),
+        "a prefill server's record lies there, so a transfer wrote to the slot after it had another owner",
+        LIKELY,
+    ),
+    Rule(
         "one record",
         BugClass.RECORDS_DAMAGED,
         lambda e: (

@@ -32,6 +32,7 @@ class History:
     # The writer has the reader's id, and gave its row back in between: the id was used again, or it was retracted
     is_earlier_run: bool = False
     is_row_shared: bool = False  # another request ran in the reader's row and has not given it back
+    is_of_peer: bool = False  # a prefill server wrote the record, and no arrival has taken it over
 
     @classmethod
     def of(cls, violation: Violation, recorder: FlightRecorder) -> History:
@@ -46,6 +47,7 @@ class History:
             dead,
             _is_earlier_run(violation, recorder),
             recorder.other_owner(reader.forward, reader.row) is not None,
+            recorder.receives and writer is not None and writer.mode == Mode.EXTEND.name,
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..record import FORWARD_MASK
+from .origin import Origin
 from .weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still look up
@@ -30,7 +31,7 @@ class StepRecord:
     in_flight: bool = True
     # Without a result it is over as soon as a later step's arrives.
     has_result: bool = True
-    origins: Mapping[int, str] = field(default_factory=dict)  # row -> where its KV came from
+    origins: Mapping[int, Origin] = field(default_factory=dict)  # row -> where its KV came from
     # row -> first position that the step computes; empty unless an action asks for it
     starts: Mapping[int, int] = field(default_factory=dict)
 
@@ -67,6 +68,9 @@ class FlightRecorder:
         self._max_forwards = max_forwards
         self._steps = Steps() if steps is None else steps
         self.weights = WeightHistory()
+        self.receives = (
+            False  # KV comes from prefill servers, so no forward of its own is a prefill
+        )
 
     def for_runner(self, weight_version: str | None = None) -> FlightRecorder:
         """A recorder without forwards that sees the same steps. `weight_version` names the first weights."""
@@ -82,7 +86,7 @@ class FlightRecorder:
     def begin_step(
         self,
         requests: Iterable[tuple[int, str]],
-        origins: Mapping[int, str] | None = None,
+        origins: Mapping[int, Origin] | None = None,
         starts: Mapping[int, int] | None = None,
     ) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs.
@@ -232,10 +236,11 @@ class FlightRecorder:
             forward = earlier.forward
         return forward
 
-    def origin(self, forward: int, row: int) -> str | None:
-        """Where the KV that `forward` checked in `row` came from. None: no forward of an arrival."""
+    def origin(self, forward: int, row: int, position: int | None = None) -> str | None:
+        """Where the KV that `forward` checked in `row`, at `position`, came from. None: no forward of an arrival."""
         found = self._forwards.get(forward)
-        return None if found is None or found.step is None else found.step.origins.get(row)
+        origin = None if found is None or found.step is None else found.step.origins.get(row)
+        return None if origin is None else origin.at(position)
 
     def start_of(self, forward: int, row: int) -> int:
         """The first position that `forward` computed for `row`. 0 if it is not on record."""

@@ -141,6 +141,8 @@ def _held(v: Violation) -> str:
 
 def _holds(e: Evidence) -> str:
     v, freed = e.first, e.freed_before
+    if e.history.is_of_peer:
+        return f"{_reads(e)}, to which a prefill server has written{_instead(e)}"
     if e.in_one_record:
         return f"{_reads(e)}, and only one of its canary records does not fit ({v.tag})"
     if freed is None:

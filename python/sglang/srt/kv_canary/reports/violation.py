@@ -139,11 +139,13 @@ def _hex(value: int) -> str:
     return f"0x{record.to_unsigned64(value):016x}"
 
 
-def actor_of(word: int, recorder: FlightRecorder) -> Actor | None:
-    """The writer in `word`. None if the word is damaged and would name another actor."""
+def actor_of(word: int, recorder: FlightRecorder, position: int | None = None) -> Actor | None:
+    """The writer in `word`, of the token at `position`. None if the word is damaged and would name another actor."""
     if not record.is_writer_intact(word):
         return None
     low, row, mode, _ = record.unpack_writer(word)
+    if recorder.receives and mode == Mode.EXTEND:  # not taken over by an arrival
+        return Actor(low, row, Mode(mode).name, None, None, "a prefill server, which counts alone")
     forward = recorder.whole_number(low)
     found = recorder.find(forward)
     step = None if found is None or found.step is None else found.step.step
@@ -153,7 +155,7 @@ def actor_of(word: int, recorder: FlightRecorder) -> Actor | None:
         Mode(mode).name,
         recorder.request_id(forward, row),
         step,
-        recorder.origin(forward, row),
+        recorder.origin(forward, row, position),
     )
 
 
@@ -180,13 +182,16 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     values = dict(zip(Column, row.tolist(), strict=True))
     reader_forward, reader_row = values[Column.READER_FORWARD], values[Column.READER_ROW]
     found = recorder.find(reader_forward)
+    expected, stored = (
+        _known(values[column]) for column in (Column.EXPECTED_POSITION, Column.STORED_POSITION)
+    )
     reader = Actor(
         reader_forward,
         reader_row,
         found.mode if found else "not on record",
         recorder.request_id(reader_forward, reader_row),
         found.step.step if found and found.step else None,
-        recorder.origin(reader_forward, reader_row),
+        recorder.origin(reader_forward, reader_row, expected if expected is not None else stored),
     )
     writer: Actor | None = None
     freed: Actor | None = None
@@ -194,9 +199,10 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
-        writer, state = actor_of(word, recorder), state_name(word)
+        writer, state = actor_of(word, recorder, stored), state_name(word)
         if values[Column.LAST_WRITER]:
-            freed, writer = writer, actor_of(values[Column.LAST_WRITER], recorder)
+            freed = writer
+            writer = actor_of(values[Column.LAST_WRITER], recorder, stored)
     stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
         sequence=values[Column.SEQUENCE],
@@ -205,8 +211,8 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         slot=_known(values[Column.SLOT]),
         full_slot=_known(values[Column.FULL_SLOT]),
         prev_slot=_known(values[Column.PREV_SLOT]),
-        expected_position=_known(values[Column.EXPECTED_POSITION]),
-        stored_position=_known(values[Column.STORED_POSITION]),
+        expected_position=expected,
+        stored_position=stored,
         expected_token=_known(values[Column.EXPECTED_TOKEN]),
         stored_token=_known(values[Column.STORED_TOKEN]),
         expected_chain=_known(values[Column.EXPECTED_CHAIN]),

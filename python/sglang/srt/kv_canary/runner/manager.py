@@ -322,6 +322,7 @@ class CanaryManager:
         )
         self.arrivals = ArrivalDesk(launcher, self._attempt, self._note_launch)
         self.violations.listeners.append(self.arrivals.note_findings)
+        self.recorder.receives = True
 
     def expect_action(self) -> DamageDesk:
         """Findings are asked for at step boundaries, to act on them."""

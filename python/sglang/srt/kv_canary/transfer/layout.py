@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -30,6 +30,8 @@ class TransferLayout:
     pp_size: int
     layers: int  # content sources of all halves: fingerprints are sums over the rank's own
     groups: int  # two bits per pool kind: its number of halves
+    draft_groups: int = 0  # the same of the draft model's pools; 0: none
+    draft_layers: int = 0
 
     @classmethod
     def of(
@@ -39,12 +41,13 @@ class TransferLayout:
         content: ContentMode,
         tp_size: int,
         pp_size: int,
+        drafts: Iterable[CanaryBufferGroup] = (),
     ) -> TransferLayout:
-        groups = tuple(groups)
-        halves = sum(len(g.halves) << (2 * g.kind.index) for g in groups)
-        layers = sum(len(g.k_content) + len(g.v_content) for g in groups)
+        """`drafts`: the groups of the draft model."""
+        groups, drafts = tuple(groups), tuple(drafts)
         index = _CONTENT.index(content)
-        return cls(VERSION, page_size, index, tp_size, pp_size, layers, halves)
+        layout = cls(VERSION, page_size, index, tp_size, pp_size, _layers(groups), _halves(groups))
+        return replace(layout, draft_groups=_halves(drafts), draft_layers=_layers(drafts))
 
     def to_wire(self) -> list[int]:
         """Numbers below 2^32."""
@@ -52,11 +55,13 @@ class TransferLayout:
 
     @classmethod
     def from_wire(cls, numbers: Sequence[int]) -> TransferLayout | None:
-        """None if `numbers` are no layout. Numbers that a later version appends are ignored."""
-        count = len(fields(cls))
-        if len(numbers) <= count or numbers[0] != MAGIC:
+        """None if `numbers` are no layout. Numbers that a later version appends are ignored.
+
+        An earlier version sends fewer: it knows no draft models.
+        """
+        if len(numbers) <= _LEAST or numbers[0] != MAGIC:
             return None
-        return cls(*numbers[1 : count + 1])
+        return cls(*numbers[1 : len(fields(cls)) + 1])
 
     def obstacle_to(self, other: TransferLayout) -> str | None:
         """Why records of the one mean nothing on the other. None: they can be exchanged."""
@@ -75,6 +80,22 @@ class TransferLayout:
         if _CONTENT[self.content] is ContentMode.PARTIAL:
             return "content mode partial selects bytes by slot"
         return None
+
+    def shares_draft_with(self, other: TransferLayout) -> bool:
+        """Whether both have a draft model, and the records of its KV mean the same."""
+        mine, theirs = ((layout.draft_groups, layout.draft_layers) for layout in (self, other))
+        return mine == theirs and self.draft_groups != 0
+
+
+_LEAST = 7  # numbers after MAGIC in the first version
+
+
+def _halves(groups: Iterable[CanaryBufferGroup]) -> int:
+    return sum(len(g.halves) << (2 * g.kind.index) for g in groups)
+
+
+def _layers(groups: Iterable[CanaryBufferGroup]) -> int:
+    return sum(len(g.k_content) + len(g.v_content) for g in groups)
 
 
 _NAMES = {

@@ -1,16 +1,17 @@
-"""What a prefill server says about the records that it sends with a request's KV, and the board where it is kept."""
+"""What a prefill server says about the records that it sends with a request's KV, and the boards where it is kept."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
-__all__ = ["Notice", "NoticeBoard"]
+__all__ = ["Notice", "NoticeBoard", "SentChunks"]
 
 MAX_NOTICES = 8192  # of requests whose transfer has not ended; those of failed ones stay until then
 _LONGEST_TEXT = 200  # characters; a peer is not trusted
+_MOST_CHUNKS = 512  # of a request that are told apart; the last one stands for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,9 @@ class Notice:
     has_records: bool
     keeps_content: bool
     why: str = ""  # what is not checked, and why
+    has_draft_records: bool = False  # those of the draft model's KV, too
+    request: str = ""  # the sender's name of the request
+    chunks: tuple[int, ...] = ()  # first position of each chunk
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -31,8 +35,12 @@ class Notice:
         try:
             said = json.loads(data)
             texts = [str(said[name])[:_LONGEST_TEXT] for name in ("server", "why")]
-            return cls(texts[0], bool(said["has_records"]), bool(said["keeps_content"]), texts[1])
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            flags = [bool(said[name]) for name in ("has_records", "keeps_content")]
+            draft = bool(said.get("has_draft_records", False))
+            request = str(said.get("request", ""))[:_LONGEST_TEXT]
+            chunks = tuple(int(first) for first in said.get("chunks", ())[:_MOST_CHUNKS])
+            return cls(texts[0], *flags, texts[1], draft, request, chunks)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"expected a notice about records as JSON, got {len(data)} bytes: {error!r}"
             ) from error
@@ -44,6 +52,7 @@ class Notice:
             has_records=self.has_records and other.has_records,
             keeps_content=self.keeps_content and other.keeps_content,
             why=self.why or other.why,
+            has_draft_records=self.has_draft_records and other.has_draft_records,
         )
 
 
@@ -65,3 +74,33 @@ class NoticeBoard:
         """None: the sender said nothing, so it has no canary."""
         with self._lock:
             return self._notices.pop(room, None)
+
+
+@dataclass(slots=True)
+class SentChunks:
+    """What this prefill server has sent of its requests, by bootstrap room, for their notices.
+
+    The scheduler's thread notes chunks before the transfer's threads send them. Requests whose transfer has ended are
+    forgotten as newer ones come.
+    """
+
+    _requests: OrderedDict[int, tuple[str, list[int]]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, room: int, request: str, first: int) -> None:
+        """The chunk of `request` from position `first` on is sent next."""
+        with self._lock:
+            known, chunks = self._requests.pop(room, (request, []))
+            if known != request or (chunks and first < chunks[-1]):  # another user of the room
+                chunks = []
+            if len(chunks) < _MOST_CHUNKS and first not in chunks[-1:]:
+                chunks.append(first)
+            self._requests[room] = (request, chunks)
+            if len(self._requests) > MAX_NOTICES:
+                self._requests.popitem(last=False)
+
+    def complete(self, notice: Notice, room: int) -> Notice:
+        """`notice` about the request of `room`, with its name and chunks."""
+        with self._lock:
+            request, chunks = self._requests.get(room, ("", []))
+            return replace(notice, request=request, chunks=tuple(chunks))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..plan.anchor import anchor_of
 from ..plan.arrival import Arrival
+from ..reports.origin import Origin
 from ..reports.safe_text import safe_text
+from ..runner.manager import CanaryManager
 from ..transfer.notice import Notice
 from .anchors import update_anchors
 from .context import context
 from .forward_stream import on_forward_stream
 from .guard import attempt
 from .releases import release
+from .speculative import mark_unfilled
 
 logger = logging.getLogger(__name__)
+_NO_DRAFT = "no records of the draft model's KV come from the"
 
 
 def take_in(
@@ -32,13 +37,28 @@ def take_in(
         rows = [
             (arrival.row, request.rid) for arrival, request in zip(arrivals, requests, strict=True)
         ]
-        origins = {arrival.row: arrival.origin for arrival in arrivals}
+        origins = {a.row: Origin(a.origin, a.chunks) for a in arrivals}
         attempt(_note_filled, scheduler, requests, arrivals)
         context.recorder.begin_step(rows, origins)
         try:
-            return manager.note_arrivals(arrivals, awaited)
+            forward = manager.note_arrivals(arrivals, awaited)
+            # After the target's: the chains of drafts step from its records.
+            for draft in context.drafts:
+                _take_in_draft(draft, arrivals)
+            return forward
         finally:
             context.recorder.end_step()
+
+
+def _take_in_draft(manager: CanaryManager, arrivals: Sequence[Arrival]) -> None:
+    """Without records nobody knows whether the draft model's KV came. It counts as not computed, as in SGLang."""
+    known = [replace(a, has_records=True) for a in arrivals if a.has_draft_records]
+    if known:
+        manager.note_arrivals(known)
+    rows = manager.plan_input.req_to_token
+    for arrival in arrivals:
+        if not arrival.has_draft_records:
+            mark_unfilled(manager, rows[arrival.row, arrival.first : arrival.length].long())
 
 
 def _note_filled(scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arrival]) -> None:
@@ -57,8 +77,13 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
     where = address_of(request)
     if notice is None:
         notice = Notice(where, False, False, "it has no canary of this kind")
-    if notice.why and (where, notice.why) not in context.told:
-        context.told.add((where, notice.why))
+    if context.drafts and not notice.has_draft_records and _is_news(where, _NO_DRAFT):
+        logger.warning(
+            "kv-canary: %s prefill server at %s. Its slots are not checked until the draft model writes them",
+            _NO_DRAFT,
+            where,
+        )
+    if notice.why and _is_news(where, notice.why):
         what = "the bytes of KV" if notice.has_records else "KV"
         logger.warning(
             "kv-canary: %s from the prefill server at %s is not checked on arrival: %s. Later reads are",
@@ -67,6 +92,12 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
             safe_text(notice.why),
         )
     return as_arrival(request, notice)
+
+
+def _is_news(peer: str, what: str) -> bool:
+    news = (peer, what) not in context.told
+    context.told.add((peer, what))
+    return news
 
 
 def as_arrival(request: Any, notice: Notice) -> Arrival:
@@ -81,6 +112,8 @@ def as_arrival(request: Any, notice: Notice) -> Arrival:
         origin=_origin(request, notice),
         has_records=notice.has_records,
         keeps_content=notice.keeps_content,
+        has_draft_records=notice.has_draft_records,
+        chunks=notice.chunks,
     )
 
 
@@ -92,4 +125,5 @@ def address_of(request: Any) -> str:
 def _origin(request: Any, notice: Notice) -> str:
     if not notice.server:
         return "host memory" if notice.has_records else "nowhere: nothing was transferred"
-    return f"prefill server {notice.server}, room {request.bootstrap_room}"
+    named = f", request {notice.request}" if notice.request else ""
+    return f"prefill server {notice.server}, room {request.bootstrap_room}{named}"

@@ -15,7 +15,7 @@ from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..slot_event import SlotCalls, SlotEventKind
-from ..transfer.notice import NoticeBoard
+from ..transfer.notice import NoticeBoard, SentChunks
 from .call_site import QueuedFrees, site_of
 from .registration import Registration, SchedulerStart
 from .row_owners import RowOwners
@@ -69,6 +69,7 @@ class CanaryContext:
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
+    sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
     told: set[tuple[str, str]] = field(
         default_factory=set
     )  # (peer, what is not checked), logged once
@@ -110,6 +111,11 @@ class CanaryContext:
     def target(self) -> CanaryManager | None:
         """The manager of the target model's runner."""
         return next((m for m in self.managers if m.identity.role == "target"), None)
+
+    @property
+    def drafts(self) -> list[CanaryManager]:
+        """The managers of draft models' runners."""
+        return [m for m in self.managers if m.identity.role == "draft"]
 
     def watch_allocator(self, allocator: Any, kind: PoolKind) -> None:
         if id(allocator) not in self.allocator_kinds:

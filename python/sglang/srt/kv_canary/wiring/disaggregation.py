@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from ..errors import startup_error
 from ..pool_patcher.buf_info_splice import plain_lists
-from ..runner.manager import CanaryManager
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
 from .forward_stream import on_forward_stream
-from .guard import guarded
+from .guard import guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
 from .mooncake import TRANSFERS
 from .releases import release
 
-_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool")
+_DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_POOLS = (*_DRAFT_POOLS, "SWAKVPool")
 _COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
 
@@ -28,24 +29,33 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
     _refuse_multimodal(queue.scheduler.model_config)
-    with plain_lists(queue.token_to_kv_pool):
+    with ExitStack() as plain:
+        plain.enter_context(plain_lists(queue.token_to_kv_pool))
+        if queue.draft_token_to_kv_pool is not None:
+            # SGLang sends the full slots of a draft model alone, so its SWA window would not come along.
+            _refuse_unknown_pool(
+                queue.draft_token_to_kv_pool, _DRAFT_POOLS, "draft model's KV pool"
+            )
+            plain.enter_context(plain_lists(queue.draft_token_to_kv_pool))
         kv_manager = original(queue)
     from . import mooncake
 
+    page_size = kv_manager.kv_args.page_size
     if kv_manager.disaggregation_mode.value == "prefill":
-        mooncake.attach_sender(kv_manager, _layout_of(context.target, kv_manager.kv_args.page_size))
+        mooncake.attach_sender(kv_manager, _layout(page_size))
     else:
         mooncake.attach_receiver(kv_manager, context.notices)
-        context.target.expect_arrivals(kv_manager.kv_args.page_size)
+        for manager in (context.target, *context.drafts):
+            manager.expect_arrivals(page_size)
     return kv_manager
 
 
-def _refuse_unknown_pool(pool: Any) -> None:
+def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str = "KV pool") -> None:
     """States of linear layers have no records, and slots that stand for several tokens are sent in parts."""
     name = type(pool).__name__
-    if name not in _POOLS:
+    if name not in known:
         raise startup_error(
-            f"transfers of the KV pool {name} are not covered (known: {', '.join(_POOLS)}).",
+            f"transfers of the {what} {name} are not covered (known: {', '.join(known)}).",
             TRANSFERS,
         )
 
@@ -59,12 +69,14 @@ def _refuse_multimodal(model_config: Any) -> None:
         )
 
 
-def _layout_of(manager: CanaryManager, page_size: int) -> TransferLayout:
+def _layout(page_size: int) -> TransferLayout:
+    target = context.target
     return TransferLayout.of(
-        manager.groups,
+        target.groups,
         page_size,
-        manager.config.content_mode,
+        target.config.content_mode,
         *release().transfers.parallelism(),
+        [group for draft in context.drafts for group in draft.groups],
     )
 
 
@@ -72,12 +84,18 @@ def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
     """Register the records as the state's last component. It has no type, so SGLang does not send it."""
     if not context.active:
         return
-    manager, page_size = context.target, kv_args.page_size
-    buffers = [records for _, records in transferred_records(manager.groups)]
+    page_size = kv_args.page_size
+    managers = (context.target, *context.drafts)
+    buffers = [records for m in managers for _, records in transferred_records(m.groups)]
     kv_args.state_data_ptrs.append([records.data_ptr() for records in buffers])
     kv_args.state_data_lens.append([records.nbytes for records in buffers])
     kv_args.state_item_lens.append([page_bytes(page_size)] * len(buffers))
-    kv_args.state_dim_per_tensor.append(_layout_of(manager, page_size).to_wire())
+    kv_args.state_dim_per_tensor.append(_layout(page_size).to_wire())
+
+
+@guarded_aside
+def _before_send(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    context.sent_chunks.note(request.bootstrap_room, request.rid, request.start_send_idx)
 
 
 @guarded
@@ -111,7 +129,9 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
 
 DECODE = "sglang.srt.disaggregation.decode"
 _QUEUE = f"{DECODE}.DecodePreallocQueue"
-_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+_PREFILL = "sglang.srt.disaggregation.prefill"
+_PREFILL_QUEUE = f"{_PREFILL}.PrefillBootstrapQueue"
+_SEND = f"{_PREFILL}.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
 
 
 def transfer_hooks(
@@ -140,6 +160,7 @@ def transfer_hooks(
             HookSpec(target, function, kind, TRANSFERS)
             for target, function, kind in (
                 ("sglang.srt.disaggregation.utils.setup_state_kv_args", _after_state_args, after),
+                (_SEND, _before_send, before),
                 (f"{_QUEUE}._pre_alloc", _after_pre_alloc, after),
                 (f"{DECODE}.DecodeTransferQueue.pop_transferred", after_pop_transferred, after),
                 (f"{_QUEUE}.resume_retracted_reqs", _after_resume, after),

@@ -33,7 +33,8 @@ class _Peer:
     """A decode rank that this rank sends to."""
 
     registration: Any  # SGLang's, kept to see that the peer registers anew
-    pointers: Sequence[int] | None  # of its record buffers; None: records are not sent
+    # Of its record buffers that ours go to: the target's, then the draft's. None: records are not sent
+    pointers: Sequence[int] | None
     notice: Notice | None  # None: it has no canary, so it is told nothing
 
 
@@ -43,8 +44,10 @@ class RecordSender:
     def __init__(self, kv_manager: Any, layout: TransferLayout) -> None:
         self._manager = kv_manager
         self._layout = layout
-        groups = context.target.groups
-        self._buffers = transferred_records(groups)
+        target = transferred_records(context.target.groups)
+        drafts = [group for draft in context.drafts for group in draft.groups]
+        self._of_target = len(target)  # buffers
+        self._buffers = [*target, *transferred_records(drafts)]
         self._page_bytes = page_bytes(layout.page_size)
         self._peers: dict[str, _Peer] = {}  # by session
         self._broken: str | None = None  # the first error; from then on no records are sent
@@ -62,7 +65,7 @@ class RecordSender:
         size = self._page_bytes
         blocks = [
             (records.data_ptr() + size * source[0], target + size * first[0], size * len(source))
-            for (space, records), target in zip(self._buffers, pointers, strict=True)
+            for (space, records), target in zip(self._buffers, pointers, strict=False)
             if space is kind
             for source, first in runs
         ]
@@ -79,7 +82,8 @@ class RecordSender:
 
         address = NetworkAddress(request.endpoint, request.dst_port)
         room = str(request.room).encode("ascii")
-        message = [self._manager.AUX_DATA_HEADER, HEADER, room, notice.to_wire()]
+        whole = context.sent_chunks.complete(notice, request.room)
+        message = [self._manager.AUX_DATA_HEADER, HEADER, room, whole.to_wire()]
         release().transfers.send(self._manager, address, message)
 
     def contain(self, error: Exception) -> None:
@@ -117,9 +121,12 @@ class RecordSender:
                 where,
                 obstacle,
             )
-        notice = Notice(name, obstacle is None, content is None, obstacle or content or "")
-        pointers = registration.dst_state_data_ptrs[-1] if obstacle is None else None
-        return _Peer(registration, pointers, notice)
+        draft = obstacle is None and self._layout.shares_draft_with(theirs)
+        notice = Notice(name, obstacle is None, content is None, obstacle or content or "", draft)
+        if obstacle is not None:
+            return _Peer(registration, None, notice)
+        pointers = registration.dst_state_data_ptrs[-1]
+        return _Peer(registration, pointers if draft else pointers[: self._of_target], notice)
 
 
 def attach_sender(kv_manager: Any, layout: TransferLayout) -> None:

@@ -28,6 +28,7 @@ from ..plan.expected_inputs import ExpectedTokens, KnownTokens
 from ..plan.speculation import parents_of_tree
 from ..pool_patcher.api import attached_groups
 from ..runner.manager import CanaryManager
+from ..slot_event import SlotEventKind
 from ..token_oracle import TokenOracleManager
 from .context import context
 from .expected_tokens import tokens_of_request
@@ -189,6 +190,12 @@ def before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **kw
 def slots_of(group: CanaryBufferGroup, full_slots: torch.Tensor) -> torch.Tensor:
     """Full slots, translated to the slot space of the group's allocator."""
     return full_slots if group.swa_index_lut is None else group.swa_index_lut[full_slots.long()]
+
+
+def mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
+    """The runner of a draft model has not computed what these slots int64[n] are handed out for."""
+    for kind, group in {group.allocator_kind: group for group in manager.groups}.items():
+        manager.ledger.record(SlotEventKind.UNFILL, kind, slots_of(group, full_slots), page_size=1)
 
 
 @guarded

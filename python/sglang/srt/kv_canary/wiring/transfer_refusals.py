@@ -31,12 +31,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Unset SGLANG_DISAGG_STAGING_BUFFER.",
     ),
     Refusal(
-        "PD disaggregation with speculative decoding",
-        lambda args: _transfers(args) and args.speculative_algorithm is not None,
-        "records of the draft model's KV are not transferred yet.",
-        "Remove --speculative-algorithm.",
-    ),
-    Refusal(
         "PD disaggregation with LoRA",
         lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
         "each server names an adapter in its own way, so the chains of one mean nothing on the other.",
@@ -56,8 +50,12 @@ TRANSFERS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "PD disaggregation with HiCache",
-        lambda args: _transfers(args) and args.enable_hierarchical_cache,
-        "KV that comes from two places at once, which no run has checked yet.",
+        lambda args: (
+            _transfers(args)
+            and args.enable_hierarchical_cache
+            and (args.disaggregation_mode == "decode" or args.hicache_storage_backend is not None)
+        ),
+        "a host pool on the decode server, or a storage backend, which no run has checked yet.",
         "Remove --enable-hierarchical-cache.",
     ),
     Refusal(

@@ -206,12 +206,14 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     launcher = manager.launcher
     page_size = draft_runner_of(worker).token_to_kv_pool_allocator.page_size
     launches = [partial(warm_up_slot_events, launcher, page_size)]
-    if not _is_v2(worker):
+    if not _is_v2(worker) or manager.arrivals is not None:
         launches.append(partial(warm_up_unfills, launcher, _slot_types(manager, torch.int64)))
     # The last page of each branch
     if _moves_slots(release().settled(worker.server_args), page_size):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int32)))
     manager.warm_up(_plans(manager, draft_forwards(manager, worker)), launches)
+    if manager.arrivals is not None:
+        manager.arrivals.warm_up()
 
 
 def _plans(manager: CanaryManager, forwards: list[EagerForwards]) -> Iterator[ForwardPlan]:

@@ -44,7 +44,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
-        "content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
+        "also with EAGLE; content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
     PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
     PathSupport(

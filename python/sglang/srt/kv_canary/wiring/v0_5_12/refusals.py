@@ -27,6 +27,15 @@ REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
     *TRANSFERS,
     Refusal(
+        "PD disaggregation with this speculative algorithm",
+        lambda args: (
+            args.disaggregation_mode != "null"
+            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN")
+        ),
+        "drafts over transferred KV, which no run has checked yet.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "DFLASH speculative decoding",
         lambda args: args.speculative_algorithm == "DFLASH",
         "its draft model's KV is stored outside any forward, directly from the target's hidden states, so no forward "

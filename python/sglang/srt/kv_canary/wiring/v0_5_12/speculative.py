@@ -11,10 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ...runner.manager import CanaryManager
-from ...slot_event import SlotEventKind
 from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
@@ -25,7 +21,7 @@ from ..speculative import (
     around_draft_forward,
     around_draft_prefill,
     draft_hooks,
-    slots_of,
+    mark_unfilled,
 )
 
 
@@ -33,14 +29,8 @@ from ..speculative import (
 def _before_accept(_: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     """v1, before rejected slots are freed."""
     if batch.out_cache_loc is not None and not batch.forward_mode.is_idle():
-        for manager in context.managers:
-            if manager.identity.role == "draft":
-                _mark_unfilled(manager, batch.out_cache_loc)
-
-
-def _mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
-    for kind, group in {group.allocator_kind: group for group in manager.groups}.items():
-        manager.ledger.record(SlotEventKind.UNFILL, kind, slots_of(group, full_slots), page_size=1)
+        for manager in context.drafts:
+            mark_unfilled(manager, batch.out_cache_loc)
 
 
 _PACKAGE = "sglang.srt.speculative"

@@ -18,6 +18,18 @@ def _transfers(args: Any) -> bool:
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
     Refusal(
+        "PD disaggregation with speculative decoding",
+        lambda args: _transfers(args) and args.speculative_algorithm is not None,
+        "transfers of a draft model's KV, which no run has checked on this release.",
+        "Remove --speculative-algorithm.",
+    ),
+    Refusal(
+        "PD disaggregation with HiCache on the prefill server",
+        lambda args: args.disaggregation_mode == "prefill" and args.enable_hierarchical_cache,
+        "transfers of KV that host memory gave back, which no run has checked on this release.",
+        "Remove --enable-hierarchical-cache.",
+    ),
+    Refusal(
         "PD disaggregation that receives into host memory",
         lambda args: _transfers(args) and args.disaggregation_decode_host_receive_threshold < 1,
         "records would arrive in slots of another pool than their KV.",

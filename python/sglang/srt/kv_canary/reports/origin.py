@@ -1,0 +1,25 @@
+"""Where KV came from that a request has not computed on this server."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+__all__ = ["Origin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`text` names the sender and what it calls the request. `chunks`: first position of each chunk that it sent."""
+
+    text: str
+    chunks: tuple[int, ...] = ()
+
+    def at(self, position: int | None) -> str:
+        """What is known about the token at `position`."""
+        if position is None or not self.chunks or position < self.chunks[0]:
+            return self.text
+        number = bisect_right(self.chunks, position)
+        first, count = self.chunks[number - 1], len(self.chunks)
+        until = f"to {self.chunks[number] - 1}" if number < count else "on"
+        return f"{self.text}, chunk {number} of {count} (positions from {first} {until})"

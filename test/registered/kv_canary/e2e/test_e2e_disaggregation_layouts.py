@@ -1,0 +1,108 @@
+"""Servers that split the model differently: tokens, positions and chains are checked, the bytes are taken over."""
+
+import os
+import random
+import sys
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, refused_on_newer_releases
+from sglang_kv_canary_rigs.pd_serving import PdServing, need_transport, transit_faults
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+# The long form has all pairs
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+class Unequal(CanaryE2EBase):
+    transport: ClassVar[type[PdServing]]
+    says: ClassVar[str]
+    flags: ClassVar = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
+    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+    plugins: ClassVar = (transit_faults,)
+    serving: ClassVar[PdServing]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        need_transport()
+        super().setup_class()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        assert self.serving.prefill.events("violation") == []
+
+    def ask(self, request_id: str, prompt: list[int], count: int = 6) -> list[int]:
+        return self.run(self.serving.generate(request_id, prompt, count))
+
+    def test_clean_run(self) -> None:
+        self.serve(TrafficShape(12, seed=3, flushes=1, name="clean"))
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert self.says in self.serving.stderr
+
+    @pytest.mark.parametrize("fault", ["reverse_slots", "drop_all"])
+    def test_damage_in_transit(self, fault: str) -> None:
+        self.expect_violations()
+        with self.serving.damaging(fault):
+            self.ask(fault, random_tokens(random.Random(fault), consts.CHUNKED_PREFILL_SIZE + 7))
+        reason = {"reverse_slots": "POSITION", "drop_all": "UNWRITTEN_SINCE_ALLOC"}[fault]
+        event = self.assert_violation(reason, reader=fault)
+        assert event["reader"]["mode"] == "ARRIVAL"
+        assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
+
+    def test_bytes_that_change_after_they_were_taken_over(self) -> None:
+        injection = self.inject("flip_bytes", half="V", mode="DECODE")
+        self.ask("later", random_tokens(random.Random(6), 40), 24)
+        done = injection.answer()
+        self.assert_violation("CONTENT", "TAIL_V_FULL", slot=done["slots"][0])
+        self.assert_all_explained(done)
+
+
+class TwoToOne(PdServing):
+    prefill_flags: ClassVar[dict[str, Any]] = {"tp_size": 2}
+    prefill_env: ClassVar = TWO_RANKS
+
+
+class OneToTwo(PdServing):
+    decode_flags: ClassVar[dict[str, Any]] = {"tp_size": 2}
+    decode_env: ClassVar = TWO_RANKS
+
+
+class StagesToOne(PdServing):
+    prefill_flags: ClassVar[dict[str, Any]] = {"pp_size": 2}
+    prefill_env: ClassVar = bind_each_rank(2)
+
+
+@long_on_newer_releases
+class TestTensorParallelPrefill(Unequal):
+    transport: ClassVar = TwoToOne
+    says: ClassVar = "the servers differ in tensor parallelism"
+
+
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestTensorParallelDecode(Unequal):
+    transport: ClassVar = OneToTwo
+    says: ClassVar = "the servers differ in tensor parallelism"
+
+
+@refused_on_newer_releases
+class TestPipelinePrefill(Unequal):
+    transport: ClassVar = StagesToOne
+    says: ClassVar = "the servers differ in pipeline parallelism"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -1,0 +1,161 @@
+"""No false alarm over disaggregation: a long mix of everything that moves slots, with both servers in mode raise."""
+
+import asyncio
+import os
+import random
+import sys
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
+from sglang_kv_canary_rigs.pd_serving import (
+    PdServing,
+    need_transport,
+    no_early_reuse,
+    nothing_to_synchronize,
+)
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=2000
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", 40))
+SEED = int(os.environ.get("KV_CANARY_TEST_TRANSFER_SEED", 1))
+ABORT_SHARE = 0.12
+SALTS = (None, None, "a", "b")
+CONCURRENCY = 12
+
+
+class TestMixedTraffic(CanaryE2EBase):
+    """With SGLang's own warm-up, and requests that are retracted."""
+
+    transport: ClassVar = PdServing
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 50,
+        "skip_server_warmup": False,
+        "log_level": "warning",
+        # Slots are recycled all the time.
+        "max_total_tokens": 1536,
+        "num_reserved_decode_tokens": 64,
+    }
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "50",
+        # A request that one server has ended alone must not hold the other one up.
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "20",
+    }
+    plugins: ClassVar = (
+        (no_early_reuse,) if torch.cuda.is_available() else (no_early_reuse, nothing_to_synchronize)
+    )
+    serving: ClassVar[PdServing]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        need_transport()
+        super().setup_class()
+
+    def test_nothing_is_reported(self) -> None:
+        served = self.run(_mix(self.serving))
+        assert self.serving.alive, self.serving.stderr
+        assert served.total() == REQUESTS
+        assert served["answered"] > REQUESTS // 2, served
+        assert served["aborted"], served
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert self.serving.prefill.events("violation") == []
+        print(f"{REQUESTS} requests: {dict(served)}")
+
+
+class CachingServing(PdServing):
+    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
+
+
+@refused_on_newer_releases
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficOverAPrefixCache(TestMixedTraffic):
+    """Without retraction: in 0.5.12.post1 such a server ends when a retracted request resumes."""
+
+    transport: ClassVar = CachingServing
+    env: ClassVar = {**TestMixedTraffic.env, "SGLANG_TEST_RETRACT": "0"}
+
+
+async def _mix(serving: PdServing) -> Counter[str]:
+    rng = random.Random(SEED)
+    prefixes = [random_tokens(rng, rng.randrange(8, 120)) for _ in range(6)]
+    served: Counter[str] = Counter()
+    limit = asyncio.Semaphore(CONCURRENCY)
+    left, number, talks = REQUESTS, 0, []
+    while left:
+        turns = min(left, rng.randrange(1, 4))
+        left, number = left - turns, number + 1
+        seed = rng.random()
+        talks.append(_converse(serving, f"mixed-{number}", turns, prefixes, seed, limit, served))
+    await asyncio.gather(*talks)
+    return served
+
+
+async def _converse(
+    serving: PdServing,
+    name: str,
+    turns: int,
+    prefixes: list[list[int]],
+    seed: float,
+    limit: asyncio.Semaphore,
+    served: Counter[str],
+) -> None:
+    """Each turn's prompt is the conversation so far, whose prefix the decode server may have cached."""
+    rng = random.Random(seed)
+    said = list(rng.choice(prefixes)) if rng.random() < 0.8 else []
+    salt = rng.choice(SALTS)
+    async with limit:
+        for turn in range(turns):
+            said += random_tokens(rng, rng.randrange(1, 60))
+            count = rng.choice((1, 2, 5, 20, 60))
+            body: dict[str, Any] = {
+                "rid": f"{name}.{turn}",
+                "input_ids": list(said),
+                "sampling_params": {
+                    "max_new_tokens": count,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                },
+                "extra_key": salt,
+            }
+            if aborts := rng.random() < ABORT_SHARE:
+                tokens = await _ask_and_abort(serving, body, rng)
+            else:
+                tokens = (await serving.ask(body)).get("output_ids", [])
+            # On a slow machine SGLang also ends requests that wait for their KV for too long.
+            ended = "aborted" if aborts else "timed out"
+            served["answered" if len(tokens) == count else ended] += 1
+            said += tokens
+
+
+async def _ask_and_abort(serving: PdServing, body: dict[str, Any], rng: random.Random) -> list[int]:
+    """It waits, is prefilled, is sent or decodes. The prefill server hears of it first, so that it sends no more."""
+    asked = asyncio.ensure_future(serving.ask(body))
+    await asyncio.sleep(rng.uniform(0, 0.8))
+    for server in rng.choice(((serving.prefill,), (serving.prefill, serving))):
+        url = f"{server.url}/abort_request"
+        async with serving._session.post(url, json={"rid": body["rid"]}):
+            pass
+    return (await asked).get("output_ids", [])
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-s"]))
