@@ -222,7 +222,7 @@ def compiled_on_torch_native() -> None:
     backend.init_forward_metadata_capture_cpu_graph = lambda *_, **__: None
     backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     backend.forward_decode = torch.compiler.disable(backend.forward_decode)
-    cpu_graph_runner.register_fake_ops = lambda: None
+    cpu_graph_runner.register_fake_ops = lambda *_: None
     compile = torch.compile
     torch.compile = lambda model=None, **named: compile(model, **{**named, "backend": _traced})
 

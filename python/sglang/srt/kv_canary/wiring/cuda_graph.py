@@ -48,7 +48,7 @@ def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:
 def compile_hooks(decode: str) -> tuple[HookSpec, ...]:
     """The hooks on what compiles the model. `decode`: the module whose `patch_model` decode graphs are captured with.
 
-    The CPU has a graph runner of its own. Its graphs are compiled functions, which run anew each time.
+    The CPU has a graph runner of its own. Its graphs are compiled functions, which run again each time.
     """
     cpu = "sglang.srt.model_executor.cpu_graph_runner"
     lost = "forwards of a compiled model"

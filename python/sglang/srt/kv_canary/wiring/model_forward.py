@@ -1,7 +1,7 @@
 """Work around `model.forward`, kept outside of what torch.compile compiles.
 
 The checks launch kernels of their own and read Python state that changes with each forward. A compiler that traced
-them would make them a part of the model, or compile the model anew each time. So a compiled model is the bare one, and
+them would make them a part of the model, or compile the model again each time. So a compiled model is the bare one, and
 the work is done around it.
 """
 
