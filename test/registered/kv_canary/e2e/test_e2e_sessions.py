@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
 
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, drive, random_tokens
@@ -120,6 +123,54 @@ class TestStreamingSessions(CanaryE2EBase):
         self.two_turns()
         done = injection.answer()
         assert self.reported_in_forwards("USE_AFTER_FREE") == ALL_TAGS
+        self.assert_all_explained(done)
+
+
+@pytest.mark.skipif(
+    "enable_session_radix_cache" not in inspect.signature(ServerArgs).parameters,
+    reason="this release has no session radix cache",
+)
+class TestSessionRadixCache(CanaryE2EBase):
+    """Sessions whose prefixes leave the cache last. A small pool makes SGLang evict."""
+
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+        "enable_session_radix_cache": True,
+        "max_total_tokens": 768,
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all", "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1"}
+
+    def take_turn(self, session: str, turn: int, tokens: list[int]) -> list[int]:
+        sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+        body = {"rid": f"{session}.{turn}", "input_ids": tokens, "sampling_params": sampling}
+        return self.serving.post("/generate", {**body, "session_id": session})["output_ids"]
+
+    def converse(self, number: int) -> None:
+        session, rng = f"tagged{number}", random.Random(number)
+        self.serving.post("/open_session", {"capacity_of_str_len": 4096, "session_id": session})
+        tokens: list[int] = []
+        for turn in range(3):
+            tokens += random_tokens(rng, rng.randrange(20, 60))
+            tokens += self.take_turn(session, turn, tokens)
+        if number % 4:
+            self.serving.post("/close_session", {"session_id": session})
+
+    def test_clean_sessions_raise_no_alarm(self) -> None:
+        for first in range(0, 20, 4):
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(self.converse, range(first, first + 4)))
+        self.assert_no_violations()
+
+    def test_damage_of_a_sessions_prefix_is_found(self) -> None:
+        prompt = random_tokens(random.Random("prefix"), 60)
+        self.serving.post("/open_session", {"capacity_of_str_len": 4096, "session_id": "damaged"})
+        answer = self.take_turn("damaged", 0, prompt)
+        fault = self.inject("flip_bytes", half="K", source=1, position=20, mode="DECODE")
+        self.take_turn("damaged", 1, [*prompt, *answer, 9])
+        done = fault.answer()
+        self.assert_violation("CONTENT", "TAIL_K_FULL", slot=done["slots"][0])
         self.assert_all_explained(done)
 
 

@@ -136,12 +136,12 @@ def test_a_driver_whose_gpu_torch_does_not_find_is_a_problem(monkeypatch, tmp_pa
 
 
 def test_every_refusal_is_named_with_what_to_do(served: tuple[str, ...]) -> None:
-    outcome = _ask(*served, *ON, "--enable-lmcache", "--enable-torch-compile")
+    outcome = _ask(*served, *ON, "--use-ray", "--grpc-mode")
     assert outcome.returncode == 1
     first, second = _problems(outcome)
-    assert "LMCache" in first
-    assert "Remove --enable-lmcache." in first
-    assert "Remove --enable-torch-compile." in second
+    assert "Ray" in first
+    assert "Remove --use-ray." in first
+    assert "Remove --grpc-mode" in second
 
 
 def test_a_wrong_setting_is_a_problem(served: tuple[str, ...]) -> None:

@@ -276,7 +276,7 @@ def test_every_prefix_cache_of_sglang_is_walked_or_refused_by_name():
             RadixCacheWalker(cache, False, False)
         except UnsupportedRadixCacheError as error:
             refused[name] = str(error)
-    assert set(refused) == {"RadixCacheCpp", "LMCRadixCache"}
+    assert set(refused) == {"RadixCacheCpp"}
     for name, message in refused.items():
         assert name in message
         assert "start without --kv-canary-sweep-interval" in message

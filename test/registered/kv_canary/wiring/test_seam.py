@@ -220,14 +220,13 @@ _ASKED: dict[str, dict[str, Any]] = {
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
-    "decode and prefill context parallelism": {"dcp_size": 2},
+    "decode context parallelism": {"dcp_size": 2},
     "sharded KV cache": {"enable_kv_cache_sharding": True},
     "DSA cache split by layers": {"enable_dsa_cache_layer_split": True},
     "unified memory": {"enable_unified_memory": True},
     "page-major KV layout": {"enable_page_major_kv_layout": True},
     "external cache linker": {"enable_unified_cache_external_linker": True},
     "FlexKV": {"enable_flexkv": True},
-    "session radix cache": {"enable_session_radix_cache": True},
     "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "bounded replay of sliding windows": {"enable_decoder_swa_bounded_replay": True},
     **_TRANSFERS,
@@ -246,9 +245,11 @@ _ASKED: dict[str, dict[str, Any]] = {
     "diffusion language model": {"dllm_algorithm": "x"},
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
-    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "context parallelism with speculation, HiCache or PD disaggregation": {
+        **_EAGLE,
+        "attn_cp_size": 2,
+    },
     "multi-item scoring": {"enable_mis": True},
-    "torch.compile of the model": {"enable_torch_compile": True},
     "CUDA graph debug mode": {"debug_cuda_graph": True},
     "Ray": {"use_ray": True},
     "gRPC mode": {"grpc_mode": True},
@@ -268,6 +269,7 @@ NOT_BY_AN_ARGUMENT = {
     "encoder-decoder model",
     *(() if HAS_ACTION else ("ending requests that read damage",)),
     "full prefill CUDA graphs",
+    "context parallelism with prefill CUDA graphs",
     "post-capture KV sizing",
     *(
         [
@@ -308,6 +310,34 @@ def test_full_prefill_graphs_are_refused(backend: str, refused: bool) -> None:
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     assert case.predicate(SimpleNamespace(device="cuda", cuda_graph_config=config)) is refused
     assert not case.predicate(SimpleNamespace(device="cpu", cuda_graph_config=config))
+
+
+@has_seam
+@pytest.mark.parametrize(
+    ("backend", "ranks", "refused"),
+    [("breakable", 2, True), ("full", 2, True), ("disabled", 2, False), ("breakable", 1, False)],
+)
+def test_context_parallelism_with_prefill_graphs_is_refused(
+    backend: str, ranks: int, refused: bool
+) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    name = "context parallelism with prefill CUDA graphs"
+    case = next(case for case in release().refusals() if case.name == name)
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    args = SimpleNamespace(device="cuda", cuda_graph_config=config, attn_cp_size=ranks)
+    assert case.predicate(args) is refused
+    args.device = "cpu"
+    assert not case.predicate(args)
+
+
+@has_seam
+@pytest.mark.parametrize("flag", ["grpc_mode", "smg_grpc_mode"])
+def test_schedulers_that_another_package_starts_are_refused(flag: str) -> None:
+    case = next(case for case in release().refusals() if case.name == "gRPC mode")
+    both = {"grpc_mode": False, "smg_grpc_mode": False}
+    assert case.predicate(SimpleNamespace(**{**both, flag: True}))
+    assert not case.predicate(SimpleNamespace(**both))
 
 
 @has_seam

@@ -181,7 +181,7 @@ def test_variable_that_does_not_parse_refuses(make_args, monkeypatch):
     [
         ([], {"SGLANG_KV_CANARY_RING_CAPACITY": "many"}, "SGLANG_KV_CANARY_RING_CAPACITY='many'"),
         ([], {"SGLANG_KV_CANARY_RINGS": "1"}, "SGLANG_KV_CANARY_RINGS='1'"),
-        (["--enable-lmcache"], {}, "cannot protect this server. LMCache"),
+        (["--use-ray"], {}, "cannot protect this server. Ray"),
     ],
     ids=["bad value", "unknown variable", "unprotectable"],
 )
@@ -223,7 +223,7 @@ CASES = {
     "HiCache with this layout of host memory": {**HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with speculative decoding": {**HICACHE, "speculative_algorithm": "EAGLE"},
     "HiCache with pipeline parallelism": {**HICACHE, "pp_size": 2},
-    "LMCache": {"enable_lmcache": True},
+    "LMCache with speculative decoding": {"enable_lmcache": True, "speculative_algorithm": "EAGLE"},
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
@@ -232,14 +232,15 @@ CASES = {
     "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
-    "context parallelism": {"attn_cp_size": 2},
     "speculative decoding in step with other ranks": {
         "enable_dp_attention": True,
         "speculative_algorithm": "EAGLE",
     },
-    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "context parallelism with speculation, HiCache or PD disaggregation": {
+        "attn_cp_size": 2,
+        "speculative_algorithm": "EAGLE",
+    },
     "multi-item scoring": {"enable_mis": True},
-    "torch.compile of the model": {"enable_torch_compile": True},
     "CUDA graph debug mode": {"debug_cuda_graph": True},
     "Ray": {"use_ray": True},
     "gRPC mode": {"grpc_mode": True},
@@ -357,7 +358,7 @@ def test_hicache_is_refused_on_other_trees(tree, make_args, monkeypatch):
     "flags",
     [
         {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
-        {"enable_lmcache": True},
+        {"use_ray": True},
     ],
     ids=str,
 )
@@ -370,8 +371,8 @@ def test_construction_refuses(flags, make_args):
 def test_launch_refuses_what_was_changed_after_construction(make_args):
     args = make_args(kv_canary="log")
     args.check_server_args()
-    args.enable_lmcache = True
-    with pytest.raises(CanaryStartupError, match="LMCache"):
+    args.use_ray = True
+    with pytest.raises(CanaryStartupError, match="Ray"):
         args.check_server_args()
     args.kv_canary = "on"
     with pytest.raises(CanaryConfigError, match="'on'"):

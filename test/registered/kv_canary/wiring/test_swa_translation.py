@@ -107,6 +107,22 @@ def assert_written(rig: Rig, swa_slots: torch.Tensor, keys: torch.Tensor) -> Non
 # Translation
 
 
+def test_a_compiled_layer_translates_on_its_own(rig: Rig) -> None:
+    """The running translation belongs to one forward, and the compiled layer serves all."""
+    torch._dynamo.reset()
+    translate = torch.compile(
+        lambda slots: rig.pool.translate_loc_from_full_to_swa(slots),
+        backend="eager",
+        fullgraph=True,
+    )
+    for batch in (rig.decode_batch(), rig.decode_batch()):
+        with translated_once(rig.pool, batch):
+            rig.remap(batch.out_cache_loc)
+            assert (
+                translate(batch.out_cache_loc).tolist() == rig.swa_of(batch.out_cache_loc).tolist()
+            )
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("mapping_dtype", [torch.int32, torch.int64])
 def test_translation_equals_sglangs(

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 
 from ..runner.step_observer import Observed, StepObserver
 from ..wiring.context import context
-from ..wiring.model_runner import forward_batch_of
+from ..wiring.model_forward import forward_batch_of
 from .control_folder import Command, ControlFolder, address_of
 from .fault import ArgumentError
 from .faults import FAULTS, WITHDRAW

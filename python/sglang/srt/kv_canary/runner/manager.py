@@ -19,6 +19,7 @@ from ..errors import CanaryPhaseError
 from ..kernels.backend import select_backend
 from ..launch.arrivals import ArrivalLauncher
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
+from ..launch.loads import LoadedPrefix, write_records
 from ..plan.arrival import Arrival
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
@@ -353,6 +354,16 @@ class CanaryManager:
             self.arrivals.await_findings(forward)
             self._start_copy(at_once=True)
         return forward
+
+    def note_loaded(self, prefix: LoadedPrefix) -> bool:
+        """Slots of `prefix` are being filled, by no forward. On the current stream: that of the forwards.
+
+        Returns whether they have records now.
+        """
+        if not (self._checking and self.armed):
+            return False
+        self.settle_slots()
+        return self._attempt(write_records, self.launcher, prefix, self.forward_ct)
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""

@@ -406,9 +406,6 @@ _REFUSED: dict[str, str] = {
     "sglang.srt.mem_cache.radix_cache_cpp.RadixCacheCpp": (
         "its C++ nodes cannot be listed from Python; unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
     ),
-    "sglang.srt.mem_cache.storage.lmcache.lmc_radix_cache.LMCRadixCache": (
-        "LMCache fills slots without a forward, so they have no records; remove --enable-lmcache"
-    ),
 }
 _WRAPPER = "sglang.srt.session.streaming_session.StreamingSession"
 

@@ -7,6 +7,7 @@ a distribution that is not installed. Processes find it through PYTHONPATH.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 __all__ = [
+    "COMPILED",
+    "compiled_on_torch_native",
     "dp_attention_on_torch_native",
     "hicache_on_cpu",
     "hybrid_on_torch_native",
@@ -264,6 +267,34 @@ def _copy_tokens(
         dst[:count] = src[first : first + count]
     else:
         dst[first : first + count] = src[:count]
+
+
+# torch.compile: SGLang's graph runner for CPUs asks its AMX backend for graphs, and knows operators of sgl_kernel.
+
+COMPILED = "fill-in: compiled a graph of the model"  # said on stderr for each
+
+
+def compiled_on_torch_native() -> None:
+    """Compile models on torch_native. Attention stays out of the compiled graphs, as SGLang's operators do.
+
+    Models are traced in full, but no code is generated: the C++ compiler takes half a minute a server.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import cpu_graph_runner
+
+    backend = TorchNativeAttnBackend
+    backend.init_cpu_graph_state = lambda *_, **__: None
+    backend.init_forward_metadata_capture_cpu_graph = lambda *_, **__: None
+    backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+    backend.forward_decode = torch.compiler.disable(backend.forward_decode)
+    cpu_graph_runner.register_fake_ops = lambda *_: None
+    compile = torch.compile
+    torch.compile = lambda model=None, **named: compile(model, **{**named, "backend": _traced})
+
+
+def _traced(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    print(COMPILED, file=sys.stderr, flush=True)
+    return graph.forward
 
 
 # Logprobs and LoRA: SGLang requests pinned memory without checking for a GPU.

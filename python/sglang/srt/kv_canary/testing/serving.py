@@ -392,6 +392,8 @@ def command_line(server_args: Mapping[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if value is True:
             flags.append(flag)
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
         elif value is not False and value is not None:
             flags += [flag, str(value)]
     return flags

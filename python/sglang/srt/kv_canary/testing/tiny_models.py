@@ -13,12 +13,14 @@ from .tiny_tokenizer import BEGIN_IMAGE, END_IMAGE, IMAGE, save_processor, save_
 __all__ = [
     "tiny_llama_weights",
     "write_tiny_deepseek_v2",
+    "write_tiny_deepseek_v2_with_experts",
     "write_tiny_gemma3_with_images",
     "write_tiny_gemma4",
     "write_tiny_lfm2",
     "write_tiny_llama",
     "write_tiny_llama_checkpoint",
     "write_tiny_llama_with_tokenizer",
+    "write_tiny_qwen3_moe",
     "write_tiny_whisper",
 ]
 
@@ -140,6 +142,33 @@ TINY_GEMMA3: dict[str, Any] = {
     },
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+TINY_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
 
@@ -369,6 +398,16 @@ def write_tiny_gemma3_with_images(folder: str | Path) -> str:
 def write_tiny_deepseek_v2(folder: str | Path) -> str:
     """Write the config of a 2-layer dense DeepSeek-V2 (MLA pool, 256 + 32 values a slot) into `folder`."""
     return _write(folder, TINY_DEEPSEEK_V2)
+
+
+def write_tiny_qwen3_moe(folder: str | Path) -> str:
+    """Write the config of a 2-layer Qwen3-MoE (MHA pool) into `folder`."""
+    return _write(folder, TINY_QWEN3_MOE)
+
+
+def write_tiny_deepseek_v2_with_experts(folder: str | Path) -> str:
+    """The same with two more layers, of experts."""
+    return _write(folder, {**TINY_DEEPSEEK_V2, "num_hidden_layers": 3, "first_k_dense_replace": 1})
 
 
 def write_short_deepseek_v4(folder: str | Path) -> str:

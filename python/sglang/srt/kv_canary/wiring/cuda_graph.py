@@ -9,6 +9,7 @@ from ..runner.manager import CanaryManager
 from .context import context
 from .guard import attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
+from .model_forward import around_patch_model
 
 
 @guarded
@@ -41,4 +42,18 @@ def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:
     return (
         HookSpec(f"{runner}.{replay}", before_replay, HookType.BEFORE, lost),
         HookSpec(f"{runner}.capture", around_capture, HookType.AROUND, lost),
+    )
+
+
+def compile_hooks(decode: str) -> tuple[HookSpec, ...]:
+    """The hooks on what compiles the model. `decode`: the module whose `patch_model` decode graphs are captured with.
+
+    The CPU has a graph runner of its own. Its graphs are compiled functions, which run again each time.
+    """
+    cpu = "sglang.srt.model_executor.cpu_graph_runner"
+    lost = "forwards of a compiled model"
+    return (
+        HookSpec(f"{decode}.patch_model", around_patch_model, HookType.AROUND, lost),
+        HookSpec(f"{cpu}.patch_model", around_patch_model, HookType.AROUND, lost),
+        HookSpec(f"{cpu}.CPUGraphRunner.capture", around_capture, HookType.AROUND, lost),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,33 +11,13 @@ from .context import context
 from .expected_tokens import expected_tokens_of
 from .guard import attempt, attempt_aside
 from .hook_spec import HookSpec, HookType
+from .model_forward import wrap_forward
 
 
 def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
     """Bracket `model.forward` on the instance, so that captured graphs hold the launches too."""
-    original = model.forward
-
-    # SGLang inspects the signature of model.forward.
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = attempt(forward_batch_of, args, kwargs)
-        if batch is None:
-            return original(*args, **kwargs)
-        with manager.bracket_model_forward(batch):
-            return original(*args, **kwargs)
-
-    model.forward = forward
-
-
-def forward_batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, ForwardBatch):
-            return value
-    raise TypeError(
-        "kv-canary: model.forward was called without a ForwardBatch, so its K/V cannot be checked"
-    )
+    # Looked up each time: a test may replace it.
+    wrap_forward(model, lambda batch: manager.bracket_model_forward(batch))
 
 
 def _around_forward(

@@ -36,12 +36,6 @@ DISAGGREGATION = Refusal(
 
 COMMON: tuple[Refusal, ...] = (
     Refusal(
-        "LMCache",
-        lambda args: args.enable_lmcache,
-        "KV that LMCache loads into the pool arrives without records.",
-        "Remove --enable-lmcache.",
-    ),
-    Refusal(
         "HiSparse",
         lambda args: args.enable_hisparse,
         "its slots are swapped between device and host without the pool's allocator.",
@@ -78,22 +72,23 @@ COMMON: tuple[Refusal, ...] = (
         "Set --kv-canary on the language servers only.",
     ),
     Refusal(
-        "two-batch overlap",
-        lambda args: args.enable_two_batch_overlap,
-        "forwards whose batch is computed in two halves, which no run has checked yet.",
-        "Remove --enable-two-batch-overlap.",
+        "context parallelism with speculation, HiCache or PD disaggregation",
+        lambda args: (
+            args.attn_cp_size > 1
+            and (
+                args.speculative_algorithm is not None
+                or args.enable_hierarchical_cache
+                or args.disaggregation_mode != "null"
+            )
+        ),
+        "which rank's slots a draft, a host page or a transfer stands for is worked out for whole prompts only.",
+        "Remove the context-parallel flags, or the other feature's.",
     ),
     Refusal(
         "multi-item scoring",
         lambda args: args.enable_mis,
         "its positions restart with each item and do not give a token's place in the request.",
         "Remove --enable-mis.",
-    ),
-    Refusal(
-        "torch.compile of the model",
-        lambda args: args.enable_torch_compile,
-        "the compiled forward would trace the checks around it.",
-        "Remove --enable-torch-compile.",
     ),
     Refusal(
         "CUDA graph debug mode",
@@ -104,14 +99,15 @@ COMMON: tuple[Refusal, ...] = (
     Refusal(
         "Ray",
         lambda args: args.use_ray,
-        "Ray's scheduler actors do not load SGLang's plugins.",
+        "SGLang's actor makes its scheduler without loading plugins, and gives its launcher no proof of the canary.",
         "Remove --use-ray.",
     ),
     Refusal(
         "gRPC mode",
-        lambda args: args.grpc_mode,
-        "its schedulers are launched by another package, so nothing proves that they are checked.",
-        "Remove --grpc-mode.",
+        # Newer releases call it --smg-grpc-mode, and take the old name for it.
+        lambda args: args.grpc_mode or getattr(args, "smg_grpc_mode", False),
+        "the package smg-grpc-servicer starts the schedulers, and asks none of them for proof of the canary.",
+        "Remove --grpc-mode or --smg-grpc-mode.",
     ),
     Refusal(
         f"more than {MOST_REQUESTS:,} running requests",

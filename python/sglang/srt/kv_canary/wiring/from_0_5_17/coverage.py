@@ -29,6 +29,8 @@ _PATHS: dict[str, str] = {
     "data-parallel attention (idle batches)": "",
     "data parallelism (replicas)": "",
     "streaming sessions": "",
+    "torch.compile of the model": "what is compiled is the forward without the checks around it",
+    "two-batch overlap, single-batch overlap": "a forward is checked as a whole, before and after its halves",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..cuda_graph import around_capture, graph_hooks
+from ..cuda_graph import around_capture, compile_hooks, graph_hooks
 from ..hook_spec import HookSpec, HookType
 
 _RUNNERS = "sglang.srt.model_executor.runner"
@@ -15,4 +15,5 @@ HOOKS = (
         HookType.AROUND,
         "prefill CUDA graphs",
     ),
+    *compile_hooks("sglang.srt.compilation.torch_compile_decoration"),
 )

@@ -1,6 +1,6 @@
 """Setups that are refused on all releases with SGLang's seam. A family may add its own.
 
-Newer releases have many ways to keep KV that no test of ours has run. They are refused until one has.
+Newer releases have more ways to keep KV. Those that the canary cannot follow are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from .speculation_refusals import SPECULATION
 
 __all__ = ["SHARED"]
 
-_UNTESTED = "no test of the canary has run it on this release yet."
-
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
     Refusal(
@@ -26,10 +24,20 @@ SHARED: tuple[Refusal, ...] = (
     ),
     *SPECULATION,
     Refusal(
-        "decode and prefill context parallelism",
-        lambda args: args.attn_cp_size > 1 or args.dcp_size > 1 or args.enable_prefill_cp,
-        "each rank computes tokens other than those whose KV it stores.",
-        "Remove --attn-cp-size, --dcp-size and --enable-prefill-cp.",
+        "decode context parallelism",
+        lambda args: args.dcp_size > 1,
+        "slots are numbered across ranks, and each rank stores every dcp-size-th of them at a place of its own.",
+        "Remove --dcp-size.",
+    ),
+    Refusal(
+        "context parallelism with prefill CUDA graphs",
+        lambda args: (
+            args.device == "cuda"
+            and args.attn_cp_size > 1
+            and _has_prefill_graphs(args.cuda_graph_config)
+        ),
+        "a graph of a rank's part of the layers: neither it nor its replay knows all tokens whose KV is stored.",
+        "Add --disable-prefill-cuda-graph.",
     ),
     Refusal(
         "DSA cache split by layers",
@@ -40,7 +48,7 @@ SHARED: tuple[Refusal, ...] = (
     Refusal(
         "full prefill CUDA graphs",
         lambda args: args.device == "cuda" and _has_full_prefill_graphs(args.cuda_graph_config),
-        _UNTESTED,
+        "a replay runs no Python around the model, where the canary brackets a prefill and learns its tokens.",
         "Remove --cuda-graph-backend-prefill, or add --disable-prefill-cuda-graph.",
     ),
     Refusal(
@@ -56,16 +64,16 @@ SHARED: tuple[Refusal, ...] = (
         "Unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.",
     ),
     Refusal(
+        "LMCache",
+        lambda args: args.enable_lmcache,
+        "KV that LMCache loads into the pool arrives without records, and its loads are followed on 0.5.12.post1 only.",
+        "Remove --enable-lmcache.",
+    ),
+    Refusal(
         "FlexKV",
         lambda args: args.enable_flexkv,
         "KV that FlexKV loads into the pool arrives without records.",
         "Remove --enable-flexkv.",
-    ),
-    Refusal(
-        "session radix cache",
-        lambda args: args.enable_session_radix_cache,
-        _UNTESTED,
-        "Remove --enable-session-radix-cache.",
     ),
     Refusal(
         "elastic expert parallelism",
@@ -74,6 +82,13 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --elastic-ep-backend and --ep-join-mode.",
     ),
 )
+
+
+def _has_prefill_graphs(config: Any) -> bool:
+    """`config`: CudaGraphConfig; None for model_path "dummy", which captures nothing."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    return config is not None and config.prefill.backend != Backend.DISABLED
 
 
 def _has_full_prefill_graphs(config: Any) -> bool:

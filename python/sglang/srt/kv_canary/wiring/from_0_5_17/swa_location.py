@@ -13,7 +13,8 @@ early. So HEAD compares nothing there. It translates the new slots on its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ import torch
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..context import context
-from ..guard import attempt, attempt_aside
+from ..guard import attempt_aside
 from ..hook_spec import HookSpec, HookType
-from ..model_runner import forward_batch_of
+from ..model_forward import wrap_forward
 
 __all__ = ["HOOKS", "location_of_attention"]
 
@@ -96,7 +97,7 @@ def _after_backends_exist(_: Any, model_runner: Any) -> None:
     if qualified_name(type(model_runner.attn_backend)) in _UNREAD:
         return
     _refuse_unknown(model_runner.attn_backend)
-    _wrap_model_forward(model_runner.model, manager)
+    wrap_forward(model_runner.model, functools.partial(_shown, manager))
 
 
 def _refuse_unknown(backend: Any) -> None:
@@ -112,21 +113,13 @@ def _refuse_unknown(backend: Any) -> None:
             )
 
 
-def _wrap_model_forward(model: Any, manager: Any) -> None:
-    """Outside the canary's bracket, so that HEAD finds the location."""
-    original = model.forward
-
-    # SGLang inspects the signature of model.forward.
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = attempt(forward_batch_of, args, kwargs)
-        if batch is not None:
-            batch.out_cache_loc_swa = None  # a batch of a graph runner lives on
-            if manager.armed or manager.capturing:  # warm-up runs batches without metadata
-                batch.out_cache_loc_swa = attempt_aside(_current_location, batch)
-        return original(*args, **kwargs)
-
-    model.forward = forward
+@contextmanager
+def _shown(manager: Any, batch: Any) -> Iterator[None]:
+    """Around one `model.forward`, outside the canary's bracket, so that HEAD finds the location."""
+    batch.out_cache_loc_swa = None  # a batch of a graph runner lives on
+    if manager.armed or manager.capturing:  # warm-up runs batches without metadata
+        batch.out_cache_loc_swa = attempt_aside(_current_location, batch)
+    yield
 
 
 def _current_location(forward_batch: Any) -> torch.Tensor | None:

@@ -102,6 +102,7 @@ RELEASE = Release(
         "v0_5_12.disaggregation",
         "until_0_5_17.hicache",
         "until_0_5_17.hicache_storage",
+        "v0_5_12.lmcache",
         "last_words",
         "memory",
         "v0_5_12.install",

@@ -37,6 +37,26 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport(
+        "torch.compile of the model",
+        _COVERED,
+        "what is compiled is the forward without the checks around it; not run on a GPU",
+    ),
+    PathSupport(
+        "two-batch overlap, single-batch overlap",
+        _COVERED,
+        "a forward is checked as a whole, before and after its halves; not run on a GPU",
+    ),
+    PathSupport(
+        "LMCache",
+        _PARTLY,
+        "MHA; what it loads is not checked, later reads are; run over a stand-in for its connector; not run on a GPU",
+    ),
+    PathSupport(
+        "prefill context parallelism",
+        _PARTLY,
+        "each rank stores, and checks, all tokens; MHA on CPU; NSA: read, never run",
+    ),
+    PathSupport(
         "HiCache: host memory, and the storage backend file",
         _PARTLY,
         "MHA and MLA pools; a page without records, or damaged, is not used; on a GPU: MHA, host memory",

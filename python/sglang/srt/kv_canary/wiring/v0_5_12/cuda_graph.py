@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from ..cuda_graph import graph_hooks
+from ..cuda_graph import compile_hooks, graph_hooks
 
-HOOKS = graph_hooks("sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner", "replay")
+_RUNNERS = "sglang.srt.model_executor.cuda_graph_runner"
+HOOKS = (
+    *graph_hooks(f"{_RUNNERS}.CudaGraphRunner", "replay"),
+    *compile_hooks(_RUNNERS),
+)

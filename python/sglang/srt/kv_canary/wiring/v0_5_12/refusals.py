@@ -36,6 +36,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
+        "LMCache with speculative decoding",
+        lambda args: args.enable_lmcache and args.speculative_algorithm is not None,
+        "LMCache loads no KV of the draft model, which reads the slots all the same.",
+        "Remove --enable-lmcache or --speculative-algorithm.",
+    ),
+    Refusal(
         "DFLASH speculative decoding",
         lambda args: args.speculative_algorithm == "DFLASH",
         "its draft model's KV is stored outside any forward, directly from the target's hidden states, so no forward "
@@ -54,16 +60,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "layer i stores the token that is i + 1 after a slot's own, which the cached prefix does not determine. When "
         "the token is known, it rewrites the i slots before the accepted tokens. Other requests may share these slots.",
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
-    ),
-    Refusal(
-        "context parallelism",
-        lambda args: (
-            args.attn_cp_size > 1
-            or args.enable_prefill_context_parallel
-            or args.enable_nsa_prefill_context_parallel
-        ),
-        "each rank computes tokens other than those whose KV it stores.",
-        "Remove the context-parallel flags.",
     ),
     Refusal(
         "speculative decoding in step with other ranks",

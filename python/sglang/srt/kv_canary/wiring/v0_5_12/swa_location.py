@@ -33,7 +33,7 @@ import torch
 from ..context import context
 from ..guard import attempt, contain
 from ..hook_spec import HookSpec, HookType
-from ..model_runner import forward_batch_of
+from ..model_forward import wrap_forward
 from ..swa_translation import SwaOutCacheLoc, get_swa_out_cache_loc
 
 __all__ = ["HOOKS", "translated_once", "use_running_translation"]
@@ -71,28 +71,14 @@ def _after_pools_exist(_: Any, model_runner: Any, *args: Any, **kwargs: Any) -> 
     if context.manager_of(model_runner) is None or mapping is None:
         return
     use_running_translation(pool)
-    _wrap_model_forward(model_runner.model, pool)
-
-
-def _wrap_model_forward(model: Any, pool: Any) -> None:
-    original = model.forward
-
-    # SGLang inspects the signature of model.forward.
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = attempt(forward_batch_of, args, kwargs)
-        if batch is None:
-            return original(*args, **kwargs)
-        with translated_once(pool, batch):
-            return original(*args, **kwargs)
-
-    model.forward = forward
+    wrap_forward(model_runner.model, functools.partial(translated_once, pool))
 
 
 def _around_translate(
     original: Callable[..., torch.Tensor], pool: Any, kv_indices: torch.Tensor
 ) -> torch.Tensor:
-    if context.swa_translation is None:
+    # A compiled layer translates on its own: the running translation is another tensor in each forward.
+    if torch.compiler.is_compiling() or context.swa_translation is None:
         return original(pool, kv_indices)
     translate = functools.partial(original, pool)
     try:

@@ -56,6 +56,7 @@ RELEASE = Release(
     hook_modules=(
         "allocator",
         "v0_5_17.allocator",
+        "v0_5_17.context_parallel",
         "from_0_5_17.cuda_graph",
         "until_0_5_17.hicache",
         "until_0_5_17.hicache_storage",

@@ -24,6 +24,14 @@ _ON_GPU = (
 SERVED: tuple[PathSupport, ...] = (
     *served(*_ON_GPU),
     PathSupport(
+        "session radix cache", Coverage.PARTLY, "it changes what is evicted; read, never run"
+    ),
+    PathSupport(
+        "prefill context parallelism",
+        Coverage.PARTLY,
+        "each rank stores, and checks, all tokens; read, never run",
+    ),
+    PathSupport(
         "sweep of cached prefixes",
         Coverage.PARTLY,
         "the unified tree (sliding-window models) in one chunk a pass, which waits for the GPU; there the first slot "

@@ -101,6 +101,7 @@ RELEASE = Release(
         "allocator",
         "v0_5_22.allocator",
         "v0_5_22.beam_search",
+        "v0_5_22.context_parallel",
         "from_0_5_17.cuda_graph",
         "v0_5_22.disaggregation",
         "v0_5_22.hicache",

@@ -18,6 +18,12 @@ SERVED: tuple[PathSupport, ...] = (
         Coverage.PARTLY,
         f"content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
     ),
+    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
+    PathSupport(
+        "prefill context parallelism",
+        Coverage.PARTLY,
+        "each rank stores, and checks, all tokens; MHA on CPU; MLA and DSA: read, never run",
+    ),
     PathSupport(
         "beam search",
         Coverage.REFUSED,

@@ -1,0 +1,59 @@
+"""Slots that a store outside of SGLang fills, layer by layer during a forward. It keeps no records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import record
+from ..buffer_group import CanaryBufferGroup, Side
+from ..config import ContentMode
+from ..plan.host_chain import chain_of_tokens
+from ..plan.upload import upload
+from .launcher import Launcher
+
+__all__ = ["LoadedPrefix", "adopt_content", "write_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrefix:
+    """A cached prefix whose last slots are being filled."""
+
+    tokens: list[int]  # from position 0
+    slots: torch.Tensor  # int64[n], FULL: those of the last n tokens
+    anchor: int
+
+
+def write_records(launcher: Launcher, prefix: LoadedPrefix, forward: int) -> None:
+    """Records of the tokens that the slots are to hold. Their content is unknown until `adopt_content`."""
+    first = len(prefix.tokens) - prefix.slots.shape[0]
+    chain = chain_of_tokens(prefix.tokens[:first], prefix.anchor)
+    writer = record.pack_writer(forward, 0, record.Mode.LOADED, record.State.LIVE)
+    words: list[int] = []
+    for position, token in enumerate(prefix.tokens[first:], first):
+        chain = record.chain_step(chain, token, position)
+        words += (record.pack_identity(token, position), chain, 0, writer)
+    rows = upload(words, prefix.slots.device).view(-1, record.RECORD_WORDS)
+    for group in launcher.groups:
+        for half in group.halves:
+            for side in (Side.HEAD, Side.TAIL):
+                group.records(half, side)[prefix.slots] = rows
+
+
+def adopt_content(launcher: Launcher, slots: torch.Tensor) -> None:
+    """The bytes of `slots` (int64[n], FULL) are there now. Fingerprint those whose content is unknown."""
+    if launcher.content_mode is not ContentMode.NONE:
+        for group in launcher.groups:
+            _adopt_in(launcher, group, slots)
+
+
+def _adopt_in(launcher: Launcher, group: CanaryBufferGroup, slots: torch.Tensor) -> None:
+    for half in group.halves:
+        tail = group.records(half, Side.TAIL)
+        now = launcher.backend.content_fingerprint(
+            group.content(half), slots, launcher.content_mode
+        )
+        before, writer = tail[slots, record.WORD_CONTENT], tail[slots, record.WORD_WRITER]
+        is_live = (writer >> record.WRITER_STATE_SHIFT) & 0xF == record.State.LIVE
+        tail[slots, record.WORD_CONTENT] = torch.where(is_live & (before == 0), now, before)
