@@ -93,6 +93,19 @@ def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
     return _save(folder, _CONFIG, weights)
 
 
+def write_scripted_qwen3(folder: str | Path) -> str:
+    """The same as a Qwen3, which SGLang serves with data-parallel attention. Returns the path."""
+    config = {**_CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+    weights["model.norm.weight"] = torch.ones(_HIDDEN)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        weights |= _layer(config, name, seed=layer)
+        for norm in ("q_norm", "k_norm"):
+            weights[f"{name}self_attn.{norm}.weight"] = torch.ones(config["head_dim"])
+    return _save(folder, config, weights)
+
+
 def write_attentive_llama(folder: str | Path) -> str:
     """A model whose every token depends on all tokens before it, through attention; load it with `load_format="auto"`.
 
