@@ -7,6 +7,8 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +17,19 @@ import torch
 from sglang_kv_canary.testing.eagle_mode import V2
 from sglang_kv_canary.testing.fill_ins import dp_attention_on_torch_native
 from sglang_kv_canary.testing.mode_config import MODES
-from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3, write_scripted_qwen3
+from sglang_kv_canary.testing.scripted_models import (
+    write_scripted_deepseek,
+    write_scripted_eagle3,
+    write_scripted_nextn,
+    write_scripted_qwen3,
+)
 from sglang_kv_canary.testing.serving import Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 
 from .eagle_serving import EagleE2EBase, scripted_answer
 
-__all__ = ["MANY", "RANKS", "REQUESTS", "EagleDpE2EBase", "on_cpu"]
+__all__ = ["MANY", "RANKS", "REQUESTS", "EagleDpE2EBase", "MtpDpE2EBase", "on_cpu"]
 
 _EAGLE = MODES["eagle"]
 _DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
@@ -32,21 +39,26 @@ def speculation_in_step_on_cpu() -> None:
     """What SGLang lacks to draft and verify in step with other ranks without CUDA graphs.
 
     Triton attention has metadata for the requests of a draft only: none for an idle one, which attends to nothing, and
-    none for padding. In 0.5.12.post1 the verify of an idle rank has tensors on the device "cuda".
+    none for padding. In 0.5.12.post1 the verify of an idle rank, and v1's copy of a batch that has finished, are on the
+    device "cuda".
     """
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-    from sglang.srt.layers.attention.triton_ops import decode_attention
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
     metadata = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.init_forward_metadata"
     HookRegistry.register(metadata, _unless_idle, HookType.AROUND)
-    decode_attention.decode_attention_fwd = _for_requests(decode_attention.decode_attention_fwd)
+    newer = find_spec("sglang.kernels") is not None
+    package = "sglang.kernels.ops.attention" if newer else "sglang.srt.layers.attention.triton_ops"
+    decode = import_module(f"{package}.decode_attention")
+    decode.decode_attention_fwd = _for_requests(decode.decode_attention_fwd)
     if release().has_own_canary:  # from 0.5.22 on the CPU has a name of its own
         TritonAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     else:
         create = EagleVerifyInput.create_idle_input.__func__
         EagleVerifyInput.create_idle_input = classmethod(on_cpu(create))
+        copied = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_idle"
+        HookRegistry.register(copied, _name_the_device, HookType.BEFORE)
 
 
 def on_cpu(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +81,10 @@ def _unless_idle(original: Callable[..., Any], backend: Any, forward_batch: Any)
         original(backend, forward_batch)
 
 
+def _name_the_device(batch: Any) -> None:
+    batch.device = "cpu"
+
+
 def _for_requests(attend: Callable[..., Any]) -> Callable[..., Any]:
     """`attend` of the requests that metadata has, without the padded ones."""
 
@@ -89,6 +105,10 @@ MODES["eagle3_dp"] = replace(
     cpu_fill_ins=(*_EAGLE.cpu_fill_ins, dp_attention_on_torch_native, speculation_in_step_on_cpu),
 )
 
+
+MODES["mtp_dp"] = replace(
+    MODES["eagle3_dp"], name="mtp_dp", write_model=write_scripted_deepseek, halves=("K",)
+)
 
 # Requests of mixed traffic. Set, the servers are in mode `raise`, and faults are left out.
 MANY = "KV_CANARY_TEST_IN_STEP_REQUESTS"
@@ -121,6 +141,17 @@ class EagleDpE2EBase(EagleE2EBase):
 
     def counters_of(self, rank: int, role: str) -> dict[str, Any]:
         return self.serving.send("counters", rank, role).answer()["counters"]
+
+
+class MtpDpE2EBase(EagleDpE2EBase):
+    """EAGLE with the MTP layer of DeepSeek: an MLA pool, and a draft model whose experts are spread over the ranks."""
+
+    mode_name = "mtp_dp"
+    speculation: ClassVar[Mapping[str, Any]] = V2
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str | None:
+        return write_scripted_nextn(folder)
 
 
 async def _waves(serving: Serving, name: str, requests: int) -> None:
