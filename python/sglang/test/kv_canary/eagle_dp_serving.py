@@ -112,7 +112,7 @@ MODES["mtp_dp"] = replace(
 
 # Requests of mixed traffic. Set, the servers are in mode `raise`, and faults are left out.
 MANY = "KV_CANARY_TEST_IN_STEP_REQUESTS"
-REQUESTS = int(os.environ.get(MANY, "16"))
+REQUESTS = int(os.environ.get(MANY, "8"))
 RANKS = (0, 1)
 ANSWERED_WITHIN_S = 120.0  # on busy machines; a rank that waits for another one waits forever
 

@@ -28,7 +28,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
 )
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
 
-register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
 
 pytestmark = pytest.mark.skipif(
