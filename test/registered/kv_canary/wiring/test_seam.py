@@ -211,6 +211,7 @@ if release().transfers is None:
     _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
+    "DFLASH speculative decoding": {"speculative_algorithm": "DFLASH"},
     "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
         "speculative_algorithm": "NGRAM"
     },
@@ -263,6 +264,8 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
+else:
+    del ASKED["speculative decoding in step with other ranks"]
 # Asked for by the model, or by a variable of SGLang's.
 HAS_ACTION = "v0_5_22.action" in release().hook_modules
 NOT_BY_AN_ARGUMENT = {
@@ -281,6 +284,7 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
     "speculative decoding with the token oracle",
+    *(["speculative decoding beside prefills of other ranks"] if SGLANG != "0.5.17" else []),
     *(
         ["HiCache with the unified or C++ radix tree"]
         if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
@@ -347,6 +351,20 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
     assert not case.predicate(args)
     with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
         assert case.predicate(args)
+
+
+@has_seam
+def test_drafts_beside_prefills_are_refused() -> None:
+    variable = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
+    if variable is None:
+        pytest.skip("this release never drafts beside prefills of other ranks")
+    name = "speculative decoding beside prefills of other ranks"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE)
+    assert not case.predicate(args)
+    with variable.override(True):
+        assert case.predicate(args)
+        assert not case.predicate(ServerArgs(model_path="dummy", device="cpu"))
 
 
 @has_seam

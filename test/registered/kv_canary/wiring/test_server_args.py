@@ -232,13 +232,17 @@ CASES = {
     "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
-    "speculative decoding in step with other ranks": {
-        "enable_dp_attention": True,
-        "speculative_algorithm": "EAGLE",
-    },
     "context parallelism with speculation, HiCache or PD disaggregation": {
         "attn_cp_size": 2,
         "speculative_algorithm": "EAGLE",
+    },
+    "speculative decoding beside prefills of other ranks": {
+        "speculative_skip_dp_mlp_sync": True,
+        "speculative_algorithm": "EAGLE",
+    },
+    "NGRAM and frozen-KV MTP in step with other ranks": {
+        "enable_dp_attention": True,
+        "speculative_algorithm": "FROZEN_KV_MTP",
     },
     "multi-item scoring": {"enable_mis": True},
     "CUDA graph debug mode": {"debug_cuda_graph": True},
@@ -293,16 +297,20 @@ def test_a_device_without_kernels_is_refused(device, make_args):
 
 
 @pytest.mark.parametrize(
-    "flags", [{"moe_a2a_backend": "deepep"}, {"moe_dense_tp_size": 1}], ids=str
+    "flags",
+    [{"enable_dp_attention": True}, {"moe_a2a_backend": "deepep"}, {"moe_dense_tp_size": 1}],
+    ids=str,
 )
-def test_speculation_is_refused_where_batches_are_padded_to_other_ranks(flags, make_args):
+def test_speculation_whose_batches_are_padded_to_other_ranks(flags, make_args):
     args = make_args(kv_canary="log")
     for field, value in flags.items():
         assert hasattr(args, field), "SGLang has no such field"
         setattr(args, field, value)
-    check_request(args)
-    args.speculative_algorithm = "EAGLE"
-    refuses(args, "speculative decoding in step with other ranks")
+    for algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
+        args.speculative_algorithm = algorithm
+        check_request(args)
+    args.speculative_algorithm = "NGRAM"
+    refuses(args, "NGRAM and frozen-KV MTP in step with other ranks")
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ class PlanInput:
 
     def _target_verify(self, fb, expected) -> ForwardPlan:
         """seq_lens exclude the draft tokens. Each request has the same number of those."""
-        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        fb, tokens = _whole_requests(fb, "draft_token_num")
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
         return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
 
@@ -214,31 +214,31 @@ class PlanInput:
         or the allocator takes it back.
         """
         step = self.inner_step
+        fb, topk = _whole_requests(fb, "num_tokens_per_req")
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
-        topk = fb.out_cache_loc.shape[0] // fb.batch_size
         parents = self.parents if topk > 1 else None
         return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
 
     def _draft_extend_v2(self, fb) -> ForwardPlan:
         """seq_lens include the new tokens: the same number for each request, accepted or not.
 
-        A prefill graph pads the tokens after those of the last request. Other graphs pad requests.
+        A prefill graph pads the tokens after those of the last request, and so does the step with other ranks. Other
+        graphs pad requests.
         """
-        if fb.extend_num_tokens is not None and fb.extend_num_tokens < fb.out_cache_loc.shape[0]:
-            fb = _first_tokens(fb, fb.extend_num_tokens)
-        tokens = fb.out_cache_loc.shape[0] // fb.batch_size
+        fb, tokens = _whole_requests(fb, "num_tokens_per_req", fb.extend_num_tokens)
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, -tokens, padded=True)
         return self._uniform(fb, verify, tokens, Mode.DRAFT_EXTEND, None, None)
 
     def _draft_extend(self, fb) -> ForwardPlan:
         """The accepted tokens only. seq_lens include them; extend_prefix_lens are the prompt's and of no use."""
-        ext_lens = fb.extend_seq_lens
-        starts = fb.extend_start_loc
+        ext_lens, starts = fb.extend_seq_lens, fb.extend_start_loc
         if starts is None:  # in CUDA graphs
             starts = torch.cumsum(ext_lens, 0, dtype=ext_lens.dtype) - ext_lens
+        count = starts.shape[0]  # requests that keep step with other ranks are padded after them
+        ext_lens = ext_lens[:count]
         # Padded requests become row 0; torch.where with a number would copy it to the device.
-        rows = fb.req_pool_indices * (fb.out_cache_loc[starts.long()] != 0)
-        verify = VerifyPlan(rows, fb.seq_lens - ext_lens, 0)
+        rows = fb.req_pool_indices[:count] * (fb.out_cache_loc[starts.long()] != 0)
+        verify = VerifyPlan(rows, fb.seq_lens[:count] - ext_lens, 0)
         return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
 
     def _uniform(self, fb, verify, tokens, mode, parents, expected, scratch=False) -> ForwardPlan:
@@ -270,16 +270,40 @@ class PlanInput:
         return ForwardPlan(verify, write, self.req_to_token, expected, growth)
 
 
-def _first_tokens(fb: ForwardBatch, count: int) -> SimpleNamespace:
-    """What a uniform plan reads of `fb`, without the tokens from `count` on."""
-    return SimpleNamespace(
-        req_pool_indices=fb.req_pool_indices,
-        seq_lens=fb.seq_lens,
-        batch_size=fb.batch_size,
-        input_ids=fb.input_ids[:count],
-        positions=fb.positions[:count],
-        out_cache_loc=fb.out_cache_loc[:count],
+def _whole_requests(
+    fb: ForwardBatch | SimpleNamespace, field: str, num_tokens: int | None = None
+) -> tuple[ForwardBatch | SimpleNamespace, int]:
+    """What a uniform plan reads of `fb`, without padding that is no request, and the new tokens of each request.
+
+    To keep step with other ranks, SGLang pads tokens and requests apart: neither tells how many tokens a request has.
+    There `field` of `spec_info` does; captures leave it open. All other padding is of whole requests. `num_tokens`: all
+    tokens of requests; None: unknown.
+    """
+    tokens = fb.out_cache_loc.shape[0]
+    if num_tokens is not None:
+        tokens = min(tokens, num_tokens)
+    each = getattr(fb.spec_info, field, None) or 0 if _keeps_step(fb) else 0
+    if each < 1:
+        each = max(1, tokens // fb.batch_size)
+    count = min(fb.req_pool_indices.shape[0], tokens // each)
+    if (count, count * each) == (fb.req_pool_indices.shape[0], fb.out_cache_loc.shape[0]):
+        return fb, each
+    swa = _swa_location_of_attention(fb)
+    whole = SimpleNamespace(
+        req_pool_indices=fb.req_pool_indices[:count],
+        seq_lens=fb.seq_lens[:count],
+        input_ids=fb.input_ids[: count * each],
+        positions=fb.positions[: count * each],
+        out_cache_loc=fb.out_cache_loc[: count * each],
+        out_cache_loc_swa=None if swa is None else swa[: count * each],
     )
+    return whole, each
+
+
+def _keeps_step(fb: ForwardBatch | SimpleNamespace) -> bool:
+    """Whether all ranks agree on the batch's size."""
+    names = ("global_num_tokens_cpu", "global_num_tokens_gpu")
+    return any(getattr(fb, name, None) is not None for name in names)
 
 
 def _swa_location_of_attention(fb: ForwardBatch) -> torch.Tensor | None:

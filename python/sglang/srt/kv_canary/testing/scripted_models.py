@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .tiny_models import TINY_GEMMA4, TINY_LLAMA, _write
+from .tiny_models import TINY_DEEPSEEK_V2, TINY_GEMMA4, TINY_LLAMA, _write
 
 # One head: interpreted attention kernels cost some milliseconds per head.
 _CONFIG = {
@@ -32,6 +32,7 @@ _GEMMA4 = {
 }
 _HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
 _LOGIT = 12.0  # of the successor; a random other token has a few at most
+OFTEN_RIGHT = 0.27  # blur: 7 of 10 tokens; the second guess is right for one of the others
 
 
 def successor() -> torch.Tensor:
@@ -93,6 +94,78 @@ def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
     return _save(folder, _CONFIG, weights)
 
 
+def write_scripted_qwen3(folder: str | Path) -> str:
+    """The same as a Qwen3, which SGLang serves with data-parallel attention. Returns the path."""
+    config = {**_CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+    weights["model.norm.weight"] = torch.ones(_HIDDEN)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        weights |= _layer(config, name, seed=layer)
+        for norm in ("q_norm", "k_norm"):
+            weights[f"{name}self_attn.{norm}.weight"] = torch.ones(config["head_dim"])
+    return _save(folder, config, weights)
+
+
+def _mla_layer(prefix: str, seed: int) -> dict[str, torch.Tensor]:
+    """Attention and dense MLP of DeepSeek-V2, which add nothing to the residual stream."""
+    config, generator = TINY_DEEPSEEK_V2, torch.Generator().manual_seed(seed)
+    heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
+    rope, nope, value = (config[f"{n}_head_dim"] for n in ("qk_rope", "qk_nope", "v"))
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    weights = {
+        "self_attn.q_proj": random(heads * (nope + rope), _HIDDEN),
+        "self_attn.kv_a_proj_with_mqa": random(latent + rope, _HIDDEN),
+        "self_attn.kv_a_layernorm": torch.ones(latent),
+        "self_attn.kv_b_proj": random(heads * (nope + value), latent),
+        "self_attn.o_proj": torch.zeros(_HIDDEN, heads * value),
+        "input_layernorm": torch.ones(_HIDDEN),
+        "post_attention_layernorm": torch.ones(_HIDDEN),
+        **_no_mlp("mlp.", config["intermediate_size"]),
+    }
+    return {f"{prefix}{name}.weight": value for name, value in weights.items()}
+
+
+def _no_mlp(prefix: str, inner: int) -> dict[str, torch.Tensor]:
+    zeros = torch.zeros(inner, _HIDDEN)
+    named = {"gate_proj": zeros, "up_proj": zeros.clone(), "down_proj": zeros.T.clone()}
+    return {f"{prefix}{name}": value for name, value in named.items()}
+
+
+def write_scripted_deepseek(folder: str | Path) -> str:
+    """The same as a DeepSeek-V2: an MLA pool. Returns the path."""
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+    weights["model.norm.weight"] = torch.ones(_HIDDEN)
+    for layer in range(TINY_DEEPSEEK_V2["num_hidden_layers"]):
+        weights |= _mla_layer(f"model.layers.{layer}.", seed=layer)
+    return _save(folder, TINY_DEEPSEEK_V2, weights)
+
+
+def write_scripted_nextn(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
+    """Its MTP layer as a draft model, with experts. Returns the path."""
+    config = {
+        **TINY_DEEPSEEK_V2,
+        "architectures": ["DeepseekV3ForCausalLMNextN"],
+        "num_nextn_predict_layers": 1,
+    }
+    name = f"model.layers.{config['num_hidden_layers']}."
+    weights = _mla_layer(name, seed=13)
+    for dense in [key for key in weights if ".mlp." in key]:
+        del weights[dense]
+    experts = {"mlp.gate": torch.zeros(config["n_routed_experts"], _HIDDEN)}
+    for expert in range(config["n_routed_experts"]):
+        experts |= _no_mlp(f"mlp.experts.{expert}.", config["moe_intermediate_size"])
+    experts |= _no_mlp("mlp.shared_experts.", config["moe_intermediate_size"])
+    # The embedding of the token, and nothing of the target's hidden state.
+    experts["eh_proj"] = torch.cat([_blurred(blur), torch.zeros(_HIDDEN, _HIDDEN)], 1)
+    experts |= {norm: torch.ones(_HIDDEN) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    weights |= {f"{name}{part}.weight": value for part, value in experts.items()}
+    return _save(folder, config, weights)
+
+
 def write_attentive_llama(folder: str | Path) -> str:
     """A model whose every token depends on all tokens before it, through attention; load it with `load_format="auto"`.
 
@@ -120,9 +193,6 @@ def write_scripted_gemma4(folder: str | Path) -> str:
     for layer in range(config["num_hidden_layers"]):
         weights |= _layer(config, f"model.layers.{layer}.", seed=layer)
     return _save(folder, config, weights)
-
-
-OFTEN_RIGHT = 0.27  # 7 of 10 tokens; the second guess is right for one of the others
 
 
 def write_scripted_gemma4_assistant(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ..plan.speculation import draft_keeps_kv
 from ..pool_patcher.registry import Coverage
 from .path_support import PathSupport
-from .refusals import model_has
+from .refusals import model_has, pads_to_other_ranks
 from .releases import release
 
 
@@ -84,6 +84,9 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
         _drafts(args) and not _branches(args)
     ),
     "speculative: draft trees, top-k > 1": _branches,
+    "speculative: in step with other ranks": lambda args: (
+        _speculates(args) and pads_to_other_ranks(args)
+    ),
     "moved slots (move_kv_cache)": _speculates,
     "release and resume of memory (memory saver)": _has("enable_memory_saver"),
     "streaming sessions": _has("enable_streaming_session"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..capacities import MOST_REQUESTS
 
-__all__ = ["COMMON", "DISAGGREGATION", "Refusal", "model_has"]
+__all__ = ["COMMON", "DISAGGREGATION", "Refusal", "model_has", "pads_to_other_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,15 @@ class Refusal:
 def model_has(server_args: Any, attribute: str) -> bool:
     """A property of the model, if `ServerArgs` has resolved one (not for model_path "dummy")."""
     return bool(getattr(getattr(server_args, "model_config", None), attribute, False))
+
+
+def pads_to_other_ranks(server_args: Any) -> bool:
+    """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes. Works before process groups exist."""
+    return (
+        server_args.enable_dp_attention
+        or server_args.moe_a2a_backend != "none"
+        or server_args.moe_dense_tp_size == 1
+    )
 
 
 # Of releases whose transfers do not carry records yet

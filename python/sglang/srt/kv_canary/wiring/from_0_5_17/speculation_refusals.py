@@ -23,9 +23,16 @@ def _speculates(args: Any) -> bool:
 
 SPECULATION: tuple[Refusal, ...] = (
     Refusal(
+        "DFLASH speculative decoding",
+        lambda args: args.speculative_algorithm == "DFLASH",
+        "its draft model's KV is stored outside any forward, directly from the target's hidden states, so no forward "
+        "can be bracketed.",
+        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
+    ),
+    Refusal(
         "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE",
-        lambda args: _speculates(args) and args.speculative_algorithm not in _COVERED,
-        _UNTESTED,
+        lambda args: _speculates(args) and args.speculative_algorithm not in (*_COVERED, "DFLASH"),
+        "drafts of workers that no hook of the canary follows on this release.",
         "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
     ),
     Refusal(
@@ -37,13 +44,14 @@ SPECULATION: tuple[Refusal, ...] = (
     Refusal(
         "adaptive speculation",
         lambda args: _speculates(args) and args.speculative_adaptive,
-        _UNTESTED,
+        "drafts whose steps fall to none: SGLang may then leave the draft's KV unwritten. No test of the canary has "
+        "run it on this release yet.",
         "Remove --speculative-adaptive.",
     ),
     Refusal(
         "draft trees (top-k above 1)",
         lambda args: _speculates(args) and (args.speculative_eagle_topk or 1) > 1,
-        _UNTESTED,
+        "accepted tokens move to other slots, and records do not follow them on this release yet.",
         "Set --speculative-eagle-topk to 1.",
     ),
     Refusal(
@@ -53,22 +61,10 @@ SPECULATION: tuple[Refusal, ...] = (
         "Remove --speculative-draft-window-size.",
     ),
     Refusal(
-        "speculative decoding in step with other ranks",
-        lambda args: (
-            _speculates(args)
-            and (
-                args.enable_dp_attention
-                or args.moe_a2a_backend != "none"
-                or args.moe_dense_tp_size == 1
-            )
-        ),
-        "draft and verify forwards that are padded or idle to keep step with the other ranks.",
-        f"{_REMOVE}, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
-    ),
-    Refusal(
         "speculative decoding over pipeline stages",
         lambda args: _speculates(args) and args.pp_size > 1,
-        _UNTESTED,
+        "drafts of the last stage alone, whose trees the other stages rebuild. SGLang has this on prefill servers, or "
+        "as an experiment, and no test of the canary has run either.",
         f"{_REMOVE} or --pp-size.",
     ),
     Refusal(

@@ -66,7 +66,13 @@ SERVED: tuple[PathSupport, ...] = (
         _PARTLY,
         "also with EAGLE; content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
-    PathSupport("data-parallel attention (idle batches)", _PARTLY, "without speculative decoding"),
+    PathSupport("data-parallel attention (idle batches)", _COVERED),
+    PathSupport(
+        "speculative: in step with other ranks",
+        _PARTLY,
+        "EAGLE and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend and "
+        "--moe-dense-tp-size: the plans alone, with SGLang's own padding",
+    ),
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
         _PARTLY,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
-from ..refusals import COMMON, Refusal
+from ..refusals import COMMON, Refusal, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
 
@@ -62,10 +60,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
     ),
     Refusal(
-        "speculative decoding in step with other ranks",
-        lambda args: args.speculative_algorithm is not None and _pads_to_other_ranks(args),
-        "draft and verify forwards that are padded or idle to keep step with the other ranks.",
-        "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+        "speculative decoding beside prefills of other ranks",
+        lambda args: args.speculative_algorithm is not None and args.speculative_skip_dp_mlp_sync,
+        "a rank that decodes while another one prefills runs neither draft nor verify, but one decode of the target "
+        "past the draft's KV. No test of the canary has run it.",
+        "Remove --speculative-skip-dp-mlp-sync.",
+    ),
+    Refusal(
+        "NGRAM and frozen-KV MTP in step with other ranks",
+        lambda args: (
+            args.speculative_algorithm in ("NGRAM", "FROZEN_KV_MTP") and pads_to_other_ranks(args)
+        ),
+        "no test of the canary has run their padded verifies.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     *hicache_refusals.REFUSALS,
     Refusal(
@@ -77,12 +84,3 @@ REFUSALS: tuple[Refusal, ...] = (
         f"Unset that variable, or remove {FLAG_SWEEP_INTERVAL}.",
     ),
 )
-
-
-def _pads_to_other_ranks(server_args: Any) -> bool:
-    """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes."""
-    return (
-        server_args.enable_dp_attention
-        or server_args.moe_a2a_backend != "none"
-        or server_args.moe_dense_tp_size == 1
-    )

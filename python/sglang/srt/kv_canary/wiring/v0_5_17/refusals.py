@@ -6,13 +6,19 @@ from sglang.srt.environ import envs
 
 from ...config import Action
 from ..from_0_5_17.refusals import SHARED
-from ..refusals import DISAGGREGATION, Refusal
+from ..refusals import DISAGGREGATION, Refusal, pads_to_other_ranks
 from ..until_0_5_17 import hicache_refusals
 
 __all__ = ["REFUSALS"]
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
+    Refusal(
+        "speculative decoding in step with other ranks",
+        lambda args: args.speculative_algorithm is not None and pads_to_other_ranks(args),
+        "no test of the canary has run it on this release yet.",
+        "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+    ),
     DISAGGREGATION,
     *hicache_refusals.REFUSALS,
     Refusal(

@@ -9,6 +9,11 @@ from ..path_support import PathSupport
 SERVED: tuple[PathSupport, ...] = (
     *served(),
     PathSupport(
+        "speculative: in step with other ranks",
+        Coverage.PARTLY,
+        f"EAGLE3 with data-parallel attention; the others were read; {NO_GPU}",
+    ),
+    PathSupport(
         "sweep of cached prefixes",
         Coverage.PARTLY,
         "the unified tree in one chunk a pass; the first slot of a prefix without its chain",

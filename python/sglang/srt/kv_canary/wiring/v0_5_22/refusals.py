@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.environ import envs
+
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
@@ -9,6 +11,14 @@ from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
+
+_BESIDE_PREFILLS = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+
+
+def _drafts_beside_prefills() -> bool:
+    variable = getattr(envs, _BESIDE_PREFILLS, None)  # of 0.5.23
+    return variable is not None and variable.get()
+
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
@@ -20,6 +30,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
         "its pages come from storage past the code that checks them.",
         "Set --hicache-host-memory-mode to cache.",
+    ),
+    Refusal(
+        "speculative decoding beside prefills of other ranks",
+        lambda args: args.speculative_algorithm is not None and _drafts_beside_prefills(),
+        "no test of the canary has run drafts whose draft model idles on a rank that prefills.",
+        f"Unset {_BESIDE_PREFILLS}.",
     ),
     Refusal(
         "page-major KV layout",

@@ -1,0 +1,136 @@
+"""Speculation in step with other ranks: drafts and verifies that are padded or idle because of data-parallel attention.
+
+SGLang needs fill-ins for this on a CPU, see `eagle_dp_serving.py`. There no CUDA graph pads anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from typing import ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.eagle_mode import V1
+from sglang_kv_canary.testing.fault_cases import Case
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.eagle_dp_serving import (
+    MANY,
+    RANKS,
+    REQUESTS,
+    EagleDpE2EBase,
+    MtpDpE2EBase,
+)
+from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
+
+register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
+)
+finds_faults = pytest.mark.skipif(MANY in os.environ, reason=f"{MANY} is set: mode raise")
+by_hand = pytest.mark.skipif(MANY not in os.environ, reason=f"set {MANY}")
+on_first_release = pytest.mark.skipif(
+    release().has_own_canary, reason="v1 and trees are on the first release only"
+)
+ROLES = ("target", "draft")
+FLIPS = [(rank, role, case) for rank, (role, case) in enumerate(one_flip_each())]
+
+
+class InStep(EagleDpE2EBase):
+    """First clean traffic, then faults: one in the target's pool of rank 0, one in the draft's pool of rank 1."""
+
+    def test_clean(self) -> None:
+        self.serve_in_waves("clean", REQUESTS)
+        self.assert_clean()
+        for rank in RANKS:
+            for role in ROLES:
+                counters = self.counters_of(rank, role)
+                for tag in self.mode.tags("HEAD") + self.mode.tags("TAIL"):
+                    assert counters[tag]["checked"] == counters[tag]["eligible"] > 50, (rank, role)
+
+    def test_no_rank_waits_for_another(self) -> None:
+        """One rank idles while the other one serves, and while its request is aborted. Then both serve."""
+
+        async def one_then_two(turn: int) -> None:
+            long = asyncio.ensure_future(self.serving.generate(f"long-{turn}", [11 + turn], 150))
+            await asyncio.sleep(0.5)
+            await self.serving.abort(f"long-{turn}")
+            assert len(await long) < 150, "the request ended before its abort"
+            both = [self.serving.generate(f"both-{turn}-{i}", [20 + i, turn], 6) for i in RANKS]
+            assert [len(answer) for answer in await asyncio.gather(*both)] == [6, 6]
+
+        for turn in range(3):
+            self.run_within(one_then_two(turn))
+        self.assert_no_violations()
+        self.assert_healthy()
+
+    @finds_faults
+    @pytest.mark.parametrize(("rank", "role", "case"), FLIPS, ids=str)
+    def test_fault_is_found_on_its_rank(self, rank: int, role: str, case: Case) -> None:
+        if role == "draft" and torch.cuda.is_available():
+            pytest.skip("draft graphs are replayed past the forward in which faults are injected")
+        self.check(rank, role, case, requests=3)
+
+    def of_this_pool(self, case: Case) -> Case:
+        """An MLA pool has no V."""
+        if "V" in self.mode.halves or case.args.get("half") != "V":
+            return case
+        return flips("", case.args)[0][1]
+
+    def check(self, rank: int, role: str, case: Case, requests: int) -> None:
+        case = self.of_this_pool(case)
+        injection = self.inject(case.fault, rank, role=role, **case.args)
+        name = f"{rank}-{role}-{case}"
+        rng = random.Random(name)
+        # Longer answers where two requests of a rank must meet: they come one by one.
+        count = 12 if requests == 3 else 30
+        self.generate_together(
+            [(f"{name}-{i}", random_tokens(rng, 12), count) for i in range(requests)]
+        )
+        done = injection.answer()
+        found = [e for e in self.violations() if case.reason in e["reasons"]]
+        in_forwards = {e["tag"] for e in found if not e["tag"].startswith("SWEEP")}
+        assert in_forwards == {*case.tags}
+        assert {(e["runner"], e["rank"], e["dp_rank"]) for e in found} == {(role, rank, rank)}
+        self.assert_all_explained(done)
+
+
+class TestEagle3(InStep):
+    """v2. Each rank has a draft model of its own."""
+
+    @finds_faults
+    def test_page_table_of_a_padded_rank(self) -> None:
+        self.check(1, "target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY), 5)
+
+
+@on_first_release
+class TestMtpTrees(InStep, MtpDpE2EBase):
+    """v1, MLA. The ranks share the draft model's experts."""
+
+    speculation: ClassVar = {
+        **V1,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 5,
+    }
+
+
+@by_hand
+class TestMtp(InStep, MtpDpE2EBase):
+    """The same with v2."""
+
+
+@by_hand
+@on_first_release
+class TestEagle3Trees(InStep):
+    speculation: ClassVar = {**TestMtpTrees.speculation, "speculative_algorithm": "EAGLE3"}
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
