@@ -271,13 +271,15 @@ def _calls(node: ast.AST, text: _Text) -> Iterator[Edit]:
     if not isinstance(node, ast.Call):
         return
     name = ast.unparse(node.func)
-    if name == "torch.where" and len(node.args) == 3:
+    if name in ("torch.where", "np.where") and len(node.args) == 3:
         for arm in node.args[1:]:
             label = f"{_line(text.of(arm))} for: {_line(text.of(node))}"
             yield Edit(*text.span(node), f"({text.of(arm)})", label)
         return
     if name in CALLS and len(node.args) + len(node.keywords) > 0:
         yield Edit(*text.span(node.func), CALLS[name])
+    if name in ("np.maximum", "np.minimum") and len(node.args) == 2:
+        yield Edit(*text.span(node), f"({text.of(node.args[0])})")
     if isinstance(node.func, ast.Attribute) and node.func.attr == "clamp":
         yield Edit(*text.span(node), f"({text.of(node.func.value)})")
     for keyword in node.keywords:

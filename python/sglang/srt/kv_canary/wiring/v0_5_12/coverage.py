@@ -36,6 +36,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
+    PathSupport("data-parallel attention (idle batches)", _COVERED),
     PathSupport(
         "torch.compile of the model",
         _COVERED,
@@ -66,7 +67,6 @@ SERVED: tuple[PathSupport, ...] = (
         _PARTLY,
         "also with EAGLE; content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
-    PathSupport("data-parallel attention (idle batches)", _COVERED),
     PathSupport(
         "speculative: in step with other ranks",
         _PARTLY,
