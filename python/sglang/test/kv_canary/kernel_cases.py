@@ -24,6 +24,8 @@ from sglang_kv_canary.record import Column, Mode
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import CanaryDeviceState
 
+from .host_copies import HostCopies
+
 __all__ = ["ContentShape", "Pool", "Twin", "kernel_device", "make_group", "make_state"]
 
 SIDES = ("k_head", "k_tail", "v_head", "v_tail")
@@ -254,6 +256,7 @@ class Twin:
     state: CanaryDeviceState
     kernel_group: CanaryBufferGroup = field(init=False)
     kernel_state: CanaryDeviceState = field(init=False)
+    copies_for_reference: bool = False  # as on a GPU
 
     def __post_init__(self) -> None:
         copies = {name: getattr(self.group, name) for name in SIDES}
@@ -265,7 +268,12 @@ class Twin:
         """`call(function `name`, group, state)` with each backend's own."""
         from sglang_kv_canary.kernels import triton as triton_backend
 
-        call(getattr(reference, name), self.group, self.state)
+        def on_host(*args: object) -> None:
+            copies = HostCopies(self.copies_for_reference)
+            getattr(reference, name)(*map(copies.of, args))
+            copies.put_back()
+
+        call(on_host, self.group, self.state)
         call(getattr(triton_backend, name), self.kernel_group, self.kernel_state)
 
     def check_and_write(self, plan: ForwardPlan, side: Side, part: Part = Part.ALL) -> None:

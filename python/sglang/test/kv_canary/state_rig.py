@@ -130,7 +130,7 @@ class StateRig:
 
     def settle(self) -> list[str]:
         """Hand over all that was found. Returns the reasons in the order of discovery."""
-        for _ in range(2):
+        for _ in range(3):  # what the sweep reads is compared two ticks later
             self.watch.on_idle(self.manager)
             self.manager.drain(wait=True)
         return [reason for violation in self.reported for reason in violation.reasons]

@@ -146,6 +146,12 @@ def test_hidden_names_are_nowhere_in_it_and_equal_ones_stay_equal(
         assert f'request "{name}"' in cause["sentence"]
 
 
+def test_where_kv_came_from_is_a_name() -> None:
+    origin = "prefill server 10.1.2.3:8998, room 7, request ada@example.com, chunk 1 of 2"
+    redacted = Redaction(names=True).apply({"reader": {"origin": origin}})
+    assert not [part for part in ("10.1.2.3", "ada") if part in redacted["reader"]["origin"]]
+
+
 def test_only_its_owner_may_read_it(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle.tar.gz"
     out.touch(0o644)

@@ -44,6 +44,18 @@ def make_twin(halves: str = "KV") -> tuple[Twin, Pool]:
     return twin, pool
 
 
+@pytest.mark.parametrize("halves", ["K", "KV"])
+def test_the_reference_works_on_copies_where_tensors_are_on_a_gpu(halves: str) -> None:
+    """Copies of the CPU's own tensors here: what is written to them must come back, also through views."""
+    twin, pool = make_twin(halves)
+    twin.copies_for_reference = True
+    slots = row_of(pool, 1, 40)
+    twin.apply_slot_event(FREE, slots[:7])
+    twin.apply_slot_event(FREE, slots[5:9])
+    twin.check_and_write(pool.decode([1, 2]), Side.HEAD)
+    assert twin.assert_equal() > 2
+
+
 def row_of(pool: Pool, row: int, count: int) -> torch.Tensor:
     return pool.req_to_token[row, :count].long()
 

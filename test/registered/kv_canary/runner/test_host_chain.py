@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.plan.host_chain import chain_of_tokens, first_links
-from sglang_kv_canary.record import chain_step
+from sglang_kv_canary.plan.host_chain import chain_of_tokens, first_links, links_of_tokens
+from sglang_kv_canary.record import chain_step, pack_identity
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -48,6 +48,17 @@ def test_first_links_are_one_step_from_0(records) -> None:
     words = np.array(records, dtype=np.int64).reshape(-1, 2)
     found = first_links(words[:, 0].copy(), words[:, 1].copy())
     assert found.tolist() == [chain_step(0, token, position) for token, position in records]
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(tokens=TOKENS, before=ANCHORS, first=st.integers(0, 1 << 20))
+def test_records_of_tokens_are_those_of_single_steps(tokens, before, first) -> None:
+    identities, chains = links_of_tokens(tokens, before, first)
+    chain, expected = before, []
+    for position, token in enumerate(tokens, first):
+        chain = chain_step(chain, token, position)
+        expected.append((pack_identity(token, position), chain))
+    assert list(zip(identities.tolist(), chains.tolist(), strict=True)) == expected
 
 
 if __name__ == "__main__":

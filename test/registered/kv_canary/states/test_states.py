@@ -16,7 +16,9 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.reports.violation import Actor
 from sglang_kv_canary.states.content import StateContent
+from sglang_kv_canary.states.ledger import Use
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.event_schema import problems_of
 
@@ -354,6 +356,92 @@ def test_an_internal_error_stops_the_checks_of_states_only_until_a_flush() -> No
     rig.rows.req_index_to_mamba_index_mapping[b.req_pool_idx] = cached_slots(rig)[0]
     rig.decode(b)
     assert rig.settle() == ["ROW_CHAIN"]
+
+
+@pytest.mark.parametrize("extra_buffer", [False, True])
+@pytest.mark.parametrize("streams", [False, True], ids=["lost", "streaming"])
+def test_a_state_forked_from_one_that_is_not_followed_is_not_followed(
+    streams: bool, extra_buffer: bool
+) -> None:
+    rig = StateRig(extra_buffer=extra_buffer)
+    long = [*PROMPT, *range(60)]
+    request = rig.request("a", long)
+    if streams:
+        request.session = SimpleNamespace(streaming=True)
+    rig.admit(request)
+    if not streams:
+        rig.watch.journal.drop()
+    rig.run_prefill(request)
+    rig.serve("b", [*long, 5, 6])
+    assert rig.settle() == []
+
+
+def test_a_slot_that_does_not_exist() -> None:
+    rig = StateRig()
+    a = rig.prefill("a", PROMPT)
+    rig.watch.ledger.used(10**6, Use(a, Actor(9, 1, "DECODE", "a", 9), 40, 41, None, 0))
+    assert not rig.watch.ledger.goes_on(-1, a, 40)
+    assert rig.settle() == ["SLOT_OUT_OF_RANGE"]
+    (cause,) = rig.manager.violations.causes_about(lambda _: True, 1)
+    assert "does not exist" in cause[1]
+
+
+def test_a_slot_that_is_zeroed_before_the_sweep_has_read_it() -> None:
+    """The forward stream is busy, and the schedule stream hands the slot out again. In the twin it does not."""
+    for evicts in (True, False):
+        rig = StateRig(sweep_interval=1)
+        rig.serve("a", PROMPT, tokens=1)
+        rig.settle()
+        (slot,) = cached_slots(rig)
+        read, late = rig.watch._print, []
+
+        def queued(slots: torch.Tensor, late: list = late) -> torch.Tensor:
+            late.append((slots, torch.zeros_like(slots)))
+            return late[-1][1]
+
+        rig.watch._print = queued
+        rig.watch._sweep()
+        rig.watch._print = read
+        if evicts:
+            rig.tree.evict_mamba(1)
+        damage(rig, slot)
+        for slots, prints in late:
+            prints.copy_(read(slots))
+        assert rig.settle()[:1] == ([] if evicts else ["CONTENT"])
+
+
+def test_a_flush_is_noted_before_the_sweep_reads() -> None:
+    """With the memory saver a flush unmaps the pool."""
+    rig = StateRig(sweep_interval=1)
+    rig.serve("a", PROMPT, tokens=1)
+    rig.settle()
+    read, swept = rig.watch._print, []
+    rig.watch._print = lambda slots: (swept.append(slots.tolist()), read(slots))[1]
+    rig.watch.on_idle(rig.manager)
+    assert swept == [cached_slots(rig)]
+    rig.flush()
+    rig.watch.on_idle(rig.manager)
+    assert len(swept) == 1
+
+
+def test_damage_at_rest_is_reported_once_by_the_sweep() -> None:
+    rig = StateRig(sweep_interval=1)
+    rig.serve("a", PROMPT, tokens=1)
+    rig.settle()
+    damage(rig, *cached_slots(rig))
+    for _ in range(5):
+        found = rig.settle()
+    assert found == ["CONTENT"]
+
+
+def test_what_waits_is_handed_over_at_the_end() -> None:
+    rig = StateRig()
+    rig.manager.observers.append(rig.watch)
+    a = rig.prefill("a", PROMPT)
+    for _ in range(2):
+        rig.pool.free(a.mamba_pool_idx.unsqueeze(0))
+    rig.manager.finish(5.0)
+    assert [reason for v in rig.reported for reason in v.reasons] == ["DOUBLE_FREE"]
 
 
 # Where states are not followed

@@ -145,6 +145,30 @@ def test_a_peer_cannot_make_lists_long():
     assert (len(known.request), len(known.chunks)) == (200, 512)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[" * 60_000,
+        b"[" * 2_000_000,
+        said(chunks=[0, int("9" * 400)]),
+        said(chunks=[64, 0]),
+        said(chunks=[-1]),
+    ],
+    ids=["nested", "long", "huge number", "unordered", "negative"],
+)
+def test_notices_that_no_server_sends_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="expected a notice about records"):
+        Notice.from_wire(data)
+
+
+def test_a_long_name_of_a_request_is_cut_before_it_is_kept():
+    sent = SentChunks()
+    sent.note(1, "r" * 100_000, 0)
+    sent.note(1, "r" * 100_000, 64)
+    found = sent.complete(Notice("s", True, True), 1)
+    assert (len(found.request), found.chunks) == (200, (0, 64))
+
+
 def test_chunks_that_were_sent_are_named_in_the_notice():
     sent = SentChunks()
     for first in (0, 64, 64, 128):  # the last send may be empty, and is noted again

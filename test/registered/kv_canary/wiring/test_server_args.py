@@ -223,6 +223,7 @@ CASES = {
     "HiCache with this layout of host memory": {**HICACHE, "hicache_mem_layout": "page_head"},
     "HiCache with speculative decoding": {**HICACHE, "speculative_algorithm": "EAGLE"},
     "HiCache with pipeline parallelism": {**HICACHE, "pp_size": 2},
+    "LMCache with pipeline parallelism": {"enable_lmcache": True, "pp_size": 2},
     "LMCache with speculative decoding": {"enable_lmcache": True, "speculative_algorithm": "EAGLE"},
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},

@@ -24,6 +24,7 @@ _NAMES = (
     "host",
     "model",
     "name",
+    "origin",
     "request_id",
     "served_model",
 )

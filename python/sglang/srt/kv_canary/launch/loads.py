@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .. import record
 from ..buffer_group import CanaryBufferGroup, Side
 from ..config import ContentMode
-from ..plan.host_chain import chain_of_tokens
+from ..plan.host_chain import chain_of_tokens, links_of_tokens
 from ..plan.upload import upload
 from .launcher import Launcher
 
@@ -28,13 +29,14 @@ class LoadedPrefix:
 def write_records(launcher: Launcher, prefix: LoadedPrefix, forward: int) -> None:
     """Records of the tokens that the slots are to hold. Their content is unknown until `adopt_content`."""
     first = len(prefix.tokens) - prefix.slots.shape[0]
-    chain = chain_of_tokens(prefix.tokens[:first], prefix.anchor)
-    writer = record.pack_writer(forward, 0, record.Mode.LOADED, record.State.LIVE)
-    words: list[int] = []
-    for position, token in enumerate(prefix.tokens[first:], first):
-        chain = record.chain_step(chain, token, position)
-        words += (record.pack_identity(token, position), chain, 0, writer)
-    rows = upload(words, prefix.slots.device).view(-1, record.RECORD_WORDS)
+    before = chain_of_tokens(prefix.tokens[:first], prefix.anchor)
+    identities, chains = links_of_tokens(prefix.tokens[first:], before, first)
+    words = np.zeros((len(chains), record.RECORD_WORDS), dtype=np.int64)
+    words[:, record.WORD_IDENTITY], words[:, record.WORD_CHAIN] = identities, chains
+    words[:, record.WORD_WRITER] = record.pack_writer(
+        forward, 0, record.Mode.LOADED, record.State.LIVE
+    )
+    rows = upload(words.reshape(-1), prefix.slots.device).view(-1, record.RECORD_WORDS)
     for group in launcher.groups:
         for half in group.halves:
             for side in (Side.HEAD, Side.TAIL):

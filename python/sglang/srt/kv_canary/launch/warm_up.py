@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..config import ContentMode
 from ..plan.plan_input import SweepVerifyPlan
 from ..slot_event import SlotEventKind
 from .launcher import Launcher, launch_endpoints_sweep
@@ -54,6 +55,14 @@ def warm_up_moves(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
     for group, dtype in zip(launcher.groups, dtypes, strict=True):
         slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
         launcher.copy_records(group, slots, slots)
+
+
+def warm_up_fingerprints(launcher: Launcher) -> None:
+    """The fingerprint of slot 0, outside of a forward's launches."""
+    for group in launcher.groups:
+        slots = torch.zeros(1, dtype=torch.int64, device=group.k_head.device)
+        for half in group.halves if launcher.content_mode is not ContentMode.NONE else ():
+            launcher.backend.content_fingerprint(group.content(half), slots, launcher.content_mode)
 
 
 def warm_up_sweep(launcher: Launcher) -> None:

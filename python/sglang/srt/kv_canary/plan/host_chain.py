@@ -27,6 +27,24 @@ def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int = 0) -> int:
     return record.to_signed64(carried + int(weighted.sum(dtype=np.uint64)))
 
 
+def links_of_tokens(
+    tokens: Sequence[int], before: int, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(word 0, word 1) int64[n] of the records of `tokens` at positions first, first + 1, ...
+
+    `before`: chain of the token before them. Divided by A^(i+1), each chain is the one before it and its own link: so
+    they are sums, multiplied by powers of A. A is odd, so it has an inverse modulo 2^64.
+    """
+    count = len(tokens)
+    powers = _powers(max(_MIN_POWERS, 1 << count.bit_length()))[1 : count + 1]
+    inverses = np.full(count, pow(record.CHAIN_MULTIPLIER, -1, 1 << 64), dtype=np.uint64)
+    inverses = np.multiply.accumulate(inverses)
+    numbers, positions = np.asarray(tokens, dtype=np.int64), np.arange(first, first + count)
+    links = first_links(numbers, positions).view(np.uint64)
+    sums = np.cumsum(links * inverses, dtype=np.uint64) + np.uint64(record.to_unsigned64(before))
+    return (numbers & 0xFFFFFFFF) | (positions << 32), (sums * powers).view(np.int64)
+
+
 def first_links(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64[n]: the chain one step after 0, for int64[n] `tokens` and `positions`."""
     low = np.uint64(0xFFFFFFFF)

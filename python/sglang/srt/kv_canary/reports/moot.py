@@ -55,8 +55,10 @@ def by_forward(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray | slice]]:
     if len(rows) and (forwards == forwards[0]).all():
         yield int(forwards[0]), slice(None)
         return
-    for forward in np.unique(forwards).tolist():
-        yield forward, forwards == forward
+    order = np.argsort(forwards, kind="stable")
+    for mine in np.split(order, np.flatnonzero(np.diff(forwards[order])) + 1):
+        if len(mine):
+            yield int(forwards[mine[0]]), mine
 
 
 def _have_no_seed(rows: np.ndarray) -> np.ndarray:

@@ -109,6 +109,7 @@ _IN_STATE: dict[Reason, Callable[[Violation], str]] = {
     Reason.DOUBLE_FREE: lambda v: "was freed while it was free",
     Reason.USE_AFTER_FREE: lambda v: f"was freed{_after_free_of_state(v)}",
     Reason.UNMAPPED_SLOT: lambda v: "is padding",
+    Reason.SLOT_OUT_OF_RANGE: lambda v: "does not exist",
     Reason.ROW_CHAIN: lambda v: f"is {_held(v)}",
     Reason.POSITION: lambda v: f"holds the state after {v.stored_position} tokens",
     Reason.CHAIN: lambda v: "holds the state of another prefix",

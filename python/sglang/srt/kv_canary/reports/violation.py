@@ -16,6 +16,7 @@ from .flight_recorder import FlightRecorder
 from .safe_text import safe_text
 from .weight_history import WeightVersion, describe_read
 
+MAX_ORIGIN = 512  # characters of where KV came from in a report
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
 STATE_TIER = "state"  # states of linear-attention layers
 RUNBOOK = "docs/alarms.md"  # path in the repository; the wheel has no documents
@@ -41,7 +42,7 @@ class Actor:
         if self.row == 0:
             who = "no request"
         step = "" if self.step is None else f", step {self.step}"
-        origin = "" if self.origin is None else f", KV from {safe_text(self.origin)}"
+        origin = "" if self.origin is None else f", KV from {safe_text(self.origin, MAX_ORIGIN)}"
         return f"{who} (row {self.row}), forward {self.forward} ({self.mode}{step}){origin}"
 
     def as_dict(self) -> dict:

@@ -560,6 +560,7 @@ class CanaryManager:
         """
         deadline = time.monotonic() + timeout_s
         attempts = FirstError(self.errors)
+        attempts.run(self._tell_observers, "on_finish", self, deadline)
         # A copy under way may have missed the last findings, so another one follows.
         attempts.run(self._await_copies, deadline)
         attempts.run(self._start_copy, at_once=True)

@@ -98,5 +98,8 @@ class StepObserver:
         """The scheduler has nothing to run. Returns whether device work was launched that must be copied back."""
         return False
 
+    def on_finish(self, manager: Observed, deadline: float) -> None:
+        """The process ends. Hand over what is found by `deadline`, in seconds of `time.monotonic`."""
+
     def attach_radix_cache(self, tree_cache: Any) -> None:
         """The prefix cache now exists."""

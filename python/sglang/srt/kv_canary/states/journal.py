@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from ..runner.step_observer import Observed, StepObserver
 from .ledger import StateLedger
 
 Act = Callable[..., None]
+POLL_S = 0.001
 
 
 class StateJournal(StepObserver):
@@ -49,6 +51,13 @@ class StateJournal(StepObserver):
             self.send()
             self.deliver(wait=True)
         return False
+
+    def on_finish(self, manager: Observed, deadline: float) -> None:
+        while (self._events or self._copied) and time.monotonic() < deadline:
+            self.send()
+            self.deliver()
+            if self._copied:
+                time.sleep(POLL_S)
 
     def send(self) -> None:
         """Start to copy what waits, unless a copy is under way."""

@@ -93,6 +93,7 @@ class StateLedger:
         self._of_zeros = of_zeros
         self._found = found
         self.checks: Counter[str] = Counter()  # what was checked, by kind of event
+        self._at_rest: set[int] = set()  # slots that may be in the prefix cache, with a fingerprint
         self.records = [StateRecord() for _ in range(num_slots)]
 
     def forget(self) -> None:
@@ -122,6 +123,9 @@ class StateLedger:
     def copied(self, sources: Sequence[int], targets: Sequence[int], by: Actor) -> None:
         for source, target in zip(sources, targets, strict=True):
             held, copy = self.records[source], self.records[target]
+            if held.holder is Holder.UNKNOWN:  # so is what the copy has absorbed
+                self.records[target] = StateRecord(Holder.UNKNOWN, writer=held.writer)
+                continue
             if held.holder is Holder.NOBODY:
                 self._report(Reason.USE_AFTER_FREE, source, by)
             self.records[target] = replace(
@@ -140,6 +144,8 @@ class StateLedger:
 
     def goes_on(self, slot: int, owner: object, before: int) -> bool:
         """`used` for a decode of one token, if nothing is wrong with it. False: nothing was done, call `used`."""
+        if not self._exists(slot):
+            return False
         held = self.records[slot]
         if held.owner is not owner or held.holder is not Holder.REQUEST or held.position != before:
             return False
@@ -149,10 +155,11 @@ class StateLedger:
 
     def used(self, slot: int, use: Use, content: int | None = None) -> None:
         """A forward reads the state and overwrites it. `content`: its fingerprint right before, if it was taken."""
-        held = self.records[slot]
-        if slot == 0:
-            self._report(Reason.UNMAPPED_SLOT, slot, use.reader, use.before)
+        if not self._exists(slot):
+            reason = Reason.SLOT_OUT_OF_RANGE if slot else Reason.UNMAPPED_SLOT
+            self._report(reason, slot, use.reader, use.before)
             return
+        held = self.records[slot]
         if use.owner is None or held.holder is Holder.UNKNOWN:
             self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
             return
@@ -171,8 +178,10 @@ class StateLedger:
 
     def tracked(self, slot: int, source: int, track: Track) -> None:
         """A forward that used `source` has also stored a snapshot of its state. Call it after `used`."""
+        if not (self._exists(slot) and self._exists(source)):
+            return  # for padding a forward takes no snapshot, and `used` has reported a bad source
         use, held, main = track.use, self.records[slot], self.records[source]
-        if slot == 0 or use.owner is None or Holder.UNKNOWN in (held.holder, main.holder):
+        if use.owner is None or Holder.UNKNOWN in (held.holder, main.holder):
             self.records[slot] = StateRecord(Holder.UNKNOWN, writer=use.reader)
             return
         self.checks["tracked"] += 1
@@ -182,6 +191,10 @@ class StateLedger:
         if main.chained <= track.position:
             snapshot.chain, snapshot.chained = main.chain, main.chained
         self.records[slot] = snapshot
+
+    def _exists(self, slot: int) -> bool:
+        """Whether the slot can be a request's."""
+        return 0 < slot < len(self.records)
 
     def _is_taken(self, slot: int, use: Use) -> bool:
         """Whether the slot is not the request's to write. Its record is then that of its holder, and stays."""
@@ -217,6 +230,8 @@ class StateLedger:
         self.records[slot] = StateRecord(
             Holder.CACHE, None, length, whole, length, content, held.writer
         )
+        if content is not None:
+            self._at_rest.add(slot)
 
     def loaded(
         self, slot: int, target: int, owner: object, prefix: Prefix, content: int | None, by: Actor
@@ -242,17 +257,21 @@ class StateLedger:
 
     def swept(self, slot: int, content: int, by: Actor) -> None:
         """The fingerprint of a state in the prefix cache, or in a slot that has left it since."""
-        if self.records[slot].holder is Holder.CACHE:
+        held = self.records[slot]
+        if held.holder is Holder.CACHE:
             self._compare(slot, content, by)
+            if content != held.content:
+                held.content = None  # said once
 
     def cached_slot_after(self, slot: int) -> int | None:
         """The next slot in the prefix cache with a fingerprint, starting over at the end. None: there is none."""
-        count = len(self.records)
-        for step in range(1, count + 1):
-            held = self.records[(slot + step) % count]
-            if held.holder is Holder.CACHE and held.content is not None:
-                return (slot + step) % count
-        return None
+        self._at_rest = {s for s in self._at_rest if self._is_at_rest(s)}
+        later = [s for s in self._at_rest if s > slot]
+        return min(later or self._at_rest, default=None)
+
+    def _is_at_rest(self, slot: int) -> bool:
+        held = self.records[slot]
+        return held.holder is Holder.CACHE and held.content is not None
 
     def _compare(self, slot: int, content: int | None, by: Actor) -> None:
         held = self.records[slot]
@@ -279,7 +298,7 @@ class StateLedger:
         content_written: int | None = None,
         content_now: int | None = None,
     ) -> None:
-        held = self.records[slot]
+        held = self.records[slot] if 0 <= slot < len(self.records) else StateRecord(Holder.UNKNOWN)
         self._found(
             StateFinding(
                 reason,

@@ -11,6 +11,8 @@ __all__ = ["Notice", "NoticeBoard", "SentChunks"]
 
 MAX_NOTICES = 8192  # of requests whose transfer has not ended; those of failed ones stay until then
 _LONGEST_TEXT = 200  # characters; a peer is not trusted
+_LONGEST_NOTICE = 1 << 20  # bytes
+_MOST_TOKENS = 1 << 31  # of a request
 _MOST_CHUNKS = 512  # of a request that are told apart; the last one stands for all others
 
 
@@ -33,14 +35,27 @@ class Notice:
     def from_wire(cls, data: bytes) -> Notice:
         """Raises ValueError for anything else. Fields of later versions are ignored."""
         try:
+            if len(data) > _LONGEST_NOTICE:
+                raise ValueError(f"more than {_LONGEST_NOTICE} bytes")
             said = json.loads(data)
             texts = [str(said[name])[:_LONGEST_TEXT] for name in ("server", "why")]
             flags = [bool(said[name]) for name in ("has_records", "keeps_content")]
             draft = bool(said.get("has_draft_records", False))
             request = str(said.get("request", ""))[:_LONGEST_TEXT]
             chunks = tuple(int(first) for first in said.get("chunks", ())[:_MOST_CHUNKS])
+            if any(not 0 <= first < _MOST_TOKENS for first in chunks) or list(chunks) != sorted(
+                chunks
+            ):
+                raise ValueError("chunks that do not follow each other")
             return cls(texts[0], *flags, texts[1], draft, request, chunks)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ValueError(
                 f"expected a notice about records as JSON, got {len(data)} bytes: {error!r}"
             ) from error
@@ -89,6 +104,7 @@ class SentChunks:
 
     def note(self, room: int, request: str, first: int) -> None:
         """The chunk of `request` from position `first` on is sent next."""
+        request = request[:_LONGEST_TEXT]
         with self._lock:
             known, chunks = self._requests.pop(room, (request, []))
             if known != request or (chunks and first < chunks[-1]):  # another user of the room

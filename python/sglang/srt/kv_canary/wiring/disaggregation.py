@@ -95,7 +95,8 @@ def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
 
 @guarded_aside
 def _before_send(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    context.sent_chunks.note(request.bootstrap_room, request.rid, request.start_send_idx)
+    if context.active:
+        context.sent_chunks.note(request.bootstrap_room, request.rid, request.start_send_idx)
 
 
 @guarded

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..buffer_group import PoolKind
 from ..errors import startup_error
+from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice, NoticeBoard
 from .context import context
@@ -103,7 +104,7 @@ class RecordSender:
         return peer
 
     def _meet(self, registration: Any) -> _Peer:
-        where = f"{registration.endpoint}:{registration.dst_port}"
+        where = f"{safe_text(registration.endpoint)}:{registration.dst_port}"
         numbers = registration.dst_state_dim_per_tensor
         theirs = TransferLayout.from_wire(numbers[-1]) if numbers else None
         if theirs is None:

@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from ..config import TokenCheck
 from ..kernels.triton.launch import one_batch_per_vector
 from ..launch.warm_up import (
+    warm_up_fingerprints,
     warm_up_moves,
     warm_up_next_tokens,
     warm_up_slot_events,
@@ -198,6 +199,10 @@ def _target_launches(manager: CanaryManager, model_runner: Any) -> list[Callable
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
     if manager.config.sweep_interval:
         launches.append(partial(warm_up_sweep, launcher))
+    if context.states is not None:
+        launches.append(context.states.warm_up)
+    if getattr(args, "enable_lmcache", False):
+        launches.append(partial(warm_up_fingerprints, launcher))
     return launches
 
 

@@ -41,15 +41,20 @@ class LoadedByLMCache(StepObserver):
 
         first_new = TreeNode.counter
         result = self._match(params)
+        attempt(self._note_match, first_new, params, result)
+        return result
+
+    def _note_match(self, first_new: int, params: Any, result: Any) -> None:
         node = result.last_device_node
         # A node that was split off is new, too, and has children.
         if node.id >= first_new and not node.children and len(result.device_indices):
-            attempt(self._begin, params.key, result.device_indices, node.value)
-        return result
+            self._begin(params.key, result.device_indices, node.value)
 
     def _begin(self, key: Any, prefix: torch.Tensor, filled: torch.Tensor) -> None:
         tokens = list(key.token_ids[: len(prefix)])
-        slots = filled.to(torch.int64)
+        slots = filled.to(torch.int64, copy=True)  # the tree may drop its own
+        if slots.is_cuda:
+            slots.record_stream(self._scheduler.forward_stream)
         loaded = LoadedPrefix(tokens, slots, anchor_of(key.extra_key))
         manager = context.target
         with on_forward_stream(self._scheduler, manager):
@@ -70,6 +75,7 @@ class LoadedByLMCache(StepObserver):
 
 def _after_tree(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     manager, tree = context.target, scheduler.tree_cache
+    tree = getattr(tree, "inner", tree)  # of a StreamingSession
     if manager is None or not hasattr(tree, "lmcache_connector"):
         return
     if [group.kind for group in manager.groups] != [PoolKind.FULL]:

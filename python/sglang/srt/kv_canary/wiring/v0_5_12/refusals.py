@@ -34,6 +34,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
+        "LMCache with pipeline parallelism",
+        lambda args: args.enable_lmcache and args.pp_size > 1,
+        "SGLang waits for the layers of a stage by numbers of its own, so nothing tells when all are there.",
+        "Remove --enable-lmcache or --pp-size.",
+    ),
+    Refusal(
         "LMCache with speculative decoding",
         lambda args: args.enable_lmcache and args.speculative_algorithm is not None,
         "LMCache loads no KV of the draft model, which reads the slots all the same.",

@@ -100,8 +100,17 @@ class StateWatch(StepObserver):
         self.journal.after_forwards(manager)
 
     def on_idle(self, manager: Observed) -> bool:
+        self.journal.on_idle(manager)  # a flush may have unmapped what the ledger still lists
         self._sweep()
-        return self.journal.on_idle(manager)
+        return False
+
+    def on_finish(self, manager: Observed, deadline: float) -> None:
+        self.journal.on_finish(manager, deadline)
+
+    def warm_up(self) -> None:
+        """Compile what fingerprints a state."""
+        device = torch.device(self._manager.identity.device)
+        self._print(torch.zeros(1, dtype=torch.int64, device=device))
 
     def _sweep(self) -> None:
         """Compare one state of the prefix cache at the sweep's interval."""
@@ -114,7 +123,17 @@ class StateWatch(StepObserver):
             return
         self._swept, by = slot, self._actor("the sweep")
         slots = torch.full((1,), slot, dtype=torch.int64, device=self._rows.mamba_pool.device)
-        self.journal.note(lambda prints: self.ledger.swept(slot, prints[0], by), self._print(slots))
+        held = self.ledger.records[slot]
+
+        def compare(content: int) -> None:
+            if self.ledger.records[slot] is held:
+                self.ledger.swept(slot, content, by)
+
+        def arrived(prints: list[int]) -> None:
+            # A slot freed after this event may have been zeroed before its bytes were read. By now that is noted, too.
+            self.journal.note(lambda: compare(prints[0]))
+
+        self.journal.note(arrived, self._print(slots))
 
     # Wrapped methods
 
