@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.lmcache_fill_ins import LOADED, lmcache_in_memory
+from sglang_kv_canary_rigs.session_turns import take_turns
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -68,6 +69,22 @@ class TestLMCache(CanaryE2EBase):
         event = self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
         assert event["writer"]["mode"] == "LOADED"
         self.assert_all_explained(done)
+
+
+class TestSessions(CanaryE2EBase):
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "enable_lmcache": True,
+        "enable_streaming_session": True,
+    }
+    plugins: ClassVar = (lmcache_in_memory,)
+
+    def test_a_session_wraps_the_tree(self) -> None:
+        """A hit of its own has a node that is not the tree's."""
+        take_turns(self.serving, "session", PROMPT)
+        self.generate("loaded", PROMPT, 4)
+        self.assert_no_violations()
+        assert self.serving.events("internal_error") == []
 
 
 if __name__ == "__main__":

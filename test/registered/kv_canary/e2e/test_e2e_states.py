@@ -9,6 +9,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.session_turns import take_turns
 from sglang_kv_canary_rigs.state_faults import DAMAGE, ZERO_SNAPSHOT, break_states
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
@@ -34,6 +35,22 @@ class TestHybridRaise(CanaryE2EBase):
         assert report.aborts > 2
         (active,) = self.serving.events("active")
         assert active["states"] == {"slots": 41, "content": "all"}
+        assert self.serving.events("internal_error") == []
+
+
+class TestHybridSessions(CanaryE2EBase):
+    mode_name = "hybrid"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "enable_streaming_session": True,
+    }
+
+    def test_states_of_sessions_are_not_followed_and_others_are(self) -> None:
+        take_turns(self.serving, "session", PROMPT)
+        for rid in ("before", "after"):
+            self.generate(rid, [*PROMPT, 7], 4)
+        self.assert_no_violations()
         assert self.serving.events("internal_error") == []
 
 
