@@ -31,9 +31,16 @@ from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, on
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
-)
+REFUSED = {refusal.name for refusal in release().refusals()}
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
+    ),
+    pytest.mark.skipif(
+        "speculative decoding in step with other ranks" in REFUSED,
+        reason="this release refuses it; lifted by make test SGLANG=0.5.23",
+    ),
+]
 finds_faults = pytest.mark.skipif(MANY in os.environ, reason=f"{MANY} is set: mode raise")
 by_hand = pytest.mark.skipif(MANY not in os.environ, reason=f"set {MANY}")
 on_first_release = pytest.mark.skipif(
