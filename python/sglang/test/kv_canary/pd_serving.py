@@ -339,3 +339,22 @@ def _reversed(
         return [block]
     count = size // item
     return [(source + i * item, target + (count - 1 - i) * item, item) for i in range(count)]
+
+
+class ServesPair:
+    """For a test class before its base class: that serves with the decode server, and the prefill server is checked."""
+
+    transport: ClassVar = PdServing
+    serving: ClassVar[PdServing]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        need_transport()
+        super().setup_class()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        assert self.serving.prefill.events("violation") == []
+
+    def ask(self, request_id: str, prompt: list[int], count: int = 6, **more: Any) -> list[int]:
+        return self.run(self.serving.generate(request_id, prompt, count, **more))

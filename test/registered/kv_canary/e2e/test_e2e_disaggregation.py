@@ -26,6 +26,7 @@ from sglang_kv_canary_rigs.pd_serving import (
     DAMAGES,
     HOST_COPY,
     PdServing,
+    ServesPair,
     need_transport,
     nothing_to_synchronize,
     transit_faults,
@@ -52,26 +53,10 @@ FOUND_AS = {
 }
 
 
-class Pair(CanaryE2EBase):
-    """The decode server is what the base class serves with. Its prefill server is checked, too."""
-
-    transport: ClassVar = PdServing
+class Pair(ServesPair, CanaryE2EBase):
     flags: ClassVar = SWEPT
     env: ClassVar = HEALTH
-    serving: ClassVar[PdServing]
     requests: ClassVar[int] = 40
-
-    @classmethod
-    def setup_class(cls) -> None:
-        need_transport()
-        super().setup_class()
-
-    def teardown_method(self) -> None:
-        super().teardown_method()
-        assert self.serving.prefill.events("violation") == []
-
-    def ask(self, request_id: str, prompt: list[int], count: int = 6, **more: Any) -> list[int]:
-        return self.run(self.serving.generate(request_id, prompt, count, **more))
 
     def damage_bytes_later(self, half: str) -> None:
         """A decode finds bytes that change after they have arrived."""

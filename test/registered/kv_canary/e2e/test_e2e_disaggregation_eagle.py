@@ -12,7 +12,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.pd_serving import (
     PdServing,
-    need_transport,
+    ServesPair,
     nothing_to_synchronize,
     transit_faults,
 )
@@ -24,23 +24,9 @@ if release().has_own_canary:
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 
-class EaglePair(EagleE2EBase):
+class EaglePair(ServesPair, EagleE2EBase):
     flags: ClassVar = {**EagleE2EBase.flags, "log_level": "warning"}
-    transport: ClassVar = PdServing
     plugins: ClassVar = (transit_faults,)
-    serving: ClassVar[PdServing]
-
-    @classmethod
-    def setup_class(cls) -> None:
-        need_transport()
-        super().setup_class()
-
-    def teardown_method(self) -> None:
-        super().teardown_method()
-        assert self.serving.prefill.events("violation") == []
-
-    def ask(self, request_id: str, prompt: list[int], count: int = 6) -> list[int]:
-        return self.run(self.serving.generate(request_id, prompt, count))
 
     def found_on_arrival(self) -> dict[str, set[str]]:
         """Reasons by runner."""

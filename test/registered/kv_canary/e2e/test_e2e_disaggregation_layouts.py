@@ -14,7 +14,7 @@ from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, refused_on_newer_releases
-from sglang_kv_canary_rigs.pd_serving import PdServing, need_transport, transit_faults
+from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -27,25 +27,12 @@ LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-class Unequal(CanaryE2EBase):
+class Unequal(ServesPair, CanaryE2EBase):
     transport: ClassVar[type[PdServing]]
     says: ClassVar[str]
     flags: ClassVar = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
     env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
     plugins: ClassVar = (transit_faults,)
-    serving: ClassVar[PdServing]
-
-    @classmethod
-    def setup_class(cls) -> None:
-        need_transport()
-        super().setup_class()
-
-    def teardown_method(self) -> None:
-        super().teardown_method()
-        assert self.serving.prefill.events("violation") == []
-
-    def ask(self, request_id: str, prompt: list[int], count: int = 6) -> list[int]:
-        return self.run(self.serving.generate(request_id, prompt, count))
 
     def test_clean_run(self) -> None:
         self.serve(TrafficShape(12, seed=3, flushes=1, name="clean"))
