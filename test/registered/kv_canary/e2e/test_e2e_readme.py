@@ -13,7 +13,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
-from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary.testing.serving import free_server_port
 from sglang_kv_canary_rigs.checkout import DOCS
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
@@ -56,7 +56,7 @@ def run(script: str, folder: Path) -> str:
 def test_walkthrough_works_as_it_stands(tmp_path: Path) -> None:
     script = commands()
     assert script.startswith(ACTIVATE)
-    port = str(free_port())
+    port = str(free_server_port())
     script = script.removeprefix(ACTIVATE).replace("30000", port)
     out = run(f"set -e\n{script}wait\n", tmp_path)
     assert "kv-canary active: mode log" in out

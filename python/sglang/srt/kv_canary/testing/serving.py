@@ -36,12 +36,13 @@ ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds for what an idle one 
 POLL_S = 0.01
 # A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
 SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
-# Below the ports that Linux assigns itself (from 32768): another process could get such a port before the server binds.
-SERVER_PORTS = range(11_000, 21_000)
-GRPC_PORT_OFFSET = 10_000  # ServerArgs.grpc_port
-# Free ports needed after the server's own: DP attention uses some, up to 240 above it.
-PORTS_AFTER = 300
-MAX_SHARES = 30  # of SERVER_PORTS; further workers share them
+# Another process could get a port before it is bound: Mooncake takes its ports at random between 15000 and 17000, and
+# Linux assigns those from 32768 on.
+PORTS = range(11_000, 15_000)
+# With DP attention, a server binds the seven ports from 233 above its own: servers 8 apart never share one.
+SERVER_PORTS = range(17_000, 22_400, 8)
+SERVER_PORT_OFFSETS = (0, *range(233, 240), 10_000)  # the last is ServerArgs.grpc_port
+MAX_SHARES = 30  # of the ports; further workers share them
 
 
 class Serving(ABC):
@@ -66,7 +67,7 @@ class Serving(ABC):
         self.controls.mkdir()
         self.server_args = {
             "model_path": mode.write_model(self.folder / "model"),
-            "port": free_port(),
+            "port": free_server_port(),
             "nccl_port": free_port(),  # otherwise SGLang picks one long before it binds it
             **server_args_of(mode),
             **(flags or {}),
@@ -428,21 +429,29 @@ _ports_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A free port for a server. The port that SGLang adds for gRPC is also free.
+    """A free port, for one process to bind."""
+    return _free_port(PORTS, (0,))
 
-    The server binds it seconds later. So no port is given twice, and each worker of pytest-xdist has its own ports.
+
+def free_server_port() -> int:
+    """A free port for a server. The ports that SGLang derives from it are also free."""
+    return _free_port(SERVER_PORTS, SERVER_PORT_OFFSETS)
+
+
+def _free_port(ports: range, offsets: Sequence[int]) -> int:
+    """One of `ports`, which can be bound at all `offsets` from it.
+
+    It is bound seconds later. So no port is given twice, and each worker of pytest-xdist has its own ports.
     """
     shares = min(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), MAX_SHARES)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % shares
-    size = len(SERVER_PORTS) // shares
-    ours = SERVER_PORTS[number * size : (number + 1) * size - PORTS_AFTER]
-    left = [port for port in ours if port not in _ports_given]
+    left = [port for port in ports[number::shares] if port not in _ports_given]
     random.shuffle(left)
     for port in left:
-        if _can_bind(port) and _can_bind(port + GRPC_PORT_OFFSET):
+        if all(_can_bind(port + offset) for offset in offsets):
             _ports_given.add(port)
             return port
-    raise RuntimeError(f"no free port in {ours}: other processes have them all")
+    raise RuntimeError(f"no free port in {ports}: other processes have them all")
 
 
 def _can_bind(port: int) -> bool:
