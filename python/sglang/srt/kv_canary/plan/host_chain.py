@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,6 +11,10 @@ import numpy as np
 from .. import record
 
 _MIN_POWERS = 4096
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_INCREMENT = np.uint64(record.MIX_INCREMENT)
+_MULTIPLIERS = np.uint64(record.MIX_MULTIPLIER_1), np.uint64(record.MIX_MULTIPLIER_2)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int = 0) -> int:
@@ -21,10 +26,10 @@ def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int = 0) -> int:
     if not count:
         return anchor
     powers = _powers(max(_MIN_POWERS, 1 << count.bit_length()))
-    links = first_links(np.asarray(tokens, dtype=np.int64), np.arange(first, first + count))
-    weighted = links.view(np.uint64) * powers[count - 1 :: -1]
+    numbers = np.array(array("q", tokens), dtype=np.int64)  # numpy takes longer for a list
+    links = first_links(numbers, np.arange(first, first + count)).view(np.uint64)
     carried = record.to_unsigned64(anchor) * int(powers[count])
-    return record.to_signed64(carried + int(weighted.sum(dtype=np.uint64)))
+    return record.to_signed64(carried + int(np.dot(links, powers[count - 1 :: -1])))
 
 
 def links_of_tokens(
@@ -47,17 +52,21 @@ def links_of_tokens(
 
 def first_links(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64[n]: the chain one step after 0, for int64[n] `tokens` and `positions`."""
-    low = np.uint64(0xFFFFFFFF)
-    identity = tokens.view(np.uint64) & low | (positions.view(np.uint64) & low) << np.uint64(32)
-    return _mix64(identity).view(np.int64)
+    identity = tokens.view(np.uint64) & _LOW
+    identity |= positions.view(np.uint64) << _HALF
+    _mix64(identity)
+    return identity.view(np.int64)
 
 
-def _mix64(x: np.ndarray) -> np.ndarray:
-    """`record.mix64` of every element."""
-    x = x + np.uint64(record.MIX_INCREMENT)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(record.MIX_MULTIPLIER_1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(record.MIX_MULTIPLIER_2)
-    return x ^ (x >> np.uint64(31))
+def _mix64(x: np.ndarray) -> None:
+    """`record.mix64` of every element, in place: each new array costs a short list as much as the arithmetic."""
+    x += _INCREMENT
+    shifted = x >> _SHIFTS[0]
+    x ^= shifted
+    x *= _MULTIPLIERS[0]
+    x ^= np.right_shift(x, _SHIFTS[1], out=shifted)
+    x *= _MULTIPLIERS[1]
+    x ^= np.right_shift(x, _SHIFTS[2], out=shifted)
 
 
 @lru_cache

@@ -85,11 +85,11 @@ class FlightRecorder:
 
     def begin_step(
         self,
-        requests: Iterable[tuple[int, str]],
+        requests: Mapping[int, str] | Iterable[tuple[int, str]],
         origins: Mapping[int, Origin] | None = None,
         starts: Mapping[int, int] | None = None,
     ) -> StepRecord:
-        """A scheduler step is about to launch its forwards. `requests`: (row, request id) pairs.
+        """A scheduler step is about to launch its forwards. `requests`: rows and their request ids.
 
         `origins`: of a step that checks what has arrived, where each row's KV came from. Such a step has no result.
         `starts`: the first position that the step computes, of each row.

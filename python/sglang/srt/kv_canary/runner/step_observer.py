@@ -64,13 +64,14 @@ class Summary:
     @classmethod
     def from_host(cls, summary: torch.Tensor, point: CopyPoint, forward_ct: int) -> Summary:
         """`forward_ct`: forwards launched so far."""
+        header = summary[:HEADER_WORDS].tolist()
         return cls(
             step=point.step,
             forward_launched=point.forward_ct,
-            forward_done=int(summary[Header.FORWARD_DONE]),
+            forward_done=header[Header.FORWARD_DONE],
             abandoned=point.abandoned_ct,
             launched_since=forward_ct - point.forward_ct,
-            violations=int(summary[Header.VIOLATIONS]),
+            violations=header[Header.VIOLATIONS],
             counters=summary[HEADER_WORDS:].view(NUM_TAGS, NUM_COUNTERS).clone(),
         )
 

@@ -69,7 +69,7 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
         context.queued_frees.queue(call)
     elif id(allocator) in context.allocator_kinds:
         # Usually a view of req_to_token, whose row is rewritten before the event is applied.
-        context.slot_event(allocator, SlotEventKind.FREE, free_index.detach().clone(), call)
+        context.slot_event(allocator, SlotEventKind.FREE, free_index.clone(), call)
 
 
 @guarded

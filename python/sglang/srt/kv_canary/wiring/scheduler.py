@@ -48,7 +48,7 @@ def _begin_step(batch: Any) -> StepRecord:
     rows = dict(zip(map(release().row_of, requests), map(_RID, requests), strict=True))
     rows.pop(None, None)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
-    return context.recorder.begin_step(rows.items(), starts=starts)
+    return context.recorder.begin_step(rows, starts=starts)
 
 
 def _starts_by_row(batch: Any) -> dict[int, int]:

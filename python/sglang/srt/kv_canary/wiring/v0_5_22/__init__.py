@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,10 +34,6 @@ def _refusals() -> tuple[Refusal, ...]:
     from .refusals import REFUSALS
 
     return REFUSALS
-
-
-def _row_of(request: Any) -> int | None:
-    return request.kv.req_pool_idx
 
 
 def _namespace_of(request: Any) -> str | None:
@@ -130,7 +127,7 @@ RELEASE = Release(
     known_pools=lambda: {**POOLS, PAGE_MAJOR: _NOT_BUILT},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
-    row_of=_row_of,
+    row_of=attrgetter("kv.req_pool_idx"),  # in C: a step asks for those of the whole batch
     tokens_of=tokens_of,
     namespace_of=_namespace_of,
     cached_slots=_cached_slots,
