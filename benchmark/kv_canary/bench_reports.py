@@ -88,15 +88,15 @@ def _flood(rounds: int) -> tuple[int, float]:
             for side in (Side.HEAD, Side.TAIL):
                 group.records(half, side)[rig.slot(1, position), 0] ^= 1
     violations = rig.manager.violations
-    settle, steps = violations._settle, []
+    step, steps = violations.step, []
 
-    def timed() -> None:
-        rows, start = len(violations._unsettled), time.perf_counter()
-        settle()
-        if rows:
+    def timed(wait: bool = False) -> None:
+        found, start = violations.reported, time.perf_counter()
+        step(wait)
+        if rows := violations.reported - found:
             steps.append((rows, time.perf_counter() - start))
 
-    violations._settle = timed
+    violations.step = timed
     for _ in range(4 + rounds):
         rig.result(rig.decode(list(readers)))
     rows, seconds = zip(*steps[4:], strict=True)

@@ -16,6 +16,7 @@ from .flight_recorder import FlightRecorder
 from .moot import by_forward
 
 MAX_KNOWN = 16384  # findings remembered
+PLACES_PER_FINDING = 32  # of the index: few findings share one
 LOOKUPS_PER_INDEX = 0.25  # of one finding, for each that is known: so much longer takes a new index
 
 _COLUMNS = (
@@ -44,27 +45,31 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Known findings in the order of their keys."""
+    """Known findings in a table, in the place that a part of each key names. Of two in one place it has the last."""
 
-    keys: np.ndarray  # uint64[n], ascending
+    keys: np.ndarray  # uint64[n], n a power of two
     causes: tuple[Cause, ...]  # distinct ones
-    cause_of: np.ndarray  # int64[n], index into `causes`
+    cause_of: np.ndarray  # int32[n], index into `causes`; -1: nothing is in this place
 
     @classmethod
     def of(cls, known: dict[int, Cause]) -> _Index:
         keys = np.fromiter(known, dtype=np.uint64, count=len(known))
-        order = np.argsort(keys)
         causes = {cause.number: cause for cause in known.values()}
         place = {number: i for i, number in enumerate(causes)}
-        of = np.fromiter((place[c.number] for c in known.values()), np.int64, count=len(known))
-        return cls(keys[order], tuple(causes.values()), of[order])
+        size = 1 << (PLACES_PER_FINDING * len(known)).bit_length()
+        index = cls(np.zeros(size, np.uint64), tuple(causes.values()), np.full(size, -1, np.int32))
+        at = index._place_of(keys)
+        index.keys[at] = keys
+        index.cause_of[at] = [place[c.number] for c in known.values()]
+        return index
 
     def look_up(self, keys: np.ndarray) -> np.ndarray:
-        """int64[len(keys)]: index into `causes`; -1 for a finding that is not known."""
-        if not len(self.keys):
-            return np.full(len(keys), -1)
-        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        """int32[len(keys)]: index into `causes`; -1 for a finding that it does not have."""
+        at = self._place_of(keys)
         return np.where(self.keys[at] == keys, self.cause_of[at], -1)
+
+    def _place_of(self, keys: np.ndarray) -> np.ndarray:
+        return (keys & np.uint64(len(self.keys) - 1)).view(np.int64)
 
 
 class KnownFindings:
@@ -74,6 +79,7 @@ class KnownFindings:
         self._causes: dict[int, Cause] = {}
         self._lookups = 0  # of single findings that `_index` lacks
         self._index = _Index.of({})
+        self._is_behind = False  # whether findings came after `_index`
 
     def __len__(self) -> int:
         return len(self._causes)
@@ -82,11 +88,12 @@ class KnownFindings:
         if len(self._causes) >= MAX_KNOWN:
             self._causes.pop(next(iter(self._causes)))
         self._causes[key] = cause
+        self._is_behind = True
 
     def split(self, keys: np.ndarray) -> tuple[list[Repeats], list[int]]:
         """(repeats, one entry for each cause and way of look-up; rows of new findings) of uint64[n] `keys`."""
-        if self._lookups > LOOKUPS_PER_INDEX * len(self._causes):
-            self._index, self._lookups = _Index.of(self._causes), 0
+        if self._is_behind and self._lookups > LOOKUPS_PER_INDEX * len(self._causes):
+            self._index, self._lookups, self._is_behind = _Index.of(self._causes), 0, False
         found = self._index.look_up(keys)
         repeats = list(self._by_cause(found))
         new = []
@@ -100,7 +107,7 @@ class KnownFindings:
         return repeats, new
 
     def _by_cause(self, found: np.ndarray) -> Iterator[Repeats]:
-        """`found` int64[n]: index of each row's cause; -1: none."""
+        """`found` int32[n]: index of each row's cause; -1: none."""
         rows = np.flatnonzero(found >= 0)
         counts = np.bincount(found[rows], minlength=1)
         last = np.zeros(len(counts), dtype=np.int64)

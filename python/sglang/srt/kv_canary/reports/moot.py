@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from ..buffer_group import PoolKind
-from ..endpoint import CanaryLaunchTag
+from ..endpoint import NUM_TAGS, CanaryLaunchTag
 from ..plan.host_chain import first_links
 from ..record import Column, Reason, chain_fold
 from .flight_recorder import FlightRecorder, StepRecord
@@ -69,15 +69,17 @@ def _have_no_seed(rows: np.ndarray) -> np.ndarray:
     Compressed slots fold chains of SWA slots.
     """
     # The first record of a chain steps from an anchor, which is 0 for most requests.
-    possible = (rows[:, Column.REASONS] == Reason.CHAIN) & (rows[:, Column.PREV_SLOT] >= 0)
-    found = np.zeros(len(rows), dtype=bool)
     tags = rows[:, Column.TAG]
+    possible = (rows[:, Column.REASONS] == Reason.CHAIN) & _tags_without_seed()[tags]
+    possible &= rows[:, Column.PREV_SLOT] >= 0
+    found = np.zeros(len(rows), dtype=bool)
+    if not possible.any():
+        return found
     for tag in np.flatnonzero(np.bincount(tags[possible])).tolist():
-        kind = _kind_of(tag)
         mine = np.flatnonzero(possible & (tags == tag))
-        if kind is PoolKind.SWA:
+        if (kind := _kind_of(tag)) is PoolKind.SWA:
             found[mine] = _are_first_links(rows[mine])
-        elif kind.is_compressed:
+        else:
             found[mine] = [_folds_a_chain_from_0(row, kind.stride) for row in rows[mine]]
     return found
 
@@ -85,6 +87,13 @@ def _have_no_seed(rows: np.ndarray) -> np.ndarray:
 @cache
 def _kind_of(tag_id: int) -> PoolKind:
     return CanaryLaunchTag.from_id(tag_id).kind
+
+
+@cache
+def _tags_without_seed() -> np.ndarray:
+    """bool[NUM_TAGS]: whether SGLang unmaps slots of the tag's pool."""
+    by_kind = [kind is PoolKind.SWA or kind.is_compressed for kind in PoolKind]
+    return np.repeat(by_kind, NUM_TAGS // len(PoolKind))  # the tags of a kind follow each other
 
 
 def _are_first_links(rows: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class ViolationManager:
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
         self._unsettled = _NO_ROWS
+        # Of tag and reasons, int64[n], ascending; the first one is never found
+        self._pairs = np.array([-1])
         self._found: deque[tuple[Finding | StateFinding, int]] = (
             deque()
         )  # outside the device pool, by any thread
@@ -107,10 +109,12 @@ class ViolationManager:
         total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
         first = max(self._fetched, later_total - rows.shape[0])
         sequences = np.arange(first, total)
-        fetched = rows[sequences % rows.shape[0]]
-        is_there = fetched[:, Column.SEQUENCE] == sequences
-        self.overwritten += first - self._fetched + int((~is_there).sum())
-        self._unsettled = np.concatenate([self._unsettled, fetched[is_there]])
+        # Column by column, as all further work reads it
+        fetched = rows.T[:, sequences % rows.shape[0]].T
+        fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
+        self.overwritten += first - self._fetched + len(overwritten)
+        waits = len(self._unsettled) > 0
+        self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
 
@@ -141,13 +145,21 @@ class ViolationManager:
 
     def _count(self, rows: np.ndarray) -> None:
         pairs = (rows[:, Column.TAG] << 32) | rows[:, Column.REASONS]
-        found, counts = np.unique(pairs, return_counts=True)
-        for pair, count in zip(found.tolist(), counts.tolist(), strict=True):
+        for pair, count in self._count_of(pairs):
             tag_id, reasons = pair >> 32, pair & 0xFFFFFFFF
             tag = tag_name(tag_id, reasons)
             self.by_tag[tag] += count
             for reason in reason_names(reasons):
                 self.by_tag_and_reason[tag, reason] += count
+
+    def _count_of(self, pairs: np.ndarray) -> Iterable[tuple[int, int]]:
+        """(pair, how often it occurs). Repeats have the pairs of earlier rows: sorting takes longer."""
+        at = np.searchsorted(self._pairs, pairs)
+        if not np.array_equal(self._pairs.take(at, mode="clip"), pairs):
+            self._pairs = np.unique(np.append(pairs, -1))
+            at = np.searchsorted(self._pairs, pairs)
+        counts = np.bincount(at, minlength=len(self._pairs))
+        return [(p, n) for p, n in zip(self._pairs.tolist(), counts.tolist(), strict=True) if n]
 
 
 def _split(rows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
