@@ -125,6 +125,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_e2e.py",
     "e2e/test_speculative_swa_e2e.py",
     "pools/test_pools_of_newer_releases.py",
+    "pools/test_unified_pools.py",
     "project/test_doctor.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",

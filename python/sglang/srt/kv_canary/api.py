@@ -119,7 +119,11 @@ def _build_manager(
         ),
         groups=groups,
         plan_input=PlanInput.allocate(
-            rows, is_draft, speculation.tree_width(is_draft), speculation.draft_tokens
+            rows,
+            is_draft,
+            speculation.tree_width(is_draft),
+            speculation.draft_tokens,
+            groups,
         ),
         capacities=CanaryLaunchCapacities.from_args(
             max_running_requests=max(1, model_runner.max_running_requests),

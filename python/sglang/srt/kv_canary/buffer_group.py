@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import TypeVar
 
 import torch
 
 from .free_marks import FreeMarks
+from .page_table import PageTable, Slots
 from .record import RECORD_WORDS
-
-Slots = TypeVar("Slots", int, torch.Tensor)
 
 
 class Side(str, Enum):
@@ -59,7 +57,8 @@ class ContentSource:
 
     A slot has `row_bytes` bytes from byte `offset + start_of(slot)` of `data` on, which is kept to keep the memory
     alive. Slots of a page lie `token_stride` apart. Where a page is interleaved, that holds within runs of `run_slots`
-    slots only, and runs start `run_stride` apart.
+    slots only, and runs start `run_stride` apart. Where pages move, `page_table` says which page of `data` is now that
+    of a slot. A slot whose page is unbound has no bytes.
     """
 
     data: torch.Tensor
@@ -70,9 +69,23 @@ class ContentSource:
     offset: int = 0  # bytes
     run_slots: int = 0  # slots per run; 0: a page is one run
     run_stride: int = 0  # bytes
+    page_table: PageTable | None = None  # None: pages do not move
+
+    def __post_init__(self) -> None:
+        table = self.page_table
+        if table is not None and (table.page_size != self.page_size or self.run_slots):
+            raise ValueError(
+                f"expected pages of {table.page_size} slots, as in the page table, and no runs, got pages of "
+                f"{self.page_size} slots and runs of {self.run_slots}"
+            )
 
     def start_of(self, slots: Slots) -> Slots:
-        """Byte, counted from `offset`, where the rows of `slots` start: an int, or int64[n]."""
+        """Byte, counted from `offset`, where the rows of `slots` start: an int, or int64[n].
+
+        A slot whose page is unbound has the start of the padding slot.
+        """
+        if self.page_table is not None:
+            slots = self.page_table.locate(slots)
         run = self.run_slots or self.page_size
         place = slots % self.page_size
         start = slots // self.page_size * self.page_stride
@@ -127,6 +140,8 @@ class CanaryBufferGroup:
     chain_source: torch.Tensor | None = None
     # Strided groups: the group of stride 1 whose chains they use, written earlier in the same forward.
     chain_base: CanaryBufferGroup | None = None
+    # From the places where attention stores new tokens to slots. None: these are the slots.
+    slot_names: PageTable | None = None
     free_marks: FreeMarks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -156,7 +171,7 @@ class CanaryBufferGroup:
                 f"{name}: a slot stands for {self.stride} tokens, so its chain comes from a group with "
                 f"stride 1; expected one as chain_base, got {base and base.kind.value}"
             )
-        for absent in ("v_head", "swa_index_lut", "window", "chain_source"):
+        for absent in ("v_head", "swa_index_lut", "window", "chain_source", "slot_names"):
             if getattr(self, absent) is not None:
                 raise ValueError(f"{name}: a strided group has no {absent}")
 

@@ -18,6 +18,7 @@ from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
+from sglang_kv_canary.page_table import PageTable
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang_kv_canary.record import Column, Mode
@@ -45,10 +46,24 @@ class ContentShape:
     padding: int = 0  # bytes between rows
     offset: int = 0  # bytes before slot 0
     run_slots: int = 0  # see ContentSource
+    moves: bool = False  # a page table, of random order at first, says where pages lie
+
+
+def make_page_table(
+    shape: ContentShape, num_slots: int, device: torch.device, generator: torch.Generator
+) -> PageTable:
+    """Also the first page is bound: a `Pool` hands out its slots, but for slot 0."""
+    pages = -(-num_slots // shape.page_size)
+    entries = torch.randperm(pages, generator=generator) + 1
+    return PageTable(entries.to(device), shape.page_size, pages + 1)
 
 
 def make_sources(
-    shape: ContentShape, num_slots: int, device: torch.device, generator: torch.Generator
+    shape: ContentShape,
+    num_slots: int,
+    device: torch.device,
+    generator: torch.Generator,
+    table: PageTable | None = None,
 ) -> tuple[ContentSource, ...]:
     """Buffers of random bytes; in a page all rows come first, then a gap, as paged layouts with scales have it."""
     sources = []
@@ -56,7 +71,7 @@ def make_sources(
         row_stride = row_bytes + shape.padding
         gap = 0 if shape.page_size == 1 else 2 * row_stride
         page_stride = shape.page_size * row_stride + gap
-        pages = -(-num_slots // shape.page_size)
+        pages = -(-num_slots // shape.page_size) if table is None else table.limit
         size = shape.offset + pages * page_stride
         data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
         page = (shape.page_size, page_stride)
@@ -65,7 +80,8 @@ def make_sources(
             row_stride *= shape.page_size // shape.run_slots
         else:
             runs = ()
-        sources.append(ContentSource(data, *page, row_stride, row_bytes, shape.offset, *runs))
+        source = ContentSource(data, *page, row_stride, row_bytes, shape.offset, *runs)
+        sources.append(replace(source, page_table=table))
     return tuple(sources)
 
 
@@ -87,8 +103,12 @@ def make_group(
 
     names = [name for name in SIDES if name[0].upper() in halves]
     if content is not None:
+        table = None
+        if content.moves:
+            table = make_page_table(content, num_slots, device, generator)
         for half in halves:
-            group[f"{half.lower()}_content"] = make_sources(content, num_slots, device, generator)
+            sources = make_sources(content, num_slots, device, generator, table)
+            group[f"{half.lower()}_content"] = sources
     group.setdefault("kind", PoolKind.FULL)
     return CanaryBufferGroup(**{name: records() for name in names}, **group)
 

@@ -83,7 +83,7 @@ class ManagerRig:
             config,
             RunnerIdentity("target", 0, device),
             groups,
-            PlanInput.allocate(self.rows.req_to_token, draft_tokens=MAX_DRAFTS),
+            PlanInput.allocate(self.rows.req_to_token, draft_tokens=MAX_DRAFTS, groups=groups),
             CanaryLaunchCapacities.from_args(
                 max_running_requests=MAX_REQUESTS,
                 request_rows=self.rows.req_to_token.shape[0],

@@ -100,6 +100,11 @@ for mode in (ContentMode.ALL, ContentMode.PARTIAL):
 triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
 runs = make_group(200, device=device, content=ContentShape((32, 4), page_size=16, run_slots=4))
 triton_backend.content_fingerprint(runs.k_content, listed, ContentMode.ALL)
+moving = make_group(200, device=device, content=ContentShape((64, 64), page_size=16, moves=True))
+for mode in (ContentMode.ALL, ContentMode.PARTIAL):
+    triton_backend.check_and_write_content(decode, moving, state, mode, 8)
+triton_backend.content_fingerprint(moving.k_content, listed, ContentMode.ALL)
+triton_backend.check_list_content(sweep, moving, state, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
 
@@ -115,10 +120,10 @@ KERNELS = {
     "forward_kernel": 13,
     "next_tokens_kernel": 2,
     "strided_kernel": 5,
-    "content_kernel": 4,
-    "fingerprint_kernel": 2,
+    "content_kernel": 6,
+    "fingerprint_kernel": 3,
     "list_kernel": 2,
-    "content_list_kernel": 1,
+    "content_list_kernel": 2,
     "slot_event_kernel": 7,
     "copy_kernel": 1,
 }

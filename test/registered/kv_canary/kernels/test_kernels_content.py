@@ -24,6 +24,7 @@ from sglang_kv_canary_rigs.kernel_cases import (
     Twin,
     kernel_device,
     make_group,
+    make_page_table,
     make_sources,
     make_state,
     ring_rows,
@@ -53,6 +54,8 @@ LAYOUTS = {
     "interleaved, odd addresses": ContentShape(
         (6, 7), page_size=8, padding=1, offset=3, run_slots=2
     ),
+    "moving slots": ContentShape((64, 40), padding=4, moves=True),
+    "moving pages": ContentShape((36, 80, 4), page_size=8, padding=4, offset=4, moves=True),
 }
 
 
@@ -86,6 +89,7 @@ CHOOSY = (
     "584 bytes, paged",
     "sizes and offset all differ",
     "10 bytes, odd addresses",
+    "moving pages",
 )
 
 
@@ -217,6 +221,68 @@ def test_fingerprints_of_a_list(mode: ContentMode):
             assert torch.equal(actual, expected)
     nothing = triton_backend.content_fingerprint((), slots, mode)
     assert torch.equal(nothing, reference.content_fingerprint((), slots, mode))
+
+
+@MODES
+@pytest.mark.parametrize("layout", ["moving slots", "moving pages"])
+def test_bytes_are_found_where_their_page_has_moved_to(layout: str, mode: ContentMode):
+    twin, pool = run(LAYOUTS[layout], mode)
+    table = twin.group.k_content[0].page_table
+    pages = [int(pool.req_to_token[1, position]) // table.page_size for position in (3, 39)]
+    places = table.pages[pages].tolist()
+    for half in "KV":
+        for source in twin.group.content(half):
+            bytes_of = source.data[source.offset :]
+            size = source.page_stride
+            one, other = (bytes_of[place * size : (place + 1) * size] for place in places)
+            one[:], other[:] = other.clone(), one.clone()
+    table.pages[pages] = table.pages[pages].flip(0)
+    assert forward(twin, pool.decode([1, 2, 5]), mode) == 0  # the clean twin
+    table.pages[pages] = table.pages[pages].flip(0)
+    assert forward(twin, pool.decode([1]), mode) >= 4  # two slots at least, in two halves
+
+
+@MODES
+@pytest.mark.parametrize("entry", [-1, 0, SLOTS], ids=["unbound", "padding", "beyond the last"])
+def test_slots_without_bytes_are_not_compared(entry: int, mode: ContentMode):
+    """Attention reads the padding page there. That the page was freed is for the records to say."""
+    twin, pool = run(LAYOUTS["moving pages"], mode)
+    sources = twin.group.k_content
+    lost, kept = (int(pool.req_to_token[1, position]) for position in (3, 39))
+    sources[0].page_table.pages[lost // 8] = entry
+    before = twin.kernel_state.counters[TAIL_K.id].clone()
+    assert forward(twin, pool.decode([1]), mode) == 0
+    counted = twin.kernel_state.counters[TAIL_K.id] - before
+    in_page = sum(int(slot) // 8 == lost // 8 for slot in pool.req_to_token[1, :40])
+    assert int(counted[TagCounter.CONTENT_CHECKED]) == 40 - in_page
+    slots = torch.tensor([lost, kept], device=kernel_device())
+    for backend in (reference, triton_backend):
+        found = backend.content_fingerprint(sources, slots, mode).tolist()
+        assert [bool(word) for word in found] == [False, True]
+
+
+def test_what_is_written_to_an_unbound_page_has_unknown_content():
+    twin, pool = run(LAYOUTS["moving slots"], ContentMode.ALL)
+    plan = pool.decode([1])
+    slot = int(plan.write.out_cache_loc[0])
+    table = twin.group.k_content[0].page_table
+    place, table.pages[slot] = int(table.pages[slot]), -1
+    assert forward(twin, plan, ContentMode.ALL) == 0
+    assert int(twin.kernel_group.k_tail[slot, record.WORD_CONTENT]) == 0
+    table.pages[slot] = place
+    assert forward(twin, pool.decode([1]), ContentMode.ALL) == 0
+
+
+def test_sources_of_a_group_share_one_page_table():
+    shape, generator = LAYOUTS["moving slots"], torch.Generator().manual_seed(1)
+    device = kernel_device()
+    tables = [make_page_table(shape, SLOTS, device, generator) for _ in "KV"]
+    halves = [make_sources(shape, SLOTS, device, generator, table) for table in tables]
+    group = make_group(SLOTS, k_content=halves[0], v_content=halves[1])
+    with pytest.raises(ValueError, match="one page table"):
+        triton_backend.prepare(group)
+    with pytest.raises(ValueError, match="pages of 1 slots, as in the page table"):
+        make_sources(LAYOUTS["584 bytes, paged"], SLOTS, device, generator, tables[0])
 
 
 def test_unarmed_does_nothing():

@@ -30,6 +30,7 @@ from sglang_kv_canary_rigs.histories import (
     InputFault,
     Job,
     Move,
+    MovePage,
     Release,
     Remap,
     SetAnchor,
@@ -75,6 +76,8 @@ SHAPES = [
     ("odd bytes", "none"),
     ("none", "three sectors"),
     ("interleaved", "two layers"),
+    ("moving", "moving"),
+    ("odd bytes", "moving"),
 ]
 content_modes = st.sampled_from([ContentMode.ALL, ContentMode.PARTIAL])
 index_dtypes = st.sampled_from([torch.int64, torch.int32])
@@ -208,6 +211,7 @@ calm = {
     st.builds(Release, row=small): 2,
     st.builds(Evict, row=small): 2,
     st.builds(Move, row=small, position=number): 2,
+    st.builds(MovePage, group=small, page=number, value=number): 2,
     st.builds(Sweep, group=small): 2,
     events(SlotEventKind.UNFILL): 1,
     st.just(Clear()): 1,
@@ -219,6 +223,7 @@ trouble = {
     st.builds(Release, row=small, careless=st.just(True)): 1,
     st.builds(Evict, row=small, careless=st.just(True)): 1,
     st.builds(Move, row=small, position=number, careless=st.just(True)): 1,
+    st.builds(MovePage, group=small, page=number, value=number, kind=small): 2,
     st.builds(Sweep, group=small, odd=odd_entries): 2,
     st.builds(SetAnchor, row=small, value=st.integers(-(1 << 63), (1 << 63) - 1)): 1,
     st.just(Clear(careless=True)): 1,

@@ -51,6 +51,12 @@ from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import (  # noqa: 
     refuse_uncovered_runner,
 )
 
+# Judged by test_unified_pools.py.
+UNIFIED = (
+    ["UnifiedMHATokenToKVPool", "UnifiedMLATokenToKVPool", "UnifiedHybridLinearKVPool"]
+    if release().allocator_parts
+    else []
+)
 Key = tuple[str, str]  # pool kind, half
 Rows = dict[Key, list[torch.Tensor]]  # of one slot, in each buffer of each layer: uint8 [bytes]
 PROMPT = 130  # tokens: more than a slot of the largest stride
@@ -652,7 +658,7 @@ def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
         "MiniMaxSparseKVPool",
         "DSATokenToKVPool",
         "HybridLinearKVPool",
-    }
+    } | set(UNIFIED)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..buffer_group import Side
+from ..buffer_group import CanaryBufferGroup, Side
 from ..endpoint import Part
+from ..page_table import PageTable
 from ..record import Mode
 from .expected_inputs import ExpectedTokens
 
@@ -114,7 +116,7 @@ def refuse_trees(plan: ForwardPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """Turns a ForwardBatch into a ForwardPlan without copies: its tensors are read in place.
+    """Turns a ForwardBatch into a ForwardPlan. Its tensors are read in place, but for slots that go by other names.
 
     `parents`: int32 buffer at a fixed address, which captured graphs read. On a target it holds the draft trees
     of the batch to verify next (see `speculative_tree`). On a draft runner it is -1 throughout, because the branches
@@ -126,6 +128,7 @@ class PlanInput:
     inner_step: int = 0  # index of the draft forward in its step
     parents: torch.Tensor | None = None
     row_growth: int = 0  # for target verifies, see ForwardPlan
+    slot_names: PageTable | None = None  # see CanaryBufferGroup
 
     @classmethod
     def allocate(
@@ -134,11 +137,12 @@ class PlanInput:
         is_draft: bool = False,
         tree_width: int = 1,
         draft_tokens: int = 1,
+        groups: Iterable[CanaryBufferGroup] = (),
     ) -> PlanInput:
         """`req_to_token`: int32[request rows, context length], contiguous rows.
 
         `tree_width`: maximum new tokens of a request that do not form a chain; 1: no trees. `draft_tokens`: tokens
-        per request that a target verify checks.
+        per request that a target verify checks. `groups`: those of the pool, which say how new slots are named.
         """
         if (
             req_to_token.ndim != 2
@@ -153,7 +157,14 @@ class PlanInput:
         if tree_width > 1:
             size = req_to_token.shape[0] * tree_width
             parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
-        return cls(req_to_token, is_draft, parents=parents, row_growth=draft_tokens - 1)
+        names = [group.slot_names for group in groups if group.slot_names is not None]
+        return cls(
+            req_to_token,
+            is_draft,
+            parents=parents,
+            row_growth=draft_tokens - 1,
+            slot_names=names[0] if names else None,
+        )
 
     @property
     def numbers_forwards(self) -> bool:
@@ -257,7 +268,7 @@ class PlanInput:
         write = WritePlan(
             fb.input_ids,
             fb.positions,
-            fb.out_cache_loc,
+            self._named(fb.out_cache_loc),
             ext_lens,
             starts,
             tokens,
@@ -268,6 +279,14 @@ class PlanInput:
         )
         growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
         return ForwardPlan(verify, write, self.req_to_token, expected, growth)
+
+    def _named(self, locations: torch.Tensor) -> torch.Tensor:
+        """The slots in which attention stores new tokens, as requests hold them.
+
+        Looked up once, at HEAD: pages that a running forward writes do not move. Captured graphs keep physical slots
+        only, in a buffer of their own, so the batch's virtual ones would not do.
+        """
+        return locations if self.slot_names is None else self.slot_names.locate(locations)
 
 
 def _whole_requests(

@@ -15,6 +15,7 @@ from .attachment import PoolAttacher
 
 _ADAPTERS = f"{__package__}.adapters"
 _MEM_CACHE = "sglang.srt.mem_cache"
+_UNIFIED = f"{_MEM_CACHE}.unified_memory_pool"
 
 
 class Coverage(str, Enum):
@@ -98,6 +99,18 @@ _REGISTRY: dict[str, PoolSupport] = {
         "full-attention layers, as their MHA or MLA pool",
         "bytes of Mamba / linear states of running requests: every token overwrites them; the paths below say what "
         "is checked of states",
+    ),
+    f"{_UNIFIED}.UnifiedMHATokenToKVPool": PoolSupport(
+        "unified:attach_unified_mha", {_FULL: 2}, "K and V of every layer, wherever pages move"
+    ),
+    f"{_UNIFIED}.UnifiedMLATokenToKVPool": PoolSupport(
+        "unified:attach_unified_mla", {_FULL: 1}, "latent rows of every layer, wherever pages move"
+    ),
+    f"{_UNIFIED}.UnifiedHybridLinearKVPool": PoolSupport(
+        "hybrid_linear:attach_hybrid_linear",
+        {_FULL: 2},
+        "full-attention layers, as their unified MHA or MLA pool",
+        "states of Mamba / linear layers, which share the buffer",
     ),
     f"{_MEM_CACHE}.base_swa_memory_pool.BaseSWAKVPool": PoolSupport(
         refused="it is an abstract base; a subclass needs an attacher of its own"

@@ -28,7 +28,7 @@ from ..reports.violation import tag_name
 from ..slot_event import SlotEventKind
 from ..state import NUM_COUNTERS, CanaryDeviceState, Header, TagCounter
 from .forwards import Forward, Request, SweepEntry
-from .memory import CONTENT_SHAPES, Memory
+from .memory import CONTENT_SHAPES, Memory, Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,11 @@ class ScratchGroup:
     group: CanaryBufferGroup
     memories: dict[str, tuple[Memory, ...]]
     lut: list[int] | None = None
+    pages: Pages | None = None  # of content sources whose pages move
 
     def upload(self) -> None:
+        if self.pages is not None:
+            self.pages.upload()
         for memories in self.memories.values():
             for memory in memories:
                 memory.upload()
@@ -92,7 +95,10 @@ def _build_group(
     shapes = {"K": CONTENT_SHAPES[spec.k_shapes]}
     if has_v:
         shapes["V"] = CONTENT_SHAPES[spec.v_shapes]
-    memories = {h: tuple(Memory(s, num_slots, device) for s in ss) for h, ss in shapes.items()}
+    pages = Pages.of([s for ss in shapes.values() for s in ss], num_slots, device)
+    memories = {
+        h: tuple(Memory(s, num_slots, device, pages) for s in ss) for h, ss in shapes.items()
+    }
     sources = {half: tuple(m.source() for m in ms) for half, ms in memories.items()}
     group = CanaryBufferGroup(
         kind,
@@ -105,7 +111,7 @@ def _build_group(
         v_content=sources.get("V", ()),
         **options,
     )
-    return ScratchGroup(group, memories)
+    return ScratchGroup(group, memories, pages=pages)
 
 
 def _build_swa_group(spec: ScratchSpec, device: str) -> ScratchGroup:

@@ -11,6 +11,7 @@ from typing import Any
 from ..buffer_group import PoolKind
 from ..errors import startup_error
 from ..slot_event import SlotEventKind
+from .allocator_parts import AllocatorParts
 from .call_site import call_of
 from .context import context
 from .guard import guarded
@@ -33,8 +34,24 @@ def watch_allocator(allocator: Any) -> None:
         _refuse_unless_simple(allocator.swa_attn_allocator)
         context.watch_allocator(allocator.full_attn_allocator, PoolKind.FULL)
         context.watch_allocator(allocator.swa_attn_allocator, PoolKind.SWA)
+    elif name in release().allocator_parts:
+        _watch_parts(allocator, release().allocator_parts[name])
     else:
         _refuse_unless_simple(allocator)
+
+
+def _watch_parts(allocator: Any, known: AllocatorParts) -> None:
+    _refuse_unknown_methods(allocator, known.methods)
+    for attribute, kind in known.kinds.items():
+        part = getattr(allocator, attribute)
+        if type(part).__name__ != known.part:
+            raise startup_error(
+                f"the slot allocator {type(allocator).__name__} hands out {kind.value} slots by a "
+                f"{type(part).__name__}, whose frees the canary cannot follow (known: {known.part}).",
+                FREES,
+            )
+        _refuse_unknown_methods(part, known.part_methods)
+        context.watch_allocator(part, kind)
 
 
 def _refuse_unless_simple(allocator: Any) -> None:
@@ -73,14 +90,14 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
 
 
 @guarded
-def _after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
+def after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
     if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
         call = call_of(slots.numel()) if context.history else None
         context.slot_event(allocator, SlotEventKind.ALLOC, slots, call)
 
 
 @guarded
-def _after_clear(_: Any, allocator: Any) -> None:
+def after_clear(_: Any, allocator: Any) -> None:
     call = call_of(0) if context.history else None
     context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
 
@@ -90,11 +107,11 @@ def _hooks() -> tuple[HookSpec, ...]:
     hooks = []
     for name in _SIMPLE:
         hooks.append(HookSpec(f"{module}.{name}.free", before_free, HookType.BEFORE, FREES))
-        hooks.append(HookSpec(f"{module}.{name}.alloc", _after_alloc, HookType.AFTER, FREES))
-        hooks.append(HookSpec(f"{module}.{name}.clear", _after_clear, HookType.AFTER, FREES))
+        hooks.append(HookSpec(f"{module}.{name}.alloc", after_alloc, HookType.AFTER, FREES))
+        hooks.append(HookSpec(f"{module}.{name}.clear", after_clear, HookType.AFTER, FREES))
     for method in ("alloc_extend", "alloc_decode"):
         target = f"{module}.PagedTokenToKVPoolAllocator.{method}"
-        hooks.append(HookSpec(target, _after_alloc, HookType.AFTER, FREES))
+        hooks.append(HookSpec(target, after_alloc, HookType.AFTER, FREES))
     return tuple(hooks)
 
 

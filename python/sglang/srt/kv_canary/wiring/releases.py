@@ -7,7 +7,7 @@ What differs between releases is in one folder per family of releases: `v0_5_12`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..pool_patcher.registry import PoolSupport
     from ..runner.ranks import Ranks
+    from .allocator_parts import AllocatorParts
     from .path_support import PathSupport
     from .refusals import Refusal
     from .state_answers import StateAnswers
@@ -93,6 +94,8 @@ class Release:
     transfers: TransferAnswers | None = None
     # Of states of linear-attention layers. None: they are not checked.
     states: StateAnswers | None = None
+    # Allocators with parts, by class name, beside SWATokenToKVPoolAllocator.
+    allocator_parts: Mapping[str, AllocatorParts] = field(default_factory=dict)
 
 
 @cache

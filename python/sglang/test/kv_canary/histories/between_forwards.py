@@ -18,10 +18,12 @@ from .operations import (
     Clear,
     Evict,
     Move,
+    MovePage,
     Release,
     SetAnchor,
     Sweep,
     UpdateWeights,
+    odd_value,
 )
 
 
@@ -92,6 +94,22 @@ class BetweenForwards(Damages):
         if not any(source in other.slots for other in self.rows):
             self._free_swa([source])
             self._free_full([source])
+
+    def _do_move_page(self, op: MovePage) -> None:
+        g, _ = self._group(op.group)
+        if g.pages is None:
+            return
+        places, count = g.pages.host, len(g.pages.host)
+        page, place = 1 + op.page % (count - 1), odd_value(op, count)
+        before = places[page]
+        if place in places[1:]:  # another page's
+            places[places.index(place, 1)] = before
+        places[page] = place
+        if 0 < place < count and 0 < before < count:
+            for memory in (m for ms in g.memories.values() for m in ms if m.pages):
+                moved, other = memory.page(before), memory.page(place)
+                memory.put_page(place, moved)
+                memory.put_page(before, other)
 
     def _all_live(self, slots: Sequence[int]) -> bool:
         """Whether the groups' slots, one of each, have live TAIL records."""

@@ -166,6 +166,16 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class MovePage:
+    """A page changes places, with its bytes, with another one. `kind` as of Alias: 1, 2 and 3 unbind it instead."""
+
+    group: int
+    page: int
+    value: int
+    kind: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """All slots that requests hold. `odd`: (field, value) pairs that turn into entries which no walk yields."""
 
@@ -196,6 +206,7 @@ Operation = (
     | AllocatorEvent
     | Clear
     | Move
+    | MovePage
     | Sweep
     | Arm
     | UpdateWeights
@@ -204,7 +215,7 @@ Operation = (
 )
 
 
-def odd_value(op: Alias | Remap | InputFault, limit: int) -> int:
+def odd_value(op: Alias | Remap | InputFault | MovePage, limit: int) -> int:
     """Kind 0: any slot; 1: zero; 2: negative; 3: too large, by one at least."""
     return (1 + op.value % (limit - 1), 0, -1 - op.value % 70000, limit + op.value % 70000)[
         op.kind % 4

@@ -15,7 +15,9 @@ def _mix(value: int) -> int:
 
 
 def fingerprint(layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode) -> int:
-    """Content word of a slot, signed."""
+    """Content word of a slot, signed. 0, for unknown, if its page is unbound."""
+    if layouts and not layouts[0].has_bytes(slot):
+        return 0
     unit = 4 if all(layout.in_words for layout in layouts) else 1
     total = record.CONTENT_BASE
     for source, layout in enumerate(layouts):

@@ -61,6 +61,8 @@ class ContentChecks(Predictions):
         stored = group.records[half, "TAIL"][slot]
         if stored.state != State.LIVE or stored.content == 0:
             return
+        if not group.content[half][0].has_bytes(slot):
+            return
         now = fingerprint(group.content[half], slot, self.content_mode)
         self.counters[tag, TagCounter.CONTENT_CHECKED] += 1
         self._report(
@@ -85,6 +87,8 @@ class ContentChecks(Predictions):
             slot, _ = group.locate(full_slot)
             if not group.completes(full_slot):
                 continue
-            if slot is not None and tail[slot].forward == self.done & record.FORWARD_MASK:
+            if slot is None or not group.content[half][0].has_bytes(slot):
+                continue
+            if tail[slot].forward == self.done & record.FORWARD_MASK:
                 tail[slot].content = fingerprint(group.content[half], slot, self.content_mode)
                 self.counters[tag, TagCounter.CONTENT_WRITTEN] += 1

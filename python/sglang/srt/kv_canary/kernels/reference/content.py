@@ -74,7 +74,8 @@ def content_fingerprint(
 ) -> Words:
     """Fingerprint int64[n] of `slots` int64[n] (in the group's own slot space).
 
-    `sampled_as` int64[n]: the slots for which mode `partial` chooses its sectors; None: `slots`.
+    `sampled_as` int64[n]: the slots for which mode `partial` chooses its sectors; None: `slots`. 0, which stands for
+    unknown content, where a slot's page is unbound.
     """
     sampled_as = slots if sampled_as is None else sampled_as
     unit = content_unit(sources)
@@ -82,7 +83,13 @@ def content_fingerprint(
     for index, source in enumerate(sources):
         words = words_read(source, index, sampled_as, unit, mode)
         total = total + (word_values(source, slots, words, unit) * word_keys(index, words)).sum(1)
-    return total
+    return total * has_bytes(sources, slots)
+
+
+def has_bytes(sources: tuple[ContentSource, ...], slots: Words) -> Words:
+    """Whether the page of each slot is bound, bool[n]. All sources of a group have the same page table."""
+    table = sources[0].page_table if sources else None
+    return slots == slots if table is None else table.locate(slots) > 0
 
 
 def check_and_write_content(
@@ -114,6 +121,7 @@ def _write(launch: Launch, half: str, mode: ContentMode) -> None:
         launch.forward & record.FORWARD_MASK
     )
     slots = slots[fresh]
+    slots = slots[has_bytes(group.content(half), slots)]
     tail[slots, record.WORD_CONTENT] = content_fingerprint(group.content(half), slots, mode)
     launch.report(half).count(TagCounter.CONTENT_WRITTEN, slots.size)
 
@@ -147,6 +155,7 @@ def _compare(
     words = array(group.records(half, Side.TAIL))[slots]
     writer, stored = words[:, record.WORD_WRITER], words[:, record.WORD_CONTENT]
     has = (hashing.state_of(writer) == record.State.LIVE) & (stored != 0)
+    has &= has_bytes(group.content(half), slots)
     now = content_fingerprint(group.content(half), slots, mode)
     report.append(
         (has & (now != stored)) * int(Reason.CONTENT),

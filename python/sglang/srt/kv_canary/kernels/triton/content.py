@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import record
 from ...buffer_group import CanaryBufferGroup, ContentSource, Side
 from ...config import ContentMode
+from ...page_table import PageTable
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
@@ -55,6 +56,16 @@ class ContentLaunch:
     align: int  # bytes: every row starts at a multiple
     row_align: int  # words: every row's length is a multiple
     max_words: int  # of a row
+    page_table: PageTable | None  # of every source
+
+    @property
+    def page_arguments(self) -> dict[str, Any]:
+        """Arguments, by name, that say where pages lie now."""
+        table = self.page_table
+        return {
+            "page_table": None if table is None else table.pages,
+            "page_limit": 0 if table is None else table.limit,
+        }
 
     def constants(self, mode: ContentMode, few: bool = False) -> dict[str, int | bool]:
         """Compile-time arguments of the kernels; `few`: of launches with few work items."""
@@ -110,6 +121,14 @@ def _page_size_of(sources: list[ContentSource]) -> int:
     return page_sizes.pop() if len(page_sizes) == 1 else 0
 
 
+def _page_table_of(sources: list[ContentSource]) -> PageTable | None:
+    """The page table of `sources`. Raises ValueError if they do not share one: a launch finds each slot's page once."""
+    table = sources[0].page_table
+    if any(source.page_table is not table for source in sources):
+        raise ValueError("expected one page table for all content sources of a group, got several")
+    return table
+
+
 def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
     sources = [source for part in parts for source in part]
     if sources[0].data.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -127,6 +146,7 @@ def _make_launch(parts: tuple[tuple[ContentSource, ...], ...]) -> ContentLaunch:
         align=math.gcd(16, *strides),
         row_align=math.gcd(4, *(s.row_bytes // unit for s in sources)),
         max_words=max(s.row_bytes // unit for s in sources),
+        page_table=_page_table_of(sources),
     )
 
 
@@ -169,6 +189,7 @@ def _half_arguments(
         "records": group.records(halves[0], Side.TAIL),
         "second_records": group.records(halves[1], Side.TAIL) if len(halves) > 1 else None,
         "table": launch.table,
+        **launch.page_arguments,
         "first_size": launch.sizes[0],
         "second_size": launch.sizes[1],
     }
@@ -222,7 +243,7 @@ def check_and_write_content(
 def content_fingerprint(
     sources: tuple[ContentSource, ...], slots: torch.Tensor, mode: ContentMode
 ) -> torch.Tensor:
-    """Fingerprint int64[n] of `slots` int[n], in the group's slot space. All must lie in the pool."""
+    """Fingerprint int64[n] of `slots` int[n], in the group's slot space. All must lie in the pool. 0: page unbound."""
     out = torch.full(slots.shape, record.to_signed64(record.CONTENT_BASE), device=slots.device)
     if not sources or slots.numel() == 0:
         return out
@@ -233,6 +254,7 @@ def content_fingerprint(
         "slot_list": dense(slots),
         "out": out,
         "table": launch.table,
+        **launch.page_arguments,
         "list_size": slots.numel(),
         "sources": launch.sizes[0],
         **constants,

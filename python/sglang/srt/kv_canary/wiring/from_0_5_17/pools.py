@@ -7,7 +7,18 @@ from dataclasses import replace
 from ...pool_patcher import registry
 from ...pool_patcher.registry import PoolSupport
 
-__all__ = ["PAGE_MAJOR", "PARTS", "POOLS", "SERVED_WITH_SPECULATION", "judged"]
+__all__ = [
+    "DRAFTS",
+    "PAGE_MAJOR",
+    "PARTS",
+    "POOLS",
+    "SERVED_WITH_SPECULATION",
+    "UNIFIED",
+    "UNIFIED_HYBRID",
+    "UNIFIED_MHA",
+    "UNIFIED_MLA",
+    "judged",
+]
 
 _MEM_CACHE = "sglang.srt.mem_cache"
 _POOLS = f"{_MEM_CACHE}.memory_pool"
@@ -17,7 +28,13 @@ _MHA_MXFP8 = f"{_POOLS}.MHATokenToKVPoolMXFP8"
 _MINIMAX, _K_ONLY = f"{_POOLS}.MiniMaxSparseKVPool", f"{_POOLS}.MHATokenToKOnlyPool"
 _DSA, _HYBRID = f"{_POOLS}.DSATokenToKVPool", f"{_POOLS}.HybridLinearKVPool"
 _SWA = f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool"
-_UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
+UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
+UNIFIED_MHA, UNIFIED_MLA = (
+    f"{UNIFIED}.UnifiedMHATokenToKVPool",
+    f"{UNIFIED}.UnifiedMLATokenToKVPool",
+)
+UNIFIED_HYBRID = f"{UNIFIED}.UnifiedHybridLinearKVPool"
+DRAFTS = (f"{_DRAFT}.UnifiedDraftKVPool", f"{_DRAFT}.UnifiedDraftSWAKVPool")
 _SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
 _DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
 _DSV4_POOL = f"{_DSV4}.DeepSeekV4TokenToKVPool"
@@ -36,6 +53,7 @@ PARTS = {
     _HYBRID: (_MHA, _MLA),
     _MINIMAX: (_MHA, _K_ONLY),
     _DSV4_POOL: _DSV4_PARTS,
+    UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
 }
 # Speculative decoding writes these in tests. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
@@ -44,13 +62,10 @@ SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "slot ids are virtual: a table on the device says where a page's bytes lie, which no content source reads": (
-        f"{_UNIFIED}.UnifiedMHATokenToKVPool",
-        f"{_UNIFIED}.UnifiedMLATokenToKVPool",
-        f"{_UNIFIED}.UnifiedSWAKVPool",
-        f"{_UNIFIED}.UnifiedHybridLinearKVPool",
-        f"{_DRAFT}.UnifiedDraftKVPool",
-        f"{_DRAFT}.UnifiedDraftSWAKVPool",
+    "slot ids are virtual, and the frees of its allocators are followed from 0.5.22 on only": (
+        UNIFIED_MHA,
+        UNIFIED_MLA,
+        f"{UNIFIED}.UnifiedSWAKVPool",
     ),
     "pages are spread over ranks, and a rank gathers those of others into scratch rows": (
         f"{_SHARDED}.PageInterleaveMHATokenToKVPool",

@@ -52,12 +52,6 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --cuda-graph-backend-prefill, or add --disable-prefill-cuda-graph.",
     ),
     Refusal(
-        "unified memory",
-        lambda args: args.enable_unified_memory,
-        "its pages move to other addresses while requests run.",
-        "Remove --enable-unified-memory.",
-    ),
-    Refusal(
         "post-capture KV sizing",
         lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         "the pool gets other buffers after the records are beside it.",

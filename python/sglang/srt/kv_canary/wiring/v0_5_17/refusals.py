@@ -19,6 +19,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "no test of the canary has run it on this release yet.",
         "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
     ),
+    Refusal(
+        "unified memory",
+        lambda args: args.enable_unified_memory,
+        "its pages move to other addresses while requests run, which is followed from 0.5.22 on only.",
+        "Remove --enable-unified-memory.",
+    ),
     DISAGGREGATION,
     *hicache_refusals.REFUSALS,
     Refusal(

@@ -19,7 +19,9 @@ from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 from .namespace import namespace
+from .pools import UNIFIED_POOLS
 from .transfers import TRANSFERS
+from .unified_allocator_methods import UNIFIED_ALLOCATORS
 
 __all__ = ["RELEASE"]
 
@@ -111,6 +113,7 @@ RELEASE = Release(
         "schedule_stream",
         "scheduler",
         "v0_5_22.scheduler",
+        "v0_5_22.unified_allocator",
         "v0_5_22.action",
         "from_0_5_17.server_args",
         "from_0_5_17.speculative",
@@ -124,7 +127,7 @@ RELEASE = Release(
     has_own_canary=True,
     check=lambda: None,
     served=_served,
-    known_pools=lambda: {**POOLS, PAGE_MAJOR: _NOT_BUILT},
+    known_pools=lambda: {**POOLS, **UNIFIED_POOLS, PAGE_MAJOR: _NOT_BUILT},
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=attrgetter("kv.req_pool_idx"),  # in C: a step asks for those of the whole batch
@@ -135,6 +138,7 @@ RELEASE = Release(
     allocator_methods=ALLOCATOR_METHODS,
     swa_allocator_methods=ALLOCATOR_METHODS | SWA_ALLOCATOR_METHODS,
     queues_frees=_queues_frees,
+    allocator_parts=UNIFIED_ALLOCATORS,
     swa_location=torch.int64,
     draft_ids=torch.int64,
     settled=_settled,

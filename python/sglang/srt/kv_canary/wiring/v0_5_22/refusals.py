@@ -26,6 +26,13 @@ REFUSALS: tuple[Refusal, ...] = (
     *MORE_TRANSFERS,
     *HICACHE_REFUSALS,
     Refusal(
+        "unified memory",
+        lambda args: args.enable_unified_memory,
+        "SGLang sizes its buffer without room for records, and moves pages without waiting for the sweep. It serves "
+        "them with attention backends of GPUs only, where the canary has never run while pages move.",
+        "Remove --enable-unified-memory.",
+    ),
+    Refusal(
         "HiCache with host memory as a buffer",
         lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
         "its pages come from storage past the code that checks them.",

@@ -38,6 +38,13 @@ class Sources(NamedTuple):
     size: Any
 
 
+class Pages(NamedTuple):
+    """Where pages lie now, see `PageTable`."""
+
+    entries: Any  # None: pages do not move
+    limit: Any
+
+
 class Shape(NamedTuple):
     """What is known at compile time. Pass it on as it is: assigned to a name, its fields become run-time values."""
 
@@ -63,8 +70,21 @@ class _Rows(NamedTuple):
 
 
 @jit
-def _rows_at(sources, first, slots, shape):
-    """Rows of `slots` [slots, 1] in shape.layers sources from `first` on."""
+def locate(pages, slots, usable, SIZE: tl.constexpr):
+    """(places of `slots` in the buffers, `usable` without the slots whose page is unbound). SIZE: slots per page."""
+    if pages.entries is None:
+        places = slots
+    else:
+        page = tl.where(usable, slots, 0) // SIZE
+        entry = tl.load(pages.entries + page)
+        usable = usable & (entry > 0) & (entry < pages.limit)
+        places = tl.where(usable, entry * SIZE + slots % SIZE, 0)
+    return places, usable
+
+
+@jit
+def _rows_at(sources, first, slots, places, shape):
+    """Rows of `slots` [slots, 1], which lie at `places`, in shape.layers sources from `first` on."""
     layer = first + tl.arange(0, shape.layers)[None, :]
     # Not masked: see forward_kernel._block_at.
     entry = sources.table + tl.minimum(layer, sources.size - 1) * TABLE_COLUMNS
@@ -73,17 +93,17 @@ def _rows_at(sources, first, slots, shape):
     start = tl.load(entry + ADDRESS)
     page_stride = tl.load(entry + PAGE_STRIDE)
     if shape.page_size == 1:
-        start = start + slots * page_stride
+        start = start + places * page_stride
     else:
         token_stride = tl.load(entry + TOKEN_STRIDE)
-        # 32 bits divide faster, and slots fit.
+        # 32 bits divide faster, and places fit.
         if shape.page_size <= 0:
             page_size = tl.load(entry + PAGE_SIZE).to(tl.int32)
-            page = slots.to(tl.int32) // page_size
-            place = slots.to(tl.int32) - page * page_size
+            page = places.to(tl.int32) // page_size
+            place = places.to(tl.int32) - page * page_size
         else:
-            page = slots.to(tl.int32) // shape.page_size
-            place = slots.to(tl.int32) - page * shape.page_size
+            page = places.to(tl.int32) // shape.page_size
+            place = places.to(tl.int32) - page * shape.page_size
         if shape.page_size < 0:
             packed = tl.load(entry + RUN)
             run_slots = (packed >> RUN_SHIFT).to(tl.int32)
@@ -101,16 +121,16 @@ def _rows_at(sources, first, slots, shape):
 
 
 @jit
-def fingerprint(sources, slots, usable, shape):
-    """Fingerprint int64[shape.slots] of `slots`; of slots that are not `usable` nothing is read."""
+def fingerprint(sources, slots, places, usable, shape):
+    """Fingerprint int64[shape.slots] of `slots` at `places`; of slots that are not `usable` nothing is read."""
     # Axes: slot, quad, layer, word of the quad. Triton gives neighbouring threads neighbouring quads of a row.
     place = (tl.arange(0, shape.quads)[:, None] * 4 + tl.arange(0, 4)[None, :])[None, :, None, :]
     total = tl.full([shape.slots, shape.quads], 0, tl.int64)
     for first_word in range(0, shape.words, 4 * shape.quads):
-        rows = _rows_at(sources, 0, slots[:, None], shape)
+        rows = _rows_at(sources, 0, slots[:, None], places[:, None], shape)
         for first in range(0, sources.size, shape.layers):
             # A turn ahead, so that the words' loads wait for nothing.
-            more = _rows_at(sources, first + shape.layers, slots[:, None], shape)
+            more = _rows_at(sources, first + shape.layers, slots[:, None], places[:, None], shape)
             word = first_word + place
             if shape.partial:
                 word = word + rows.skipped[:, None, :, None]

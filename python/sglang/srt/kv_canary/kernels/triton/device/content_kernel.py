@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from ..jit import jit, sum_of
-from .content import TABLE_COLUMNS, Shape, Sources, fingerprint
+from .content import TABLE_COLUMNS, Pages, Shape, Sources, fingerprint, locate
 from .launch import Inputs
 from .record import (
     CHAIN,
@@ -41,7 +41,7 @@ class _Read(NamedTuple):
     """Slots of one half, and what their records say."""
 
     slots: Any
-    usable: Any  # others are slot 0
+    usable: Any  # others are slot 0, or have no bytes
     words: Any  # addresses of the records
     writer: Any
     stored: Any  # fingerprints
@@ -114,7 +114,14 @@ def _completed_slots(batch, inputs, index, piece, STRIDE: tl.constexpr, SLOTS: t
     return tl.where(full % STRIDE == STRIDE - 1, full, 0)
 
 
-CONTENT_INTEGERS = [*BATCH_INTEGERS, "budget_slots", "first_size", "second_size", "list_size"]
+CONTENT_INTEGERS = [
+    *BATCH_INTEGERS,
+    "budget_slots",
+    "page_limit",
+    "first_size",
+    "second_size",
+    "list_size",
+]
 
 
 @jit(do_not_specialize=CONTENT_INTEGERS, do_not_specialize_on_alignment=BATCH_VIEWS)
@@ -132,6 +139,7 @@ def content_kernel(
     records,  # TAIL records of the first half
     second_records,  # None: one half only
     table,  # the first half's sources, then the second's
+    page_table,  # None: pages do not move
     prefix_delta,
     batch_size,
     num_tokens,
@@ -143,6 +151,7 @@ def content_kernel(
     num_slots,
     window,
     budget_slots,
+    page_limit,
     capacity,
     tag,  # of the first half
     first_size,
@@ -225,10 +234,12 @@ def content_kernel(
                 full = _completed_slots(batch, inputs, index, piece_written - first, STRIDE, SLOTS)
         slots, reasons = translate(space, full)
         size = tl.where(half == 0, first_size, second_size)
-        read = _read(records + half * offset, slots, reasons == 0)
+        places, usable = locate(Pages(page_table, page_limit), slots, reasons == 0, PAGE_SIZE)
+        read = _read(records + half * offset, slots, usable)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
+            places,
             read.usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
@@ -259,8 +270,10 @@ def content_list_kernel(
     records,
     second_records,
     table,
+    page_table,
     list_size,
     num_slots,
+    page_limit,
     capacity,
     tag,
     first_size,
@@ -293,10 +306,12 @@ def content_list_kernel(
         usable = (slots > 0) & (slots < num_slots)
         slots = tl.where(usable, slots, 0)
         size = tl.where(half == 0, first_size, second_size)
+        places, usable = locate(Pages(page_table, page_limit), slots, usable, PAGE_SIZE)
         read = _read(records + half * offset, slots, usable)
         now = fingerprint(
             Sources(table + half * first_size * TABLE_COLUMNS, size),
             slots,
+            places,
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
@@ -309,13 +324,18 @@ def content_list_kernel(
         count(report, 1, CONTENT_CHECKED, second_checked)
 
 
-@jit(do_not_specialize=["list_size", "sources"], do_not_specialize_on_alignment=["slot_list"])
+@jit(
+    do_not_specialize=["list_size", "sources", "page_limit"],
+    do_not_specialize_on_alignment=["slot_list"],
+)
 def fingerprint_kernel(
     slot_list,
     out,
     table,
+    page_table,
     list_size,
     sources,
+    page_limit,
     PAGE_SIZE: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -326,16 +346,20 @@ def fingerprint_kernel(
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Fingerprints of listed slots."""
+    """Fingerprints of listed slots. 0 where a slot's page is unbound."""
     items = (list_size + (SLOTS - 1)) // SLOTS
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         at = item * SLOTS + tl.arange(0, SLOTS)
         inside = at < list_size
         slots = tl.load(slot_list + at, mask=inside, other=0).to(tl.int64)
+        places, usable = locate(Pages(page_table, page_limit), slots, inside, PAGE_SIZE)
         now = fingerprint(
             Sources(table, sources),
             slots,
-            inside,
+            places,
+            usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
+        if page_table is not None:
+            now = tl.where(usable, now, 0)
         tl.store(out + at, now, mask=inside)

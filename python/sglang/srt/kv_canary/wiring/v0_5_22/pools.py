@@ -1,0 +1,22 @@
+"""Pools of these releases alone: sub-pools of one buffer, in which pages move."""
+
+from __future__ import annotations
+
+from ...pool_patcher.registry import PoolSupport
+from ..from_0_5_17.pools import DRAFTS, UNIFIED, UNIFIED_HYBRID, UNIFIED_MHA, UNIFIED_MLA, judged
+
+__all__ = ["UNIFIED_POOLS"]
+
+UNIFIED_POOLS = {
+    **{name: judged(name) for name in (UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID)},
+    f"{UNIFIED}.UnifiedSWAKVPool": PoolSupport(
+        refused="SGLang may bind a kept full page to the SWA page of a new copy of its tokens, whose records no hook "
+        "moves"
+    ),
+    **{
+        name: PoolSupport(
+            refused="its rows lie in the pages of the target, which no draft's records follow"
+        )
+        for name in DRAFTS
+    },
+}

@@ -1,0 +1,71 @@
+"""Public methods of the allocators of unified pools. All that free slots lead to hooked ones."""
+
+from __future__ import annotations
+
+from ...buffer_group import PoolKind
+from ..allocator_parts import AllocatorParts
+from .allocator_methods import ALLOCATOR_METHODS
+
+# What both kinds have beside other allocators.
+_UNIFIED = frozenset(
+    {
+        "allocator_state_str",
+        "flush_opportunistic",
+        "is_slot_allocated",
+        "prewarm_compaction",
+        "set_inflight_forward",
+        "set_latest_forward_done_event",
+        "translate_kv_loc",
+        "translate_write_loc",
+    }
+)
+_PART_METHODS = (
+    ALLOCATOR_METHODS
+    | _UNIFIED
+    | {
+        "alloc_physical",
+        "alloc_with_virtual",
+        "allocated_count",
+        "bind",
+        "bind_high_peer",
+        "bind_low_peer",
+        "bind_peer",
+        "cancel_physical_reservation",
+        "clear_inverse_history",
+        "flush_for_allocation",
+        "free_physical",
+        "live_page_count",
+        "moves_blocked",
+        "schedulable_available_size",
+        "take_physical",
+        "take_physical_pages",
+        "watermark_physical",
+    }
+)
+_HYBRID_METHODS = (
+    ALLOCATOR_METHODS
+    | _UNIFIED
+    | {
+        "draft_virtual_id_space",
+        "flush_deferred_full_frees",
+        "full_available_size",
+        "full_p2v_page_table",
+        "full_tokens_before_mamba_recheck",
+        "full_v2p_page_table",
+        "mamba_slot_full_token_cost",
+        "prepare_mamba_allocation",
+        "set_disagg_move_gate",
+        "set_host_transfer_move_gate",
+        "size",
+        "size_mamba",
+    }
+)
+
+UNIFIED_ALLOCATORS = {
+    "UnifiedMambaTokenToKVPoolAllocator": AllocatorParts(
+        methods=_HYBRID_METHODS,
+        kinds={"full_attn_allocator": PoolKind.FULL},
+        part="MultiEndedAllocator",
+        part_methods=_PART_METHODS,
+    )
+}
