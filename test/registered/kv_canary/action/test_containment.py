@@ -48,7 +48,7 @@ def spread(changed: set[int], tainted: set[int], cache: bool = True) -> tuple[se
     for row, (rid, slots) in enumerate(ROWS.items(), 1):
         rig.request(rid, row, slots)
     ends: dict[str, str] = {}
-    rig.containment._spread(changed, tainted, rig.containment._live(), ends)
+    rig.containment._spread(changed, tainted, rig.containment._live(), ends, {})
     return set(ends), tainted
 
 
@@ -71,7 +71,7 @@ def test_long_rows_are_searched_in_one_pass() -> None:
     rig = ContainmentRig(width=20_000)
     rig.request("ada", 1, range(1, 20_000))
     start = time.process_time()
-    rig.containment._spread(set(), set(range(1, 20_000)), rig.containment._live(), ends := {})
+    rig.containment._spread(set(), set(range(1, 20_000)), rig.containment._live(), ends := {}, {})
     assert set(ends) == {"ada"}
     assert time.process_time() - start < 0.5  # a search per slot takes 2 s and more
 
@@ -114,6 +114,22 @@ def test_who_was_answered_is_counted_once(rig: ContainmentRig) -> None:
     assert +rig.desk.outcomes == {"answered": 1}
 
 
+def test_who_asked_the_same_before_the_damage_was_answered_right(rig: ContainmentRig) -> None:
+    before = rig.request("before", 1)
+    rig.forward(before)
+    rig.finish(before)
+    reader = rig.request("reader", 2)
+    found = read(reader, rig.forward(reader))
+    rig.tree.insert(range(8))  # the tokens of all three, in slots of the reader
+    tainted = tuple(rig.tree.match(range(8)).device_indices.tolist())
+    after = rig.request("after", 3)
+    rig.forward(after)
+    rig.finish(after)
+    rig.act(found, tainted=tainted)
+    assert set(rig.containment._known) == {"reader", "after"}
+    assert +rig.desk.outcomes == {"aborted": 1, "answered": 1}
+
+
 def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     found = read(request, rig.forward(request))
@@ -129,7 +145,7 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> N
     request = rig.request("chat", 1)
     rig.tree.insert(range(8))
     slot = int(rig.tree.match(range(8)).device_indices[0])
-    next(iter(rig.tree.cache.root_node.children.values())).value = None  # as an error on the device
+    next(iter(rig.tree.cache.root_node.children.values())).value = 7  # as an error on the device
     rig.act(read(request, rig.forward(request)), slots=(DamagedSlot(slot, 5, True),))
     assert request.to_finish is not None
     assert +rig.desk.outcomes == {"aborted": 1}

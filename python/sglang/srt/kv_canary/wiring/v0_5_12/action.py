@@ -19,7 +19,8 @@ from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
-from .cached_prefixes import prefixes_of
+from .hicached_prefixes import around_store_node
+from .prefixes import prefixes_of
 
 
 @guarded
@@ -38,6 +39,8 @@ def _requests_of(scheduler: Any) -> Iterator[Any]:
 def _answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
     from sglang.srt.managers.io_struct import AbortReq
 
+    if scheduler.enable_hicache_storage:
+        scheduler.tree_cache.release_aborted_request(request.rid)
     answer = AbortReq(finished_reason=reason, rid=request.rid)
     scheduler.send_to_tokenizer.send_output(answer, request)
 
@@ -63,6 +66,12 @@ HOOKS = (
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,
         HookType.AFTER,
+        ACTION,
+    ),
+    HookSpec(
+        f"{_MEM_CACHE}.hiradix_cache.HiRadixCache.write_backup_storage",
+        around_store_node,
+        HookType.AROUND,
         ACTION,
     ),
     *(
