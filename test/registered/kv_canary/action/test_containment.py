@@ -208,11 +208,7 @@ def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: ContainmentRi
 
 def args(**changed: Any) -> SimpleNamespace:
     known = {"disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dp_size": 1, "nnodes": 1}
-    known |= {
-        "scheduler_recv_interval": 1,
-        "enable_dp_attention": False,
-        "enable_streaming_session": False,
-    }
+    known |= {"scheduler_recv_interval": 1, "enable_dp_attention": False}
     return SimpleNamespace(**{**known, **changed})
 
 
@@ -226,7 +222,6 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
         ({"pp_size": 2}, "pipeline stages"),
-        ({"enable_streaming_session": True}, "streaming sessions"),
         ({"disaggregation_mode": "decode"}, "a decode server"),
     ],
     ids=str,

@@ -83,8 +83,6 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
             f"{_REPORTED} with --scheduler-recv-interval above 1 tensor-parallel ranks do not speak to each other in "
             "every step"
         )
-    if args.enable_streaming_session:
-        return f"{_REPORTED} streaming sessions keep KV between requests"
     if prefixes is None:
         name = type(scheduler.tree_cache).__name__
         return f"{_REPORTED} nothing can be dropped from the prefix cache {name}"

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..containment.prefixes import NoPrefixes, Prefixes
 from .cached_prefixes import RADIX_TREE, SWA_TREE, CachedPrefixes
 from .hicached_prefixes import HICACHE_TREE, HiCachedPrefixes
+from .session_prefixes import SessionPrefixes
 
-__all__ = ["prefixes_of"]
+__all__ = ["prefixes_of", "prefixes_of_server"]
+
+
+def prefixes_of_server(
+    scheduler: Any, requests_of: Callable[[Any], Iterable[Any]]
+) -> Prefixes | None:
+    """Its prefix cache, and what streaming sessions keep beside it. `requests_of`: see Terms."""
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    tree = scheduler.tree_cache
+    if type(tree) is not StreamingSession:
+        return prefixes_of(tree)
+    inner = prefixes_of(tree.inner)
+    return None if inner is None else SessionPrefixes(scheduler, inner, requests_of)
 
 
 def prefixes_of(tree: Any) -> Prefixes | None:
