@@ -23,7 +23,7 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.containment.install import why_reported_only
+from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported_only
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
@@ -204,6 +204,16 @@ def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: ContainmentRi
     rig.manager.recorder.note_forward(7, "DECODE")
     assert (rig.manager.recorder.request_id(7, 1), rig.manager.armed) == ("chat", True)
     assert rig.manager.errors.total == 1
+
+
+def test_first_positions_that_only_the_device_knows_are_not_above_the_true_ones() -> None:
+    """Of speculation on newer releases."""
+    mode = SimpleNamespace(is_extend=lambda: False)
+    request = SimpleNamespace(origin_input_ids=[1, 2, 3], output_ids=[4, 5])
+    batch = SimpleNamespace(forward_mode=mode, seq_lens_cpu=None, reqs=[request])
+    assert _starts_of(batch) == [4]
+    batch.seq_lens_cpu = torch.tensor([7])
+    assert _starts_of(batch) == [6]
 
 
 def args(**changed: Any) -> SimpleNamespace:

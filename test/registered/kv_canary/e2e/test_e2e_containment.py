@@ -11,7 +11,11 @@ from urllib.error import HTTPError
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.eagle_mode import V1, V2
+from sglang_kv_canary.testing.hicache_mode import ON_CPU
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
@@ -134,6 +138,15 @@ class TestWithoutCache(ContainmentBase):
 
 @long_form
 @not_on_newer_releases
+class TestPages(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "page_size": consts.PAGE_SIZE}
+    # SGLang's page allocator is a Triton kernel.
+    env: ClassVar = {**ENV, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (quick_interpreter,) if ON_CPU else ()
+
+
+@long_form
+@not_on_newer_releases
 class TestSlidingWindow(ContainmentBase):
     mode_name = "swa"
 
@@ -182,8 +195,7 @@ class Speculation:
         assert self.serving.events("internal_error") == []
 
 
-@long_form
-@not_on_newer_releases
+@pytest.mark.skipif(not NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 class TestEagleV2(Speculation, EagleE2EBase):
     speculation: ClassVar = V2
 

@@ -100,4 +100,7 @@ def _starts_of(batch: Any) -> list[int]:
     """The first position that each request of the batch computes."""
     if batch.forward_mode.is_extend() and batch.prefix_lens is not None:
         return batch.prefix_lens
+    if batch.seq_lens_cpu is None:
+        # Speculation from 0.5.22 on. What the host knows may be less: writers tell what a forward has computed.
+        return [len(r.origin_input_ids) + len(r.output_ids) - 1 for r in batch.reqs]
     return (batch.seq_lens_cpu - 1).tolist()

@@ -34,8 +34,8 @@ def _why_not(scheduler: Any) -> str | None:
         why = "SGLang frees pages past the check of who owns them, and keeps freed ones aside"
     elif scheduler.is_hybrid_swa:
         why = "SGLang frees slots of sliding-window pools past the check of who owns them"
-    elif not scheduler.spec_algorithm.is_none():
-        why = "no test has run it with speculative decoding"
+    elif not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_eagle()):
+        why = "no test has run it with speculation other than EAGLE and EAGLE3"
     elif args.enable_hierarchical_cache:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
     elif args.enable_streaming_session:
