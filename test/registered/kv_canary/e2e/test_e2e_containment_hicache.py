@@ -17,13 +17,13 @@ from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
-from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Round, differing, serve
+from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool, Round, differing, serve
 from sglang_kv_canary_rigs.hicache_serving import ask, hits, prompts
 
 if release().has_own_canary:
     pytest.skip("findings are reported only there", allow_module_level=True)
 
-register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
@@ -73,7 +73,8 @@ class HiCacheContainment(ContainmentBase):
         right = self.ask("computed-right", longer)["output_ids"]
         self.forget_everything()
         self.generate("computed-writer", prefix, 1)
-        self.inject("flip_bytes", cached=prefix, position=5, count=128, half="V").answer()
+        damage = {"position": 5, "half": "V", "count": self.pool.size}
+        self.inject("flip_bytes", cached=prefix, **damage).answer()
         self.generate("computed-reader", longer, 1)
         assert self.actions()[-1]["answered"] == ["computed-reader"]
         self.check_storage(longer)
@@ -140,6 +141,7 @@ class TestWriteThrough(HiCacheContainment):
         assert hits(answer, "storage") >= len(prompt) - 1
 
 
+@long_form
 class TestWriteBack(HiCacheContainment):
     """Pages are written to host memory when they are evicted."""
 
@@ -165,6 +167,7 @@ class TestSelective(HiCacheContainment):
 class TestTwoRanks(HiCacheContainment):
     flags: ClassVar = {**HiCacheContainment.flags, "tp_size": 2}
     env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class TestSessions(CanaryE2EBase):
     mode_name = "attentive"
     flags: ClassVar = {**FLAGS, "enable_streaming_session": True}
     env: ClassVar = ENV
+    bytes: ClassVar = {"half": "V", "count": 128}  # all of a token and layer
 
     def actions(self) -> list[dict[str, Any]]:
         self.settle()
@@ -85,8 +86,8 @@ class TestSessions(CanaryE2EBase):
     @pytest.mark.parametrize(
         ("fault", "args"),
         [
-            ("flip_bytes", {"half": "V", "count": 128, "position": 30}),
-            ("flip_bytes", {"half": "V", "count": 128, "position": 44}),
+            ("flip_bytes", {"position": 30}),
+            ("flip_bytes", {"position": 44}),
             ("padding_slot", {"keep": True}),
         ],
         ids=["cached", "own", "padding"],
@@ -101,6 +102,8 @@ class TestSessions(CanaryE2EBase):
         for _ in range(2):
             talk.say(40, 8)
             other.say(30, 6)
+        if fault == "flip_bytes":
+            args = {**self.bytes, **args}
         self.inject(fault, rid=f"{talk.name}.2", mode="DECODE", **args)
         self.ends(talk)
         answer = talk.say(10, 8)
@@ -109,7 +112,8 @@ class TestSessions(CanaryE2EBase):
         assert talk.kept >= 100  # a session again
         assert self.is_right(talk.asked, answer)
         answer = other.say(10, 8)
-        assert other.kept >= 70
+        rows_differ = fault == "padding_slot" and "tp_size" in self.flags  # all is dropped then
+        assert other.kept >= 70 or rows_differ
         assert self.is_right(other.asked, answer)
         talk.close()
         other.close()
@@ -119,7 +123,7 @@ class TestSessions(CanaryE2EBase):
         talk = Conversation(self, "early")
         talk.say(40, 8)
         prompt = talk.asked
-        self.inject("flip_bytes", half="V", count=128, cached=prompt, position=30).answer()
+        self.inject("flip_bytes", **self.bytes, cached=prompt, position=30).answer()
         talk.say(60, 1)
         assert self.actions()[-1]["answered"] == ["early.1"]
         answer = talk.say(10, 8)
@@ -132,7 +136,7 @@ class TestSessions(CanaryE2EBase):
         talk = Conversation(self, "sharer")
         talk.rng = random.Random("shared")  # its first turn is the prefix
         talk.say(32, 8)
-        self.inject("flip_bytes", half="V", count=128, cached=prefix, position=11).answer()
+        self.inject("flip_bytes", **self.bytes, cached=prefix, position=11).answer()
         assert self.generate("reader", [*prefix, 1, 2, 3], 8) == []
         assert self.actions()[-1]["aborted"] == ["reader"]
         answer = talk.say(10, 8)
@@ -164,6 +168,7 @@ class TestWithoutCache(TestSessions):
 class TestTwoRanks(TestSessions):
     flags: ClassVar = {**TestSessions.flags, "tp_size": 2}
     env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    bytes: ClassVar = {"half": "V", "count": 64}
 
 
 if __name__ == "__main__":
