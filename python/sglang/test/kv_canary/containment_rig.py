@@ -16,7 +16,7 @@ from sglang_kv_canary.wiring.containment.containment import Containment
 from sglang_kv_canary.wiring.containment.owned_slots import OwnedSlots
 from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots, allocators_by_kind
 from sglang_kv_canary.wiring.v0_5_12.action import TERMS
-from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import prefixes_of
+from sglang_kv_canary.wiring.v0_5_12.prefixes import prefixes_of
 
 from .manager_rig import ManagerRig
 from .radix_fixtures import POOL_SLOTS, make_tree

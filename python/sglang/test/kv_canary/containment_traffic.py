@@ -27,6 +27,7 @@ __all__ = [
     "Fault",
     "Pool",
     "Round",
+    "differing",
     "rounds",
     "serve",
 ]
@@ -214,6 +215,21 @@ def _common(one: Answer, other: Answer) -> int:
     """Tokens with which both answers begin."""
     same = [a == b for a, b in zip(one.tokens, other.tokens, strict=False)]
     return same.index(False) if False in same else len(same)
+
+
+async def differing(
+    server: CanaryServer,
+    done: Round,
+    answers: Mapping[str, Answer],
+    right: Mapping[str, Answer],
+) -> list[str]:
+    """Ids of requests whose answers are not `right`, and had no tie."""
+    pairs = [(a, answers[a.request_id], right[a.request_id]) for a in done.requests]
+    return [
+        asked.request_id
+        for asked, one, other in pairs
+        if one != other and (one.error is not None or await _gap(server, asked, one, other) >= TIE)
+    ]
 
 
 async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -> float:

@@ -333,15 +333,19 @@ class _HostCopies:
     def __init__(self, allocator: Any) -> None:
         self.mem_pool_device_allocator = allocator
         self._next = 0
+        self.held: set[int] = set()  # host slots that are handed out
 
     def reset(self) -> None:
         self._next = 0
+        self.held.clear()
 
     clear = reset
 
     def write(self, device_indices: torch.Tensor, node_id: int) -> torch.Tensor:
         self._next += len(device_indices)
-        return torch.arange(self._next - len(device_indices), self._next)
+        slots = torch.arange(self._next - len(device_indices), self._next)
+        self.held.update(slots.tolist())
+        return slots
 
     def load(self, host_indices: torch.Tensor, node_id: int) -> torch.Tensor | None:
         return self.mem_pool_device_allocator.alloc(len(host_indices))
@@ -351,6 +355,8 @@ class _HostCopies:
         return len(device_indices)
 
     def evict_host(self, host_indices: torch.Tensor) -> int:
+        for slot in host_indices.tolist():
+            self.held.remove(slot)
         return len(host_indices)
 
 
@@ -364,6 +370,7 @@ def _make_hiradix(kind: str, page_size: int, disable: bool) -> RealTree:
     cache.kv_cache = real.pool
     cache.cache_controller = cache.token_to_kv_pool_host = _HostCopies(real.allocator)
     cache.ongoing_write_through, cache.ongoing_load_back = {}, {}
+    cache.ongoing_backup, cache.ongoing_prefetch = {}, {}
     cache.prefetch_loaded_tokens_by_reqid = {}
     cache.evictable_host_leaves = set()
     cache.write_through_threshold = cache.load_back_threshold = 1

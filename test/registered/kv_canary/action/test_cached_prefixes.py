@@ -23,15 +23,21 @@ from sglang_kv_canary.wiring.containment.withheld_slots import (
     WithheldSlots,
     allocators_by_kind,
 )
-from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import (
-    CachedPrefixes,
-    NoPrefixes,
-    prefixes_of,
-)
+from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import CachedPrefixes
+from sglang_kv_canary.wiring.v0_5_12.hicached_prefixes import HiCachedPrefixes
+from sglang_kv_canary.wiring.v0_5_12.prefixes import NoPrefixes, prefixes_of
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
-TREES = [("radix", 1), ("radix", 4), ("radix_eagle", 1), ("swa", 1), ("swa", 4)]
+TREES = [
+    ("radix", 1),
+    ("radix", 4),
+    ("radix_eagle", 1),
+    ("swa", 1),
+    ("swa", 4),
+    ("hiradix", 1),
+    ("hiradix", 4),
+]
 every_tree = pytest.mark.parametrize(("kind", "page"), TREES)
 SHARED = list(range(100, 116))
 
@@ -146,7 +152,7 @@ def test_random_histories(kind: str, page: int) -> None:
         prefixes = prefixes_of(tree.cache)
         for _ in range(60):
             tokens = prompt(*(rng.randrange(1, 4) for _ in range(rng.randrange(1, 4))))
-            act = rng.randrange(6)
+            act = rng.randrange(8 if kind == "hiradix" else 6)
             if act <= 1:
                 tree.insert(tokens)
             elif act == 2 and len(locks) < 3 and cached(tree, tokens):
@@ -156,6 +162,10 @@ def test_random_histories(kind: str, page: int) -> None:
                 prefixes.free_unheld()  # at the next step boundary
             elif act == 4:
                 tree.evict(rng.randrange(1, 30))
+            elif act == 6:
+                tree.load_back(tokens)
+            elif act == 7:
+                tree.cache.evict_host(rng.randrange(1, 30))
             elif slots := cached(tree, tokens):
                 bad = rng.choice(slots)
                 prefixes.drop([bad])
@@ -167,6 +177,10 @@ def test_random_histories(kind: str, page: int) -> None:
         assert prefixes.num_held == 0
         tree.evict(POOL_SLOTS)
         assert sizes(tree) == (POOL_SLOTS, 0, 0)
+        if kind == "hiradix":
+            tree.cache.evict_host(10_000)
+            assert not tree.cache.cache_controller.held
+            assert not tree.cache.root_node.children
 
 
 @every_tree
@@ -185,7 +199,8 @@ def test_the_slots_of_a_finished_request_are_found_by_its_tokens(kind: str, page
 def test_other_caches_are_known_or_told_apart() -> None:
     assert isinstance(prefixes_of(make_tree("radix").cache), CachedPrefixes)
     assert isinstance(prefixes_of(make_tree("radix", disable=True).cache), NoPrefixes)
-    for kind in ("hiradix", "mamba", "unified_swa"):
+    assert isinstance(prefixes_of(make_tree("hiradix").cache), HiCachedPrefixes)
+    for kind in ("mamba", "unified_swa"):
         assert prefixes_of(make_tree(kind).cache) is None
 
 

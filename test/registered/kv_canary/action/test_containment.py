@@ -23,7 +23,7 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
-from sglang_kv_canary.wiring.containment.install import why_reported_only
+from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported_only
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
@@ -48,7 +48,7 @@ def spread(changed: set[int], tainted: set[int], cache: bool = True) -> tuple[se
     for row, (rid, slots) in enumerate(ROWS.items(), 1):
         rig.request(rid, row, slots)
     ends: dict[str, str] = {}
-    rig.containment._spread(changed, tainted, rig.containment._live(), ends)
+    rig.containment._spread(changed, tainted, rig.containment._live(), ends, {})
     return set(ends), tainted
 
 
@@ -71,7 +71,7 @@ def test_long_rows_are_searched_in_one_pass() -> None:
     rig = ContainmentRig(width=20_000)
     rig.request("ada", 1, range(1, 20_000))
     start = time.process_time()
-    rig.containment._spread(set(), set(range(1, 20_000)), rig.containment._live(), ends := {})
+    rig.containment._spread(set(), set(range(1, 20_000)), rig.containment._live(), ends := {}, {})
     assert set(ends) == {"ada"}
     assert time.process_time() - start < 0.5  # a search per slot takes 2 s and more
 
@@ -114,6 +114,22 @@ def test_who_was_answered_is_counted_once(rig: ContainmentRig) -> None:
     assert +rig.desk.outcomes == {"answered": 1}
 
 
+def test_who_asked_the_same_before_the_damage_was_answered_right(rig: ContainmentRig) -> None:
+    before = rig.request("before", 1)
+    rig.forward(before)
+    rig.finish(before)
+    reader = rig.request("reader", 2)
+    found = read(reader, rig.forward(reader))
+    rig.tree.insert(range(8))  # the tokens of all three, in slots of the reader
+    tainted = tuple(rig.tree.match(range(8)).device_indices.tolist())
+    after = rig.request("after", 3)
+    rig.forward(after)
+    rig.finish(after)
+    rig.act(found, tainted=tainted)
+    assert set(rig.containment._known) == {"reader", "after"}
+    assert +rig.desk.outcomes == {"aborted": 1, "answered": 1}
+
+
 def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: ContainmentRig) -> None:
     request = rig.request("chat", 1)
     found = read(request, rig.forward(request))
@@ -129,7 +145,7 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> N
     request = rig.request("chat", 1)
     rig.tree.insert(range(8))
     slot = int(rig.tree.match(range(8)).device_indices[0])
-    next(iter(rig.tree.cache.root_node.children.values())).value = None  # as an error on the device
+    next(iter(rig.tree.cache.root_node.children.values())).value = 7  # as an error on the device
     rig.act(read(request, rig.forward(request)), slots=(DamagedSlot(slot, 5, True),))
     assert request.to_finish is not None
     assert +rig.desk.outcomes == {"aborted": 1}
@@ -190,13 +206,19 @@ def test_a_step_whose_first_positions_are_unknown_is_recorded(rig: ContainmentRi
     assert rig.manager.errors.total == 1
 
 
+def test_first_positions_that_only_the_device_knows_are_not_above_the_true_ones() -> None:
+    """Of speculation on newer releases."""
+    mode = SimpleNamespace(is_extend=lambda: False)
+    request = SimpleNamespace(origin_input_ids=[1, 2, 3], output_ids=[4, 5])
+    batch = SimpleNamespace(forward_mode=mode, seq_lens_cpu=None, reqs=[request])
+    assert _starts_of(batch) == [4]
+    batch.seq_lens_cpu = torch.tensor([7])
+    assert _starts_of(batch) == [6]
+
+
 def args(**changed: Any) -> SimpleNamespace:
     known = {"disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dp_size": 1, "nnodes": 1}
-    known |= {
-        "scheduler_recv_interval": 1,
-        "enable_dp_attention": False,
-        "enable_streaming_session": False,
-    }
+    known |= {"scheduler_recv_interval": 1, "enable_dp_attention": False}
     return SimpleNamespace(**{**known, **changed})
 
 
@@ -210,7 +232,6 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
         ({"pp_size": 2}, "pipeline stages"),
-        ({"enable_streaming_session": True}, "streaming sessions"),
         ({"disaggregation_mode": "decode"}, "a decode server"),
     ],
     ids=str,

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.error import HTTPError
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.eagle_mode import V1, V2
+from sglang_kv_canary.testing.hicache_mode import ON_CPU
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
 from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
     FLAGS,
     KINDS_OF_FAULTS,
-    Answer,
-    Balance,
     Pool,
-    Round,
     rounds,
     serve,
 )
@@ -39,55 +39,11 @@ if not any(name.endswith(".action") for name in release().hook_modules):
     )
 
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-# The long form: KV_CANARY_TEST_CONTAINMENT_ROUNDS=100
-LONG = "KV_CANARY_TEST_CONTAINMENT_ROUNDS" in os.environ
-ROUNDS = int(os.environ.get("KV_CANARY_TEST_CONTAINMENT_ROUNDS", KINDS_OF_FAULTS))
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 
 
 NEWER = release().has_own_canary
 not_on_newer_releases = pytest.mark.skipif(NEWER, reason="findings are reported only there")
-
-
-class ContainmentBase(CanaryE2EBase):
-    """The same rounds without faults, on the same server, give the right answers. Nobody ends in them."""
-
-    mode_name = "attentive"
-    flags: ClassVar = FLAGS
-    env: ClassVar = ENV
-    pool: ClassVar = Pool()
-    count: ClassVar[int] = ROUNDS
-
-    def actions(self) -> list[dict[str, Any]]:
-        self.settle()
-        return self.serving.events("containment")
-
-    def serve_clean(self, plan: list[Round]) -> list[dict[str, Answer]]:
-        async def all_of_them() -> list[dict[str, Answer]]:
-            return [await serve(self.serving, each, faulty=False) for each in plan]
-
-        answers = self.run(all_of_them())
-        assert {a.error for each in answers for a in each.values()} == {None}
-        assert self.actions() == []
-        assert self.violations() == []
-        assert self.run(self.serving.flush())
-        return answers
-
-    def test_exactly_the_readers_of_damage_end(self) -> None:
-        plan = list(rounds(self.count, pool=self.pool))
-        clean, balance = self.serve_clean(plan), Balance()
-        self.expect_violations()
-        for each, right in zip(plan, clean, strict=True):
-            answers = self.run(serve(self.serving, each, faulty=True))
-            self.settle()
-            self.run(balance.add(self.serving, each, right, answers))
-        assert balance.problems == []
-        assert balance.ended + balance.answered >= self.count
-        assert max(balance.tokens_left, default=0) <= 2  # of 14 to 19
-        # Idle with SGLang's leak check on, and as right as before.
-        assert self.run(self.serving.flush())
-        assert self.run(serve(self.serving, plan[0], faulty=False)) == clean[0]
-        assert self.serving.events("internal_error") == []
 
 
 class TestContainment(ContainmentBase):
@@ -182,6 +138,15 @@ class TestWithoutCache(ContainmentBase):
 
 @long_form
 @not_on_newer_releases
+class TestPages(ContainmentBase):
+    flags: ClassVar = {**FLAGS, "page_size": consts.PAGE_SIZE}
+    # SGLang's page allocator is a Triton kernel.
+    env: ClassVar = {**ENV, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (quick_interpreter,) if ON_CPU else ()
+
+
+@long_form
+@not_on_newer_releases
 class TestSlidingWindow(ContainmentBase):
     mode_name = "swa"
 
@@ -230,8 +195,7 @@ class Speculation:
         assert self.serving.events("internal_error") == []
 
 
-@long_form
-@not_on_newer_releases
+@pytest.mark.skipif(not NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 class TestEagleV2(Speculation, EagleE2EBase):
     speculation: ClassVar = V2
 

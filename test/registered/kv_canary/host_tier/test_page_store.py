@@ -129,7 +129,7 @@ def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path) -> None:
     assert first.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing) == ([0, 1], KEYS[:2])
     assert second.claim(KEYS, rig.host, nothing) == ([2, 3, 4], KEYS[2:])
     assert second.claim(KEYS, rig.host, lambda key: key in KEYS) == ([*range(5)], [])
-    first.withdraw(KEYS[:2], lambda key: key == KEYS[0])
+    first.settle(KEYS[:2], lambda key: key == KEYS[0])
     assert second.recorded(KEYS) == 1
     old = time.time() - ABANDONED_S - 1
     os.utime(first.files.path(KEYS[0]), (old, old))  # its page never came
@@ -149,6 +149,100 @@ def test_pages_of_older_weights_or_without_records_are_not_stored(
     assert store.claim(KEYS[2:3], rig.host[2 * PAGE : 3 * PAGE], nothing) == ([], [])
     rig.extend(3, TOKENS[:PAGE])
     assert store.claim(KEYS[3:4], rig.write_back(3, PAGE), nothing) == ([0], KEYS[3:4])
+
+
+def page_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_forgotten_page_leaves_no_file(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    _, ours = store.claim(KEYS, rig.host, nothing)
+    for key in KEYS:
+        (tmp_path / f"{key}.bin").touch()
+    store.settle(ours, lambda key: True)
+    store.forget([KEYS[1], "unknown"])
+    left = {*KEYS} - {KEYS[1]}
+    assert page_files(tmp_path) == {f"{p}{key}.bin" for p in ("", "kvc:") for key in left}
+
+
+def test_a_page_that_is_forgotten_while_it_is_stored_leaves_no_file(
+    rig: HiCacheRig, tmp_path: Path
+) -> None:
+    store = store_in(tmp_path, rig)
+    _, ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)
+    store.forget(KEYS[:1])  # before the backend writes it
+    for key in KEYS[:2]:
+        (tmp_path / f"{key}.bin").touch()
+    store.settle(ours, lambda key: (tmp_path / f"{key}.bin").exists())
+    assert page_files(tmp_path) == {f"{KEYS[1]}.bin", f"kvc:{KEYS[1]}.bin"}
+
+
+def test_a_page_is_not_stored_once_its_records_are_cleared(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Whoever forgets a page clears them first. The thread that stores it may be anywhere in `claim`."""
+    store = store_in(tmp_path, rig)
+
+    def exists(key: str) -> bool:
+        rig.tier.records.clear(rig.host)
+        store.forget(KEYS)
+        return False
+
+    assert store.claim(KEYS, rig.host, exists) == ([], [])
+    assert page_files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before its records", "after its records"])
+def test_a_page_that_is_forgotten_while_it_is_fetched_is_not_used(
+    late: bool, rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if it was stored again meanwhile: the bytes that were read are the old ones."""
+    store = store_in(tmp_path, rig)
+    store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing)[1], lambda key: True)
+    store.begin("r", 0, 0)
+    stored = store.files.read(KEYS[0])
+    put = rig.tier.records.put
+
+    def forgotten_after(slots: torch.Tensor, records: Any, event: Any = None) -> None:
+        store.forget(KEYS[:1])
+        put(slots, records, event)
+
+    if late:
+        monkeypatch.setattr(rig.tier.records, "put", forgotten_after)
+    else:
+        store.forget(KEYS[:1])
+        store.files.create(KEYS[0], stored)
+        rig.host_pool.v_buffer[0, rig.host[2]] += 1
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not rig.found  # no false alarm
+    if late:
+        assert not rig.tier.records.get(rig.host[:PAGE]).present.any()
+
+
+def test_what_is_stored_again_is_used_again(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    for _ in range(2):
+        store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing)[1], lambda key: True)
+        store.begin("r", 0, 0)
+        assert store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        store.forget(KEYS[:1])
+
+
+def test_a_page_that_cannot_be_removed_is_not_used(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+
+    def denied(key: str) -> None:
+        if key == KEYS[0]:
+            raise PermissionError(key)
+
+    monkeypatch.setattr(store.files, "remove_page", denied)
+    with pytest.raises(PermissionError):
+        store.forget(KEYS[:2])
+    assert not store.files.exists(KEYS[1])
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 @pytest.mark.parametrize("name", ["v2", None])

@@ -7,6 +7,7 @@ other, also where several servers share a folder.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from .stored_records import Unusable, pack, unpack
 logger = logging.getLogger(__name__)
 
 MOST_PREFETCHES = 4096  # whose start is remembered
+MOST_FORGOTTEN = 65536  # keys: only prefetches that are under way need them
 ABANDONED_S = 60.0  # records whose page has not come by then belong to a server that has ended
 
 
@@ -51,6 +53,7 @@ class _Start:
 
     position: int
     chain: int
+    forgets: int  # how often keys had been forgotten
     token: int = 0  # index in the prefetch's own tokens
 
 
@@ -78,6 +81,11 @@ class PageStore:
         self._server = server
         self._identity = identity
         self._starts: OrderedDict[str, _Start] = OrderedDict()
+        self._lock = threading.Lock()  # of what follows
+        self._forgets = 0
+        self._forgotten: OrderedDict[str, int] = OrderedDict()  # key -> number of the last time
+        self._undeletable: set[str] = set()
+        self._storing: dict[str, bool] = {}  # keys under way -> whether they are still wanted
 
     # Host to storage
 
@@ -87,7 +95,7 @@ class PageStore:
         """Store the records of pages that are about to be stored.
 
         Returns which pages to pass on to the backend, and the keys whose records are new. A page is left out if it has
-        no record, or if another server is storing it.
+        no record, or if another server is storing it. Call `settle` with the keys when the backend is done.
         """
         pages, ours, identity = [], [], self._identity()
         for number, (key, slots) in enumerate(
@@ -96,18 +104,64 @@ class PageStore:
             if page_exists(key):
                 pages.append(number)  # the backend keeps what it has
                 continue
+            with (
+                self._lock
+            ):  # before its records are read: whoever forgets a page clears them first
+                self._storing[key] = True
             records = self._tier.records.get(slots)
             if self._can_be_stored(records) and self._create(key, pack(records, identity)):
                 pages.append(number)
                 ours.append(key)
+            else:
+                with self._lock:
+                    del self._storing[key]
         self.stored += len(ours)
         return pages, ours
 
-    def withdraw(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
-        """The backend has failed to store some of these pages."""
+    def settle(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
+        """The backend has stored these pages, or has failed to."""
         for key in keys:
-            if not page_exists(key):
+            with self._lock:
+                wanted = self._storing.pop(key, True)
+            if not wanted:
+                self._remove(key)
+            elif not page_exists(key):
                 self.files.remove(key)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Remove pages and their records. What is stored or fetched at this moment is not used, either.
+
+        The records of these pages in host memory must be cleared already. Raises OSError if files cannot be removed:
+        this server does not use them.
+        """
+        failed = None
+        with self._lock:
+            self._forgets += 1
+            for key in keys:
+                self._forgotten[key] = self._forgets
+                self._forgotten.move_to_end(key)
+                if key in self._storing:
+                    self._storing[key] = False
+            while len(self._forgotten) > MOST_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+        for key in keys:
+            try:
+                self._remove(key)
+            except OSError as error:
+                failed = error
+                with self._lock:
+                    self._undeletable.add(key)
+        if failed is not None:
+            raise failed
+
+    def _remove(self, key: str) -> None:
+        self.files.remove_page(key)
+        self.files.remove(key)
+
+    def _is_forgotten(self, key: str, start: _Start) -> bool:
+        """Since the prefetch began, or for good."""
+        with self._lock:
+            return key in self._undeletable or self._forgotten.get(key, 0) > start.forgets
 
     def _can_be_stored(self, records: SlotRecords) -> bool:
         """Whether all slots are live and of the present weights."""
@@ -131,7 +185,7 @@ class PageStore:
         self._starts.pop(request_id, None)
         if chain is None:
             return
-        self._starts[request_id] = _Start(position, chain)
+        self._starts[request_id] = _Start(position, chain, self._forgets)
         while len(self._starts) > MOST_PREFETCHES:
             self._starts.popitem(last=False)
 
@@ -152,6 +206,8 @@ class PageStore:
         """
         start = self._starts.get(request_id)
         data = self.files.read(key)
+        if start is not None and self._is_forgotten(key, start):
+            return False
         if data is None or start is None:
             return self._refuse(Unusable.MISSING)
         halves = len(self._tier.group.halves)
@@ -170,6 +226,9 @@ class PageStore:
         start.chain = int(records.words[-1, 0, record.WORD_CHAIN])
         self._stamp(records)
         self._tier.records.put(host_slots, records)
+        if self._is_forgotten(key, start):  # in the meantime
+            self._tier.records.clear(host_slots)
+            return False
         self.fetched += 1
         return True
 

@@ -58,6 +58,11 @@ class RecordFiles:
         with suppress(FileNotFoundError):
             self.path(key).unlink()
 
+    def remove_page(self, key: str) -> None:
+        """The page itself, not its records."""
+        with suppress(FileNotFoundError):
+            Path(self._path_of(key)).unlink()
+
 
 def _written_beside(path: Path, data: bytes) -> Path:
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:

@@ -104,13 +104,10 @@ def _around_page_set(
     if not pages:
         return True
     slots = host_indices.view(-1, store.page_size)[pages].flatten()
-    done = False
     try:
-        done = original(controller, [hash_values[page] for page in pages], slots, extra_info)
+        return original(controller, [hash_values[page] for page in pages], slots, extra_info)
     finally:
-        if not done:
-            attempt_aside(store.withdraw, ours, exists)
-    return done
+        attempt_aside(store.settle, ours, exists)
 
 
 # Storage to host

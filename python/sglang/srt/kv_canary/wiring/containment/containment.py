@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +25,7 @@ from ..guard import attempt_aside
 from ..releases import release
 from .abort import end_running, reason_of_waiting
 from .owned_slots import OwnedSlots
-from .prefixes import NoPrefixes, Prefixes
+from .prefixes import Computed, NoPrefixes, Prefixes
 from .terms import Terms
 from .verdict import Verdict
 from .withheld_slots import WithheldSlots
@@ -115,7 +115,7 @@ class Containment:
         newest = self.manager.recorder.newest
         self._remember({**dict.fromkeys(ended, newest), **verdict.answered})
         slots = None if everything else verdict.slots
-        dropped = attempt_aside(self._drop, slots, live) or 0
+        dropped = attempt_aside(self._drop, slots, live, verdict.computed) or 0
         bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
         if bad:
             attempt_aside(self._admit_only_what_fits)
@@ -255,6 +255,11 @@ class Containment:
         self._ending |= set(ended)
         return ended
 
+    def _without_a_row(self) -> Iterator[Any]:
+        """Requests that had one."""
+        yield from (r for r in self.scheduler.waiting_queue if r.is_retracted)
+        yield from self._recent
+
     def _end_waiting(self, verdict: Verdict) -> list[str]:
         waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
         ended = [rid for rid in verdict.waiting if rid in waiting]
@@ -264,11 +269,21 @@ class Containment:
             self.terms.answer_waiting(self.scheduler, waiting[rid], reason)
         return ended
 
-    def _drop(self, slots: frozenset[int] | None, live: list[_Live]) -> int:
-        """Take `slots` out of the cache, None for all. Returns how many tokens were dropped."""
+    def _drop(
+        self, slots: frozenset[int] | None, live: list[_Live], starts: Mapping[str, int]
+    ) -> int:
+        """Take `slots` out of the cache, None for all, and what requests have computed from `starts` on.
+
+        Returns how many tokens were dropped.
+        """
         try:
+            computed = [
+                Computed([*r.origin_input_ids, *r.output_ids], r.extra_key, starts[r.rid])
+                for r in (*(each.request for each in live), *self._without_a_row())
+                if r.rid in starts
+            ]
             with self._freeing_only_owned():
-                return self.prefixes.drop(slots)
+                return self.prefixes.drop(slots, computed)
         finally:
             for each in live:  # a dropped prefix must not be cached under its old key again
                 if self.prefixes.holds(each.request):
@@ -294,11 +309,14 @@ class Containment:
         ends: dict[str, str] = {}
         retracted: dict[str, str] = {}
         answered: dict[str, int] = {}
+        computed: dict[str, int] = {}
         tainted = set(damage.tainted)
         for reader in damage.readers:
             found = by_id.get(reader.request_id)
             if self._is_known(reader.request_id, reader.forward):
                 continue
+            start = 0 if _is_misled(reader) else reader.start
+            computed[reader.request_id] = min(start, computed.get(reader.request_id, start))
             if (end := self._end_of(reader)) is not None:
                 answered[reader.request_id] = end
             elif found is not None and _has_read(found, reader):
@@ -308,7 +326,7 @@ class Containment:
             else:
                 answered[reader.request_id] = reader.forward
         changed = {slot.slot for slot in damage.slots if slot.changed}
-        suspect = self._spread(changed, tainted, live, ends)
+        suspect = self._spread(changed, tainted, live, ends, computed)
         for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
             found = by_id.get(reader.request_id)
             suspect.update(
@@ -316,12 +334,15 @@ class Containment:
                 if found is None
                 else self.prefixes.slots_of(found.request, 0)
             )
+        # Equal tokens may have been computed before, in slots that have left the cache since.
+        first = min((reader.forward for reader in damage.readers), default=0)
         for gone in self._recent if tainted else ():
-            if not gone.has_finished or gone.rid in answered:
+            if not gone.has_finished or gone.rid in answered or gone.forward < first:
                 continue
             known = self._is_known(gone.rid, gone.forward)
             if not known and tainted.intersection(self.prefixes.slots_of(gone, 0)):
                 answered[gone.rid] = gone.forward
+                computed[gone.rid] = min(computed.values(), default=0)
         misled = frozenset(r.request_id for r in damage.readers if _is_misled(r))
         return Verdict(
             ends,
@@ -331,10 +352,16 @@ class Containment:
             damage.bad_memory,
             misled,
             bool(misled) or any(not slot.changed for slot in damage.slots),
+            computed,
         )
 
     def _spread(
-        self, changed: set[int], tainted: set[int], live: list[_Live], ends: dict[str, str]
+        self,
+        changed: set[int],
+        tainted: set[int],
+        live: list[_Live],
+        ends: dict[str, str],
+        computed: dict[str, int],
     ) -> set[int]:
         """Add requests that hold slots of `changed` or `tainted`. Returns the slots behind `changed` ones.
 
@@ -356,6 +383,7 @@ class Containment:
                 ends[rid] = (
                     "this request reads KV cache that is damaged or was computed from damage"
                 )
+                computed[rid] = min(at[0], computed.get(rid, at[0]))
                 found = True
         return suspect
 

@@ -83,8 +83,6 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
             f"{_REPORTED} with --scheduler-recv-interval above 1 tensor-parallel ranks do not speak to each other in "
             "every step"
         )
-    if args.enable_streaming_session:
-        return f"{_REPORTED} streaming sessions keep KV between requests"
     if prefixes is None:
         name = type(scheduler.tree_cache).__name__
         return f"{_REPORTED} nothing can be dropped from the prefix cache {name}"
@@ -102,4 +100,7 @@ def _starts_of(batch: Any) -> list[int]:
     """The first position that each request of the batch computes."""
     if batch.forward_mode.is_extend() and batch.prefix_lens is not None:
         return batch.prefix_lens
+    if batch.seq_lens_cpu is None:
+        # Speculation from 0.5.22 on. What the host knows may be less: writers tell what a forward has computed.
+        return [len(r.origin_input_ids) + len(r.output_ids) - 1 for r in batch.reqs]
     return (batch.seq_lens_cpu - 1).tolist()

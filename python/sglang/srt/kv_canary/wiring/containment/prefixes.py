@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["NoPrefixes", "Prefixes"]
+__all__ = ["Computed", "NoPrefixes", "Prefixes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a request may have computed from damage."""
+
+    tokens: Sequence[int]  # all of the request
+    extra_key: str | None
+    start: int  # first position
 
 
 class Prefixes(Protocol):
@@ -26,10 +36,10 @@ class Prefixes(Protocol):
     def slots(self) -> torch.Tensor:
         """int64[n]: all slots of the cache, on its device."""
 
-    def drop(self, slots: Iterable[int] | None) -> int:
+    def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         """Nobody gets a prefix with one of `slots` any more, or any prefix if it is None.
 
-        Returns how many tokens were dropped.
+        A cache with more than the device's slots finds `computed` by its tokens. Returns how many tokens were dropped.
         """
 
     def holds(self, request: Any) -> bool:
@@ -61,7 +71,7 @@ class NoPrefixes:
     def slots(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64)
 
-    def drop(self, slots: Iterable[int] | None) -> int:
+    def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         return 0
 
     def holds(self, request: Any) -> bool:

@@ -21,6 +21,8 @@ class Verdict:
     bad_memory: tuple[tuple[str, int], ...] = ()  # (pool kind, slot): never to be handed out again
     misled: frozenset[str] = frozenset()  # ids of readers whose rows may be wrong
     disturbs: bool = False  # slots may be lost, or free and in use at once
+    # Request id -> first position that the request may have computed from damage
+    computed: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_all(cls, parts: Iterable[Verdict]) -> Verdict:
@@ -29,8 +31,11 @@ class Verdict:
         running: dict[str, str] = {}
         waiting: dict[str, str] = {}
         answered: dict[str, int] = {}
+        computed: dict[str, int] = {}
         bad: dict[tuple[str, int], None] = {}
         for part in parts:
+            for rid, start in part.computed.items():
+                computed[rid] = min(start, computed.get(rid, start))
             for known, more in ((running, part.running), (waiting, part.waiting)):
                 for rid, why in more.items():
                     known.setdefault(rid, why)
@@ -45,4 +50,5 @@ class Verdict:
             tuple(sorted(bad)),
             frozenset().union(*(part.misled for part in parts)),
             any(part.disturbs for part in parts),
+            computed,
         )

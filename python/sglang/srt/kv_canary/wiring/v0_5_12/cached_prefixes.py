@@ -13,40 +13,34 @@ from typing import Any, ClassVar
 import torch
 
 from ...sweep.out_of_cache import OutOfCache, is_out_of_cache
-from ..containment.prefixes import NoPrefixes
+from ..containment.prefixes import Computed
 
-__all__ = ["CachedPrefixes", "prefixes_of"]
+__all__ = [
+    "RADIX_TREE",
+    "SWA_TREE",
+    "CachedPrefixes",
+    "TreeKind",
+    "is_dropped",
+    "with_descendants",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class TreeKind:
     """What differs between the trees."""
 
-    lock: Callable[[Any], int]  # requests that hold the node
-    delete: Callable[[Any, Any], None]  # a leaf that nobody holds, without its slots
+    holders: Callable[[Any], int]  # requests and copies that hold the node
+    free: Callable[[Any, Any], None]  # a leaf that nobody holds, with its slots
 
 
-def prefixes_of(tree: Any) -> CachedPrefixes | NoPrefixes | None:
-    """None: a prefix cache from which nothing can be dropped."""
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache, SWAChunkCache
-    from sglang.srt.mem_cache.radix_cache import RadixCache
-    from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
-
-    if type(tree) in (ChunkCache, SWAChunkCache) or getattr(tree, "disable", False):
-        return NoPrefixes()
-    if type(tree) is RadixCache:
-        return CachedPrefixes(tree, _Tree(lambda node: node.lock_ref, _delete_leaf))
-    if type(tree) is SWARadixCache:
-        return CachedPrefixes(tree, _Tree(lambda node: node.full_lock_ref, _delete_swa_leaf))
-    return None
-
-
-def _delete_leaf(tree: Any, node: Any) -> None:
+def _free_leaf(tree: Any, node: Any) -> None:
+    tree.token_to_kv_pool_allocator.free(node.value)
     tree._delete_leaf(node)
     tree._record_remove_event(node)
 
 
-def _delete_swa_leaf(tree: Any, node: Any) -> None:
+def _free_swa_leaf(tree: Any, node: Any) -> None:
+    tree.token_to_kv_pool_allocator.free(node.value)
     tree._record_remove_event(node)
     tree.full_lru_list.remove_node(node)
     if not node.swa_tombstone:
@@ -55,36 +49,41 @@ def _delete_swa_leaf(tree: Any, node: Any) -> None:
     tree._iteratively_delete_tombstone_leaf(node)
 
 
+RADIX_TREE = TreeKind(lambda node: node.lock_ref, _free_leaf)
+SWA_TREE = TreeKind(lambda node: node.full_lock_ref, _free_swa_leaf)
+
+
 @dataclass(slots=True)
 class CachedPrefixes:
     """A RadixCache or SWARadixCache. Used from the scheduler's thread, between two steps."""
 
     tree: Any
-    kind: _Tree
+    kind: TreeKind
     can_be_repaired: ClassVar[bool] = True
     _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
 
-    def drop(self, slots: Iterable[int] | None) -> int:
+    def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         """Nobody gets a prefix with one of `slots` (FULL) any more, or any prefix if it is None.
 
         Returns how many tokens were dropped.
         """
-        roots = self._topmost() if slots is None else self._topmost_with(slots)
-        for node in roots:
-            self._hide(node)
-        self._dropped += roots
-        dropped = sum(len(node.value) for root in roots for node in _with_descendants(root))
+        roots = self._hide_all(self._nodes_with(slots))
+        dropped = _tokens_below(roots)
         self.free_unheld()
         return dropped
 
+    def _hide_all(self, nodes: list[Any]) -> list[Any]:
+        """Take `nodes` out of reach. Returns the topmost of them: what is below these goes with them."""
+        found = {id(node): node for node in nodes}
+        roots = [n for n in found.values() if not any(id(a) in found for a in _ancestors(n))]
+        for node in roots:
+            self._hide(node)
+        self._dropped += roots
+        return roots
+
     def holds(self, request: Any) -> bool:
         """Whether `request` holds a dropped prefix, so that its own tokens must not be cached under the old key."""
-        node = request.last_node
-        while node is not None and node.parent is not None:
-            if is_out_of_cache(node):
-                return True
-            node = node.parent
-        return False
+        return is_dropped(request.last_node)
 
     def free_unheld(self) -> None:
         """Free what no request holds any more. Its slots are rewritten before anybody reads them."""
@@ -96,18 +95,17 @@ class CachedPrefixes:
     def has_unheld(self) -> bool:
         """Whether `free_unheld` would free something."""
         return any(
-            not node.children and not self.kind.lock(node)
+            not node.children and not self.kind.holders(node)
             for root in self._dropped
             if self._is_in_tree(root)
-            for node in _with_descendants(root)
+            for node in with_descendants(root)
         )
 
     def slots(self) -> torch.Tensor:
         """int64[n]: all full slots of the cache, on its device."""
         none = torch.empty(0, dtype=torch.int64, device=self.tree.device)
-        return torch.cat(
-            [none, *(n.value for n in _with_descendants(self.tree.root_node) if n.parent)]
-        )
+        nodes = (n for n in with_descendants(self.tree.root_node) if n.parent)
+        return torch.cat([none, *(n.value for n in nodes if not _is_elsewhere(n))])
 
     @property
     def num_cached(self) -> int:
@@ -117,7 +115,7 @@ class CachedPrefixes:
     @property
     def num_held(self) -> int:
         """Tokens of dropped prefixes that requests still hold."""
-        return sum(len(node.value) for root in self._dropped for node in _with_descendants(root))
+        return _tokens_below(self._dropped)
 
     def pin(self, request: Any) -> None:
         """Nothing: it is dropped, and freed by what its slots are."""
@@ -135,20 +133,19 @@ class CachedPrefixes:
         node, position, slots = tree.root_node, 0, []
         while len(key) and (child := node.children.get(key.child_key(tree.page_size))):
             matched = child.key.match(key, page_size=tree.page_size)
-            if position + matched > start:
+            if position + matched > start and not _is_elsewhere(child):
                 slots += child.value[max(0, start - position) : matched].tolist()
             if matched < len(child.key):
                 break
             node, key, position = child, key[matched:], position + matched
         return slots
 
-    def _topmost(self) -> list[Any]:
-        children = self.tree.root_node.children.values()
-        return [node for node in children if not is_out_of_cache(node)]
-
-    def _topmost_with(self, slots: Iterable[int]) -> list[Any]:
-        """Nodes with one of `slots`, without those below another one. Copies the tree's slots to the host once."""
-        nodes = list(_reachable(self.tree.root_node))
+    def _nodes_with(self, slots: Iterable[int] | None) -> list[Any]:
+        """Nodes with one of `slots`, or the topmost ones. Copies the tree's slots to the host once."""
+        if slots is None:
+            children = self.tree.root_node.children.values()
+            return [node for node in children if not is_out_of_cache(node)]
+        nodes = [n for n in _reachable(self.tree.root_node) if not _is_elsewhere(n)]
         wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.tree.device)
         if not nodes or not len(wanted):
             return []
@@ -156,8 +153,7 @@ class CachedPrefixes:
         lengths = torch.tensor([len(value) for value in values])
         hits = torch.isin(torch.cat(values), wanted).cpu()
         owners = torch.repeat_interleave(torch.arange(len(nodes)), lengths)[hits]
-        found = {id(nodes[i]): nodes[i] for i in owners.tolist()}
-        return [n for n in found.values() if not any(id(a) in found for a in _ancestors(n))]
+        return [nodes[i] for i in owners.unique().tolist()]
 
     def _hide(self, node: Any) -> None:
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -169,11 +165,9 @@ class CachedPrefixes:
 
     def _free(self, root: Any) -> None:
         """`root` and what is below it, leaves first, as far as nobody holds it."""
-        for node in reversed(list(_with_descendants(root))):
-            if node.children or self.kind.lock(node) or not self._is_in_tree(node):
-                continue
-            self.tree.token_to_kv_pool_allocator.free(node.value)
-            self.kind.delete(self.tree, node)
+        for node in reversed(list(with_descendants(root))):
+            if not node.children and not self.kind.holders(node) and self._is_in_tree(node):
+                self.kind.free(self.tree, node)
 
     def _is_in_tree(self, node: Any) -> bool:
         """Not after eviction or a flush, which have freed its slots."""
@@ -194,12 +188,30 @@ def _reachable(root: Any) -> Iterator[Any]:
             waiting += node.children.values()
 
 
-def _with_descendants(node: Any) -> Iterator[Any]:
+def is_dropped(node: Any | None) -> bool:
+    """Whether nobody can reach `node`, because it or one above it was dropped."""
+    while node is not None and node.parent is not None:
+        if is_out_of_cache(node):
+            return True
+        node = node.parent
+    return False
+
+
+def with_descendants(node: Any) -> Iterator[Any]:
     waiting = [node]
     while waiting:
         node = waiting.pop()
         yield node
         waiting += node.children.values()
+
+
+def _tokens_below(roots: Iterable[Any]) -> int:
+    return sum(len(node.key) for root in roots for node in with_descendants(root))
+
+
+def _is_elsewhere(node: Any) -> bool:
+    """Whether the device holds no slots of `node`, which is in host memory only."""
+    return getattr(node, "evicted", False)
 
 
 def _ancestors(node: Any) -> Iterator[Any]:

@@ -34,6 +34,11 @@ SERVED: tuple[PathSupport, ...] = (
         "slots are freed with it; not run on a GPU",
     ),
     PathSupport("streaming sessions", _COVERED),
+    PathSupport(
+        "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
+        _PARTLY,
+        "also with HiCache or streaming sessions; not with pipeline parallelism; see docs/operate.md",
+    ),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport("data-parallel attention (idle batches)", _COVERED),

@@ -28,18 +28,21 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 
 
 def _why_not(scheduler: Any) -> str | None:
-    """What no test has run on these releases yet. None: nothing."""
+    """What is not known to be right on these releases. None: nothing."""
+    args = release().settled(scheduler.server_args)
     if scheduler.page_size > 1:
-        what = "pages of several slots"
+        why = "SGLang frees pages past the check of who owns them, and keeps freed ones aside"
     elif scheduler.is_hybrid_swa:
-        what = "sliding-window pools"
-    elif not scheduler.spec_algorithm.is_none():
-        what = "speculative decoding"
-    elif release().settled(scheduler.server_args).enable_hierarchical_cache:
-        what = "HiCache"
+        why = "SGLang frees slots of sliding-window pools past the check of who owns them"
+    elif not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_eagle()):
+        why = "no test has run it with speculation other than EAGLE and EAGLE3"
+    elif args.enable_hierarchical_cache:
+        why = "damage that was computed may be in host memory, from which nothing can be dropped"
+    elif args.enable_streaming_session:
+        why = "streaming sessions keep KV between requests, and no test has run it with them"
     else:
         return None
-    return f"findings are reported only, because no test has run it with {what} on this release"
+    return f"findings are reported only, because on this release {why}"
 
 
 def _requests_of(scheduler: Any) -> Iterator[Any]:

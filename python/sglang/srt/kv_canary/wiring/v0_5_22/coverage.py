@@ -19,6 +19,11 @@ SERVED: tuple[PathSupport, ...] = (
         "the unified tree in one chunk a pass; the first slot of a prefix without its chain",
     ),
     PathSupport(
+        "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
+        Coverage.PARTLY,
+        f"MHA pools with pages of one slot; not with HiCache or sessions; {NO_GPU}; see docs/operate.md",
+    ),
+    PathSupport(
         "prefill-decode disaggregation over Mooncake",
         Coverage.PARTLY,
         f"content needs equal TP; {NO_GPU}; see docs/disaggregation.md",

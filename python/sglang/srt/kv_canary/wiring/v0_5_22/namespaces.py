@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..containment.prefixes import NoPrefixes, Prefixes
+from ..containment.prefixes import Computed, NoPrefixes, Prefixes
 from ..releases import release
 
 __all__ = ["Namespaces", "prefixes_of"]
@@ -57,7 +57,7 @@ class Namespaces:
         walk = tree.tree_core.walk_for_kv_canary(False, False)
         return walk.slot_indices.to(allocator.device, torch.int64).sort().values
 
-    def drop(self, slots: Iterable[int] | None) -> int:
+    def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         cached = self.slots()
         if slots is not None:
             wanted = torch.tensor(list(slots), dtype=torch.int64, device=cached.device)

@@ -1,0 +1,174 @@
+"""SGLANG_KV_CANARY_ACTION=abort with HiCache: damage leaves all tiers, and pages on their way are no exception."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
+from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool, Round, differing, serve
+from sglang_kv_canary_rigs.hicache_serving import ask, hits, prompts
+
+if release().has_own_canary:
+    pytest.skip("findings are reported only there", allow_module_level=True)
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+
+
+class HiCacheContainment(ContainmentBase):
+    """A round does not fit on the device: prefixes go to host memory and come back."""
+
+    flags: ClassVar = {**FLAGS, **SMALL_POOL, "max_total_tokens": 480}
+    plugins: ClassVar = FILL_INS
+
+    def ask(self, name: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        return ask(self.serving, name, prompt, **more)
+
+    def push_out(self, name: str) -> None:
+        """Other prompts fill the device pool, so that earlier ones remain in host memory only."""
+        for i, prompt in enumerate(prompts(name, 6)):
+            self.ask(f"{name}-{i}", prompt)
+
+    def serve_clean(self, plan: list[Round]) -> Any:
+        self.plan, self.clean = plan, super().serve_clean(plan)
+        return self.clean
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        """Nothing wrong is left in any tier: without faults, all rounds give the right answers."""
+        super().test_exactly_the_readers_of_damage_end()
+        for each, right in zip(self.plan, self.clean, strict=True):
+            answers = self.run(serve(self.serving, each, faulty=False))
+            assert self.run(differing(self.serving, each, answers, right)) == []
+
+    def test_a_damaged_page_in_host_memory_is_not_used_and_ends_nobody(self) -> None:
+        (prompt,) = prompts("host", 1)
+        first = self.ask("host-a", prompt)["output_ids"]
+        self.push_out("host")
+        before = self.actions()
+        self.inject("flip_host_bytes", cached=prompt, half="V").answer()
+        answer = self.ask("host-b", prompt)
+        assert (answer["output_ids"], hits(answer)) == (first, 50)
+        assert {event["tag"] for event in self.violations()} == {"HOST_V_FULL"}
+        assert self.actions() == before
+
+    def test_what_was_computed_from_damage_is_in_no_tier(self) -> None:
+        """Its records fit it, so no later check would find it."""
+        rng = random.Random("computed")
+        prefix = random_tokens(rng, 20)
+        longer = prefix + random_tokens(rng, 40)
+        right = self.ask("computed-right", longer)["output_ids"]
+        self.forget_everything()
+        self.generate("computed-writer", prefix, 1)
+        damage = {"position": 5, "half": "V", "count": self.pool.size}
+        self.inject("flip_bytes", cached=prefix, **damage).answer()
+        self.generate("computed-reader", longer, 1)
+        assert self.actions()[-1]["answered"] == ["computed-reader"]
+        self.check_storage(longer)
+        answer = self.ask("computed-again", longer)
+        assert (answer["output_ids"], hits(answer)) == (right, 0)
+        self.push_out("computed")
+        answer = self.ask("computed-from-host", longer)
+        assert answer["output_ids"] == right
+        assert hits(answer) + hits(answer, "storage") > 0
+
+    def check_storage(self, tokens: list[int]) -> None:
+        """No page of `tokens` is there."""
+
+
+class TestWriteThrough(HiCacheContainment):
+    """With a storage backend."""
+
+    flags: ClassVar = {
+        **HiCacheContainment.flags,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+    }
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.folder = Path(tempfile.mkdtemp(prefix="kv_canary_pages_"))
+        cls.env = {**ENV, FOLDER: str(cls.folder)}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        shutil.rmtree(cls.folder)
+
+    def forget_everything(self) -> None:
+        super().forget_everything()
+        for path in self.folder.iterdir():
+            path.unlink()
+
+    def check_storage(self, tokens: list[int]) -> None:
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        assert self.run(self.serving.flush())  # or they would come from a nearer tier
+        key, keys = None, []
+        for token in tokens:
+            key = get_hash_str([token], key)
+            keys.append(key)
+
+        def is_empty() -> bool:
+            return not any(key in path.name for key in keys for path in self.folder.iterdir())
+
+        self.serving.wait_for(is_empty, "storage has no page of it")
+
+    def test_pages_come_back_from_storage(self) -> None:
+        (prompt,) = prompts("stored", 1)
+        first = self.ask("stored-a", prompt)["output_ids"]
+        pages = 2 * len(prompt)  # with their records
+        self.serving.wait_for(lambda: len(list(self.folder.iterdir())) >= pages, "all are stored")
+        assert self.run(self.serving.flush())
+        answer = self.ask("stored-b", prompt)
+        assert answer["output_ids"] == first
+        assert hits(answer, "storage") >= len(prompt) - 1
+
+
+@long_form
+class TestWriteBack(HiCacheContainment):
+    """Pages are written to host memory when they are evicted."""
+
+    flags: ClassVar = {**HiCacheContainment.flags, "hicache_write_policy": "write_back"}
+
+
+@long_form
+class TestSelective(HiCacheContainment):
+    """Prefixes go to host memory once the tree has met them twice."""
+
+    flags: ClassVar = {
+        **HiCacheContainment.flags,
+        "hicache_write_policy": "write_through_selective",
+    }
+
+    def push_out(self, name: str) -> None:
+        for i, prompt in enumerate(prompts(name, 6)):
+            for turn in range(2):
+                self.ask(f"{name}-{i}-{turn}", prompt)
+
+
+@long_form
+class TestTwoRanks(HiCacheContainment):
+    flags: ClassVar = {**HiCacheContainment.flags, "tp_size": 2}
+    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
