@@ -34,11 +34,6 @@ SERVED: tuple[PathSupport, ...] = (
         "slots are freed with it; not run on a GPU",
     ),
     PathSupport("streaming sessions", _COVERED),
-    PathSupport(
-        "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
-        _PARTLY,
-        "also with HiCache or streaming sessions; not with pipeline parallelism; see docs/operate.md",
-    ),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
     PathSupport("data parallelism (replicas)", _COVERED, "not run on a GPU"),
     PathSupport("data-parallel attention (idle batches)", _COVERED),
@@ -51,6 +46,11 @@ SERVED: tuple[PathSupport, ...] = (
         "two-batch overlap, single-batch overlap",
         _COVERED,
         "a forward is checked as a whole, before and after its halves; not run on a GPU",
+    ),
+    PathSupport(
+        "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
+        _PARTLY,
+        "also with HiCache or streaming sessions; not with pipeline parallelism; see docs/operate.md",
     ),
     PathSupport(
         "LMCache",
