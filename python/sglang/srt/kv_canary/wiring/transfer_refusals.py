@@ -8,22 +8,24 @@ from sglang.srt.environ import envs
 
 from .refusals import Refusal, model_has
 
-__all__ = ["TRANSFERS"]
-
-_BACKENDS = ("mooncake",)
+__all__ = ["TRANSFERS", "other_transports"]
 
 
 def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
 
 
+def other_transports(**names: str) -> Refusal:
+    """`names`: those of the covered ones, by SGLang's name."""
+    return Refusal(
+        f"PD disaggregation over another transport than {' and '.join(names.values())}",
+        lambda args: _transfers(args) and args.disaggregation_transfer_backend not in names,
+        "its transfers do not carry records.",
+        f"Set --disaggregation-transfer-backend {' or '.join(names)}.",
+    )
+
+
 TRANSFERS: tuple[Refusal, ...] = (
-    Refusal(
-        "PD disaggregation over another transport than Mooncake",
-        lambda args: _transfers(args) and args.disaggregation_transfer_backend not in _BACKENDS,
-        "its transfers do not carry records, or place them by the size of the first layer.",
-        "Set --disaggregation-transfer-backend mooncake.",
-    ),
     Refusal(
         "PD disaggregation with staging buffers",
         lambda args: _transfers(args) and envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
