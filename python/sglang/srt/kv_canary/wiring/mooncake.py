@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from ..transfer.layout import TransferLayout
-from ..transfer.notice import Notice, NoticeBoard
+from ..transfer.notice import NoticeBoard
 from .record_sender import RecordSender, wrap_method
 from .releases import release
 from .transfer_answers import Transport
 
 __all__ = ["MOONCAKE"]
-
-logger = logging.getLogger(__name__)
 
 HEADER = b"KV_CANARY"  # of our messages, which SGLang's receiver reads as those of AUX_DATA
 
@@ -61,13 +58,10 @@ def _announce(kv_manager: Any, sender: RecordSender, request: Any) -> None:
 
 def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
     def receive(original: Callable[..., None], message: list[bytes]) -> None:
-        if message[1] != HEADER:
+        if message[1] == HEADER:
+            board.put_received(message[2:])
+        else:
             original(message)
-            return
-        try:
-            board.put(int(message[2]), Notice.from_wire(message[3]))
-        except (ValueError, IndexError) as error:
-            logger.warning("kv-canary: a notice of a prefill server is ignored: %r", error)
 
     wrap_method(kv_manager, "_handle_aux_data", receive)
 

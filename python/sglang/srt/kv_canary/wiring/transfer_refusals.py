@@ -7,25 +7,35 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from .refusals import Refusal, model_has
+from .releases import release
 
-__all__ = ["TRANSFERS", "other_transports"]
+__all__ = ["TRANSFERS"]
 
 
 def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
 
 
-def other_transports(**names: str) -> Refusal:
-    """`names`: those of the covered ones, by SGLang's name."""
-    return Refusal(
-        f"PD disaggregation over another transport than {' and '.join(names.values())}",
-        lambda args: _transfers(args) and args.disaggregation_transfer_backend not in names,
-        "its transfers do not carry records.",
-        f"Set --disaggregation-transfer-backend {' or '.join(names)}.",
-    )
-
-
 TRANSFERS: tuple[Refusal, ...] = (
+    Refusal(
+        "PD disaggregation over another transport than Mooncake and NIXL",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend not in release().transfers.transports
+        ),
+        "its transfers do not carry records.",
+        "Set --disaggregation-transfer-backend mooncake or nixl.",
+    ),
+    Refusal(
+        "PD disaggregation over another backend of NIXL than UCX",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend == "nixl"
+            and envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX"
+        ),
+        "transfers of which no run has checked that they have arrived when NIXL says so.",
+        "Unset SGLANG_DISAGGREGATION_NIXL_BACKEND.",
+    ),
     Refusal(
         "PD disaggregation with staging buffers",
         lambda args: _transfers(args) and envs.SGLANG_DISAGG_STAGING_BUFFER.get(),

@@ -1,48 +1,31 @@
-"""NIXL writes the records of pages before their KV. A notice about them is part of the notification that follows.
+"""NIXL in this release: the decode rank learns from notifications of NIXL that a transfer is done.
 
-SGLang polls its transfers later, and NIXL's notification of one says nothing about another. So records have arrived
-before the transfer of KV, or of a state, begins whose notification counts for success.
+A notice about records is part of those that it waits for.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-import logging
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import Notice, NoticeBoard
-from ..record_sender import Block, RecordSender, wrap_method
+from ..nixl import sender_over_nixl
+from ..record_sender import wrap_method
 from ..transfer_answers import Transport
 
 __all__ = ["NIXL", "with_notice", "without_notice"]
 
-logger = logging.getLogger(__name__)
-
-# Between fields of SGLang's notifications, which are separated by "_". SGLang reads its own fields by position.
+# After fields of SGLang's notifications, which are separated by "_" and read by position.
 _MARK = "_kvcanary:"
 _MARKED = re.compile(_MARK.encode() + rb"([A-Za-z0-9+/=]*)")
-_POLL_S = 0.0  # as SGLang polls its own transfers
-
-
-class _TransferFailed(RuntimeError):
-    """SGLang fails the request, as it does when NIXL reports an error of a transfer of KV."""
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
-
-    def write(peer: str, blocks: Sequence[Block]) -> int:
-        _write(kv_manager, peer, blocks)
-        return 0
-
-    sender = RecordSender(kv_manager, layout, write, (_TransferFailed, *_NIXL_TRANSPORT_ERRORS))
+    sender = sender_over_nixl(kv_manager, layout)
 
     def noted(peer: str, notification: str) -> str:
         notice_of = functools.partial(sender.notice, peer)
@@ -74,29 +57,11 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "send_aux", send_aux)
 
 
-def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
-    """Returns when `blocks` have arrived."""
-    here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    agent = kv_manager.agent
-    sources = [(source, size, here) for source, _, size in blocks]
-    targets = [(target, size, there) for _, target, size in blocks]
-    # SGLang registers all states as memory of the device.
-    sides = (agent.get_xfer_descs(np.array(side, np.uint64), "VRAM") for side in (sources, targets))
-    handle = agent.initialize_xfer("WRITE", *sides, peer)
-    state = agent.transfer(handle)
-    while state not in ("DONE", "ERR"):
-        time.sleep(_POLL_S)
-        state = agent.check_xfer_state(handle)
-    if state == "ERR":
-        raise _TransferFailed("kv-canary: NIXL reports an error of a transfer of records")
-    agent.release_xfer_handle(handle)
-
-
 def with_notice(notification: str, notice_of: Callable[[int], Notice | None]) -> str:
-    """`notification`, with a notice if the transfer cannot succeed without it.
+    """`notification`, with a notice about its room if the transfer cannot succeed without it.
 
     The forms are ROOM_kv_CHUNK_LAST_RANK, ROOM_state_RANK, ROOM_aux and, without a page of the last chunk,
-    ROOM_aux_nokv_RANK. Plain ROOM_aux counts for all ranks together, so it may be the last of all.
+    ROOM_aux_nokv_RANK. Plain ROOM_aux counts for all ranks together, so it may come after success.
     """
     room, what, *fields = notification.split("_")
     if what != "state" and fields[:1] != ["nokv"] and not (what == "kv" and fields[1] == "1"):
@@ -120,12 +85,16 @@ def without_notice(message: bytes, board: NoticeBoard) -> bytes:
     found = _MARKED.search(message)
     if found is None:
         return message
-    try:
-        room = int(message.partition(b"_")[0])
-        board.put(room, Notice.from_wire(base64.b64decode(found[1], validate=True)))
-    except ValueError as error:
-        logger.warning("kv-canary: a notice of a prefill server is ignored: %r", error)
+    board.put_received((message.partition(b"_")[0], _decoded(found[1])))
     return message[: found.start()] + message[found.end() :]
+
+
+def _decoded(text: bytes) -> bytes:
+    """Nothing for what is not base64: no notice either."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return b""
 
 
 NIXL = Transport(_attach_sender, _attach_receiver)

@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
 from ..refusals import COMMON, Refusal, pads_to_other_ranks
-from ..transfer_refusals import TRANSFERS, other_transports
+from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
 
 __all__ = ["REFUSALS"]
@@ -23,17 +23,6 @@ _SPECULATION = (
 
 REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
-    other_transports(mooncake="Mooncake", nixl="NIXL"),
-    Refusal(
-        "PD disaggregation over another backend of NIXL than UCX",
-        lambda args: (
-            args.disaggregation_mode != "null"
-            and args.disaggregation_transfer_backend == "nixl"
-            and envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX"
-        ),
-        "transfers of which no run has checked that they have arrived when NIXL says so.",
-        "Unset SGLANG_DISAGGREGATION_NIXL_BACKEND.",
-    ),
     *TRANSFERS,
     Refusal(
         "PD disaggregation with this speculative algorithm",

@@ -7,7 +7,7 @@ from sglang.srt.environ import envs
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal
-from ..transfer_refusals import TRANSFERS, other_transports
+from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
@@ -22,7 +22,6 @@ def _drafts_beside_prefills() -> bool:
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
-    other_transports(mooncake="Mooncake"),
     *TRANSFERS,
     *MORE_TRANSFERS,
     *HICACHE_REFUSALS,

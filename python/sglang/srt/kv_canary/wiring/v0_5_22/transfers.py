@@ -7,6 +7,7 @@ from typing import Any
 
 from ..mooncake import MOONCAKE
 from ..transfer_answers import TransferAnswers
+from .nixl import NIXL
 
 __all__ = ["TRANSFERS"]
 
@@ -29,7 +30,7 @@ def _send(manager: Any, address: Any, message: Sequence[bytes]) -> None:
 
 
 TRANSFERS = TransferAnswers(
-    transports={"mooncake": MOONCAKE},
+    transports={"mooncake": MOONCAKE, "nixl": NIXL},
     committed=lambda request: request.kv.kv_committed_len,
     cached=lambda request: request.prefix_len,
     is_fake=_is_fake,
