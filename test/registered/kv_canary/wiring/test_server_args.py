@@ -208,6 +208,11 @@ CASES = {
         **DECODES,
         "disaggregation_transfer_backend": "mori",
     },
+    "PD disaggregation over NIXL with pipeline parallelism": {
+        **DECODES,
+        "disaggregation_transfer_backend": "nixl",
+        "pp_size": 2,
+    },
     "PD disaggregation with this speculative algorithm": {
         **DECODES,
         "speculative_algorithm": "NGRAM",

@@ -70,7 +70,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         _PARTLY,
-        "its backend UCX; also with EAGLE; content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
+        "its backend UCX; also with EAGLE; content needs equal TP; not run on a GPU; see docs/disaggregation.md",
     ),
     PathSupport(
         "speculative: in step with other ranks",
