@@ -88,8 +88,9 @@ class DamagedPair(CleanPair):
         assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
 
 
-class DamagedWindow(DamagedPair):
+class DamagedWindow(CleanPair):
     mode_name: ClassVar = "swa"
+    plugins: ClassVar = (transit_faults,)
 
     def test_damage_of_the_window_in_transit(self) -> None:
         """SGLang sends it as a state, after the KV of the last chunk."""
@@ -105,7 +106,8 @@ class EndsDamaged(CleanPair):
     env: ClassVar = {**HEALTH, "SGLANG_KV_CANARY_ACTION": "abort"}
     plugins: ClassVar = (transit_faults,)
 
-    def damaged_request_alone_is_ended(self, fault: str) -> None:
+    def damaged_request_alone_is_ended(self, fault: str, tokens: int = 400) -> None:
+        """Beside a clean request that decodes `tokens`."""
         self.expect_violations()
         before = self.written()
         rng = random.Random(fault)
@@ -116,7 +118,7 @@ class EndsDamaged(CleanPair):
 
         async def damaged_beside_a_clean_one() -> tuple[dict[str, Any], list[int]]:
             running = asyncio.create_task(
-                self.serving.generate(f"{fault}-beside", random_tokens(rng, 30), 400)
+                self.serving.generate(f"{fault}-beside", random_tokens(rng, 30), tokens)
             )
             while await asyncio.to_thread(self.written) < before + 5:  # it decodes
                 assert not running.done()
@@ -126,7 +128,7 @@ class EndsDamaged(CleanPair):
 
         answer, beside = self.run(damaged_beside_a_clean_one())
         assert "is damaged" in str(answer), answer
-        assert len(beside) == 400
+        assert len(beside) == tokens
         self.assert_violation(FOUND_AS[fault], reader=fault)
         assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
         assert len(self.ask(f"{fault}-after", body["input_ids"])) == 6

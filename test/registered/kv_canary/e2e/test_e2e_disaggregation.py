@@ -147,7 +147,7 @@ class TestHiCacheOnThePrefillServer(Pair):
 
 
 @long_on_newer_releases
-class TestSwa(DamagedWindow):
+class TestSwa(DamagedWindow, DamagedPair):
     pass
 
 

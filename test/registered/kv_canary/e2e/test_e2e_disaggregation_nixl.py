@@ -33,17 +33,17 @@ class TestMha(EndsDamaged, DamagedPair):
 
     transport: ClassVar = OverNixl
     env: ClassVar = HEALTH if release().has_own_canary else EndsDamaged.env
-    requests: ClassVar[int] = 20
+    requests: ClassVar[int] = 16
 
     @refused_on_newer_releases
     def test_the_damaged_request_alone_is_ended(self) -> None:
-        self.damaged_request_alone_is_ended("drop_all")
+        self.damaged_request_alone_is_ended("drop_all", 150)
 
 
 @long_on_newer_releases
 class TestSwa(DamagedWindow):
     transport: ClassVar = OverNixl
-    requests: ClassVar[int] = 20
+    requests: ClassVar[int] = 12
 
 
 class UncheckedPrefillOverNixl(OverNixl, UncheckedPrefill): ...
