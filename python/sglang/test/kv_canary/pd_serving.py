@@ -1,4 +1,4 @@
-"""A prefill and a decode server of one model on this machine: KV travels over Mooncake's TCP transport.
+"""A prefill and a decode server of one model on this machine: KV travels over Mooncake's TCP transport, or over NIXL.
 
 Both are real SGLang servers with the real transport. Newer releases also need what HiCache needs on a CPU: a decode
 server keeps retracted requests in its host pool.
@@ -27,6 +27,7 @@ from sglang_kv_canary.testing.mode_config import ModeConfig
 from sglang_kv_canary.testing.serving import free_port
 from sglang_kv_canary.wiring.releases import release
 
+from . import nixl_transport
 from .checkout import REPO
 
 HOST = "127.0.0.1"
@@ -34,6 +35,8 @@ LIBRARIES = REPO / ".transport"
 # In the order in which they need each other.
 _NEEDED = ("nl-3.so.200", "nl-route-3.so.200", "ibverbs.so.1", "rdmacm.so.1", "numa.so.1")
 REQUIRED = "KV_CANARY_REQUIRE_TRANSPORT"
+BACKEND = "KV_CANARY_TEST_TRANSPORT"  # of tests that name none
+_ENGINES = {"mooncake": "mooncake.engine", "nixl": "nixl._api"}
 
 
 def load_transport() -> None:
@@ -44,15 +47,15 @@ def load_transport() -> None:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def need_transport() -> None:
+def need_transport(backend: str = "mooncake") -> None:
     """A skip without the transport, which KV_CANARY_REQUIRE_TRANSPORT=1 turns into a failure."""
     import pytest  # here, because servers load this module as a plugin
 
     load_transport()
     try:
-        importlib.import_module("mooncake.engine")
+        importlib.import_module(_ENGINES[backend])
     except ImportError as error:
-        missing = f"the Mooncake transport cannot be loaded ({error}); see `make transport`"
+        missing = f"the transport {backend} cannot be loaded ({error}); see `make transport`"
         if os.environ.get(REQUIRED) == "1":
             pytest.fail(f"{missing} ({REQUIRED}=1)")
         pytest.skip(missing)
@@ -91,10 +94,11 @@ TRANSPORT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": HOST, "MC_LOG_LEVEL": "ERROR
 class PdServing(CanaryServer):
     """The decode server, with the prefill server as `prefill`. Requests go to both, as a router sends them.
 
-    `prefill_flags` and `decode_flags` are added to the flags of one of them, and `prefill_env` and `decode_env` to its
-    environment.
+    `backend` is SGLang's name of the transport. `prefill_flags` and `decode_flags` are added to the flags of one of
+    them, and `prefill_env` and `decode_env` to its environment.
     """
 
+    backend: ClassVar[str] = os.environ.get(BACKEND, "mooncake")
     prefill_flags: ClassVar[Mapping[str, Any]] = {}
     decode_flags: ClassVar[Mapping[str, Any]] = {}
     prefill_env: ClassVar[Mapping[str, str]] = {}
@@ -112,13 +116,19 @@ class PdServing(CanaryServer):
             **HOST_POOL,
             **(flags or {}),
             "host": HOST,
-            "disaggregation_transfer_backend": "mooncake",
+            "disaggregation_transfer_backend": self.backend,
             "disaggregation_bootstrap_port": self.bootstrap_port,
         }
         self._faults = tempfile.TemporaryDirectory(prefix="kv_canary_transit_")
         self._fault_file = Path(self._faults.name) / "fault"
-        env = {**TRANSPORT, FAULT_FILE: str(self._fault_file), **(env or {})}
-        plugins = (load_transport, *FILL_INS, *plugins)
+        env = {
+            **TRANSPORT,
+            **nixl_transport.ENV,
+            FAULT_FILE: str(self._fault_file),
+            **(env or {}),
+        }
+        # Hooks of host_memory and of faults come in this order.
+        plugins = (load_transport, nixl_transport.host_memory, *FILL_INS, *plugins)
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
         self.prefill = CanaryServer(mode, prefill, {**env, **self.prefill_env}, plugins)
         decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
@@ -240,6 +250,7 @@ def _poll_with_patience(original: Callable[[Any], int], receiver: Any) -> int:
 
 FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
 DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
+DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
 AGAIN_LATER, RELEASED = "again_later", "released"
 HOST_COPY = "host_copy"
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
@@ -251,6 +262,7 @@ def transit_faults() -> None:
 
     target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data"
     HookRegistry.register(target, _damaged_in_transit, HookType.AROUND)
+    nixl_transport.damage_in_transit(lambda args, blocks: damaged(_fault()[1], args, blocks))
     if release().has_own_canary:
         resumed = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.restore_kv_cache"
         HookRegistry.register(resumed, _damage_host_pool, HookType.BEFORE)
@@ -317,6 +329,9 @@ def damaged(fault: str, args: Any, blocks: Blocks) -> Blocks:
     if fault == "shift_layer":
         size = args.kv_item_lens[-1]
         return [(s, t + size, n) if is_last_layer((s, t, n)) else (s, t, n) for s, t, n in blocks]
+    if fault == DROP_WINDOW:
+        window = (args.state_data_ptrs[0], args.state_data_lens[0])
+        return [block for block in blocks if not in_buffers(block[0], *window)]
     if fault == "drop_records":
         return [block for block in blocks if not is_record(block)]
     if fault == "drop_all":
@@ -341,6 +356,10 @@ def _reversed(
     return [(source + i * item, target + (count - 1 - i) * item, item) for i in range(count)]
 
 
+class OverNixl(PdServing):
+    backend: ClassVar = "nixl"
+
+
 class ServesPair:
     """For a test class before its base class: that serves with the decode server, and the prefill server is checked."""
 
@@ -349,7 +368,7 @@ class ServesPair:
 
     @classmethod
     def setup_class(cls) -> None:
-        need_transport()
+        need_transport(cls.transport.backend)
         super().setup_class()
 
     def teardown_method(self) -> None:

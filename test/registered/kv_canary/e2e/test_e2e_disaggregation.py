@@ -9,25 +9,34 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import CanaryServer, consts
-from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
-from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
-from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import hits, prompts
 from sglang_kv_canary_rigs.on_releases import (
     long_on_newer_releases,
     refused_on_newer_releases,
 )
+from sglang_kv_canary_rigs.pd_pairs import (
+    CHECKED,
+    HEALTH,
+    CleanPair,
+    DamagedPair,
+    DamagedWindow,
+    EndsDamaged,
+    OneSided,
+    OneSidedDecode,
+    OneSidedPrefill,
+    Pair,
+    UncheckedDecode,
+    UncheckedPrefill,
+)
 from sglang_kv_canary_rigs.pd_serving import (
     AGAIN_LATER,
-    DAMAGES,
     HOST_COPY,
     PdServing,
-    ServesPair,
-    need_transport,
     nothing_to_synchronize,
     transit_faults,
 )
@@ -38,71 +47,8 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
-CHECKED = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
-SWEPT = {**CHECKED, "kv_canary_sweep_interval": 20}
-HEALTH = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
 PAGES = {"page_size": consts.PAGE_SIZE}
 INTERPRETS = {} if torch.cuda.is_available() else INTERPRETED
-# What a fault in transit is found as, among other reasons.
-FOUND_AS = {
-    "drop_layer": "CONTENT",
-    "shift_layer": "CONTENT",
-    "reverse_slots": "POSITION",
-    "drop_records": "UNWRITTEN_SINCE_ALLOC",
-    "drop_all": "UNWRITTEN_SINCE_ALLOC",
-}
-
-
-class Pair(ServesPair, CanaryE2EBase):
-    flags: ClassVar = SWEPT
-    env: ClassVar = HEALTH
-    requests: ClassVar[int] = 40
-
-    def damage_bytes_later(self, half: str) -> None:
-        """A decode finds bytes that change after they have arrived."""
-        injection = self.inject("flip_bytes", half=half, source=1, mode="DECODE")
-        self.ask("later", random_tokens(random.Random(6), 40), 24)
-        done = injection.answer()
-        self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
-        self.assert_all_explained(done)
-
-    def written(self) -> int:
-        counters = self.serving.send("counters").answer()["counters"]
-        return counters["HEAD_K_FULL"]["written"]
-
-    def checked_on_arrival(self) -> int:
-        """Slots that forwards have checked so far. Arrivals are among them."""
-        return self.settle()["HEAD_K_FULL"]["checked"]
-
-
-class CleanPair(Pair):
-    def test_clean_run(self) -> None:
-        report = self.serve(TrafficShape(self.requests, seed=3, flushes=1, name="clean"))
-        assert report.requests == self.requests
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
-
-
-class DamagedPair(CleanPair):
-    plugins: ClassVar = (transit_faults,)
-
-    @pytest.mark.parametrize("fault", DAMAGES)
-    def test_damage_in_transit(self, fault: str) -> None:
-        """Also the prompt that one forward cannot compute, whose chunks are sent one by one."""
-        self.expect_violations()
-        size = consts.CHUNKED_PREFILL_SIZE
-        with self.serving.damaging(fault):
-            self.ask(fault, random_tokens(random.Random(fault), size + 7))
-        event = self.assert_violation(FOUND_AS[fault], reader=fault)
-        assert event["reader"]["mode"] == "ARRIVAL"
-        origins = {e["reader"]["origin"] for e in self.violations()} - {None}  # None: found later
-        assert all(f", request {fault}, chunk " in origin for origin in origins)
-        assert {origin.partition("chunk ")[2] for origin in origins} == {
-            f"1 of 2 (positions from 0 to {size - 1})",
-            f"2 of 2 (positions from {size} on)",
-        }
-        assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
 
 
 class TestMha(DamagedPair):
@@ -201,8 +147,8 @@ class TestHiCacheOnThePrefillServer(Pair):
 
 
 @long_on_newer_releases
-class TestSwa(DamagedPair):
-    mode_name: ClassVar = "swa"
+class TestSwa(DamagedWindow, DamagedPair):
+    pass
 
 
 @long_on_newer_releases
@@ -271,86 +217,27 @@ class TestLateWrites(Pair):
 
 
 @refused_on_newer_releases
-class TestAbort(CleanPair):
+class TestAbort(EndsDamaged):
     """A request whose KV arrives damaged is ended, and no other."""
-
-    env: ClassVar = {**HEALTH, "SGLANG_KV_CANARY_ACTION": "abort"}
-    plugins: ClassVar = (transit_faults,)
 
     # Not shift_layer: it also writes to the slot after the request's last, which may be another's.
     @pytest.mark.parametrize("fault", ["drop_layer", "reverse_slots", "drop_all"])
     def test_the_damaged_request_alone_is_ended(self, fault: str) -> None:
-        self.expect_violations()
-        before = self.written()
-        rng = random.Random(fault)
-        body = {
-            "input_ids": random_tokens(rng, 70),
-            "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True},
-        }
-
-        async def damaged_beside_a_clean_one() -> tuple[dict[str, Any], list[int]]:
-            running = asyncio.create_task(
-                self.serving.generate(f"{fault}-beside", random_tokens(rng, 30), 400)
-            )
-            while await asyncio.to_thread(self.written) < before + 5:  # it decodes
-                assert not running.done()
-            with self.serving.damaging(fault):
-                answer = await self.serving.ask({**body, "rid": fault})
-            return answer, await running
-
-        answer, beside = self.run(damaged_beside_a_clean_one())
-        assert "is damaged" in str(answer), answer
-        assert len(beside) == 400
-        self.assert_violation(FOUND_AS[fault], reader=fault)
-        assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
-        assert len(self.ask(f"{fault}-after", body["input_ids"])) == 6
+        self.damaged_request_alone_is_ended(fault)
 
 
-# One side without a canary, or with another one: serving goes on, nothing is reported, both logs say it once.
+@long_on_newer_releases
+class TestUncheckedPrefill(OneSidedPrefill):
+    transport: ClassVar = UncheckedPrefill
 
 
-class UncheckedPrefill(PdServing):
-    prefill_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
-
-
-class UncheckedDecode(PdServing):
-    decode_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
+@long_on_newer_releases
+class TestUncheckedDecode(OneSidedDecode):
+    transport: ClassVar = UncheckedDecode
 
 
 class OtherContent(PdServing):
     prefill_flags: ClassVar = {"kv_canary_real_data": "none"}
-
-
-class OneSided(Pair):
-    flags: ClassVar = CHECKED
-    says: ClassVar[str]
-
-    def test_clean_run(self) -> None:
-        self.serve(TrafficShape(12, seed=5, flushes=1, name="clean"))
-        self.assert_no_violations()
-        assert self.serving.stderr.count(self.says) == 1
-
-
-@long_on_newer_releases
-class TestUncheckedPrefill(OneSided):
-    transport: ClassVar = UncheckedPrefill
-    says: ClassVar = "it has no canary of this kind"
-
-    def test_damage_after_arrival(self) -> None:
-        self.damage_bytes_later("K")
-
-
-@long_on_newer_releases
-class TestUncheckedDecode:
-    def test_serving_goes_on_and_the_prefill_server_says_what_is_not_checked(self) -> None:
-        need_transport()
-        rng = random.Random("unchecked")
-        with UncheckedDecode(MODES["mha"], CHECKED) as serving:
-            for name in ("one", "other"):
-                answer = serving.run(serving.generate(name, random_tokens(rng, 70), 6))
-                assert len(answer) == 6
-            assert serving.prefill.stderr.count("has no canary of this kind") == 1
-            assert serving.prefill.events("violation") == []
 
 
 @long_on_newer_releases

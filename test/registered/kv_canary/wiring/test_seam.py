@@ -176,9 +176,9 @@ _EAGLE = {"speculative_algorithm": "EAGLE"}
 _DECODES = {"disaggregation_mode": "decode"}
 _HICACHE = {"enable_hierarchical_cache": True}
 _TRANSFERS: dict[str, dict[str, Any]] = {
-    "PD disaggregation over another transport than Mooncake": {
+    "PD disaggregation over another transport than Mooncake and NIXL": {
         **_DECODES,
-        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_transfer_backend": "mori",
     },
     "PD disaggregation with speculative decoding": {**_DECODES, **_EAGLE},
     "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
@@ -276,6 +276,8 @@ NOT_BY_AN_ARGUMENT = {
     "post-capture KV sizing",
     *(
         [
+            "PD disaggregation over NIXL on 0.5.22",
+            "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
             "PD disaggregation with a multimodal model",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
@@ -300,6 +302,29 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.skipif(SGLANG == "0.5.22", reason="refused there")
+def test_nixl_is_refused_where_nothing_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    args = SimpleNamespace(disaggregation_mode="decode", disaggregation_transfer_backend="nixl")
+
+    def refused() -> list[str]:
+        return [
+            case.name
+            for case in release().refusals()
+            if "NIXL" in case.name and case.predicate(args)
+        ]
+
+    assert refused() == []
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
+    assert refused() == ["PD disaggregation over another backend of NIXL than UCX"]
+    monkeypatch.undo()
+    monkeypatch.delattr(CommonKVManager, "handle_chunk_ready")  # as in 0.5.22
+    assert refused() == ["PD disaggregation over NIXL on 0.5.22"]
 
 
 @has_seam

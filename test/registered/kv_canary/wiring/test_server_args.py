@@ -204,9 +204,14 @@ DECODES = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "
 HICACHE = {"enable_hierarchical_cache": True}
 # Case -> field values that make it so, on a real ServerArgs.
 CASES = {
-    "PD disaggregation over another transport than Mooncake": {
+    "PD disaggregation over another transport than Mooncake and NIXL": {
+        **DECODES,
+        "disaggregation_transfer_backend": "mori",
+    },
+    "PD disaggregation over NIXL with pipeline parallelism": {
         **DECODES,
         "disaggregation_transfer_backend": "nixl",
+        "pp_size": 2,
     },
     "PD disaggregation with this speculative algorithm": {
         **DECODES,
@@ -255,6 +260,7 @@ CASES = {
 NOT_BY_A_FIELD = {
     "encoder-decoder model",
     "sweep over the C++ radix tree",
+    "PD disaggregation over another backend of NIXL than UCX",
     "PD disaggregation with staging buffers",
     "PD disaggregation with a multimodal model",
     "HiCache with the unified or C++ radix tree",
@@ -278,12 +284,23 @@ def test_unsupported_case_is_refused_by_name(name, make_args):
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_disaggregation_over_mooncake_is_covered(mode, make_args, monkeypatch):
+@pytest.mark.parametrize("transport", ["mooncake", "nixl"])
+def test_disaggregation_is_covered(mode, transport, make_args, monkeypatch):
     args = make_args(kv_canary="log")
-    args.disaggregation_mode, args.disaggregation_transfer_backend = mode, "mooncake"
+    args.disaggregation_mode, args.disaggregation_transfer_backend = mode, transport
     check_request(args)
     monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
     refuses(args, "PD disaggregation with staging buffers")
+
+
+def test_backends_of_nixl_that_nothing_has_run_are_refused(make_args, monkeypatch):
+    args = make_args(kv_canary="log")
+    args.disaggregation_mode, args.disaggregation_transfer_backend = "prefill", "nixl"
+    check_request(args)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
+    refuses(args, "PD disaggregation over another backend of NIXL than UCX")
+    args.disaggregation_transfer_backend = "mooncake"
+    check_request(args)
 
 
 @pytest.mark.parametrize("device", ["xpu", "npu", "musa", "mps"])
@@ -366,7 +383,7 @@ def test_hicache_is_refused_on_other_trees(tree, make_args, monkeypatch):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
+        {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "mori"},
         {"use_ray": True},
     ],
     ids=str,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 __all__ = ["Notice", "NoticeBoard", "SentChunks"]
+
+logger = logging.getLogger(__name__)
 
 MAX_NOTICES = 8192  # of requests whose transfer has not ended; those of failed ones stay until then
 _LONGEST_TEXT = 200  # characters; a peer is not trusted
@@ -84,6 +88,14 @@ class NoticeBoard:
             self._notices[room] = notice if before is None else before.merge(notice)
             if len(self._notices) > MAX_NOTICES:
                 self._notices.popitem(last=False)
+
+    def put_received(self, message: Sequence[bytes]) -> None:
+        """Put up what a peer sent: the room in digits, and a notice. Anything else is logged and ignored."""
+        try:
+            room, data = message
+            self.put(int(room), Notice.from_wire(data))
+        except ValueError as error:
+            logger.warning("kv-canary: a notice of a prefill server is ignored: %r", error)
 
     def take(self, room: int) -> Notice | None:
         """None: the sender said nothing, so it has no canary."""

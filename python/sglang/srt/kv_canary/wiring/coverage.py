@@ -62,6 +62,12 @@ def _branches(args: Any) -> bool:
     return _speculates(args) and (args.speculative_eagle_topk or 1) > 1
 
 
+def _transfers_over(backend: str) -> Callable[[Any], bool]:
+    return lambda args: (
+        args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == backend
+    )
+
+
 # Paths that are not listed here need no argument.
 _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     # None: SGLang chooses a size later.
@@ -93,7 +99,8 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "data parallelism (replicas)": lambda args: args.dp_size > 1 and not args.enable_dp_attention,
     "data-parallel attention (idle batches)": _has("enable_dp_attention"),
     "HiCache: host memory, and the storage backend file": _has("enable_hierarchical_cache"),
-    "prefill-decode disaggregation over Mooncake": lambda args: args.disaggregation_mode != "null",
+    "prefill-decode disaggregation over Mooncake": _transfers_over("mooncake"),
+    "prefill-decode disaggregation over NIXL": _transfers_over("nixl"),
     "states of linear-attention layers": _has_states,
     "sliding-window layers": lambda args: model_has(args, "is_hybrid_swa"),
 }

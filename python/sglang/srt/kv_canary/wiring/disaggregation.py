@@ -15,7 +15,7 @@ from .context import context
 from .forward_stream import on_forward_stream
 from .guard import guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
-from .mooncake import TRANSFERS
+from .record_sender import TRANSFERS
 from .releases import release
 
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
@@ -38,13 +38,13 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
             )
             plain.enter_context(plain_lists(queue.draft_token_to_kv_pool))
         kv_manager = original(queue)
-    from . import mooncake
-
+    backend = queue.scheduler.server_args.disaggregation_transfer_backend
+    transport = release().transfers.transports[backend]
     page_size = kv_manager.kv_args.page_size
     if kv_manager.disaggregation_mode.value == "prefill":
-        mooncake.attach_sender(kv_manager, _layout(page_size))
+        transport.attach_sender(kv_manager, _layout(page_size))
     else:
-        mooncake.attach_receiver(kv_manager, context.notices)
+        transport.attach_receiver(kv_manager, context.notices)
         for manager in (context.target, *context.drafts):
             manager.expect_arrivals(page_size)
     return kv_manager

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TransferAnswers"]
+if TYPE_CHECKING:
+    from ..transfer.layout import TransferLayout
+    from ..transfer.notice import NoticeBoard
+
+__all__ = ["TransferAnswers", "Transport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How records travel over one of SGLang's transports. Both get its KV manager of this rank."""
+
+    # On a prefill rank: send records with KV, and a notice that the decode rank has when SGLang sees success
+    attach_sender: Callable[[Any, TransferLayout], None]
+    # On a decode rank: put notices on the board
+    attach_receiver: Callable[[Any, NoticeBoard], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferAnswers:
     """Of requests on a decode server, unless it says otherwise."""
 
+    transports: Mapping[str, Transport]  # by SGLang's name; the others are refused
     committed: Callable[[Any], int]  # tokens whose K and V have arrived
     cached: Callable[[Any], int]  # of them, those that its prefix cache had
     is_fake: Callable[[Any, Any], bool]  # (request, ServerArgs): nothing is transferred
     parallelism: Callable[[], tuple[int, int]]  # sizes of attention TP and of PP, of this server
-    # (a manager of a prefill rank, address, message): to a decode rank, before the transfer's status
+    # (Mooncake's manager of a prefill rank, address, message): to a decode rank, before the transfer's status
     send: Callable[[Any, Any, Sequence[bytes]], None]

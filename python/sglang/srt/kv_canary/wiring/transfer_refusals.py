@@ -7,10 +7,9 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from .refusals import Refusal, model_has
+from .releases import release
 
 __all__ = ["TRANSFERS"]
-
-_BACKENDS = ("mooncake",)
 
 
 def _transfers(args: Any) -> bool:
@@ -19,10 +18,23 @@ def _transfers(args: Any) -> bool:
 
 TRANSFERS: tuple[Refusal, ...] = (
     Refusal(
-        "PD disaggregation over another transport than Mooncake",
-        lambda args: _transfers(args) and args.disaggregation_transfer_backend not in _BACKENDS,
-        "its transfers do not carry records, or place them by the size of the first layer.",
-        "Set --disaggregation-transfer-backend mooncake.",
+        "PD disaggregation over another transport than Mooncake and NIXL",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend not in release().transfers.transports
+        ),
+        "its transfers do not carry records.",
+        "Set --disaggregation-transfer-backend mooncake or nixl.",
+    ),
+    Refusal(
+        "PD disaggregation over another backend of NIXL than UCX",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend == "nixl"
+            and envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX"
+        ),
+        "transfers of which no run has checked that they have arrived when NIXL says so.",
+        "Unset SGLANG_DISAGGREGATION_NIXL_BACKEND.",
     ),
     Refusal(
         "PD disaggregation with staging buffers",

@@ -73,6 +73,11 @@ SERVED: tuple[PathSupport, ...] = (
         "also with EAGLE; content needs equal TP and PP; not run on a GPU; see docs/disaggregation.md",
     ),
     PathSupport(
+        "prefill-decode disaggregation over NIXL",
+        _PARTLY,
+        "its backend UCX; also with EAGLE; content needs equal TP; not run on a GPU; see docs/disaggregation.md",
+    ),
+    PathSupport(
         "speculative: in step with other ranks",
         _PARTLY,
         "EAGLE and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend and "

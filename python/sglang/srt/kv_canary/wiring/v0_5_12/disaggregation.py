@@ -9,7 +9,7 @@ from ..context import context
 from ..disaggregation import DECODE, transfer_hooks
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
-from ..mooncake import TRANSFERS
+from ..record_sender import TRANSFERS
 from ..scheduler import ENDED
 from ..until_0_5_17.rows import before_row_free
 from .held_arrivals import hold, was_held

@@ -25,6 +25,16 @@ REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
     *TRANSFERS,
     Refusal(
+        "PD disaggregation over NIXL with pipeline parallelism",
+        lambda args: (
+            args.disaggregation_mode != "null"
+            and args.disaggregation_transfer_backend == "nixl"
+            and args.pp_size > 1
+        ),
+        "SGLang itself: stages report under one number, and the decode server waits for the others without end.",
+        "Remove --pp-size, or set --disaggregation-transfer-backend mooncake.",
+    ),
+    Refusal(
         "PD disaggregation with this speculative algorithm",
         lambda args: (
             args.disaggregation_mode != "null"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..mooncake import MOONCAKE
 from ..transfer_answers import TransferAnswers
+from .nixl import NIXL
 
 __all__ = ["TRANSFERS"]
 
@@ -28,6 +30,7 @@ def _send(manager: Any, address: Any, message: Sequence[bytes]) -> None:
 
 
 TRANSFERS = TransferAnswers(
+    transports={"mooncake": MOONCAKE, "nixl": NIXL},
     committed=lambda request: request.kv_committed_len,
     cached=lambda request: len(request.prefix_indices),
     is_fake=_is_fake,

@@ -28,6 +28,11 @@ SERVED: tuple[PathSupport, ...] = (
         Coverage.PARTLY,
         f"content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
     ),
+    PathSupport(
+        "prefill-decode disaggregation over NIXL",
+        Coverage.PARTLY,
+        f"on 0.5.23, its backend UCX; content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
+    ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
     PathSupport(
         "prefill context parallelism",

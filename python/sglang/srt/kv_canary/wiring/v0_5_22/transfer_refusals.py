@@ -8,6 +8,7 @@ from sglang.srt.environ import envs
 
 from ...config import Action
 from ..refusals import Refusal
+from .nixl import tells_of_success
 
 __all__ = ["MORE_TRANSFERS"]
 
@@ -17,6 +18,16 @@ def _transfers(args: Any) -> bool:
 
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
+    Refusal(
+        "PD disaggregation over NIXL on 0.5.22",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend == "nixl"
+            and not tells_of_success()
+        ),
+        "that release ends transfers in another way than 0.5.23. No run has checked it.",
+        "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
+    ),
     Refusal(
         "PD disaggregation with speculative decoding",
         lambda args: _transfers(args) and args.speculative_algorithm is not None,

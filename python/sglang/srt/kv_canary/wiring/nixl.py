@@ -1,0 +1,50 @@
+"""NIXL writes the records of pages before their KV: SGLang's own transfers are posted when the records have arrived.
+
+SGLang polls its transfers later, together, and NIXL's completion of one says nothing about another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..transfer.layout import TransferLayout
+from .record_sender import Block, RecordSender
+
+__all__ = ["sender_over_nixl"]
+
+
+class _TransferFailed(RuntimeError):
+    """SGLang fails the request, as it does when NIXL reports an error of a transfer of KV."""
+
+
+def sender_over_nixl(kv_manager: Any, layout: TransferLayout) -> RecordSender:
+    """For `kv_manager`, a NixlKVManager of a prefill rank. Peers have the names of their agents."""
+    from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
+
+    def write(peer: str, blocks: Sequence[Block]) -> int:
+        _write(kv_manager, peer, blocks)
+        return 0
+
+    return RecordSender(kv_manager, layout, write, (_TransferFailed, *_NIXL_TRANSPORT_ERRORS))
+
+
+def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
+    """Returns when `blocks` have arrived."""
+    here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
+    sources = [(source, size, here) for source, _, size in blocks]
+    targets = [(target, size, there) for _, target, size in blocks]
+    agent = kv_manager.agent
+    # SGLang registers all states as memory of the device.
+    sides = (agent.get_xfer_descs(np.array(side, np.uint64), "VRAM") for side in (sources, targets))
+    handle = agent.initialize_xfer("WRITE", *sides, peer)
+    state = agent.transfer(handle)
+    while state not in ("DONE", "ERR"):
+        time.sleep(0)  # as SGLang waits for its own
+        state = agent.check_xfer_state(handle)
+    if state == "ERR":
+        raise _TransferFailed("kv-canary: NIXL reports an error of a transfer of records")
+    agent.release_xfer_handle(handle)

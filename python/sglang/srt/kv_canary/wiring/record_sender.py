@@ -1,0 +1,170 @@
+"""Sends the records of a prefill rank with its KV, into the same slots. A transport says how it writes them.
+
+The record buffers are one more component of the state that SGLang registers and exchanges. A peer without a canary
+ignores it, and is recognised by its absence.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..buffer_group import PoolKind
+from ..errors import startup_error
+from ..reports.safe_text import safe_text
+from ..transfer.layout import TransferLayout, page_bytes, transferred_records
+from ..transfer.notice import Notice
+from .context import context
+
+__all__ = ["TRANSFERS", "Block", "RecordSender", "wrap_method"]
+
+logger = logging.getLogger(__name__)
+
+TRANSFERS = "KV that arrives from prefill servers"
+Block = tuple[int, int, int]  # address here, address at the peer, bytes
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A decode rank that this rank sends to."""
+
+    registration: Any  # SGLang's, kept to see that the peer registers anew
+    # Of its record buffers that ours go to: the target's, then the draft's. None: records are not sent
+    pointers: Sequence[int] | None
+    notice: Notice | None  # None: it has no canary, so it is told nothing
+
+
+class RecordSender:
+    """Sends the records of this prefill rank. Used from the transfer's threads.
+
+    `write(peer, blocks)` returns the transport's status, 0 for success, or raises one of `transport_errors`, which
+    SGLang handles as those of its own transfers. Peers are named as in SGLang's `decode_kv_args_table`.
+    """
+
+    def __init__(
+        self,
+        kv_manager: Any,
+        layout: TransferLayout,
+        write: Callable[[str, Sequence[Block]], int],
+        transport_errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._manager = kv_manager
+        self._layout = layout
+        self._write = write
+        self._transport_errors = transport_errors
+        target = transferred_records(context.target.groups)
+        drafts = [group for draft in context.drafts for group in draft.groups]
+        self._of_target = len(target)  # buffers
+        self._buffers = [*target, *transferred_records(drafts)]
+        self._page_bytes = page_bytes(layout.page_size)
+        self._peers: dict[str, _Peer] = {}  # by name
+        self._broken: str | None = None  # the first error; from then on no records are sent
+
+    def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
+        """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
+        return self.contained(self._send, peer, source_pages, target_pages, PoolKind.FULL) or 0
+
+    def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
+        """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""
+        return self.contained(self._send_states, peer, indices, targets) or 0
+
+    def notice(self, peer: str, room: int) -> Notice | None:
+        """What the decode rank must know of the records of `room`, all of which were sent. None: it has no canary."""
+        notice = self._peer(peer).notice
+        if notice is not None and self._broken is not None:
+            notice = Notice(notice.server, False, False, self._broken)
+        return notice and context.sent_chunks.complete(notice, room)
+
+    def contained(self, function: Callable[..., T], *args: Any) -> T | None:
+        """The result of `function`. None after an error of ours, with which the transfer's threads must not end.
+
+        KV goes on without records then, and the decode server says that it does.
+        """
+        try:
+            return function(*args)
+        except self._transport_errors:
+            raise
+        except Exception as error:
+            if self._broken is None:
+                self._broken = f"an internal error of the sender's canary: {type(error).__name__}"
+                logger.exception(
+                    "kv-canary: sending records has failed. KV is sent without them from now on, and the decode server "
+                    "does not check it on arrival. Please report this error."
+                )
+            return None
+
+    def _send(
+        self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
+    ) -> int:
+        pointers = self._peer(peer).pointers
+        if pointers is None or self._broken is not None or not len(source_pages):
+            return 0
+        from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
+
+        runs = list(zip(*group_concurrent_contiguous(source_pages, target_pages), strict=True))
+        size = self._page_bytes
+        blocks = [
+            (records.data_ptr() + size * source[0], target + size * first[0], size * len(source))
+            for (space, records), target in zip(self._buffers, pointers, strict=False)
+            if space is kind
+            for source, first in runs
+        ]
+        return self._write(peer, blocks)
+
+    def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
+        from sglang.srt.disaggregation.base.conn import StateType
+
+        types = self._manager.kv_args.state_types
+        at = types.index(StateType.SWA) if StateType.SWA in types else len(types)
+        if at >= len(indices) or indices[at] is None or at >= len(targets):
+            return 0
+        count = min(len(indices[at]), len(targets[at]))
+        pages = (np.asarray(side[at][:count], np.int32) for side in (indices, targets))
+        return self._send(peer, *pages, PoolKind.SWA)
+
+    def _peer(self, name: str) -> _Peer:
+        registration = self._manager.decode_kv_args_table[name]
+        peer = self._peers.get(name)
+        if peer is None or peer.registration is not registration:
+            peer = self._peers[name] = self._meet(registration)
+        return peer
+
+    def _meet(self, registration: Any) -> _Peer:
+        where = f"{safe_text(registration.endpoint)}:{registration.dst_port}"
+        numbers = registration.dst_state_dim_per_tensor
+        theirs = TransferLayout.from_wire(numbers[-1]) if numbers else None
+        if theirs is None:
+            logger.warning(
+                "kv-canary: the decode server at %s has no canary of this kind. Nothing checks the KV that it gets",
+                where,
+            )
+            return _Peer(registration, None, None)
+        name = f"{self._manager.local_ip}:{self._manager.bootstrap_port} rank {self._manager.kv_args.engine_rank}"
+        obstacle = self._layout.obstacle_to(theirs)
+        content = self._layout.content_obstacle_to(theirs)
+        if obstacle is not None:
+            logger.warning(
+                "kv-canary: KV is sent to the decode server at %s without records, because %s",
+                where,
+                obstacle,
+            )
+        draft = obstacle is None and self._layout.shares_draft_with(theirs)
+        notice = Notice(name, obstacle is None, content is None, obstacle or content or "", draft)
+        if obstacle is not None:
+            return _Peer(registration, None, notice)
+        pointers = registration.dst_state_data_ptrs[-1]
+        return _Peer(registration, pointers if draft else pointers[: self._of_target], notice)
+
+
+def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `owner.name(...)` be `around(original, ...)`. Raises CanaryStartupError if there is no such method."""
+    original = getattr(owner, name, None)
+    if not callable(original):
+        raise startup_error(f"{type(owner).__name__} has no method {name}.", TRANSFERS)
+    setattr(owner, name, functools.partial(around, original))

@@ -1,0 +1,85 @@
+"""NIXL from 0.5.23 on: the prefill rank tells the decode rank when its transfers are done. 0.5.22 is refused.
+
+A notice about records is a message before that one, through the same socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...transfer.layout import TransferLayout
+from ...transfer.notice import NoticeBoard
+from ..nixl import sender_over_nixl
+from ..record_sender import RecordSender, wrap_method
+from ..transfer_answers import Transport
+
+__all__ = ["NIXL", "tells_of_success"]
+
+_HEADER = b"KV_CANARY"  # of our messages to decode ranks
+_READS_FIRST = "handle_chunk_ready"  # of all that come to a decode rank
+
+
+def tells_of_success() -> bool:
+    """Whether SGLang's managers of prefill ranks tell decode ranks that a transfer over NIXL is done."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    return hasattr(CommonKVManager, _READS_FIRST)
+
+
+def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
+    sender = sender_over_nixl(kv_manager, layout)
+
+    def send_kv(
+        original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
+    ) -> Any:
+        sender.send(peer, source, args[1])
+        return original(peer, source, *args, **more)
+
+    def send_slice(original: Callable[..., Any], peer: str, source: Any, target: Any) -> Any:
+        sender.send(peer, source, target)
+        return original(peer, source, target)
+
+    def send_state(
+        original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
+    ) -> Any:
+        sender.send_states(peer, indices, args[1])
+        return original(peer, indices, *args, **more)
+
+    def conclude(original: Callable[..., Any], **what: Any) -> Any:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        if what["status"] == KVPoll.Success:
+            sender.contained(_announce, kv_manager, sender, what["bootstrap_room"])
+        return original(**what)
+
+    wrap_method(kv_manager, "send_kvcache", send_kv)
+    wrap_method(kv_manager, "send_kvcache_slice", send_slice)
+    wrap_method(kv_manager, "maybe_send_extra", send_state)
+    wrap_method(kv_manager, "conclude_transfer", conclude)
+
+
+def _announce(kv_manager: Any, sender: RecordSender, room: int) -> None:
+    """Tell the decode ranks of `room` about the records, all of which were sent."""
+    from sglang.srt.utils.network import NetworkAddress
+
+    for info in list(kv_manager.transfer_infos.get(room, {}).values()):
+        notice = None if info.is_dummy else sender.notice(info.agent_name, room)
+        if notice is None:
+            continue
+        address = NetworkAddress(info.endpoint, info.dst_port)
+        message = [_HEADER, str(room).encode("ascii"), notice.to_wire()]
+        kv_manager._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
+
+
+def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
+    def receive(original: Callable[..., bool], message: Sequence[bytes]) -> bool:
+        if message[0] != _HEADER:
+            return original(message)
+        board.put_received(message[1:])
+        return True
+
+    wrap_method(kv_manager, _READS_FIRST, receive)
+
+
+NIXL = Transport(_attach_sender, _attach_receiver)

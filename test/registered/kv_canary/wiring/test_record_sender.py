@@ -1,0 +1,119 @@
+"""What a prefill rank sends with KV: which memory, to whom, and what happens after an error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.record import RECORD_BYTES
+from sglang_kv_canary.transfer.layout import TransferLayout, transferred_records
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.record_sender import Block, RecordSender
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
+
+THERE = (1 << 40, 1 << 41)  # K's and V's records at the peer
+PAGES = np.array([3, 4, 7]), np.array([10, 11, 30])
+
+
+class _Lost(Exception):
+    """An error of the transport."""
+
+
+@pytest.fixture
+def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
+    """A sender with a `write`, whose peers are `alike` and `none`, without a canary."""
+    rig = ManagerRig()
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
+
+    def peer(layouts: list[list[int]]) -> SimpleNamespace:
+        return SimpleNamespace(
+            endpoint="127.0.0.1",
+            dst_port=1,
+            dst_state_dim_per_tensor=layouts,
+            dst_state_data_ptrs=[[*THERE]],
+        )
+
+    kv_manager = SimpleNamespace(
+        decode_kv_args_table={"alike": peer([layout.to_wire()]), "none": peer([])},
+        local_ip="127.0.0.1",
+        bootstrap_port=2,
+        kv_args=SimpleNamespace(engine_rank=0),
+    )
+    return lambda write: RecordSender(kv_manager, layout, write, (_Lost,))
+
+
+def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSender]) -> None:
+    written: list[Sequence[Block]] = []
+    sender = sender_of(lambda peer, blocks: written.append(blocks) or 0)
+    assert sender.send("alike", *PAGES) == 0
+    here = [records.data_ptr() for _, records in transferred_records(context.target.groups)]
+    assert written == [
+        [
+            (mine + RECORD_BYTES * first, theirs + RECORD_BYTES * to, RECORD_BYTES * count)
+            for mine, theirs in zip(here, THERE, strict=True)
+            for first, to, count in ((3, 10, 2), (7, 30, 1))
+        ]
+    ]
+    notice = sender.notice("alike", 7)
+    assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
+
+
+def test_a_peer_without_a_canary_gets_nothing(
+    sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = sender_of(lambda *_: pytest.fail("nothing is written"))
+    for _ in range(2):
+        assert sender.send("none", *PAGES) == 0
+        assert sender.notice("none", 7) is None
+    assert caplog.text.count("has no canary of this kind") == 1
+
+
+def test_the_status_of_the_transport_counts(sender_of: Callable[..., RecordSender]) -> None:
+    assert sender_of(lambda *_: -3).send("alike", *PAGES) == -3
+
+
+def test_errors_of_the_transport_are_sglangs(sender_of: Callable[..., RecordSender]) -> None:
+    """It fails the request, and the next one is sent with records."""
+    answers = iter([_Lost("the peer is gone"), 0])
+
+    def write(*_: object) -> int:
+        answer = next(answers)
+        if isinstance(answer, _Lost):
+            raise answer
+        return answer
+
+    sender = sender_of(write)
+    with pytest.raises(_Lost):
+        sender.send("alike", *PAGES)
+    assert sender.send("alike", *PAGES) == 0
+    assert sender.notice("alike", 7).has_records
+
+
+def test_after_an_error_of_ours_kv_goes_on_without_records(
+    sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[object] = []
+
+    def write(*_: object) -> int:
+        calls.append(None)
+        raise KeyError("ours")
+
+    sender = sender_of(write)
+    assert [sender.send("alike", *PAGES) for _ in range(2)] == [0, 0]
+    assert len(calls) == 1
+    notice = sender.notice("alike", 7)
+    assert (notice.has_records, notice.keeps_content) == (False, False)
+    assert notice.why == "an internal error of the sender's canary: KeyError"
+    assert caplog.text.count("sending records has failed") == 1
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
