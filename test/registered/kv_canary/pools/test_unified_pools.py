@@ -303,6 +303,24 @@ def test_a_token_that_is_stored_at_a_place_of_another_request_is_found() -> None
     assert {v.writer.request_id for v in found if v.slot == rig.slot(3, 5)} == {"req-2"}
 
 
+@pytest.mark.parametrize("place", [10**6, -6])
+@PAGES
+def test_a_place_beyond_the_pool_is_found_and_checking_goes_on(page_size, place) -> None:
+    rig = _moved(_rig(False, page_size))
+
+    def misplace(batch: Any) -> None:
+        batch.out_cache_loc = torch.tensor([place])
+
+    store_all, rig._model = rig._model, lambda slots: None  # nor could SGLang store there
+    rig.on_batch = misplace
+    rig.decode([2])
+    rig._model, rig.on_batch = store_all, lambda batch: None
+    assert _reasons(rig) == {"SLOT_OUT_OF_RANGE"}
+    rig.reported.clear()
+    rig.decode([2])
+    assert _reasons(rig) & {"NEVER_WRITTEN", "UNWRITTEN_SINCE_ALLOC"}
+
+
 # -------------------------------------------------------------------------------------- the allocator
 
 
@@ -447,6 +465,14 @@ def test_a_pool_that_is_sized_after_capture_is_refused() -> None:
     real.pool.full_kv_pool._unified_buffer.post_capture_active = True
     with pytest.raises(UnsupportedPoolError, match="POST_CAPTURE_KV_SIZING"):
         _attach(real)
+
+
+def test_a_table_has_no_place_for_pages_that_it_does_not_list() -> None:
+    table = PageTable(torch.tensor([0, 2, -1, 1, -1]), 4, 3)
+    slots, places = [-3, 0, 5, 9, 14, 19, 20, 10**6], [-1, 0, 9, 0, 6, 0, -1, -1]
+    assert table.locate(torch.tensor(slots)).tolist() == places
+    assert table.locate(torch.tensor(slots).numpy()).tolist() == places
+    assert [table.locate(slot) for slot in slots] == places
 
 
 @pytest.mark.parametrize(
