@@ -34,11 +34,15 @@ class PageTable:
             )
 
     def locate(self, slots: Slots) -> Slots:
-        """`slots` (an int, or integers of shape [n]) in the other numbering. 0 where the page is unbound."""
+        """`slots` (an int, or integers of shape [n]) in the other numbering. 0 where the page is unbound.
+
+        -1 where there is no such page: on a GPU an index beyond the table would end the process.
+        """
         page = slots // self.page_size
-        found = self._entries(page)
+        exists = (page >= 0) & (page < self.pages.shape[0])
+        found = self._entries(page * exists)
         located = found * self.page_size + slots % self.page_size
-        return located * ((found > 0) & (found < self.limit))
+        return located * ((found > 0) & (found < self.limit) & exists) + (exists * 1 - 1)
 
     def _entries(self, page: Slots) -> Slots:
         if isinstance(page, torch.Tensor):

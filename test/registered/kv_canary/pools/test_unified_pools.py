@@ -303,6 +303,24 @@ def test_a_token_that_is_stored_at_a_place_of_another_request_is_found() -> None
     assert {v.writer.request_id for v in found if v.slot == rig.slot(3, 5)} == {"req-2"}
 
 
+@pytest.mark.parametrize("place", [10**6, -6])
+@PAGES
+def test_a_place_beyond_the_pool_is_found_and_checking_goes_on(page_size, place) -> None:
+    rig = _moved(_rig(False, page_size))
+
+    def misplace(batch: Any) -> None:
+        batch.out_cache_loc = torch.tensor([place])
+
+    store_all, rig._model = rig._model, lambda slots: None  # nor could SGLang store there
+    rig.on_batch = misplace
+    rig.decode([2])
+    rig._model, rig.on_batch = store_all, lambda batch: None
+    assert _reasons(rig) == {"SLOT_OUT_OF_RANGE"}
+    rig.reported.clear()
+    rig.decode([2])
+    assert _reasons(rig) & {"NEVER_WRITTEN", "UNWRITTEN_SINCE_ALLOC"}
+
+
 # -------------------------------------------------------------------------------------- the allocator
 
 
@@ -355,9 +373,55 @@ def test_every_way_to_free_is_seen(page_size, lazy, way, in_group, freed) -> Non
 def test_states_of_the_same_buffer_are_no_slots_of_tokens(freed) -> None:
     allocator = make_unified_pool().allocator
     watch_allocator(allocator)
-    states = allocator.mamba_allocator
+    states, counted = allocator.mamba_allocator, context.frees
     states.free(states.alloc(2))
     assert freed == []
+    assert context.frees == counted  # no row is rewritten by it
+
+
+class _Request:
+    rid = "ada"
+
+
+def _evict(allocator: Any, slots: torch.Tensor) -> None:
+    allocator.free(slots)
+
+
+def _evict_segment(allocator: Any, slots: torch.Tensor) -> None:
+    allocator.free_segment(slots, start_pos=0)
+
+
+def _release_kv_cache(req: _Request, allocator: Any, slots: torch.Tensor) -> None:
+    allocator.free(slots)
+
+
+def _retract_decode(req: _Request, allocator: Any, slots: torch.Tensor) -> None:
+    _release_kv_cache(req, allocator, slots)
+
+
+@pytest.mark.parametrize("in_group", [False, True], ids=["alone", "in a group"])
+@PAGES
+def test_who_frees_is_told_through_the_allocators_that_pass_it_on(page_size, in_group) -> None:
+    rig = _rig(False, page_size)
+    context.recorder, context.history = rig.recorder, rig.history
+    rig.extend(1, range(16))
+    allocator, slots = rig.allocator, rig.slots(1)
+    if in_group:
+        allocator.free_group_begin()
+    _evict(allocator, slots[:4])
+    _release_kv_cache(_Request(), allocator, slots[4:8])
+    _retract_decode(_Request(), allocator, slots[8:12])
+    _evict_segment(allocator, slots[12:16])
+    if in_group:
+        allocator.free_group_end()
+    rig.manager.ledger.apply()
+    (kind,) = {group.kind for group in rig.manager.groups}
+    told = [rig.history.of(kind, int(slots[at]))[-1] for at in (0, 4, 8, 12)]
+    assert {moment.kind for moment in told} == {SlotEventKind.FREE}
+    assert [m.request_id for m in told] == [None, "ada", "ada", None]
+    # Segments are not queued by slots: the end of their group is all that is known.
+    last = "" if in_group and page_size > 1 else "eviction"
+    assert [m.site.purpose for m in told] == ["eviction", "end of a request", "retraction", last]
 
 
 def test_a_method_that_nobody_knows_is_refused_by_name() -> None:
@@ -401,6 +465,14 @@ def test_a_pool_that_is_sized_after_capture_is_refused() -> None:
     real.pool.full_kv_pool._unified_buffer.post_capture_active = True
     with pytest.raises(UnsupportedPoolError, match="POST_CAPTURE_KV_SIZING"):
         _attach(real)
+
+
+def test_a_table_has_no_place_for_pages_that_it_does_not_list() -> None:
+    table = PageTable(torch.tensor([0, 2, -1, 1, -1]), 4, 3)
+    slots, places = [-3, 0, 5, 9, 14, 19, 20, 10**6], [-1, 0, 9, 0, 6, 0, -1, -1]
+    assert table.locate(torch.tensor(slots)).tolist() == places
+    assert table.locate(torch.tensor(slots).numpy()).tolist() == places
+    assert [table.locate(slot) for slot in slots] == places
 
 
 @pytest.mark.parametrize(

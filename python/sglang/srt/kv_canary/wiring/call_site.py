@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from ..slot_event import CallSite, SlotCalls
@@ -49,11 +49,16 @@ SITES: list[CallSite] = [CallSite("", ())]
 _stacks: dict[tuple[int, ...], _Stack] = {}
 
 
-def call_of(count: int) -> SlotCalls | None:
-    """The call of an allocator with `count` slots that led to the hook which calls this. None outside of hooks."""
+def call_of(count: int, inside: str = "") -> SlotCalls | None:
+    """The call of an allocator with `count` slots that led to the hook which calls this. None outside of hooks.
+
+    `inside`: a part of the paths of files whose functions only pass the call on.
+    """
     try:
         # Without a loop: this runs for each call of an allocator.
         f0 = sys._getframe(1 + INNER_FRAMES)
+        if inside:
+            f0 = _caller_of(f0, inside)
         f1 = f0.f_back
         f2 = f1.f_back
         f3 = f2.f_back
@@ -67,6 +72,15 @@ def call_of(count: int) -> SlotCalls | None:
         return count, stack.site, None
     request = (f0, f1, f2, f3)[stack.request_at].f_locals.get("req")
     return count, stack.site, getattr(request, "rid", None)
+
+
+def _caller_of(frame: FrameType, inside: str) -> FrameType:
+    """The first frame, from `frame` on, that is not `inside` and no hook. The end of a free group is one, too."""
+    code = frame.f_code
+    while code.co_name != GROUP_END and (inside in code.co_filename or _is_inner(code)):
+        frame = frame.f_back
+        code = frame.f_code
+    return frame
 
 
 @cache
