@@ -6,7 +6,8 @@ page, and one back. Attention reads and writes physical slots, which SGLang look
 Records are kept by virtual slot and never move. Bytes are found through the table, at the moment when they are read.
 Compaction copies a page, and only then changes the table, on one stream. A read of the new entry finds the copy. A
 forward that runs at that time may read the old entry, and finds the old page untouched. SGLang moves no page that this
-forward writes, and hands the old page out again only after it. So a fingerprint stays as it was.
+forward writes, and hands the old page out again only after it. So a fingerprint stays as it was. A page that is freed
+may be handed out and zeroed earlier, under a forward: one reason why servers with unified memory are refused.
 
 A page that is unbound, with -1, has been freed. Its slots have no bytes, and their content is not checked: attention
 reads the padding page instead. That a request reads them at all is USE_AFTER_FREE, by their records.
