@@ -235,5 +235,32 @@ def test_storage_forgets_what_is_dropped_and_what_was_computed(
     assert {slot for slot in records.cleared if slot >= 1000} == set(range(1008, 1016))
 
 
+def test_a_long_prefix_that_is_right_is_not_hashed_again(
+    tree, prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reader of it would, on the scheduler's thread."""
+    from sglang.srt.mem_cache import utils
+
+    store, hashed = Store(), []
+    monkeypatch.setattr(hicached_prefixes, "store_of", lambda controller: store)
+    tree.flush()
+    tree.cache.enable_storage = True
+    tree.insert(FIRST)
+    tree.insert(SECOND)
+    longer = [*FIRST, 1, 2, 3, 4, 5, 6, 7, 8]
+    monkeypatch.setattr(utils, "get_hash_str", lambda *a: hashed.append(a) or get_hash_str(*a))
+    assert prefixes.drop([], [Computed(longer, None, 24)]) == 0
+    assert store.forgotten == keys_of(longer)[6:]
+    assert len(hashed) == 2
+    assert hits(tree, FIRST) == 24
+    store.forgotten.clear()
+    branch = [*FIRST[:20], *range(60, 68)]  # it ends in the middle of a node
+    assert prefixes.drop([], [Computed(branch, None, 22)]) == 0
+    assert store.forgotten == keys_of(branch)[5:]
+    store.forgotten.clear()
+    assert prefixes.drop([], [Computed(longer, None, 21)]) == 8
+    assert sorted(store.forgotten) == sorted(keys_of(longer)[5:] + keys_of(longer)[4:5])
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -184,15 +184,40 @@ def test_everything_is_dropped(rig: Sessions) -> None:
     assert (rig.tree.slots, rig.free) == ({}, (POOL_SLOTS, 4))
 
 
+def gone_as(rig: Sessions, request: Req) -> SimpleNamespace:
+    """What is remembered of it."""
+    known = {name: getattr(request, name) for name in ("origin_input_ids", "output_ids")}
+    return SimpleNamespace(slots=rig.prefixes.remember(request), extra_key=None, **known)
+
+
 def test_a_turn_is_remembered_by_its_row(rig: Sessions) -> None:
     rig.turn("a", 10)
     request = rig.arrive("a", 20)
     slots = rig.run(request)
     assert rig.prefixes.slots_of(request, 12) == slots[12:].tolist()
-    gone = SimpleNamespace(slots=rig.prefixes.remember(request))
+    gone = gone_as(rig, request)
     assert not {*slots[10:].tolist()} & {*rig.prefixes.slots().tolist()}  # the turn's own
     rig.finish(request)
     assert rig.prefixes.slots_of(gone, 12) == slots[12:].tolist()
+
+
+def test_what_a_closed_session_had_is_nobodys(rig: Sessions) -> None:
+    """Its slots may be another request's by then, in the same row."""
+    rig.turn("a", 10)
+    request = rig.arrive("a", 20)
+    slots = rig.run(request)
+    gone = gone_as(rig, request)
+    rig.finish(request)
+    rig.tree.release_session("a")
+    assert rig.prefixes.slots_of(gone, 0) == slots[:10].tolist()  # cached by the first turn
+    assert rig.prefixes.slots_of(gone, 10) == []
+
+
+def test_while_nothing_is_damaged_sessions_cost_nothing(rig: Sessions) -> None:
+    """It is asked in each step."""
+    rig.turn("a", 10)
+    rig.prefixes.requests_of = None  # nobody looks at requests
+    assert rig.prefixes.num_held == 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from pathlib import Path
 from typing import ClassVar
 from urllib.error import HTTPError
 
@@ -15,6 +16,7 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.hicache_mode import ON_CPU
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
@@ -198,6 +200,15 @@ class Speculation:
 @pytest.mark.skipif(not NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 class TestEagleV2(Speculation, EagleE2EBase):
     speculation: ClassVar = V2
+
+
+@long_form
+class TestEagle3(Speculation, EagleE2EBase):
+    speculation: ClassVar = {**V2, "speculative_algorithm": "EAGLE3"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_eagle3(folder)
 
 
 @long_form

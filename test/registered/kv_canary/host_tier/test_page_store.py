@@ -245,6 +245,32 @@ def test_a_page_that_cannot_be_removed_is_not_used(
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
+def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten while it was being stored. The other pages of its batch are settled all the same."""
+    store = store_in(tmp_path, rig)
+    _, ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)
+    written = {key: store.files.read(key) for key in ours}
+    store.forget(ours)
+    for key in ours:
+        (tmp_path / f"{key}.bin").touch()
+        store.files.create(key, written[key])  # by another server
+    remove = store.files.remove_page
+
+    def denied(key: str) -> None:
+        if key == KEYS[0]:
+            raise PermissionError(key)
+        remove(key)
+
+    monkeypatch.setattr(store.files, "remove_page", denied)
+    with pytest.raises(PermissionError):
+        store.settle(ours, lambda key: True)
+    assert not store.files.exists(KEYS[1])
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+
+
 @pytest.mark.parametrize("name", ["v2", None])
 def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch) -> None:
     from sglang.srt import server_args

@@ -119,14 +119,13 @@ class PageStore:
         return pages, ours
 
     def settle(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
-        """The backend has stored these pages, or has failed to."""
-        for key in keys:
-            with self._lock:
-                wanted = self._storing.pop(key, True)
-            if not wanted:
-                self._remove(key)
-            elif not page_exists(key):
+        """The backend has stored these pages, or has failed to. Raises OSError as `forget` does."""
+        with self._lock:
+            unwanted = [key for key in keys if not self._storing.pop(key, True)]
+        for key in set(keys).difference(unwanted):
+            if not page_exists(key):
                 self.files.remove(key)
+        self._remove(unwanted)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Remove pages and their records. What is stored or fetched at this moment is not used, either.
@@ -134,7 +133,6 @@ class PageStore:
         The records of these pages in host memory must be cleared already. Raises OSError if files cannot be removed:
         this server does not use them.
         """
-        failed = None
         with self._lock:
             self._forgets += 1
             for key in keys:
@@ -144,19 +142,20 @@ class PageStore:
                     self._storing[key] = False
             while len(self._forgotten) > MOST_FORGOTTEN:
                 self._forgotten.popitem(last=False)
+        self._remove(keys)
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        failed = None
         for key in keys:
             try:
-                self._remove(key)
+                self.files.remove_page(key)
+                self.files.remove(key)
             except OSError as error:
                 failed = error
                 with self._lock:
                     self._undeletable.add(key)
         if failed is not None:
             raise failed
-
-    def _remove(self, key: str) -> None:
-        self.files.remove_page(key)
-        self.files.remove(key)
 
     def _is_forgotten(self, key: str, start: _Start) -> bool:
         """Since the prefetch began, or for good."""

@@ -53,22 +53,28 @@ class HiCachedPrefixes(CachedPrefixes):
     def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         computed = tuple(computed)
         nodes = self._nodes_with(slots)
-        if slots is not None:
-            nodes += [node for each in computed for node in self._nodes_behind(each)]
+        keys: list[str] = []
+        for each in computed:  # while they can be reached
+            path = list(self._path_of(each))
+            if slots is not None:
+                nodes += [node for node, end in path if end > each.start][:1]
+            if self.tree.enable_storage:
+                page_size = self.tree.page_size
+                keys += _keys_behind(each, page_size, *_known_key(path, each.start, page_size))
         roots = self._hide_all(nodes)
         below = [node for root in roots for node in with_descendants(root)]
         # First its records: a thread that stores pages asks for them.
         self._forget_in_host_memory(below)
         if self.tree.enable_storage:
             # A flush of everything on the device says nothing of storage.
-            keys = [] if slots is None else [k for n in below for k in n.hash_value or ()]
-            keys += [key for each in computed for key in _keys_behind(each, self.tree.page_size)]
+            dropped = [] if slots is None else [k for n in below for k in n.hash_value or ()]
+            keys = [*dropped, *keys]
             attempt_aside(self._forget_in_storage, list(dict.fromkeys(keys)))
         self.free_unheld()
         return sum(len(node.key) for node in below)
 
-    def _nodes_behind(self, computed: Computed) -> Iterator[Any]:
-        """The first node with tokens of `computed`. The others are below it."""
+    def _path_of(self, computed: Computed) -> Iterator[tuple[Any, int]]:
+        """The nodes with tokens of `computed`, and the position behind the last of these tokens in each."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         tree = self.tree
@@ -76,12 +82,11 @@ class HiCachedPrefixes(CachedPrefixes):
         key, node, position = key.page_aligned(tree.page_size), tree.root_node, 0
         while len(key) and (child := node.children.get(key.child_key(tree.page_size))):
             matched = child.key.match(key, page_size=tree.page_size)
-            if position + matched > computed.start:
-                yield child
-                return
+            position += matched
+            yield child, position
             if matched < len(child.key):
                 return
-            node, key, position = child, key[matched:], position + matched
+            node, key = child, key[matched:]
 
     def _forget_in_host_memory(self, nodes: Iterable[Any]) -> None:
         """No page without records is stored or loaded."""
@@ -112,14 +117,29 @@ class HiCachedPrefixes(CachedPrefixes):
                 context.host_tier.records.clear(page.cpu())
 
 
-def _keys_behind(computed: Computed, page_size: int) -> Iterator[str]:
-    """The keys in storage of the pages with tokens of `computed`."""
+def _known_key(
+    path: Iterable[tuple[Any, int]], start: int, page_size: int
+) -> tuple[int, str | None]:
+    """A position up to `start`, and the key of the page that ends there: hashing a long prompt takes time."""
+    known: tuple[int, str | None] = 0, None
+    for node, end in path:
+        if not known[0] < end <= start or not node.hash_value:
+            break
+        pages = (end - known[0]) // page_size  # of the last node perhaps not all
+        known = end, node.hash_value[pages - 1]
+    return known
+
+
+def _keys_behind(
+    computed: Computed, page_size: int, first: int = 0, key: str | None = None
+) -> Iterator[str]:
+    """The keys in storage of the pages with tokens of `computed`. `key`: of the page that ends at `first`."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
-    tokens, key = list(computed.tokens), None
-    for first in range(0, len(tokens) // page_size * page_size, page_size):
-        key = get_hash_str(tokens[first : first + page_size], key)
-        if first + page_size > computed.start:
+    tokens = computed.tokens
+    for begin in range(first, len(tokens) // page_size * page_size, page_size):
+        key = get_hash_str(tokens[begin : begin + page_size], key)
+        if begin + page_size > computed.start:
             yield key
 
 

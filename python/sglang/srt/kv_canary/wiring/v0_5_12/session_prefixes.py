@@ -23,6 +23,14 @@ def session_of(request: Any) -> str | None:
     return session.session_id if session is not None and session.streaming else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A session's turn that is over."""
+
+    session: str
+    row: torch.Tensor  # int32[n]: its slots
+
+
 @dataclass(slots=True)
 class SessionPrefixes:
     """A StreamingSession around another prefix cache. Used from the scheduler's thread, between two steps."""
@@ -42,6 +50,8 @@ class SessionPrefixes:
 
     @property
     def num_held(self) -> int:
+        if not self._damaged:  # as in almost every step
+            return self.inner.num_held
         held = {s: len(row) for s, row in self._rows() if s in self._damaged}
         return self.inner.num_held + sum(held.values())
 
@@ -84,19 +94,20 @@ class SessionPrefixes:
 
     def remember(self, request: Any) -> Any:
         """A session's turn: its slots."""
-        if session_of(request) is None:
+        if (session := session_of(request)) is None:
             return self.inner.remember(request)
-        return self._row(request.req_pool_idx, request.kv_allocated_len).clone()
+        return _Turn(session, self._row_of(request).clone())
 
     def slots_of(self, request: Any, start: int) -> list[int]:
         if hasattr(request, "session"):  # it runs
-            has_session = session_of(request) is not None
-            row = self.remember(request) if has_session else None
-        else:
-            row = request.slots
-        if row is None:
-            return self.inner.slots_of(request, start)
-        return [slot for slot in row[start:].tolist() if slot > 0]
+            if session_of(request) is None:
+                return self.inner.slots_of(request, start)
+            return [slot for slot in self._row_of(request)[start:].tolist() if slot > 0]
+        cached = self.inner.slots_of(request, start)  # of a session: what its first turn left there
+        if not isinstance(request.slots, _Turn):
+            return cached
+        kept = [slot for slot in self._still_there(request.slots, start).tolist() if slot > 0]
+        return list(dict.fromkeys([*kept, *cached]))
 
     @property
     def _tree(self) -> Any:
@@ -115,6 +126,15 @@ class SessionPrefixes:
     def _row(self, row: int, length: int) -> torch.Tensor:
         return self._tree.req_to_token_pool.req_to_token[row, :length]
 
+    def _row_of(self, request: Any) -> torch.Tensor:
+        return self._row(request.req_pool_idx, request.kv_allocated_len)
+
+    def _still_there(self, turn: _Turn, start: int) -> torch.Tensor:
+        """The slots of `turn` that its session still has. Others may have been handed out since."""
+        row = turn.row[start:]
+        rows = [row[:0], *(row for session, row in self._rows() if session == turn.session)]
+        return row[torch.isin(row, torch.cat(rows))]
+
     def _own(self, slot: Any) -> torch.Tensor:
         """int64[n]: what `slot` keeps outside of the prefix cache."""
         row = self._row(slot.req_pool_idx, slot.kv_allocated_len)
@@ -126,7 +146,7 @@ class SessionPrefixes:
             yield session, self._row(slot.req_pool_idx, slot.kv_allocated_len)
         for request in self._running():
             if (session := session_of(request)) is not None:
-                yield session, self._row(request.req_pool_idx, request.kv_allocated_len)
+                yield session, self._row_of(request)
 
     def _release(self, session: str) -> None:
         """Give back the session's row. Slots in it that others have stay theirs: the row may be wrong."""
