@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import RECORD_BYTES
 from sglang_kv_canary.transfer.layout import TransferLayout, transferred_records
+from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.record_sender import Block, RecordSender
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -113,6 +115,15 @@ def test_after_an_error_of_ours_kv_goes_on_without_records(
     assert (notice.has_records, notice.keeps_content) == (False, False)
     assert notice.why == "an internal error of the sender's canary: KeyError"
     assert caplog.text.count("sending records has failed") == 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_peer_that_nixl_has_dropped_is_no_error_of_ours(known: bool) -> None:
+    """After a disconnect NIXL knows the peer no more. SGLang's own transfers to it fail, too."""
+    agent, error = SimpleNamespace(check_remote_metadata=lambda _: known), KeyError("NOT_FOUND")
+    expected = contextlib.nullcontext() if known else pytest.raises(nixl._TransferFailed)
+    with expected:
+        nixl._raise_if_dropped(agent, "alike", error)
 
 
 if __name__ == "__main__":

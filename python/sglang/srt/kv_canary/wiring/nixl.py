@@ -25,11 +25,25 @@ def sender_over_nixl(kv_manager: Any, layout: TransferLayout) -> RecordSender:
     """For `kv_manager`, a NixlKVManager of a prefill rank. Peers have the names of their agents."""
     from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
 
+    errors = (_TransferFailed, *_NIXL_TRANSPORT_ERRORS)
+
     def write(peer: str, blocks: Sequence[Block]) -> int:
-        _write(kv_manager, peer, blocks)
+        try:
+            _write(kv_manager, peer, blocks)
+        except errors:
+            raise
+        except Exception as error:
+            _raise_if_dropped(kv_manager.agent, peer, error)
+            raise
         return 0
 
-    return RecordSender(kv_manager, layout, write, (_TransferFailed, *_NIXL_TRANSPORT_ERRORS))
+    return RecordSender(kv_manager, layout, write, errors)
+
+
+def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
+    """NIXL drops a peer that disconnects. SGLang's own transfers to it fail, too."""
+    if not agent.check_remote_metadata(peer):
+        raise _TransferFailed("kv-canary: NIXL has dropped the decode rank") from error
 
 
 def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
