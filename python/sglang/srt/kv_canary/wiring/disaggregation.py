@@ -39,7 +39,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
             plain.enter_context(plain_lists(queue.draft_token_to_kv_pool))
         kv_manager = original(queue)
     backend = queue.scheduler.server_args.disaggregation_transfer_backend
-    transport = release().transfers.transports[backend]
+    transport = release().transfers.transports[backend]()
     page_size = kv_manager.kv_args.page_size
     if kv_manager.disaggregation_mode.value == "prefill":
         transport.attach_sender(kv_manager, _layout(page_size))

@@ -115,7 +115,7 @@ class RecordSender:
             if space is kind
             for source, first in runs
         ]
-        return self._write(peer, blocks)
+        return self._write(peer, blocks) if blocks else 0
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         from sglang.srt.disaggregation.base.conn import StateType

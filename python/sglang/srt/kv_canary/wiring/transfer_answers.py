@@ -27,7 +27,8 @@ class Transport:
 class TransferAnswers:
     """Of requests on a decode server, unless it says otherwise."""
 
-    transports: Mapping[str, Transport]  # by SGLang's name; the others are refused
+    # By SGLang's name; the others are refused. Imported when they are asked for: the release is checked first
+    transports: Mapping[str, Callable[[], Transport]]
     committed: Callable[[Any], int]  # tokens whose K and V have arrived
     cached: Callable[[Any], int]  # of them, those that its prefix cache had
     is_fake: Callable[[Any, Any], bool]  # (request, ServerArgs): nothing is transferred

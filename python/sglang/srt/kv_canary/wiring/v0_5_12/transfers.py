@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..mooncake import MOONCAKE
-from ..transfer_answers import TransferAnswers
-from .nixl import NIXL
+from ..transfer_answers import TransferAnswers, Transport
 
 __all__ = ["TRANSFERS"]
+
+
+def _mooncake() -> Transport:
+    from ..mooncake import MOONCAKE
+
+    return MOONCAKE
+
+
+def _nixl() -> Transport:
+    from .nixl import NIXL
+
+    return NIXL
 
 
 def _is_fake(request: Any, server_args: Any) -> bool:
@@ -30,7 +40,7 @@ def _send(manager: Any, address: Any, message: Sequence[bytes]) -> None:
 
 
 TRANSFERS = TransferAnswers(
-    transports={"mooncake": MOONCAKE, "nixl": NIXL},
+    transports={"mooncake": _mooncake, "nixl": _nixl},
     committed=lambda request: request.kv_committed_len,
     cached=lambda request: len(request.prefix_indices),
     is_fake=_is_fake,
