@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -242,18 +242,9 @@ def _alternate(swa_layers: int, full_layers: int) -> tuple[list[int], list[int]]
     return swa_ids, full_ids[:full_layers]
 
 
-def make_hybrid_linear_pool(
-    size: int = 64,
-    page_size: int = 1,
-    full_attention_layer_ids: tuple[int, ...] = (1, 3),
-    mamba_layer_ids: tuple[int, ...] = (0, 2),
-    use_mla: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> RealPool:
-    """HybridLinearKVPool over a real MambaPool."""
+def small_states(layers: Sequence[int]) -> Any:
+    """Mamba2CacheParams of small states for `layers`."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
 
     shape = Mamba2StateShape.create(
         tp_world_size=1,
@@ -264,10 +255,25 @@ def make_hybrid_linear_pool(
         state_size=8,
         conv_kernel=4,
     )
+    return Mamba2CacheParams(shape=shape, layers=list(layers))
+
+
+def make_hybrid_linear_pool(
+    size: int = 64,
+    page_size: int = 1,
+    full_attention_layer_ids: tuple[int, ...] = (1, 3),
+    mamba_layer_ids: tuple[int, ...] = (0, 2),
+    use_mla: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> RealPool:
+    """HybridLinearKVPool over a real MambaPool."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
     mamba_pool = MambaPool(
         size=4,
         spec_state_size=4,
-        cache_params=Mamba2CacheParams(shape=shape, layers=list(mamba_layer_ids)),
+        cache_params=small_states(mamba_layer_ids),
         mamba_layer_ids=list(mamba_layer_ids),
         device=device,
     )

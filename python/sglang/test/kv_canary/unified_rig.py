@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.unified_memory_pool import init_unified_mamba_pools
 
 from .paged_rig import PagedRig, Rows
-from .pool_fixtures import RealPool
+from .pool_fixtures import RealPool, small_states
 
 LAYERS = (1, 3)  # full-attention layers; the others keep states
 
@@ -26,17 +26,6 @@ def make_unified_pool(
     dtype: torch.dtype = torch.float32,
 ) -> RealPool:
     """UnifiedHybridLinearKVPool over a unified MHA or MLA pool, and its allocator. `lazy`: as `lazy_compaction`."""
-    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
-
-    shape = Mamba2StateShape.create(
-        tp_world_size=1,
-        intermediate_size=32,
-        n_groups=1,
-        num_heads=4,
-        head_dim=8,
-        state_size=8,
-        conv_kernel=4,
-    )
     bundle = init_unified_mamba_pools(
         device="cpu",
         kv_cache_dtype=dtype,
@@ -52,7 +41,7 @@ def make_unified_pool(
         qk_rope_head_dim=16,
         mamba_layer_ids=[0, 2],
         full_attention_layer_ids=list(LAYERS),
-        mamba2_cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]),
+        mamba2_cache_params=small_states([0, 2]),
         model_context_len=128,
         extra_max_context_len=4,
         max_total_num_tokens=tokens,
