@@ -6,6 +6,7 @@ Inside a free group, `free()` only queues slots, and is called again at the grou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..buffer_group import PoolKind
@@ -89,11 +90,16 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
         context.slot_event(allocator, SlotEventKind.FREE, free_index.clone(), call)
 
 
-@guarded
-def after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
-    if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
-        call = call_of(slots.numel()) if context.history else None
-        context.slot_event(allocator, SlotEventKind.ALLOC, slots, call)
+def noting_allocations(inside: str = "") -> Callable[..., None]:
+    """A hook after methods of allocators that hand out slots. `inside`: see `call_of`."""
+
+    @guarded
+    def after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
+        if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
+            call = call_of(slots.numel(), inside) if context.history else None
+            context.slot_event(allocator, SlotEventKind.ALLOC, slots, call)
+
+    return after_alloc
 
 
 @guarded
@@ -104,7 +110,7 @@ def after_clear(_: Any, allocator: Any) -> None:
 
 def _hooks() -> tuple[HookSpec, ...]:
     module = "sglang.srt.mem_cache.allocator"
-    hooks = []
+    hooks, after_alloc = [], noting_allocations()
     for name in _SIMPLE:
         hooks.append(HookSpec(f"{module}.{name}.free", before_free, HookType.BEFORE, FREES))
         hooks.append(HookSpec(f"{module}.{name}.alloc", after_alloc, HookType.AFTER, FREES))

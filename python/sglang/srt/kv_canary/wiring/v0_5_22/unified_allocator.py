@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...slot_event import SlotEventKind
-from ..allocator import FREES, after_clear
+from ..allocator import FREES, after_clear, noting_allocations
 from ..call_site import QueuedFrees, call_of
 from ..context import context
 from ..guard import guarded
@@ -38,15 +38,8 @@ def _before_free(part: Any, free_index: Any, *, _pages: torch.Tensor | None = No
     if _pages is not None:  # one slot of each page of segments, whose calls are not queued
         context.queued_frees = QueuedFrees()
     # Usually a view of req_to_token, whose row is rewritten before the event is applied.
-    slots = free_index.detach().clone()
+    slots = free_index.clone()
     context.slot_event(part, SlotEventKind.FREE, slots, call)
-
-
-@guarded
-def _after_alloc(slots: Any, part: Any, *_: Any, **__: Any) -> None:
-    if slots is not None and id(part) in context.allocator_kinds and slots.numel():
-        call = call_of(slots.numel(), _FILES) if context.history else None
-        context.slot_event(part, SlotEventKind.ALLOC, slots, call)
 
 
 @guarded
@@ -70,7 +63,7 @@ HOOKS = (
     HookSpec(f"{_PART}.free", _before_free, HookType.BEFORE, FREES),
     HookSpec(f"{_PART}.clear", after_clear, HookType.AFTER, FREES),
     *(
-        HookSpec(f"{_PART}.{method}", _after_alloc, HookType.AFTER, FREES)
+        HookSpec(f"{_PART}.{method}", noting_allocations(_FILES), HookType.AFTER, FREES)
         for method in ("alloc", "alloc_extend", "alloc_decode")
     ),
     HookSpec(f"{_HYBRID}.free", _before_free_of_all, HookType.BEFORE, FREES),
