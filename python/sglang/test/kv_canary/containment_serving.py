@@ -34,6 +34,7 @@ class ContainmentBase(CanaryE2EBase):
     env: ClassVar = ENV
     pool: ClassVar = Pool()
     count: ClassVar[int] = ROUNDS
+    ties: ClassVar[int | None] = None  # at most so many; None: as many as there are
 
     def actions(self) -> list[dict[str, Any]]:
         self.settle()
@@ -61,7 +62,11 @@ class ContainmentBase(CanaryE2EBase):
             answers = self.run(serve(self.serving, each, faulty=True))
             self.settle()
             self.run(balance.add(self.serving, each, right, answers))
+        print(balance)  # for the log of a long form
+        if balance.problems:
+            print(*self.serving.events("containment"), *self.violations(), sep="\n")
         assert balance.problems == []
+        assert self.ties is None or balance.ties <= self.ties
         assert balance.ended + balance.answered >= self.count
         assert max(balance.tokens_left, default=0) <= 2  # of 14 to 19
         # Idle with SGLang's leak check on, and as right as before.

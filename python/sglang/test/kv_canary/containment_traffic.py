@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.scripted_models import write_attentive_llama
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.traffic import random_tokens
 
 __all__ = [
+    "BYTES",
     "ENV",
     "FLAGS",
     "KINDS_OF_FAULTS",
@@ -40,8 +43,10 @@ MODES["attentive"] = replace(
     server_args={**_MHA.server_args, "load_format": "auto"},
 )
 
-TIE = 1e-3  # log probabilities that differ by less are equal
-PREFIX, BYTES = 32, 128  # tokens that a family shares; bytes of V of one token and layer
+# Log probabilities that differ by less are equal. Logits of 16 and more are 0.125 apart in bfloat16.
+TIE = 0.2 if torch.cuda.is_available() else 1e-3
+PREFIX = 32  # tokens that a family shares
+BYTES = 64 if torch.cuda.is_available() else 128  # of V of one token and layer: bfloat16, float32
 ENV = {
     "SGLANG_KV_CANARY_ACTION": "abort",
     # SGLang's own leak check is on, and ends the server.
@@ -93,6 +98,7 @@ class Pool:
     size: int = BYTES  # bytes of one token and layer
     has_cache: bool = True
     keeps_rows: bool = True  # whether wrong entries of the page table stay
+    has_chunks: bool = True  # whether the longest prompt is prefilled in chunks
     # Tensor-parallel ranks with a fault: those of the first round, of the second one, and so on
     ranks: tuple[tuple[int, ...], ...] = ((0,),)
 
@@ -112,8 +118,11 @@ class Pool:
             # in a shared prefix, under its readers
             flipped(family, rid=family[0], mode="DECODE", position=11, source=1),
         ]
+        # between two chunks of a prompt
+        between = [flipped([loners[2]], rid=loners[2], mode="EXTEND", position=20)]
         return [
             *(shared if self.has_cache else ()),
+            *(between if self.has_chunks else ()),
             # in a running request's own part
             flipped([loners[0]], rid=loners[0], mode="DECODE", position=9),
             flipped([loners[1]], rid=loners[1], mode="DECODE", position=12, source=1),
@@ -122,8 +131,6 @@ class Pool:
             # page tables: SGLang would free slots of others, and lose the request's own
             in_decode("other_requests_row", loners[0], keep=self.keeps_rows),
             in_decode("padding_slot", loners[1], keep=self.keeps_rows),
-            # between two chunks of a prompt
-            flipped([loners[2]], rid=loners[2], mode="EXTEND", position=20),
             # what the forward is fed with
             in_decode("wrong_token", loners[0]),
         ]

@@ -14,7 +14,7 @@ Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
 _REGISTERS = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine"
 # Loopback, and one thread a server for transfers in place of eight.
 ENV = {
-    "UCX_TLS": "tcp,self,sm",
+    "UCX_TLS": "tcp,self,sm,cuda" if torch.cuda.is_available() else "tcp,self,sm",
     "UCX_LOG_LEVEL": "error",
     "NIXL_LOG_LEVEL": "ERROR",
     "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "1"}',

@@ -10,6 +10,7 @@ from typing import ClassVar
 from urllib.error import HTTPError
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
@@ -157,6 +158,23 @@ class TestSlidingWindow(ContainmentBase):
 class TestMla(ContainmentBase):
     mode_name = "mla"
     pool: ClassVar = Pool(half="K", size=64)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="SGLang's batch-invariant operators exist for CUDA and XPU only",
+)
+class TestDeterministic(ContainmentBase):
+    """Answers do not depend on the batch, so that each difference is damage."""
+
+    flags: ClassVar = {
+        **FLAGS,
+        "enable_deterministic_inference": True,
+        # In this mode SGLang cuts chunks at multiples of 4,096 tokens. A prompt that needs a smaller one waits forever.
+        "chunked_prefill_size": 8192,
+    }
+    pool: ClassVar = Pool(has_chunks=False)
+    ties: ClassVar = 0
 
 
 @pytest.mark.skipif(NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")

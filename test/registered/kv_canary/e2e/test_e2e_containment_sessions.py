@@ -14,7 +14,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG
-from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS
+from sglang_kv_canary_rigs.containment_traffic import BYTES, ENV, FLAGS
 
 if release().has_own_canary:
     pytest.skip("findings are reported only there", allow_module_level=True)
@@ -54,7 +54,7 @@ class TestSessions(CanaryE2EBase):
     mode_name = "attentive"
     flags: ClassVar = {**FLAGS, "enable_streaming_session": True}
     env: ClassVar = ENV
-    bytes: ClassVar = {"half": "V", "count": 128}  # all of a token and layer
+    bytes: ClassVar = {"half": "V", "count": BYTES}  # all of a token and layer
 
     def actions(self) -> list[dict[str, Any]]:
         self.settle()

@@ -113,7 +113,8 @@ MODES: dict[str, ModeConfig] = {
             "max_mamba_cache_size": consts.STATE_SLOTS,
         },
         cpu_args={**_CPU, "attention_backend": "torch_native"},
-        cuda_args=_CUDA,
+        # SGLang refuses Triton attention for LFM2, and captures no graph of torch_native.
+        cuda_args={**_CUDA, "attention_backend": "torch_native", "disable_cuda_graph": True},
         cpu_fill_ins=(hybrid_on_torch_native,),
     ),
     # Each rank has all heads and its own requests. It runs idle or padded forwards while the other rank computes.

@@ -31,7 +31,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "release and resume of memory (memory saver)",
         _COVERED,
-        "slots are freed with it; not run on a GPU",
+        "slots are freed with it",
     ),
     PathSupport("streaming sessions", _COVERED),
     PathSupport("LoRA and cache salts", _COVERED, "by the chain's anchor"),
@@ -40,7 +40,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "torch.compile of the model",
         _COVERED,
-        "what is compiled is the forward without the checks around it; not run on a GPU",
+        "what is compiled is the forward without the checks around it",
     ),
     PathSupport(
         "two-batch overlap, single-batch overlap",
@@ -75,7 +75,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         _PARTLY,
-        "its backend UCX; also with EAGLE; content needs equal TP; not run on a GPU; see docs/disaggregation.md",
+        "its backend UCX; also with EAGLE; content needs equal TP; see docs/disaggregation.md",
     ),
     PathSupport(
         "speculative: in step with other ranks",
@@ -97,7 +97,7 @@ SERVED: tuple[PathSupport, ...] = (
         "states of linear-attention layers",
         _PARTLY,
         "whose a state is and which tokens it has absorbed; bytes in the prefix cache only; not with speculation, "
-        "disaggregation, pipeline parallelism, DP attention, streaming sessions; not run on a GPU; see docs/states.md",
+        "disaggregation, pipeline parallelism, DP attention, streaming sessions; not run with CUDA graphs; see docs/states.md",
     ),
     PathSupport(
         "sweep of cached prefixes",
