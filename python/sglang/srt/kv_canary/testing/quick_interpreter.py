@@ -92,7 +92,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 class _Running:
-    """The scope of the kernel that runs. Triton patches its language anew for each call of a device function."""
+    """The scope of the kernel that runs. Triton patches its language again for each call of a device function."""
 
     _patched: ClassVar[frozenset[int]] = (
         frozenset()
