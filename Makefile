@@ -6,7 +6,8 @@
 # Variables
 #   SGLANG           release that demo and test run with: 0.5.12.post1 (default), 0.5.17 or 0.5.23; each has its own $(VENV)
 #   PYTHON           interpreter that creates $(VENV); default: the first Python 3.11 found
-#   JOBS             test files that run at a time; default 2
+#   JOBS             test files that run at a time; default 3, for 2 cores: servers often wait for each other
+#   FULL             1: tests send as many requests as docs/testing.md counts; by default, what each path needs
 #   TORCH_INDEX_URL  set to https://download.pytorch.org/whl/cpu where plain PyPI's torch brings CUDA packages
 
 BASE_SGLANG = 0.5.12.post1
@@ -14,7 +15,8 @@ SGLANG ?= $(BASE_SGLANG)
 # `make hooks` takes a folder.
 RELEASE = $(if $(findstring /,$(SGLANG)),$(BASE_SGLANG),$(SGLANG))
 VENV ?= .venv$(if $(filter-out $(BASE_SGLANG),$(RELEASE)),-$(RELEASE))
-JOBS ?= 2
+JOBS ?= 3
+FULL ?=
 TORCH_INDEX_URL ?=
 ARGS ?=
 PYTHON = $(shell for python in python3.11 python3 python; do \
@@ -34,6 +36,7 @@ DOCS_STAMP = $(VENV)/.stamp-docs
 # One OpenMP thread: more of them fight for the cores with the engine's own processes. Bytecode is kept, also where
 # the machine says otherwise: each of several hundred processes would compile our package anew.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONDONTWRITEBYTECODE=
+VOLUME_ENV = $(if $(filter 1,$(FULL)),KV_CANARY_TEST_FULL_VOLUME=1)
 
 .PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus transport clean
 .DELETE_ON_ERROR:
@@ -47,7 +50,7 @@ demo: $(READY_STAMP)
 
 # Files in the order of conftest.py: the longest come first, and the short ones fill the cores at the end.
 test: $(READY_STAMP)
-	@$(ENGINE_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ENGINE_ENV) $(VOLUME_ENV) $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Not a part of `make test`: about 20 minutes on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
 mutants: $(READY_STAMP)

@@ -21,6 +21,7 @@ from .pd_serving import (
     need_transport,
     transit_faults,
 )
+from .volume import volume
 
 CHECKED = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
 SWEPT = {**CHECKED, "kv_canary_sweep_interval": 20}
@@ -39,7 +40,7 @@ FOUND_AS = {
 class Pair(ServesPair, CanaryE2EBase):
     flags: ClassVar = SWEPT
     env: ClassVar = HEALTH
-    requests: ClassVar[int] = 40
+    requests: ClassVar[int] = volume(20, 40)
 
     def damage_bytes_later(self, half: str) -> None:
         """A decode finds bytes that change after they have arrived."""
@@ -116,7 +117,7 @@ class EndsDamaged(CleanPair):
     env: ClassVar = {**HEALTH, "SGLANG_KV_CANARY_ACTION": "abort"}
     plugins: ClassVar = (transit_faults,)
 
-    def damaged_request_alone_is_ended(self, fault: str, tokens: int = 400) -> None:
+    def damaged_request_alone_is_ended(self, fault: str, tokens: int = volume(250, 400)) -> None:
         """Beside a clean request that decodes `tokens`."""
         self.expect_violations()
         before = self.written()

@@ -22,6 +22,7 @@ from sglang_kv_canary_rigs.context_parallel_fill_ins import (
     context_parallel_flags,
     context_parallel_on_torch_native,
 )
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -36,7 +37,7 @@ pytestmark = [
     ),
 ]
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "24"))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
 RANKS = [0, 1]
 _MHA = MODES["mha"]
 MODES["mha_cp"] = replace(

@@ -40,6 +40,7 @@ from sglang_kv_canary_rigs.pd_serving import (
     nothing_to_synchronize,
     transit_faults,
 )
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -158,7 +159,7 @@ class TestTwoRanks(CleanPair):
     flags: ClassVar = {**CHECKED, "tp_size": 2}
     env: ClassVar = {**HEALTH, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     plugins: ClassVar = (transit_faults,)
-    requests: ClassVar[int] = 20
+    requests: ClassVar[int] = volume(12, 20)
 
     def test_damage_in_transit_is_found_by_both_ranks(self) -> None:
         self.expect_violations()
@@ -204,7 +205,7 @@ class TestLateWrites(Pair):
 
         async def overtaken() -> None:
             victim = asyncio.create_task(
-                self.serving.generate("victim", tokens, consts.CONTEXT_LENGTH - 80)
+                self.serving.generate("victim", tokens, volume(400, consts.CONTEXT_LENGTH - 80))
             )
             while await asyncio.to_thread(self.written) < before + 20:  # it decodes
                 assert not victim.done()

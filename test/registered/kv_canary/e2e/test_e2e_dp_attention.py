@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -43,8 +44,8 @@ class TestDPAttention(CanaryE2EBase):
         self.generate_together(requests)
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        report = self.serve(TrafficShape(40, seed=23, flushes=2))
-        assert (report.requests, report.flushes) == (40, 2)
+        report = self.serve(TrafficShape(volume(24, 40), seed=23, flushes=2))
+        assert (report.requests, report.flushes) == (volume(24, 40), 2)
         self.assert_no_violations()
         for rank in RANKS:
             counters = self.serving.send("counters", rank).answer()["counters"]

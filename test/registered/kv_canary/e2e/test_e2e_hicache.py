@@ -20,6 +20,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     prompts,
 )
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -65,7 +66,7 @@ class Traffic(HiCacheE2E):
         "max_total_tokens": consts.MHA_POOL_SLOTS // 2,
         "hicache_ratio": 1.5,
     }
-    requests: ClassVar[int] = 80
+    requests: ClassVar[int] = volume(50, 80)
 
     def test_mixed_traffic(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=21, flushes=1))

@@ -26,6 +26,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     prompts,
 )
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
@@ -121,8 +122,8 @@ class TestRaise(StorageE2E):
             assert not server.events("violation")
 
     def test_mixed_traffic(self) -> None:
-        report = self.serve(TrafficShape(40, seed=23, flushes=2))
-        assert (report.requests, report.flushes) == (40, 2)
+        report = self.serve(TrafficShape(volume(24, 40), seed=23, flushes=2))
+        assert (report.requests, report.flushes) == (volume(24, 40), 2)
         self.assert_no_violations()
 
 

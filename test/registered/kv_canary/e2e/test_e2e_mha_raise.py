@@ -15,11 +15,12 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.reports.story import report_of
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
-REQUESTS = 1000 if torch.cuda.is_available() else 400
+REQUESTS = 1000 if torch.cuda.is_available() else volume(140, 400)
 
 
 class TestMHARaise(CanaryE2EBase):
@@ -47,7 +48,7 @@ class TestMHARaise(CanaryE2EBase):
         """Inserts, evictions, splits, aborts, retractions and flushes, all under the sweep."""
         report = self.serve(TrafficShape(REQUESTS, seed=7, abort_share=0.15))
         assert (report.requests, report.flushes) == (REQUESTS, 3)
-        assert report.aborts > 20
+        assert report.aborts > REQUESTS / 20
         assert self.serving.stderr.count("Testing retraction") > 5
         self.assert_no_violations()
         self.assert_healthy()

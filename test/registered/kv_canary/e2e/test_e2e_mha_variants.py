@@ -13,6 +13,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -25,7 +26,7 @@ ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
 class Variant(CanaryE2EBase):
     """A clean run, then one fault in the page table and one in the bytes. Subclasses say how to serve."""
 
-    requests: ClassVar[int] = 60
+    requests: ClassVar[int] = volume(36, 60)
 
     def test_clean_run(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=11, flushes=1, name="clean"))

@@ -16,10 +16,12 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
 )
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
 
+REQUESTS = volume(70, 150)
 HEAD, TAIL = tags("HEAD", "K", "FULL"), tags("TAIL", "K", "FULL")
 EXTEND = {"mode": "EXTEND", "min_prefix": 0}
 
@@ -54,14 +56,14 @@ class TestMLARaise(CanaryE2EBase):
     env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
 
     def test_clean(self) -> None:
-        report = self.serve(TrafficShape(150, seed=8))
-        assert (report.requests, report.flushes) == (150, 3)
+        report = self.serve(TrafficShape(REQUESTS, seed=8))
+        assert (report.requests, report.flushes) == (REQUESTS, 3)
         assert report.aborts > 2
         self.assert_no_violations()
         counters = self.settle()
         assert {*counters} == {*HEAD, *TAIL, "SWEEP_K_FULL"}
         for tag in HEAD + TAIL:
-            assert counters[tag]["checked"] == counters[tag]["eligible"] > 30_000, tag
+            assert counters[tag]["checked"] == counters[tag]["eligible"] > 200 * REQUESTS, tag
         assert counters["TAIL_K_FULL"]["content_checked"] == counters["TAIL_K_FULL"]["checked"]
 
 
@@ -80,8 +82,8 @@ class TestMLAFaults(FaultCases):
         self.run_case(case, f"{case}-{CASES.index(case)}")
 
     def test_clean_without_overlap(self) -> None:
-        report = self.serve(TrafficShape(50, seed=9, flushes=1, name="clean"))
-        assert report.requests == 50
+        report = self.serve(TrafficShape(volume(25, 50), seed=9, flushes=1, name="clean"))
+        assert report.requests == volume(25, 50)
         self.assert_no_violations()
 
 

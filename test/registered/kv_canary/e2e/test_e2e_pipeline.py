@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -46,11 +47,11 @@ class TestPipelineAsyncDepthClean(CanaryE2EBase):
     }
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        report = self.serve(TrafficShape(40, seed=18, flushes=1))
+        report = self.serve(TrafficShape(volume(24, 40), seed=18, flushes=1))
         # SGLang retracts every 20 forwards, decodes only: here it has some, whatever it had above.
         rng = random.Random("retracted")
         self.generate_together([(f"retracted-{i}", random_tokens(rng, 30), 64) for i in range(4)])
-        assert (report.requests, report.flushes) == (40, 1)
+        assert (report.requests, report.flushes) == (volume(24, 40), 1)
         assert self.serving.stderr.count("Testing retraction") > 0
         self.assert_no_violations()
 
@@ -62,8 +63,8 @@ class TestPipeline(CanaryE2EBase):
     env: ClassVar = {**BIND, "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        report = self.serve(TrafficShape(80, seed=17))
-        assert (report.requests, report.flushes) == (80, 3)
+        report = self.serve(TrafficShape(volume(40, 80), seed=17))
+        assert (report.requests, report.flushes) == (volume(40, 80), 3)
         self.assert_no_violations()
         self.assert_healthy()
         counters = self.settle()

@@ -31,6 +31,7 @@ from sglang_kv_canary_rigs.prefill_graphs import (
     replays_in,
 )
 from sglang_kv_canary_rigs.spec_fault_cases import EagleFaults
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
@@ -86,7 +87,7 @@ class Raise(PrefillGraphs):
     flags: ClassVar = RAISE
 
     def test_clean_requests_raise_no_alarm(self) -> None:
-        requests = 400 if ON_GPU else 100
+        requests = 400 if ON_GPU else volume(50, 100)
         assert self.serve(TrafficShape(requests, seed=43)).requests == requests
         self.assert_no_violations()
         self.assert_graphs_were_at_work()
@@ -133,7 +134,7 @@ class TestPrefillGraphFaults(PrefillGraphs, FaultCases):
         assert (first.requests, first.tokens, first.padded_to > 60) == (2, 60, True)
 
     def test_clean(self) -> None:
-        self.serve(TrafficShape(60, seed=44))
+        self.serve(TrafficShape(volume(40, 60), seed=44))
         self.assert_no_violations()
         self.assert_graphs_were_at_work()
 
@@ -149,7 +150,7 @@ class TestPrefillGraphsOnSlidingWindows(PrefillGraphs, FaultCases):
         self.run_case(case, str(case))
 
     def test_clean(self) -> None:
-        shape = FamilyShape(192 if ON_GPU else 48, seed=45)
+        shape = FamilyShape(192 if ON_GPU else volume(24, 48), seed=45, rounds=volume(1, 2))
         assert self.run(drive_families(self.serving, shape)).requests == shape.requests
         self.assert_no_violations()
         self.assert_graphs_were_at_work()

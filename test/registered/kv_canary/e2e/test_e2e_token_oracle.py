@@ -19,6 +19,7 @@ from sglang_kv_canary_rigs.altered_sampling import (
 )
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.token_oracle_serving import CheckedClient, TokenOracleE2E
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
@@ -60,8 +61,10 @@ class TestSWA(TokenOracleE2E):
 
     def test_clean(self) -> None:
         client = self.client()
-        report = self.run(drive_families(client, FamilyShape(48, seed=6)))
-        assert report.requests == 48
+        report = self.run(
+            drive_families(client, FamilyShape(volume(24, 48), seed=6, rounds=volume(1, 2)))
+        )
+        assert report.requests == volume(24, 48)
         assert client.checked_tokens > 300
         self.assert_no_violations()
 

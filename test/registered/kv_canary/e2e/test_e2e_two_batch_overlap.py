@@ -20,6 +20,7 @@ from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2_with_experts
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.expert_fill_ins import deepep_on_gloo
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
 )
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "24"))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
 RANKS = [0, 1]
 _DP = MODES["mla_dp"]
 MODES["mla_dp_experts"] = replace(

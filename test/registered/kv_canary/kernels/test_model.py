@@ -39,6 +39,7 @@ from sglang_kv_canary_rigs.histories import (
     Sweep,
     UpdateWeights,
 )
+from sglang_kv_canary_rigs.volume import volume
 from sglang_kv_canary_rigs.world import WorldSpec
 
 # numpy's word on how Triton's interpreter turns its 0-d values into integers
@@ -56,7 +57,7 @@ class Effort:
 
 
 EFFORTS = {
-    REFERENCE: Effort(30, 20),
+    REFERENCE: Effort(volume(14, 30), 20),
     INTERPRETER: Effort(4, 10),  # a program takes milliseconds there
     CUDA: Effort(30, 40),
 }

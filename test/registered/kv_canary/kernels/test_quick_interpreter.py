@@ -13,7 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.triton.jit import INTERPRET, jit
-from sglang_kv_canary.testing.quick_interpreter import tritons_patch_attr
+from sglang_kv_canary.testing.quick_interpreter import tritons_own
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
     Pool,
@@ -37,7 +37,8 @@ def both_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def compare(run: Callable[[], list[torch.Tensor]]) -> None:
         quick = [run(), run()]  # noted, and repeated
-        monkeypatch.setattr(interpreter, "_patch_attr", tritons_patch_attr)
+        for name, own in tritons_own.items():
+            monkeypatch.setattr(interpreter, name, own)
         expected = run()
         for found in quick:
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
@@ -94,6 +95,33 @@ def test_arithmetic(both_ways):
             arithmetic_kernel[(4,)](numbers, small, out, shift % 60, BLOCK=16)
         assert not torch.equal(outs[0], outs[1])
         return outs
+
+    both_ways(run)
+
+
+@interpreter.InterpretedFunction
+def halved(x):
+    """Called as the device functions of other packages are."""
+    return tl.where(x > 0, x // 2, 0)
+
+
+@jit
+def nested_kernel(numbers, out, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    x = halved(tl.load(numbers + lane))
+    tl.store(out + lane, halved(x) + tl.where(x > 9, 1, 0))
+
+
+def test_device_functions(both_ways):
+    numbers = torch.randint(-999, 999, (16,), generator=torch.Generator().manual_seed(2))
+
+    def run() -> list[torch.Tensor]:
+        before = {part: dict(vars(part)) for part in (tl, tl.core, tl.math, tl.tensor)}
+        out = torch.zeros_like(numbers)
+        nested_kernel[(1,)](numbers, out, BLOCK=16)
+        changed = [n for part, was in before.items() for n in was if vars(part)[n] is not was[n]]
+        assert changed == [], "a kernel leaves Triton's language as it was"
+        return [out]
 
     both_ways(run)
 

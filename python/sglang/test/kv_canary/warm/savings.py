@@ -1,12 +1,14 @@
 """What makes SGLang's processes cheaper, and changes nothing that they decide.
 
 An idle scheduler waits for its next message, and a controller of data parallelism for its own. As released, both ask
-again without a pause, which takes a core each.
+again without a pause, which takes a core each. A small function of tensor parallelism runs as it is written, not
+compiled.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,16 @@ def install() -> None:
     hook_registry._propagate_patch = ModuleIndex().propagate
     Scheduler.maybe_sleep_on_idle = _wait_for_a_message
     Scheduler.on_idle = _sleeping_while_others_work(Scheduler.on_idle)
+    _leave_uncompiled("sglang.srt.layers.vocab_parallel_embedding", "get_masked_input_and_mask")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
+
+
+def _leave_uncompiled(module: str, name: str) -> None:
+    """A function that only tensor parallelism calls, and that each rank would compile for a second or two."""
+    compiled = getattr(sys.modules.get(module), name, None)
+    plain = getattr(compiled, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        setattr(sys.modules[module], name, plain)
 
 
 def _wait_for_a_message(scheduler: Any) -> None:
