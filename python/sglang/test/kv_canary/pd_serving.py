@@ -223,6 +223,7 @@ class PdServing(CanaryServer):
 
 
 HOLD_S = 3.0  # longer than a prefill server takes to send a prompt
+_RECEIVERS = {"mooncake": "mooncake.conn.MooncakeKVReceiver", "nixl": "nixl.conn.NixlKVReceiver"}
 
 
 def no_early_reuse() -> None:
@@ -232,7 +233,8 @@ def no_early_reuse() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVReceiver.poll"
+    receiver = _RECEIVERS[PdServing.backend]
+    target = f"sglang.srt.disaggregation.{receiver}.poll"
     HookRegistry.register(target, _poll_with_patience, HookType.AROUND)
 
 
