@@ -38,12 +38,16 @@ def _without_gpu(kv_manager: Any) -> None:
         _wrap(kv_manager.agent, name, of_host)
 
 
-def damage_in_transit(damaged: Callable[[Any, Blocks], Blocks]) -> None:
-    """`damaged(kv_args, blocks)` is what arrives of `blocks`."""
+def damage_in_transit(
+    damaged: Callable[[Any, Blocks], Blocks],
+    late: Callable[[Callable[[], Any]], None] = lambda _: None,
+) -> None:
+    """`damaged(kv_args, blocks)` is what arrives of `blocks`. `late` gets what sends them once more."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def watch(_: Any, kv_manager: Any) -> None:
-        transit = _Transit(kv_manager.agent, functools.partial(damaged, kv_manager.kv_args))
+        at_peer = functools.partial(damaged, kv_manager.kv_args)
+        transit = _Transit(kv_manager.agent, at_peer, late)
         for name in ("initialize_xfer", "prep_xfer_dlist", "make_prepped_xfer"):
             _wrap(kv_manager.agent, name, getattr(transit, name))
         for name in ("transfer", "check_xfer_state", "release_xfer_handle"):
@@ -82,10 +86,16 @@ class _Prepared:
 class _Transit:
     """Between SGLang, or the canary, and NIXL's agent."""
 
-    def __init__(self, agent: Any, damaged: Callable[[Blocks], Blocks]) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        damaged: Callable[[Blocks], Blocks],
+        late: Callable[[Callable[[], Any]], None],
+    ) -> None:
         self._agent = agent
         self._damaged = damaged
-        self._start = agent.initialize_xfer
+        self._late = late
+        self._start, self._post = agent.initialize_xfer, agent.transfer
         self._prepared: dict[Any, _Prepared] = {}  # by NIXL's handle
 
     def initialize_xfer(
@@ -133,12 +143,18 @@ class _Transit:
     ) -> Any:
         """The transfer in place of one of `blocks`. None: it is not damaged."""
         arriving = self._damaged(blocks)
+        self._late(lambda: self._post(self._write(blocks, devices, peer)))
         if arriving == blocks:
             return None
         if not arriving:
             return _Nothing(peer, notification)
+        return self._write(arriving, devices, peer, notification)
+
+    def _write(
+        self, blocks: Blocks, devices: tuple[int, int], peer: str, notification: bytes = b""
+    ) -> Any:
         sides = (
-            self._agent.get_xfer_descs([(b[at], b[2], devices[at]) for b in arriving], "VRAM")
+            self._agent.get_xfer_descs([(b[at], b[2], devices[at]) for b in blocks], "VRAM")
             for at in (0, 1)
         )
         return self._start("WRITE", *sides, peer, notification)

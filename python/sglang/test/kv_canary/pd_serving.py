@@ -223,6 +223,7 @@ class PdServing(CanaryServer):
 
 
 HOLD_S = 3.0  # longer than a prefill server takes to send a prompt
+_RECEIVERS = {"mooncake": "mooncake.conn.MooncakeKVReceiver", "nixl": "nixl.conn.NixlKVReceiver"}
 
 
 def no_early_reuse() -> None:
@@ -232,7 +233,8 @@ def no_early_reuse() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVReceiver.poll"
+    receiver = _RECEIVERS[PdServing.backend]
+    target = f"sglang.srt.disaggregation.{receiver}.poll"
     HookRegistry.register(target, _poll_with_patience, HookType.AROUND)
 
 
@@ -262,7 +264,9 @@ def transit_faults() -> None:
 
     target = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data"
     HookRegistry.register(target, _damaged_in_transit, HookType.AROUND)
-    nixl_transport.damage_in_transit(lambda args, blocks: damaged(_fault()[1], args, blocks))
+    nixl_transport.damage_in_transit(
+        lambda args, blocks: damaged(_fault()[1], args, blocks), _send_again_later
+    )
     if release().has_own_canary:
         resumed = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.restore_kv_cache"
         HookRegistry.register(resumed, _damage_host_pool, HookType.BEFORE)
@@ -274,12 +278,15 @@ def transit_faults() -> None:
 def _damaged_in_transit(
     original: Callable[..., int], kv_manager: Any, session: str, blocks: Blocks
 ) -> int:
+    _send_again_later(functools.partial(original, kv_manager, session, list(blocks)))
+    return original(kv_manager, session, damaged(_fault()[1], kv_manager.kv_args, blocks))
+
+
+def _send_again_later(send: Callable[[], Any]) -> None:
+    """A write that a transport has under way when its request ends."""
     path, fault = _fault()
     if fault == AGAIN_LATER:
-        # A write that a transport has under way when its request ends.
-        send = functools.partial(original, kv_manager, session, list(blocks))
         threading.Thread(target=_when_released, args=(path, send), daemon=True).start()
-    return original(kv_manager, session, damaged(fault, kv_manager.kv_args, blocks))
 
 
 def _damage_host_copy(request: Any, *_: Any) -> None:
@@ -303,7 +310,7 @@ def _fault() -> tuple[Path, str]:
     return path, path.read_text() if path.exists() else ""
 
 
-def _when_released(path: Path, send: Callable[[], int]) -> None:
+def _when_released(path: Path, send: Callable[[], Any]) -> None:
     while not path.with_name(RELEASED).exists():
         time.sleep(0.01)
     send()

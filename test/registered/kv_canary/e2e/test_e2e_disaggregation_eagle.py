@@ -1,12 +1,16 @@
 """EAGLE over prefill-decode disaggregation: the draft model's KV is transferred with its records, and checked."""
 
+import os
 import random
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.eagle_mode import V2
+from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
@@ -17,11 +21,13 @@ from sglang_kv_canary_rigs.pd_serving import (
     transit_faults,
 )
 
-if release().has_own_canary:
-    reason = "refused by name on this release; lifted by make test"
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
     pytest.skip(reason, allow_module_level=True)
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 
 
 class EaglePair(ServesPair, EagleE2EBase):
@@ -71,6 +77,23 @@ class TestEagle(EaglePair):
         assert answer == scripted_answer(prompt, 6)
         self.assert_violation("CONTENT", "TAIL_V_FULL", runner="draft", reader="draft")
         assert self.found_on_arrival() == {"draft": {"CONTENT"}}
+
+
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestEagle3(EaglePair):
+    """In mode raise, with longer traffic."""
+
+    speculation: ClassVar = {**V2, "speculative_algorithm": "EAGLE3"}
+    flags: ClassVar = {**EaglePair.flags, "kv_canary": "raise"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_eagle3(folder)
+
+    def test_clean(self) -> None:
+        self.converse("eagle3", rounds=12)
+        self.assert_no_violations()
+        self.assert_healthy()
 
 
 class DecodeDrafts(PdServing):

@@ -222,6 +222,15 @@ def test_several_ranks_say_what_holds_of_all():
     assert board.take(7) is None
 
 
+def test_a_room_that_is_used_again_after_its_request_failed():
+    """The notice that nobody took may say less than that of the next request, but it does not name it."""
+    board = NoticeBoard()
+    board.put(7, replace(NOTICE, request="failed", has_records=False))
+    board.put(7, replace(NOTICE, request="next", chunks=(0,)))
+    taken = board.take(7)
+    assert (taken.request, taken.chunks, taken.has_records) == ("next", (0,), False)
+
+
 def test_notices_of_requests_that_never_arrive_are_bounded(monkeypatch):
     monkeypatch.setattr(notice, "MAX_NOTICES", 3)
     board = NoticeBoard()

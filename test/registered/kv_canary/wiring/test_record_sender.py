@@ -30,7 +30,7 @@ class _Lost(Exception):
 
 @pytest.fixture
 def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
-    """A sender with a `write`, whose peers are `alike` and `none`, without a canary."""
+    """A sender with a `write`, whose peers are `alike`, `other`, and `none` without a canary."""
     rig = ManagerRig()
     monkeypatch.setattr(context, "managers", [rig.manager])
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
@@ -44,7 +44,10 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
         )
 
     kv_manager = SimpleNamespace(
-        decode_kv_args_table={"alike": peer([layout.to_wire()]), "none": peer([])},
+        decode_kv_args_table={
+            **{name: peer([layout.to_wire()]) for name in ("alike", "other")},
+            "none": peer([]),
+        },
         local_ip="127.0.0.1",
         bootstrap_port=2,
         kv_args=SimpleNamespace(engine_rank=0),
@@ -102,19 +105,25 @@ def test_errors_of_the_transport_are_sglangs(sender_of: Callable[..., RecordSend
 def test_after_an_error_of_ours_kv_goes_on_without_records(
     sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: list[object] = []
+    calls: list[str] = []
 
-    def write(*_: object) -> int:
-        calls.append(None)
-        raise KeyError("ours")
+    def write(peer: str, _: object) -> int:
+        calls.append(peer)
+        if peer == "alike":
+            raise KeyError("ours")
+        return 0
 
     sender = sender_of(write)
     assert [sender.send("alike", *PAGES) for _ in range(2)] == [0, 0]
-    assert len(calls) == 1
+    assert calls == ["alike"]
     notice = sender.notice("alike", 7)
     assert (notice.has_records, notice.keeps_content) == (False, False)
     assert notice.why == "an internal error of the sender's canary: KeyError"
-    assert caplog.text.count("sending records has failed") == 1
+    assert caplog.text.count("sending records to the decode rank alike has failed") == 1
+    # Another peer goes on to get them.
+    assert sender.send("other", *PAGES) == 0
+    assert calls == ["alike", "other"]
+    assert sender.notice("other", 8).has_records
 
 
 @pytest.mark.parametrize("known", [False, True])

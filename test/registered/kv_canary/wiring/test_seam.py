@@ -180,7 +180,10 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_transfer_backend": "mori",
     },
-    "PD disaggregation with speculative decoding": {**_DECODES, **_EAGLE},
+    "PD disaggregation with this speculative algorithm": {
+        **_DECODES,
+        "speculative_algorithm": "STANDALONE",
+    },
     "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
     "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},

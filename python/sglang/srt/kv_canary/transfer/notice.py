@@ -65,13 +65,18 @@ class Notice:
             ) from error
 
     def merge(self, other: Notice) -> Notice:
-        """What holds of the KV that both senders wrote."""
+        """What holds of the KV that both senders wrote. `other` is the later one.
+
+        It names the request: a room that is used again may still have the notice of a request that failed.
+        """
         return replace(
             self,
             has_records=self.has_records and other.has_records,
             keeps_content=self.keeps_content and other.keeps_content,
             why=self.why or other.why,
             has_draft_records=self.has_draft_records and other.has_draft_records,
+            request=other.request or self.request,
+            chunks=other.chunks or self.chunks,
         )
 
 

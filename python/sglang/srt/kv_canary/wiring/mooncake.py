@@ -34,7 +34,8 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         return status or sender.send_states(session, indices, request.dst_state_indices)
 
     def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
-        sender.contained(_announce, kv_manager, sender, request)
+        session = request.mooncake_session_id
+        sender.contained(session, _announce, kv_manager, sender, request)
         return original(request, *args, **more)
 
     for name in ("send_kvcache", "send_kvcache_slice"):

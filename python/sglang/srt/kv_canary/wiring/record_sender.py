@@ -64,38 +64,43 @@ class RecordSender:
         self._buffers = [*target, *transferred_records(drafts)]
         self._page_bytes = page_bytes(layout.page_size)
         self._peers: dict[str, _Peer] = {}  # by name
-        self._broken: str | None = None  # the first error; from then on no records are sent
+        # Peer -> its first error. It stays, so that no request goes with a part of its records
+        self._broken: dict[str, str] = {}
 
     def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
         """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
-        return self.contained(self._send, peer, source_pages, target_pages, PoolKind.FULL) or 0
+        return (
+            self.contained(peer, self._send, peer, source_pages, target_pages, PoolKind.FULL) or 0
+        )
 
     def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""
-        return self.contained(self._send_states, peer, indices, targets) or 0
+        return self.contained(peer, self._send_states, peer, indices, targets) or 0
 
     def notice(self, peer: str, room: int) -> Notice | None:
         """What the decode rank must know of the records of `room`, all of which were sent. None: it has no canary."""
         notice = self._peer(peer).notice
-        if notice is not None and self._broken is not None:
-            notice = Notice(notice.server, False, False, self._broken)
+        if notice is not None and peer in self._broken:
+            notice = Notice(notice.server, False, False, self._broken[peer])
         return notice and context.sent_chunks.complete(notice, room)
 
-    def contained(self, function: Callable[..., T], *args: Any) -> T | None:
+    def contained(self, peer: str, function: Callable[..., T], *args: Any) -> T | None:
         """The result of `function`. None after an error of ours, with which the transfer's threads must not end.
 
-        KV goes on without records then, and the decode server says that it does.
+        KV goes on to `peer` without records then, which that server says. Other peers go on to get them.
         """
         try:
             return function(*args)
         except self._transport_errors:
             raise
         except Exception as error:
-            if self._broken is None:
-                self._broken = f"an internal error of the sender's canary: {type(error).__name__}"
+            if peer not in self._broken:
+                said = f"an internal error of the sender's canary: {type(error).__name__}"
+                self._broken[peer] = said
                 logger.exception(
-                    "kv-canary: sending records has failed. KV is sent without them from now on, and the decode server "
-                    "does not check it on arrival. Please report this error."
+                    "kv-canary: sending records to the decode rank %s has failed. Its KV is sent without them from now "
+                    "on, and it does not check it on arrival. Please report this error.",
+                    safe_text(peer),
                 )
             return None
 
@@ -103,7 +108,7 @@ class RecordSender:
         self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
     ) -> int:
         pointers = self._peer(peer).pointers
-        if pointers is None or self._broken is not None or not len(source_pages):
+        if pointers is None or peer in self._broken or not len(source_pages):
             return 0
         from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
 

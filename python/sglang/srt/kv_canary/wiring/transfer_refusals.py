@@ -43,6 +43,15 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Unset SGLANG_DISAGG_STAGING_BUFFER.",
     ),
     Refusal(
+        "PD disaggregation with this speculative algorithm",
+        lambda args: (
+            _transfers(args)
+            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN")
+        ),
+        "drafts over transferred KV, which no run has checked yet.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "PD disaggregation with LoRA",
         lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
         "each server names an adapter in its own way, so the chains of one mean nothing on the other.",

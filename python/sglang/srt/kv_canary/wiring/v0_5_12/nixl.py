@@ -29,7 +29,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
     def noted(peer: str, notification: str) -> str:
         notice_of = functools.partial(sender.notice, peer)
-        return sender.contained(with_notice, notification, notice_of) or notification
+        return sender.contained(peer, with_notice, notification, notice_of) or notification
 
     def send_pages(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any

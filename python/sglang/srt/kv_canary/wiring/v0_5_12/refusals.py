@@ -35,15 +35,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --pp-size, or set --disaggregation-transfer-backend mooncake.",
     ),
     Refusal(
-        "PD disaggregation with this speculative algorithm",
-        lambda args: (
-            args.disaggregation_mode != "null"
-            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN")
-        ),
-        "drafts over transferred KV, which no run has checked yet.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-    ),
-    Refusal(
         "LMCache with pipeline parallelism",
         lambda args: args.enable_lmcache and args.pp_size > 1,
         "SGLang waits for the layers of a stage by numbers of its own, so nothing tells when all are there.",

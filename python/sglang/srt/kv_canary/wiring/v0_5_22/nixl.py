@@ -50,7 +50,10 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         from sglang.srt.disaggregation.base import KVPoll
 
         if what["status"] == KVPoll.Success:
-            sender.contained(_announce, kv_manager, sender, what["bootstrap_room"])
+            room = what["bootstrap_room"]
+            for info in list(kv_manager.transfer_infos.get(room, {}).values()):
+                if not info.is_dummy:
+                    sender.contained(info.agent_name, _announce, kv_manager, sender, room, info)
         return original(**what)
 
     wrap_method(kv_manager, "send_kvcache", send_kv)
@@ -59,17 +62,16 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "conclude_transfer", conclude)
 
 
-def _announce(kv_manager: Any, sender: RecordSender, room: int) -> None:
-    """Tell the decode ranks of `room` about the records, all of which were sent."""
+def _announce(kv_manager: Any, sender: RecordSender, room: int, info: Any) -> None:
+    """Tell a decode rank of `room` (its TransferInfo) about the records, all of which were sent."""
+    notice = sender.notice(info.agent_name, room)
+    if notice is None:
+        return
     from sglang.srt.utils.network import NetworkAddress
 
-    for info in list(kv_manager.transfer_infos.get(room, {}).values()):
-        notice = None if info.is_dummy else sender.notice(info.agent_name, room)
-        if notice is None:
-            continue
-        address = NetworkAddress(info.endpoint, info.dst_port)
-        message = [_HEADER, str(room).encode("ascii"), notice.to_wire()]
-        kv_manager._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
+    address = NetworkAddress(info.endpoint, info.dst_port)
+    message = [_HEADER, str(room).encode("ascii"), notice.to_wire()]
+    kv_manager._send_multipart_locked(address.to_tcp(), message, is_ipv6=address.is_ipv6)
 
 
 def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:

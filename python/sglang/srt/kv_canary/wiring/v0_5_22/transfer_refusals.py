@@ -29,12 +29,6 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
     ),
     Refusal(
-        "PD disaggregation with speculative decoding",
-        lambda args: _transfers(args) and args.speculative_algorithm is not None,
-        "transfers of a draft model's KV, which no run has checked on this release.",
-        "Remove --speculative-algorithm.",
-    ),
-    Refusal(
         "PD disaggregation with HiCache on the prefill server",
         lambda args: args.disaggregation_mode == "prefill" and args.enable_hierarchical_cache,
         "transfers of KV that host memory gave back, which no run has checked on this release.",

@@ -1,0 +1,248 @@
+"""Cost of the canary where KV travels: bytes on the wire, time to first token over disaggregation, HiCache's load-back.
+
+    python benchmark/kv_canary/bench_disaggregation.py [--parts wire,ttft,load] [--model DIR] [--pairs 10]
+        [--prompt 200] [--backend nixl] [--engine '{"mem_fraction_static": 0.2}'] [--prefill '{}']
+        [--decode '{"base_gpu_id": 1}'] [--noise]
+
+Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start before the first is measured,
+and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time, and its
+figure is their median. `off2` is `off` once more (--noise): how far it is from `off` is the noise. Content is `all`.
+Prints a JSON line for each pair and part, and last the mean of the pairs' ratios with its 95 % interval (bootstrap).
+
+wire   bytes that the prefill server gives to the transport, by what they are
+ttft   seconds until the decode server has answered with one token. The prefill, the transfer and the check are in it
+load   seconds until a server with HiCache has answered a prompt that it must load back from host memory, with one
+       token. Prompts that fill the device come in between
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
+from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs.hicache_serving import ask, hits
+from sglang_kv_canary_rigs.pd_serving import PdServing, load_transport
+from sglang_kv_canary_rigs.wire_bytes import (
+    KV,
+    NOTICES,
+    OTHERS,
+    RECORDS,
+    WIRE_FILE,
+    bytes_sent,
+    count_bytes,
+)
+
+CANARY = {"kv_canary": "log", "kv_canary_real_data": "all"}
+WITHOUT = {"kv_canary": "none", "kv_canary_real_data": "none"}
+PARTS = ("wire", "ttft", "load")
+WARM_UP = 3  # prompts of each server that are not counted
+
+Measure = Callable[[Any, str, list[int]], float]  # (server, request id, prompt): seconds
+
+
+def variants(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    both = {"off": WITHOUT, "on": CANARY}
+    return {**both, "off2": WITHOUT} if options.noise else both
+
+
+def mode_of(options: argparse.Namespace) -> ModeConfig:
+    mode = MODES[options.mode]
+    if options.model is None:
+        return mode
+    real = {**mode.server_args, "load_format": "auto", **_pool_of(options)}
+    return replace(mode, write_model=lambda _: options.model, server_args=real)
+
+
+def _pool_of(options: argparse.Namespace) -> dict[str, Any]:
+    """In place of the pool of the smallest model."""
+    return {
+        "chunked_prefill_size": max(8192, options.prompt),
+        "context_length": None,
+        "max_total_tokens": 8 * options.prompt,
+    }
+
+
+def pair_of_servers(
+    options: argparse.Namespace, flags: Mapping[str, Any], folder: Path, counts: bool = False
+) -> PdServing:
+    class Pair(PdServing):
+        backend = options.backend
+        prefill_flags = options.prefill
+        decode_flags = options.decode
+        prefill_env: ClassVar = {WIRE_FILE: str(folder / "wire")}
+        decode_env: ClassVar = {WIRE_FILE: str(folder / "unused")}
+
+    flags = {**flags, "disable_radix_cache": True, **options.engine}
+    return Pair(mode_of(options), flags, plugins=(count_bytes,) if counts else ())
+
+
+def first_token(serving: PdServing, name: str, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    tokens = serving.run(serving.generate(name, prompt, 1))
+    seconds = time.perf_counter() - start
+    if len(tokens) != 1:
+        raise RuntimeError(f"expected one token, got {len(tokens)}:\n{serving.stderr}")
+    return seconds
+
+
+# Parts
+
+
+def wire(options: argparse.Namespace) -> None:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        serving = stack.enter_context(pair_of_servers(options, CANARY, folder, counts=True))
+        for i, prompt in enumerate(_prompts("wire", options.requests, options)):
+            first_token(serving, f"wire-{i}", prompt)
+        sent = bytes_sent(folder / "wire")
+    print(json.dumps({"part": "wire", **added_bytes(sent, options)}), flush=True)
+
+
+def added_bytes(sent: Mapping[str, int], options: argparse.Namespace) -> dict[str, Any]:
+    """What the canary adds to transfers of `options.requests` prompts of `options.prompt` tokens."""
+    tokens, halves = options.requests * options.prompt, len(MODES[options.mode].halves)
+    return {
+        "tokens": tokens,
+        "halves": halves,
+        "kv_bytes": sent[KV],
+        "other_bytes": sent[OTHERS],
+        "record_bytes_per_token_and_half": sent[RECORDS] / tokens / halves,
+        "notice_bytes_per_request": sent[NOTICES] / options.requests,
+        "added_bytes_per_token_and_half": (sent[RECORDS] + sent[NOTICES]) / tokens / halves,
+    }
+
+
+def ttft(options: argparse.Namespace) -> None:
+    with ExitStack() as servers:
+        folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+        pairs = {
+            name: servers.enter_context(pair_of_servers(options, flags, folder))
+            for name, flags in variants(options).items()
+        }
+        _compare("ttft", pairs, first_token, options)
+
+
+def load(options: argparse.Namespace) -> None:
+    """Each prompt is cached, pushed out of the device, and asked for again."""
+    pool = dict(SMALL_POOL)
+    pool["max_total_tokens"] = 3 * options.prompt + 20
+    with ExitStack() as servers:
+        single = {
+            name: servers.enter_context(
+                CanaryServer(
+                    mode_of(options),
+                    {**pool, **flags, **options.engine},
+                    plugins=FILL_INS,
+                )
+            )
+            for name, flags in variants(options).items()
+        }
+        _compare("load", single, load_back, options)
+
+
+def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> float:
+    ask(serving, name, prompt)
+    rng = random.Random(name)
+    for i in range(4):
+        ask(serving, f"{name}-between-{i}", random_tokens(rng, len(prompt)))
+    one = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+    start = time.perf_counter()
+    answer = ask(serving, f"{name}-again", prompt, sampling_params=one)
+    seconds = time.perf_counter() - start
+    if hits(answer) < len(prompt) // 2:
+        raise RuntimeError(
+            f"expected a prefix from host memory, got {hits(answer)} of {len(prompt)} tokens"
+        )
+    return seconds
+
+
+# Turns
+
+
+def _prompts(name: str, count: int, options: argparse.Namespace) -> list[list[int]]:
+    rng = random.Random(name)
+    return [random_tokens(rng, options.prompt) for _ in range(count)]
+
+
+def _compare(
+    part: str, servers: Mapping[str, Any], measure: Measure, options: argparse.Namespace
+) -> None:
+    for i, prompt in enumerate(_prompts(f"{part}-warm", WARM_UP, options)):
+        for serving in servers.values():
+            measure(serving, f"warm-{i}", prompt)
+    lines = list(_turns(part, servers, measure, options))
+    for name in servers:
+        if name != "off":
+            _summary(part, name, lines)
+
+
+def _turns(
+    part: str, servers: Mapping[str, Any], measure: Measure, options: argparse.Namespace
+) -> Iterator[dict[str, float]]:
+    """Seconds of each server in each pair. Servers take turns by request, so that the machine's drift hits all."""
+    names = list(servers)
+    for pair in range(options.pairs):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for i, prompt in enumerate(_prompts(f"{part}-{pair}", options.requests, options)):
+            first = (pair + i) % len(names)
+            for name in names[first:] + names[:first]:
+                seconds[name].append(measure(servers[name], f"{part}-{pair}-{i}", prompt))
+        line = {name: statistics.median(values) for name, values in seconds.items()}
+        print(json.dumps({"part": part, "pair": pair, **line}), flush=True)
+        yield line
+
+
+def _summary(part: str, name: str, lines: list[dict[str, float]]) -> None:
+    percent = [100 * (line[name] / line["off"] - 1) for line in lines]
+    low, high = interval(percent)
+    off = 1000 * statistics.median(line["off"] for line in lines)
+    more = 1000 * statistics.median(line[name] - line["off"] for line in lines)
+    mean = statistics.mean(percent)
+    cost = f"{more:+.2f} ms, {mean:+.1f} % ({low:+.1f} to {high:+.1f})"
+    print(f"{part} {name}: off {off:.2f} ms, {cost}")
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Of the mean of `values`, 95 %: what 10,000 draws of as many of them have as their mean."""
+    draws = random.Random(0)
+    means = sorted(statistics.mean(draws.choices(values, k=len(values))) for _ in range(10_000))
+    return means[250], means[-251]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--mode", default="mha", choices=("mha", "mla"), help="kind of pool")
+    parser.add_argument("--model", help="folder; default: the smallest model of that kind")
+    parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--requests", type=int, default=10, help="of each server in a pair")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    for name in ("engine", "prefill", "decode"):
+        parser.add_argument(f"--{name}", type=json.loads, default={}, help="further flags, JSON")
+    parser.add_argument("--noise", action="store_true")
+    options = parser.parse_args()
+    load_transport()
+    parts = {"wire": wire, "ttft": ttft, "load": load}
+    unknown = set(options.parts.split(",")) - set(parts)
+    if unknown:
+        parser.error(f"expected parts out of {', '.join(parts)}, got {', '.join(sorted(unknown))}")
+    for name in options.parts.split(","):
+        parts[name](options)
+
+
+if __name__ == "__main__":
+    main()
