@@ -97,7 +97,7 @@ class CanaryManager:
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
         # The managers of a process see the same events, so one of them keeps the history.
         kept = history if identity.role == "target" else None
-        self.ledger = SlotLedger(backend, groups, self.state, kept)
+        self.ledger = SlotLedger(backend, groups, self.state, kept, self.launcher.copy_records)
         halves = {group.kind: group.halves for group in groups}
         reporter = ViolationReporter(
             config.mode,
