@@ -187,9 +187,12 @@ class UnifiedSwaRig(UnifiedRig):
 
     def cache(self, row: int) -> None:
         """The prefix cache takes what the request has computed. Its row then names the cache's slots."""
+        from sglang.srt.mem_cache import common  # its hooked function
+
         req = self.requests[row]
         req.refresh_fill_ids()
-        self.tree.checkpoint(req, up_to=self.lengths[row])
+        req.extend_end = self.lengths[row]
+        common.checkpoint_kv_cache(req, self.tree)
 
     def finish(self, row: int, cached: bool = True) -> None:
         """The request ends. `cached`: the prefix cache takes its tokens."""

@@ -272,9 +272,10 @@ def test_records_follow_pages_that_are_bound_to_other_slots(page_size) -> None:
     assert last.site.functions[0] == "_apply_cache_action"
 
 
+@pytest.mark.parametrize("before", [0, 20], ids=["whole", "its second half"])
 @pytest.mark.parametrize("first", ["bytes", "tables"])
 @PAGES
-def test_a_chunk_that_is_cached_while_its_forward_runs_is_silent(page_size, first) -> None:
+def test_a_chunk_that_is_cached_while_its_forward_runs_is_silent(page_size, first, before) -> None:
     """SGLang caches a chunk when it schedules the next one. TAIL then meets the tables as they are after that.
 
     The sweep waits for the records, too: the cache lists the slots that they come to.
@@ -283,6 +284,8 @@ def test_a_chunk_that_is_cached_while_its_forward_runs_is_silent(page_size, firs
     sweep = _sweep(rig)
     _long_request(rig)
     rig.admit(2, [*PROMPT[:24], *range(900, 916)])
+    if before:  # not cached: the row's prefix is re-pointed while the next chunk runs
+        rig.prefill(2, before)
     model = rig._model
 
     def cached_in_flight(slots: torch.Tensor) -> None:
@@ -293,7 +296,7 @@ def test_a_chunk_that_is_cached_while_its_forward_runs_is_silent(page_size, firs
             rig.cache(2) if step is None else step(slots)
 
     rig._model = cached_in_flight
-    rig.prefill(2, 24)
+    rig.prefill(2, 24 - before)
     assert rig.rows.req_to_token[2, :24].tolist() == rig.rows.req_to_token[1, :24].tolist()
     rig.prefill(2)
     rig.answer([1, 2])

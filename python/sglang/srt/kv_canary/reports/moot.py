@@ -22,6 +22,8 @@ __all__ = ["are_moot", "are_settled", "by_forward"]
 # sees 0. For a chunk of the row itself, slots may be unmapped, or mapped again for other requests, between the
 # translation that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+# The row names slots of the prefix cache whose records have not followed their pages yet.
+_SEEN_BEFORE_RECORDS_FOLLOW = (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
 
 
 def are_settled(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
@@ -45,6 +47,9 @@ def are_moot(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
 def _are_moot_in(step: StepRecord, rows: np.ndarray) -> np.ndarray:
     readers, reasons = rows[:, Column.READER_ROW], rows[:, Column.REASONS]
     seen = np.isin(reasons, _SEEN_OF_A_REWRITTEN_ROW)
+    if step.rebound:
+        kinds = [_kind_of(tag) is PoolKind.SWA for tag in rows[:, Column.TAG].tolist()]
+        seen |= np.isin(reasons, _SEEN_BEFORE_RECORDS_FOLLOW) & np.array(kinds, dtype=bool)
     rewritten = np.isin(readers, list(step.rewritten_rows))
     return np.isin(readers, list(step.moot_rows)) | (seen & rewritten)
 
