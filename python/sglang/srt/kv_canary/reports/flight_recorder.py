@@ -28,7 +28,6 @@ class StepRecord:
     requests: dict[int, str]  # request row -> request id
     moot_rows: set[int] = field(default_factory=set)
     rewritten_rows: set[int] = field(default_factory=set)
-    rebound: bool = False  # SWA pages were bound to other slots, whose records come after the step
     in_flight: bool = True
     # Without a result it is over as soon as a later step's arrives.
     has_result: bool = True
@@ -69,6 +68,7 @@ class FlightRecorder:
         self._max_forwards = max_forwards
         self._steps = Steps() if steps is None else steps
         self.weights = WeightHistory()
+        self.has_virtual_swa_slots = False  # see CanaryBufferGroup.is_rebound
         self.receives = (
             False  # KV comes from prefill servers, so no forward of its own is a prefill
         )
@@ -149,11 +149,6 @@ class FlightRecorder:
         for step in self._steps.in_flight:
             if row in step.requests:
                 step.rewritten_rows.add(row)
-
-    def slots_rebound(self) -> None:
-        """The host binds SWA pages to other slots. Their records follow before the next forward."""
-        for step in self._steps.in_flight:
-            step.rebound = True
 
     def forget_in_flight(self) -> None:
         """Some row events went unnoticed. Everything that forwards in flight see is moot."""

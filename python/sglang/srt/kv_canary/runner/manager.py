@@ -90,6 +90,7 @@ class CanaryManager:
         self.groups = groups
         self.plan_input = plan_input
         self.recorder = recorder
+        recorder.has_virtual_swa_slots |= any(group.is_rebound for group in groups)
         self.sink = sink
         self.token_oracle = token_oracle
         self.state = CanaryDeviceState.allocate(capacities, identity.device)

@@ -149,7 +149,6 @@ class CanaryContext:
         pool_kind = self.allocator_kinds.get(id(allocator))
         if pool_kind is None:
             return
-        self.recorder.slots_rebound()
         for manager in self.managers:
             manager.ledger.record_move(RecordMove(pool_kind, sources, targets))
         self.slot_event(allocator, SlotEventKind.LOAD, targets, call)
