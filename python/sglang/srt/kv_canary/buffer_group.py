@@ -192,7 +192,12 @@ class CanaryBufferGroup:
     @property
     def allocator_kind(self) -> PoolKind:
         """Pool kind of the allocator that hands out the group's slots."""
-        return PoolKind.FULL if self.swa_index_lut is None else PoolKind.SWA
+        return PoolKind.SWA if self.kind is PoolKind.SWA else PoolKind.FULL
+
+    @property
+    def is_rebound(self) -> bool:
+        """Whether its SWA slots go by the numbers of full slots, and get the pages of others while these stay."""
+        return self.allocator_kind is PoolKind.SWA and self.swa_index_lut is None
 
     @property
     def num_slots(self) -> int:

@@ -44,3 +44,12 @@ class SlotEvent:
     call_ids: torch.Tensor | None = None  # for several FREEs of pages: which one listed each slot
     step: int = 0  # the scheduler's step before it
     calls: SlotCalls = ()  # in the order of `slots`; empty: not known
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMove:
+    """Slots whose bytes go by other numbers from now on. The bytes stay where they are."""
+
+    pool_kind: PoolKind  # of the allocator
+    sources: torch.Tensor  # int64[n], in the allocator's slot space
+    targets: torch.Tensor  # the same, disjoint from `sources`

@@ -24,8 +24,9 @@ class PagedRig(ManagerRig):
     def __init__(
         self, real: RealPool, rows_of: Callable[[Any, int], Rows], **settings: Any
     ) -> None:
-        is_swa = hasattr(real.pool, "swa_kv_pool")
-        super().__init__(real=real, sliding_window_size=WINDOW if is_swa else None, **settings)
+        if hasattr(real.pool, "swa_kv_pool"):
+            settings.setdefault("sliding_window_size", WINDOW)
+        super().__init__(real=real, **settings)
         self._rows_of = rows_of
         self._left: dict[int, list[int]] = {
             row: [] for row in self.lengths

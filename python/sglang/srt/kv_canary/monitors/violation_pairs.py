@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import Reason
 from ..reports.violation import tag_name
@@ -17,7 +17,6 @@ _OF_REQUESTS = (
     | Reason.TOKEN
 )
 _OF_THE_ROW = Reason.ROW_CHAIN | Reason.ROW_LENGTH
-_OF_THE_SWA_MAPPING = Reason.SWA_EVICTED_IN_WINDOW | Reason.WRITE_LOCATION
 
 
 def violation_pairs(
@@ -49,5 +48,7 @@ def _excluded(tag: CanaryLaunchTag, group: CanaryBufferGroup) -> Reason:
     if group.stride != 1 or group.chain_source is not None:
         excluded |= _OF_THE_ROW
     if group.swa_index_lut is None:
-        excluded |= _OF_THE_SWA_MAPPING
+        excluded |= Reason.SWA_EVICTED_IN_WINDOW
+    if group.allocator_kind is not PoolKind.SWA:
+        excluded |= Reason.WRITE_LOCATION
     return excluded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import Part
 from ..page_table import PageTable
 from ..record import Mode
@@ -128,7 +128,8 @@ class PlanInput:
     inner_step: int = 0  # index of the draft forward in its step
     parents: torch.Tensor | None = None
     row_growth: int = 0  # for target verifies, see ForwardPlan
-    slot_names: PageTable | None = None  # see CanaryBufferGroup
+    slot_names: PageTable | None = None  # of full slots, see CanaryBufferGroup
+    swa_names: PageTable | None = None  # the same of SWA slots
 
     @classmethod
     def allocate(
@@ -157,13 +158,14 @@ class PlanInput:
         if tree_width > 1:
             size = req_to_token.shape[0] * tree_width
             parents = torch.full((size,), -1, dtype=torch.int32, device=req_to_token.device)
-        names = [group.slot_names for group in groups if group.slot_names is not None]
+        names = {g.allocator_kind: g.slot_names for g in groups if g.slot_names is not None}
         return cls(
             req_to_token,
             is_draft,
             parents=parents,
             row_growth=draft_tokens - 1,
-            slot_names=names[0] if names else None,
+            slot_names=names.get(PoolKind.FULL),
+            swa_names=names.get(PoolKind.SWA),
         )
 
     @property
@@ -268,25 +270,26 @@ class PlanInput:
         write = WritePlan(
             fb.input_ids,
             fb.positions,
-            self._named(fb.out_cache_loc),
+            _named(self.slot_names, fb.out_cache_loc),
             ext_lens,
             starts,
             tokens,
             mode,
             parents,
-            _swa_location_of_attention(fb),
+            _named(self.swa_names, _swa_location_of_attention(fb)),
             scratch,
         )
         growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
         return ForwardPlan(verify, write, self.req_to_token, expected, growth)
 
-    def _named(self, locations: torch.Tensor) -> torch.Tensor:
-        """The slots in which attention stores new tokens, as requests hold them.
 
-        Looked up once, at HEAD: pages that a running forward writes do not move. Captured graphs keep physical slots
-        only, in a buffer of their own, so the batch's virtual ones would not do.
-        """
-        return locations if self.slot_names is None else self.slot_names.locate(locations)
+def _named(names: PageTable | None, locations: torch.Tensor | None) -> torch.Tensor | None:
+    """The slots in which attention stores new tokens, as requests hold them.
+
+    Looked up once, at HEAD: pages that a running forward writes do not move. Captured graphs keep physical slots
+    only, in a buffer of their own, so the batch's virtual ones would not do.
+    """
+    return locations if names is None or locations is None else names.locate(locations)
 
 
 def _whole_requests(

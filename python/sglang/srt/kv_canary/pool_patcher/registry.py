@@ -112,6 +112,11 @@ _REGISTRY: dict[str, PoolSupport] = {
         "full-attention layers, as their unified MHA or MLA pool",
         "states of Mamba / linear layers, which share the buffer",
     ),
+    f"{_UNIFIED}.UnifiedSWAKVPool": PoolSupport(
+        "unified:attach_unified_swa",
+        {_FULL: 2, _SWA: 2},
+        "full layers and sliding-window layers, as their sub-pools, wherever pages move",
+    ),
     f"{_MEM_CACHE}.base_swa_memory_pool.BaseSWAKVPool": PoolSupport(
         refused="it is an abstract base; a subclass needs an attacher of its own"
     ),

@@ -68,6 +68,7 @@ class FlightRecorder:
         self._max_forwards = max_forwards
         self._steps = Steps() if steps is None else steps
         self.weights = WeightHistory()
+        self.has_virtual_swa_slots = False  # see CanaryBufferGroup.is_rebound
         self.receives = (
             False  # KV comes from prefill servers, so no forward of its own is a prefill
         )

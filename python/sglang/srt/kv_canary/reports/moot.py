@@ -22,6 +22,8 @@ __all__ = ["are_moot", "are_settled", "by_forward"]
 # sees 0. For a chunk of the row itself, slots may be unmapped, or mapped again for other requests, between the
 # translation that its attention uses and HEAD.
 _SEEN_OF_A_REWRITTEN_ROW = (Reason.SWA_EVICTED_IN_WINDOW, Reason.WRITE_LOCATION)
+# Where SWA slots are virtual, a slot without a page has a freed record. So has one whose record is still to come.
+_SEEN_OF_VIRTUAL_SWA_SLOTS = (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
 
 
 def are_settled(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
@@ -38,13 +40,16 @@ def are_moot(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
     for forward, mine in by_forward(rows):
         step = recorder.step_of(forward)
         if step is not None and (step.moot_rows or step.rewritten_rows):
-            moot[mine] |= _are_moot_in(step, rows[mine])
+            moot[mine] |= _are_moot_in(step, rows[mine], recorder.has_virtual_swa_slots)
     return moot
 
 
-def _are_moot_in(step: StepRecord, rows: np.ndarray) -> np.ndarray:
+def _are_moot_in(step: StepRecord, rows: np.ndarray, virtual_swa: bool) -> np.ndarray:
     readers, reasons = rows[:, Column.READER_ROW], rows[:, Column.REASONS]
     seen = np.isin(reasons, _SEEN_OF_A_REWRITTEN_ROW)
+    if virtual_swa:
+        kinds = [_kind_of(tag) is PoolKind.SWA for tag in rows[:, Column.TAG].tolist()]
+        seen |= np.isin(reasons, _SEEN_OF_VIRTUAL_SWA_SLOTS) & np.array(kinds, dtype=bool)
     rewritten = np.isin(readers, list(step.rewritten_rows))
     return np.isin(readers, list(step.moot_rows)) | (seen & rewritten)
 

@@ -83,7 +83,7 @@ class LiveAnswers:
             scene = yield from self._scene(manager, group, own, known, once)
             groups.append(self._group_answer(manager, group, own, scene))
             if kind is PoolKind.SWA and manager is self._target:
-                full = scene.other_full_slots
+                full = (number,) if group.is_rebound else scene.other_full_slots
         readers = yield from self._readers(full)
         return {
             **self._rank(),
@@ -112,14 +112,17 @@ class LiveAnswers:
         sizes: dict[PoolKind, int] = {PoolKind.FULL: 0}
         for group in self._target.groups:
             full = group.num_slots * group.stride
+            if group.allocator_kind is PoolKind.SWA:
+                sizes[PoolKind.SWA] = group.num_slots
             if group.swa_index_lut is not None:
                 full = group.swa_index_lut.shape[0]
-                sizes[PoolKind.SWA] = group.num_slots
             sizes[PoolKind.FULL] = max(sizes[PoolKind.FULL], full)
         return sizes
 
     def _swa_slot(self, full: int) -> Generator[FutureTensors, None, int | None]:
         """Where the mapping leads from a full slot. None: nowhere."""
+        if any(group.is_rebound for group in self._target.groups):
+            return full
         luts = (g.swa_index_lut for g in self._target.groups if g.swa_index_lut is not None)
         lut = next(luts, None)
         if lut is None or full >= lut.shape[0]:

@@ -90,6 +90,7 @@ class CanaryManager:
         self.groups = groups
         self.plan_input = plan_input
         self.recorder = recorder
+        recorder.has_virtual_swa_slots |= any(group.is_rebound for group in groups)
         self.sink = sink
         self.token_oracle = token_oracle
         self.state = CanaryDeviceState.allocate(capacities, identity.device)
@@ -97,7 +98,7 @@ class CanaryManager:
         self.launcher = Launcher(backend, groups, self.state, config.content_mode)
         # The managers of a process see the same events, so one of them keeps the history.
         kept = history if identity.role == "target" else None
-        self.ledger = SlotLedger(backend, groups, self.state, kept)
+        self.ledger = SlotLedger(backend, groups, self.state, kept, self.launcher.copy_records)
         halves = {group.kind: group.halves for group in groups}
         reporter = ViolationReporter(
             config.mode,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -10,11 +11,14 @@ import torch
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..load_back import Landed, LoadBack
 from ..reports.slot_history import SlotHistory
-from ..slot_event import MOST_CALLS, SlotCalls, SlotEvent, SlotEventKind
+from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind
 from ..state import CanaryDeviceState
 
 # ALLOC events alone change nothing for a correct reader, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64
+
+CopyRecords = Callable[[CanaryBufferGroup, torch.Tensor, torch.Tensor], None]
+_Event = SlotEvent | LoadBack | RecordMove
 
 
 class SlotLedger:
@@ -26,8 +30,11 @@ class SlotLedger:
         groups: tuple[CanaryBufferGroup, ...],
         state: CanaryDeviceState,
         history: SlotHistory | None = None,
+        copy_records: CopyRecords | None = None,
     ) -> None:
+        """`copy_records`: copies all records of a group between slots; None: slots keep their numbers."""
         self._backend = backend
+        self._copy_records = copy_records
         kinds = dict.fromkeys(group.allocator_kind for group in groups)
         self._groups = {
             kind: tuple(group for group in groups if group.allocator_kind is kind) for kind in kinds
@@ -38,11 +45,12 @@ class SlotLedger:
             history.catch_up = self.tell_history
         self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
-        self._events: list[SlotEvent | LoadBack] = []
+        self._events: list[_Event] = []
         self._landed: list[Landed] = []  # their bytes may still have been on the way
         # Slots were handed out to a load whose records are not recorded yet: nobody must check them.
         self.awaits_load_back = False
         self._must_apply = False
+        self._moves_wait = False
         self._unknown: set[PoolKind] = set()  # kinds that have lost events since their last CLEAR
 
     def record(
@@ -74,9 +82,19 @@ class SlotLedger:
             self._events.append(load)
             self._must_apply = True
 
+    def record_move(self, move: RecordMove) -> None:
+        """Record that bytes go by other slots from now on. `move` must not change afterwards.
+
+        The records follow in the order of the forwards: one that runs now still writes those of the old slots.
+        """
+        if move.pool_kind in self._groups and move.pool_kind not in self._unknown:
+            self._events.append(move)
+            self._must_apply = self._moves_wait = True
+
     def forget(self) -> None:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
         self._events, self._landed, self._must_apply, self._told = [], [], False, 0
+        self._moves_wait = False
         self._unknown = set(self._groups)
         if self._history is not None:
             self._history.forget()
@@ -85,6 +103,11 @@ class SlotLedger:
     def complete(self) -> bool:
         """Whether every event since the last CLEAR of its pool (or since the start) is known."""
         return not self._unknown
+
+    @property
+    def awaits_records(self) -> bool:
+        """Whether the prefix cache may hold slots whose records have not come yet."""
+        return self.awaits_load_back or self._moves_wait
 
     @property
     def due(self) -> bool:
@@ -109,38 +132,42 @@ class SlotLedger:
             return 0
         self.tell_history()
         events = [e for e in self._events if not _is_for_history(e)]
-        self._events, self._must_apply, self._told = [], False, 0
+        self._events, self._must_apply, self._moves_wait, self._told = [], False, False, 0
         landed, self._landed = self._landed, []
         for load in landed:  # before the frees that followed them
             load.expose_late_writes()
         launches = len(landed)
-        for event in events:
-            if event.slots is not None and event.slots.is_cuda:
+        for slots in _slots_of(events):
+            if slots.is_cuda:
                 # Also for merged events: after a merge the memory returns to the stream that allocated it.
-                event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+                slots.record_stream(torch.cuda.current_stream(slots.device))
         for event in self._coalesce(events):
             if isinstance(event, LoadBack):
                 self._landed.append(event.land())
                 launches += 1
                 continue
             for group in self._groups[event.pool_kind]:
+                if isinstance(event, RecordMove):
+                    self._copy_records(group, event.sources, event.targets)
+                    launches += 1
+                    continue
                 self._backend.apply_slot_event(
                     event.kind, event.slots, group, self._state, event.page_size, event.call_ids
                 )
                 launches += 1
         return launches
 
-    def _coalesce(self, events: list[SlotEvent | LoadBack]) -> list[SlotEvent | LoadBack]:
+    def _coalesce(self, events: list[_Event]) -> list[_Event]:
         """Merge runs of equal events per pool kind. The order within a pool kind is kept."""
-        merged: list[SlotEvent | LoadBack] = []
+        merged: list[_Event] = []
         for pool_kind in dict.fromkeys(e.pool_kind for e in events):
             run: list[SlotEvent] = []
             for event in (e for e in events if e.pool_kind is pool_kind):
-                arrives = isinstance(event, LoadBack)
-                if run and (arrives or event.kind is not run[0].kind or len(run) == MOST_CALLS):
+                alone = not isinstance(event, SlotEvent)
+                if run and (alone or event.kind is not run[0].kind or len(run) == MOST_CALLS):
                     merged.append(self._merge(run))
                     run = []
-                (merged if arrives else run).append(event)
+                (merged if alone else run).append(event)
             if run:
                 merged.append(self._merge(run))
         return merged
@@ -161,6 +188,14 @@ class SlotLedger:
         return torch.cat([self._call_ids[i : i + 1].expand(n) for i, n in enumerate(lengths)])
 
 
-def _is_for_history(event: SlotEvent | LoadBack) -> bool:
+def _slots_of(events: list[_Event]) -> Iterator[torch.Tensor]:
+    for event in events:
+        if isinstance(event, RecordMove):
+            yield from (event.sources, event.targets)
+        elif event.slots is not None:
+            yield event.slots
+
+
+def _is_for_history(event: _Event) -> bool:
     """Whether it changes no record."""
     return isinstance(event, SlotEvent) and event.kind is SlotEventKind.LOAD

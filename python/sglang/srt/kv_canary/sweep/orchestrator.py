@@ -73,15 +73,15 @@ class SweepLeg:
 
 
 def legs_of(groups: tuple[CanaryBufferGroup, ...], content: ContentMode) -> tuple[SweepLeg, ...]:
-    """The walks that cover `groups`: one for groups addressed by full slots, one for the others, by the mapping."""
+    """The walks that cover `groups`: one for those of the full allocator, one for those of the SWA allocator."""
     legs = []
-    for through_mapping in (False, True):
-        served = tuple(g for g in groups if (g.swa_index_lut is not None) == through_mapping)
+    for is_swa in (False, True):
+        served = tuple(g for g in groups if (g.allocator_kind is PoolKind.SWA) == is_swa)
         read = 0
         if content is not ContentMode.NONE:
             read = content_bytes_per_token(served, content)
         if served:
-            legs.append(SweepLeg(served, through_mapping, read))
+            legs.append(SweepLeg(served, is_swa, read))
     return tuple(legs)
 
 
@@ -166,7 +166,7 @@ class SweepOrchestrator(StepObserver):
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
         """One tick: continue the pass under way, or start one that is due. Returns whether anything was launched."""
-        if not manager.armed or manager.ledger.awaits_load_back:
+        if not manager.armed or manager.ledger.awaits_records:
             return False
         self._tick += 1
         self._finish_confirmed(manager)

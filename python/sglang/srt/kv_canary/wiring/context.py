@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
-from ..slot_event import SlotCalls, SlotEventKind
+from ..slot_event import RecordMove, SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard, SentChunks
 from .call_site import QueuedFrees, site_of
 from .registration import Registration, SchedulerStart
@@ -137,6 +137,22 @@ class CanaryContext:
         calls = () if call is None else self.queued_frees.calls_of(call)
         for manager in self.managers:
             manager.ledger.record(kind, pool_kind, slots, allocator.page_size, step, calls)
+
+    def slots_rebound(
+        self,
+        allocator: Any,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        call: SlotCalls | None = None,
+    ) -> None:
+        """The bytes of slots `sources` int64[n] of `allocator` go by `targets` from now on, and `sources` are free."""
+        pool_kind = self.allocator_kinds.get(id(allocator))
+        if pool_kind is None:
+            return
+        for manager in self.managers:
+            manager.ledger.record_move(RecordMove(pool_kind, sources, targets))
+        self.slot_event(allocator, SlotEventKind.LOAD, targets, call)
+        self.slot_event(allocator, SlotEventKind.FREE, sources, call)
 
     def slots_filled(
         self,

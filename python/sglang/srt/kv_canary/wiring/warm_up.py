@@ -195,7 +195,7 @@ def _target_launches(manager: CanaryManager, model_runner: Any) -> list[Callable
         partial(warm_up_slot_events, launcher, page_size),
         partial(warm_up_next_tokens, launcher, drafts),
     ]
-    if _moves_slots(args, page_size):
+    if _moves_slots(args, page_size) or any(group.is_rebound for group in manager.groups):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
     if manager.config.sweep_interval:
         launches.append(partial(warm_up_sweep, launcher))

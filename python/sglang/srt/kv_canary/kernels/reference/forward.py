@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ... import record
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup, PoolKind, Side
 from ...endpoint import Part
 from ...plan.expected_inputs import ExpectedTokens
 from ...plan.plan_input import ForwardPlan, refuse_trees
@@ -180,7 +180,7 @@ def _write_head(launch: Launch, half: str, remembered: Remembered | None) -> int
 
 def _attention_slots(write, group, token_index: np.ndarray) -> np.ndarray | None:
     """SWA slots that attention stores the tokens in; None where they are not known or the group is no SWA."""
-    if write.swa_out_cache_loc is None or group.swa_index_lut is None:
+    if write.swa_out_cache_loc is None or group.allocator_kind is not PoolKind.SWA:
         return None
     return array(write.swa_out_cache_loc)[token_index].astype(np.int64)
 

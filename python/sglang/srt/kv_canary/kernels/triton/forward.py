@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...buffer_group import CanaryBufferGroup, Side
+from ...buffer_group import CanaryBufferGroup, PoolKind, Side
 from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, WritePlan
 from ...state import CanaryDeviceState
@@ -76,7 +76,7 @@ def check_and_write(
     tile_bits = _tile_bits(write) if head and writes else 0
     items = verify_items(plan, state) if Part.VERIFY in part else 0
     items += _write_items(plan, tile_bits) if writes else 0
-    swa_slots = write.swa_out_cache_loc if head and group.swa_index_lut is not None else None
+    swa_slots = write.swa_out_cache_loc if head and group.allocator_kind is PoolKind.SWA else None
     arguments = {
         **batch_arguments(plan, group, writes),
         **forward_arguments(plan, state, part),

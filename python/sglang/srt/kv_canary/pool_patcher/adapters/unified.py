@@ -9,6 +9,10 @@ forward that runs at that time may read the old entry, and finds the old page un
 forward writes, and hands the old page out again only after it. So a fingerprint stays as it was. A page that is freed
 may be handed out and zeroed earlier, under a forward: one reason why servers with unified memory are refused.
 
+Sliding-window layers have a sub-pool and a table of their own, for the same virtual slots. A slot that leaves the
+window loses its SWA page only. If its tokens are computed again, in other slots, SGLang binds their SWA pages to the
+slots that the prefix cache keeps. No byte moves, but the records of these tokens have to: see `RecordMove`.
+
 A page that is unbound, with -1, has been freed. Its slots have no bytes, and their content is not checked: attention
 reads the padding page instead. That a request reads them at all is USE_AFTER_FREE, by their records.
 """
@@ -21,13 +25,14 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import ContentSource
+from ...buffer_group import ContentSource, PoolKind
 from ...page_table import PageTable
 from ..attachment import AttachOptions, PoolAttachment
 from ..content_layout import row_sources
 from ..errors import UnsupportedPoolError
 from ..group_builder import build_group
 from ..layers import layer_buffers
+from .sub_pool import attach_sub_pool, sliding_window_of
 
 _ALLOCATORS = ("full_attn_allocator", "swa_attn_allocator")
 
@@ -40,6 +45,14 @@ def attach_unified_mha(pool: Any, options: AttachOptions) -> PoolAttachment:
 def attach_unified_mla(pool: Any, options: AttachOptions) -> PoolAttachment:
     """One K-only group over the virtual slots. `options.allocator` owns the page tables."""
     return _attach(pool, options, ("kv_buffer",))
+
+
+def attach_unified_swa(pool: Any, options: AttachOptions) -> PoolAttachment:
+    """FULL over `full_kv_pool` and SWA over `swa_kv_pool`, both over the same virtual slots, without a mapping."""
+    full = attach_sub_pool(pool, "full_kv_pool", options, PoolKind.FULL)
+    swa = attach_sub_pool(pool, "swa_kv_pool", options, PoolKind.SWA)
+    window = sliding_window_of(pool, options)
+    return PoolAttachment(full.groups + tuple(replace(g, window=window) for g in swa.groups))
 
 
 def _attach(pool: Any, options: AttachOptions, buffers: tuple[str, ...]) -> PoolAttachment:

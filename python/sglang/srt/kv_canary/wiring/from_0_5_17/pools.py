@@ -13,10 +13,10 @@ __all__ = [
     "PARTS",
     "POOLS",
     "SERVED_WITH_SPECULATION",
-    "UNIFIED",
     "UNIFIED_HYBRID",
     "UNIFIED_MHA",
     "UNIFIED_MLA",
+    "UNIFIED_SWA",
     "judged",
 ]
 
@@ -28,12 +28,13 @@ _MHA_MXFP8 = f"{_POOLS}.MHATokenToKVPoolMXFP8"
 _MINIMAX, _K_ONLY = f"{_POOLS}.MiniMaxSparseKVPool", f"{_POOLS}.MHATokenToKOnlyPool"
 _DSA, _HYBRID = f"{_POOLS}.DSATokenToKVPool", f"{_POOLS}.HybridLinearKVPool"
 _SWA = f"{_MEM_CACHE}.swa_memory_pool.SWAKVPool"
-UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
+_UNIFIED, _DRAFT = f"{_MEM_CACHE}.unified_memory_pool", f"{_MEM_CACHE}.unified_draft_pool"
 UNIFIED_MHA, UNIFIED_MLA = (
-    f"{UNIFIED}.UnifiedMHATokenToKVPool",
-    f"{UNIFIED}.UnifiedMLATokenToKVPool",
+    f"{_UNIFIED}.UnifiedMHATokenToKVPool",
+    f"{_UNIFIED}.UnifiedMLATokenToKVPool",
 )
-UNIFIED_HYBRID = f"{UNIFIED}.UnifiedHybridLinearKVPool"
+UNIFIED_HYBRID = f"{_UNIFIED}.UnifiedHybridLinearKVPool"
+UNIFIED_SWA = f"{_UNIFIED}.UnifiedSWAKVPool"
 DRAFTS = (f"{_DRAFT}.UnifiedDraftKVPool", f"{_DRAFT}.UnifiedDraftSWAKVPool")
 _SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
 _DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
@@ -54,6 +55,7 @@ PARTS = {
     _MINIMAX: (_MHA, _K_ONLY),
     _DSV4_POOL: _DSV4_PARTS,
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
+    UNIFIED_SWA: (UNIFIED_MHA,),
 }
 # Speculative decoding writes these in tests. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
@@ -65,7 +67,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "slot ids are virtual, and the frees of its allocators are followed from 0.5.22 on only": (
         UNIFIED_MHA,
         UNIFIED_MLA,
-        f"{UNIFIED}.UnifiedSWAKVPool",
+        UNIFIED_SWA,
     ),
     "pages are spread over ranks, and a rank gathers those of others into scratch rows": (
         f"{_SHARDED}.PageInterleaveMHATokenToKVPool",

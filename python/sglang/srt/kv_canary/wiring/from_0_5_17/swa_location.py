@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...buffer_group import PoolKind
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..context import context
@@ -90,9 +91,8 @@ def _tokens_of_requests(forward_batch: Any) -> int:
 
 
 def _after_backends_exist(_: Any, model_runner: Any) -> None:
-    pool = model_runner.token_to_kv_pool
     manager = context.manager_of(model_runner)
-    if manager is None or getattr(pool, "full_to_swa_index_mapping", None) is None:
+    if manager is None or all(g.allocator_kind is not PoolKind.SWA for g in manager.groups):
         return
     if qualified_name(type(model_runner.attn_backend)) in _UNREAD:
         return

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import PoolSupport
-from ..from_0_5_17.pools import DRAFTS, UNIFIED, UNIFIED_HYBRID, UNIFIED_MHA, UNIFIED_MLA, judged
+from ..from_0_5_17.pools import (
+    DRAFTS,
+    UNIFIED_HYBRID,
+    UNIFIED_MHA,
+    UNIFIED_MLA,
+    UNIFIED_SWA,
+    judged,
+)
 
 __all__ = ["UNIFIED_POOLS"]
 
 UNIFIED_POOLS = {
-    **{name: judged(name) for name in (UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID)},
-    f"{UNIFIED}.UnifiedSWAKVPool": PoolSupport(
-        refused="SGLang may bind a kept full page to the SWA page of a new copy of its tokens, whose records no hook "
-        "moves"
-    ),
+    **{name: judged(name) for name in (UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID, UNIFIED_SWA)},
     **{
         name: PoolSupport(
             refused="its rows lie in the pages of the target, which no draft's records follow"

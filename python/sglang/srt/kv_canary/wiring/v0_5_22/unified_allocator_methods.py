@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...buffer_group import PoolKind
 from ..allocator_parts import AllocatorParts
-from .allocator_methods import ALLOCATOR_METHODS
+from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
 
 # What both kinds have beside other allocators.
 _UNIFIED = frozenset(
@@ -60,12 +60,43 @@ _HYBRID_METHODS = (
         "size_mamba",
     }
 )
+_SWA_METHODS = (
+    ALLOCATOR_METHODS
+    | SWA_ALLOCATOR_METHODS
+    | _UNIFIED
+    | {
+        "can_reserve",
+        "conserve_full_available_size",
+        "conserve_swa_available_size",
+        "current_full_capacity",
+        "current_swa_capacity",
+        "draft_virtual_id_space",
+        "ensure_capacity",
+        "full_p2v_page_table",
+        "full_v2p_page_table",
+        "reclaim_plan",
+        "schedulable_full_available_size",
+        "schedulable_swa_available_size",
+        "set_disagg_move_gate",
+        "set_host_transfer_move_gate",
+        "swa_v2p_page_table",
+    }
+)
+_PART = "MultiEndedAllocator"
 
+# Of three parts, one of them afloat (UnifiedMambaSWATokenToKVPoolAllocator): its part frees and moves in methods of its
+# own, which are not followed. So it is refused by name.
 UNIFIED_ALLOCATORS = {
     "UnifiedMambaTokenToKVPoolAllocator": AllocatorParts(
         methods=_HYBRID_METHODS,
         kinds={"full_attn_allocator": PoolKind.FULL},
-        part="MultiEndedAllocator",
+        part=_PART,
         part_methods=_PART_METHODS,
-    )
+    ),
+    "UnifiedSWATokenToKVPoolAllocator": AllocatorParts(
+        methods=_SWA_METHODS,
+        kinds={"full_attn_allocator": PoolKind.FULL, "swa_attn_allocator": PoolKind.SWA},
+        part=_PART,
+        part_methods=_PART_METHODS,
+    ),
 }
