@@ -94,6 +94,12 @@ SERVED: tuple[PathSupport, ...] = (
         "v1 (as in SGLang) and NGRAM; refused on pools whose slots stand for several tokens",
     ),
     PathSupport(
+        "speculative: DFLASH, multi-layer EAGLE",
+        _PARTLY,
+        "the target's KV alone: DFLASH stores its draft's outside forwards, later layers of EAGLE store tokens that a "
+        "cached prefix does not determine; run on CPU only",
+    ),
+    PathSupport(
         "states of linear-attention layers",
         _PARTLY,
         "whose a state is and which tokens it has absorbed; bytes in the prefix cache only; not with speculation, "
