@@ -80,8 +80,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         _PARTLY,
-        "EAGLE and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend and "
-        "--moe-dense-tp-size: the plans alone, with SGLang's own padding",
+        "EAGLE (multi-layer, too) and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend "
+        "and --moe-dense-tp-size: the plans alone, with SGLang's own padding",
     ),
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
