@@ -12,7 +12,7 @@ from .config import CanaryConfig, ContentMode
 from .errors import startup_error
 from .observers import build_observers
 from .plan.plan_input import PlanInput
-from .plan.speculation import SpeculationShape, draft_keeps_kv
+from .plan.speculation import SpeculationShape, checks_draft, why_draft_is_unchecked
 from .pool_patcher.api import attach_canary_buffers, register_pool_attacher
 from .pool_patcher.errors import UnsupportedPoolError
 from .reports.event_sink import EventSink
@@ -41,7 +41,7 @@ def install_canary(
     model_runner: Any,
     token_oracle_manager: TokenOracleManager | None = None,
 ) -> CanaryManager | None:
-    """Protect the KV pools of `model_runner`. None with `--kv-canary none`, or for a draft that keeps no KV.
+    """Protect the KV pools of `model_runner`. None with `--kv-canary none`, or for a draft whose KV is not checked.
 
     Call it once the pools exist and before graphs are captured. Raises CanaryStartupError when something that the
     user asked to protect cannot be protected.
@@ -55,10 +55,8 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
-    if model_runner.is_draft_worker and not draft_keeps_kv(server_args):
-        logger.info(
-            "kv-canary: the draft model keeps no KV; what it reads is checked as the target's"
-        )
+    if model_runner.is_draft_worker and not checks_draft(server_args):
+        _say_what_of_the_draft_is_checked(server_args, model_runner)
         return None
     oracle = token_oracle_of(config, server_args, model_runner, token_oracle_manager)
     manager = _build_manager(config, server_args, model_runner, oracle)
@@ -69,6 +67,20 @@ def install_canary(
     follow_states(manager, model_runner, server_args)
     manager.observers.extend(build_observers(manager, server_args, model_runner, ranks))
     return manager
+
+
+def _say_what_of_the_draft_is_checked(server_args: Any, model_runner: Any) -> None:
+    unchecked = why_draft_is_unchecked(server_args)
+    if unchecked is None:
+        logger.info(
+            "kv-canary: the draft model keeps no KV; what it reads is checked as the target's"
+        )
+    elif not model_runner.draft_model_idx:  # once for all layers of multi-layer EAGLE
+        logger.warning(
+            "kv-canary: the draft model's KV is not checked: %s. Damage there costs accepted drafts; the target's KV, "
+            "with which every draft token is verified, is checked",
+            unchecked,
+        )
 
 
 def _build_manager(

@@ -27,6 +27,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
     MtpDpE2EBase,
 )
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
+from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
@@ -46,7 +47,6 @@ by_hand = pytest.mark.skipif(MANY not in os.environ, reason=f"set {MANY}")
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="v1 and trees are on the first release only"
 )
-ROLES = ("target", "draft")
 FLIPS = [(rank, role, case) for rank, (role, case) in enumerate(one_flip_each())]
 
 
@@ -57,7 +57,7 @@ class InStep(EagleDpE2EBase):
         self.serve_in_waves("clean", REQUESTS)
         self.assert_clean()
         for rank in RANKS:
-            for role in ROLES:
+            for role in self.runners:
                 counters = self.counters_of(rank, role)
                 for tag in self.mode.tags("HEAD") + self.mode.tags("TAIL"):
                     assert counters[tag]["checked"] == counters[tag]["eligible"] > 50, (rank, role)
@@ -81,6 +81,8 @@ class InStep(EagleDpE2EBase):
     @finds_faults
     @pytest.mark.parametrize(("rank", "role", "case"), FLIPS, ids=str)
     def test_fault_is_found_on_its_rank(self, rank: int, role: str, case: Case) -> None:
+        if role not in self.runners:
+            pytest.skip("the draft model's KV is not checked")
         if role == "draft" and torch.cuda.is_available():
             pytest.skip("draft graphs are replayed past the forward in which faults are injected")
         self.check(rank, role, case, requests=3)
@@ -131,6 +133,12 @@ class TestMtpTrees(InStep, MtpDpE2EBase):
 @by_hand
 class TestMtp(InStep, MtpDpE2EBase):
     """The same with v2."""
+
+
+@by_hand
+@on_first_release
+class TestLayers(InStep, LayersInStepE2EBase):
+    """Multi-layer EAGLE, v2."""
 
 
 @by_hand

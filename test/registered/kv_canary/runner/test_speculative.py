@@ -22,7 +22,12 @@ from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.reference.spans import requests_of
 from sglang_kv_canary.launch.launcher import launch_endpoints_per_forward
 from sglang_kv_canary.plan.plan_input import ForwardPlan, PlanInput
-from sglang_kv_canary.plan.speculation import SpeculationShape, parents_of_tree
+from sglang_kv_canary.plan.speculation import (
+    SpeculationShape,
+    checks_draft,
+    draft_keeps_kv,
+    parents_of_tree,
+)
 from sglang_kv_canary.record import FORWARD_MASK, WORD_WRITER, Mode
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.state import Header
@@ -542,6 +547,21 @@ def test_a_replayed_draft_counts_as_one_forward():
                 launch_endpoints_per_forward(rig.draft.launcher, inner, side)
         assert int(rig.draft.state.summary[Header.FORWARD_DONE]) == rig.draft.forward_ct
         assert rig.findings() == set()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layers", "kept", "checked"),
+    [
+        ("EAGLE", False, True, True),
+        ("EAGLE", True, True, False),
+        ("DFLASH", False, True, False),
+        ("NGRAM", False, False, False),
+        ("FROZEN_KV_MTP", False, False, False),
+    ],
+)
+def test_whose_draft_kv_is_checked(algorithm, layers, kept, checked) -> None:
+    args = SimpleNamespace(speculative_algorithm=algorithm, enable_multi_layer_eagle=layers)
+    assert (draft_keeps_kv(args), checks_draft(args)) == (kept, checked)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_the_plugin_replaces_sglangs_own_canary() -> None:
     with pytest.raises(CanaryStartupError, match="NewPool"):
         pkgutil.resolve_name(SEAM)(
             server_args=SimpleNamespace(kv_canary="log"),
-            model_runner=SimpleNamespace(token_to_kv_pool=NewPool()),
+            model_runner=SimpleNamespace(token_to_kv_pool=NewPool(), is_draft_worker=False),
             token_oracle_manager=None,
         )
 
@@ -184,6 +184,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "speculative_algorithm": "STANDALONE",
     },
+    "PD disaggregation with multi-layer EAGLE": {
+        **_DECODES,
+        **_EAGLE,
+        "enable_multi_layer_eagle": True,
+    },
     "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
     "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
@@ -214,15 +219,18 @@ if release().transfers is None:
     _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
-    "DFLASH speculative decoding": {"speculative_algorithm": "DFLASH"},
-    "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE": {
+    "DFLASH and multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
+    "another speculative algorithm than EAGLE, EAGLE3, STANDALONE and DFLASH": {
         "speculative_algorithm": "NGRAM"
     },
-    "multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
     "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
     "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
+    "DFLASH and multi-layer EAGLE in step with other ranks": {
+        "speculative_algorithm": "DFLASH",
+        "enable_dp_attention": True,
+    },
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode context parallelism": {"dcp_size": 2},
     "sharded KV cache": {"enable_kv_cache_sharding": True},
@@ -269,6 +277,7 @@ if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
 else:
     del ASKED["speculative decoding in step with other ranks"]
+    del ASKED["DFLASH and multi-layer EAGLE"]
 # Asked for by the model, or by a variable of SGLang's.
 HAS_ACTION = "v0_5_22.action" in release().hook_modules
 NOT_BY_AN_ARGUMENT = {
@@ -465,6 +474,7 @@ def test_an_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
         pkgutil.resolve_name(SEAM)(
             server_args=SimpleNamespace(kv_canary="log"),
             model_runner=SimpleNamespace(
+                is_draft_worker=False,
                 token_to_kv_pool=make_mha_pool().pool,
                 model_config=ModelConfig(model_path=write_tiny_whisper(tmp_path)),
             ),

@@ -217,6 +217,11 @@ CASES = {
         **DECODES,
         "speculative_algorithm": "NGRAM",
     },
+    "PD disaggregation with multi-layer EAGLE": {
+        **DECODES,
+        "speculative_algorithm": "EAGLE",
+        "enable_multi_layer_eagle": True,
+    },
     "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
     "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
     "PD disaggregation with HiCache": {**DECODES, **HICACHE},
@@ -233,9 +238,7 @@ CASES = {
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
-    "DFLASH speculative decoding": {"speculative_algorithm": "DFLASH"},
     "a speculative algorithm registered by a plugin": {"speculative_algorithm": "MY_OWN"},
-    "multi-layer EAGLE": {"speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True},
     "prefill without KV cache": {"prefill_only_disable_kv_cache": True},
     "encoder-only server": {"encoder_only": True},
     "context parallelism with speculation, HiCache or PD disaggregation": {
@@ -246,7 +249,7 @@ CASES = {
         "speculative_skip_dp_mlp_sync": True,
         "speculative_algorithm": "EAGLE",
     },
-    "NGRAM and frozen-KV MTP in step with other ranks": {
+    "NGRAM, frozen-KV MTP and DFLASH in step with other ranks": {
         "enable_dp_attention": True,
         "speculative_algorithm": "FROZEN_KV_MTP",
     },
@@ -328,11 +331,11 @@ def test_speculation_whose_batches_are_padded_to_other_ranks(flags, make_args):
         args.speculative_algorithm = algorithm
         check_request(args)
     args.speculative_algorithm = "NGRAM"
-    refuses(args, "NGRAM and frozen-KV MTP in step with other ranks")
+    refuses(args, "NGRAM, frozen-KV MTP and DFLASH in step with other ranks")
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "NGRAM", "FROZEN_KV_MTP"]
+    "algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "NGRAM", "FROZEN_KV_MTP", "DFLASH"]
 )
 def test_covered_speculation_is_let_through(algorithm, make_args):
     args = make_args(kv_canary="log")

@@ -181,7 +181,12 @@ def test_an_oracle_that_is_not_ours_is_refused_by_name(mode) -> None:
 
 
 def _oracle_of(on: bool = True, given: Any = None, **server_args: Any) -> Any:
-    args = {"grammar_backend": "none", "enable_custom_logit_processor": False, **server_args}
+    args = {
+        "grammar_backend": "none",
+        "enable_custom_logit_processor": False,
+        "speculative_algorithm": None,
+        **server_args,
+    }
     model = SimpleNamespace(vocab_size=512, hf_eos_token_id={2, 900})
     return token_oracle_of(
         CanaryConfig(CanaryMode.LOG, token_check=TokenCheck.ALL, token_oracle=on),
@@ -211,6 +216,7 @@ def test_a_draft_model_has_the_oracle_of_its_target(monkeypatch) -> None:
     [
         ({"grammar_backend": "xgrammar"}, "--grammar-backend none"),
         ({"enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
     ],
 )
 def test_what_else_decides_on_tokens_is_refused(server_args, problem) -> None:

@@ -51,6 +51,20 @@ def draft_keeps_kv(server_args: Any) -> bool:
     return server_args.speculative_algorithm not in ("NGRAM", "FROZEN_KV_MTP")
 
 
+def checks_draft(server_args: Any) -> bool:
+    """Whether the draft model's KV is checked. Where it is not, the target's is all the same."""
+    return draft_keeps_kv(server_args) and why_draft_is_unchecked(server_args) is None
+
+
+def why_draft_is_unchecked(server_args: Any) -> str | None:
+    """Why KV that a draft model keeps is not checked. None: it is, or it keeps none."""
+    if server_args.speculative_algorithm == "DFLASH":
+        return "it is stored outside any forward, from the target's hidden states"
+    if server_args.enable_multi_layer_eagle:
+        return "its later layers store tokens that a cached prefix does not determine"
+    return None
+
+
 def _max_steps(server_args: Any) -> int:
     """Adaptive speculation switches between candidates. The graphs of all candidates are captured at start-up."""
     steps = server_args.speculative_num_steps or 1

@@ -32,6 +32,7 @@ _GEMMA4 = {
 }
 _HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
 _LOGIT = 12.0  # of the successor; a random other token has a few at most
+_MASK = 500  # the token that DFLASH puts where it guesses
 OFTEN_RIGHT = 0.27  # blur: 7 of 10 tokens; the second guess is right for one of the others
 
 
@@ -248,6 +249,37 @@ def write_scripted_eagle3(folder: str | Path) -> str:
         "lm_head.weight": _head(successor()[successor()]),
     }
     weights |= _layer(config, "layers.0.", seed=12, inputs=2 * _HIDDEN)
+    return _save(folder, config, weights)
+
+
+def write_scripted_dflash(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
+    """A DFLASH draft model for it: of each block of 3 tokens, it mostly guesses the second and never the third.
+
+    All tokens of a block attend alike, and to nothing before it. So each hidden state is that of the block's first
+    token, from which the mask token's part is removed. Returns the path.
+    """
+    config = {
+        **_CONFIG,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 1,
+        "block_size": 3,
+        "dflash_config": {"mask_token_id": _MASK, "target_layer_ids": [0]},
+    }
+    mask = _embeddings()[_MASK]
+    without_mask = torch.eye(_HIDDEN) - torch.outer(mask, mask) / mask.dot(mask)
+    weights = {"fc.weight": torch.zeros(_HIDDEN, _HIDDEN)}
+    weights |= {f"{norm}.weight": torch.ones(_HIDDEN) for norm in ("norm", "hidden_norm")}
+    weights |= _layer(config, "layers.0.", seed=14)
+    weights |= {
+        "layers.0.self_attn.q_proj.weight": torch.zeros(_HIDDEN, _HIDDEN),
+        "layers.0.self_attn.v_proj.weight": torch.eye(_HIDDEN),
+        "layers.0.self_attn.o_proj.weight": 1e5 * _blurred(blur) @ without_mask,
+    }
+    for norm in ("q_norm", "k_norm"):
+        weights[f"layers.0.self_attn.{norm}.weight"] = torch.ones(config["head_dim"])
     return _save(folder, config, weights)
 
 

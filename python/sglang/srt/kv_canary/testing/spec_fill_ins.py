@@ -63,6 +63,7 @@ def _fill_in_sgl_kernel() -> None:
         "build_tree_kernel_efficient_cpu": build_tree,
         "copy_all_layer_kv_cache_cpu": copy_slots,
         "fill_bonus_tokens_cpu": fill_bonus_tokens,
+        "rotate_input_ids_cpu": rotate_input_ids,
         "verify_tree_greedy_cpu": verify_tree_greedy_cpu,
     }
     for name, kernel in kernels.items():
@@ -252,6 +253,23 @@ def fill_bonus_tokens(
     """The last accepted token of each request."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def rotate_input_ids(
+    input_ids: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    topk_index: torch.Tensor,
+    select_index: torch.Tensor | None,
+) -> None:
+    """Each request's tokens move down by one place; `topk_index` goes to the last, or to `select_index`."""
+    starts, lengths = extend_start_loc.tolist(), extend_seq_lens.tolist()
+    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if not length:
+            continue
+        input_ids[start : start + length - 1] = input_ids[start + 1 : start + length].clone()
+        last = start + length - 1 if select_index is None else int(select_index[request])
+        input_ids[last] = topk_index.flatten()[request]
 
 
 def copy_slots(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..plan.speculation import draft_keeps_kv
+from ..plan.speculation import checks_draft, why_draft_is_unchecked
 from ..pool_patcher.registry import Coverage
 from .path_support import PathSupport
 from .refusals import model_has, pads_to_other_ranks
@@ -55,7 +55,7 @@ def _speculates(args: Any) -> bool:
 
 
 def _drafts(args: Any) -> bool:
-    return _speculates(args) and draft_keeps_kv(args)
+    return _speculates(args) and checks_draft(args)
 
 
 def _branches(args: Any) -> bool:
@@ -90,6 +90,9 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
         _drafts(args) and not _branches(args)
     ),
     "speculative: draft trees, top-k > 1": _branches,
+    "speculative: DFLASH, multi-layer EAGLE": lambda args: (
+        _speculates(args) and why_draft_is_unchecked(args) is not None
+    ),
     "speculative: in step with other ranks": lambda args: (
         _speculates(args) and pads_to_other_ranks(args)
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..buffer_group import PoolKind
 from ..config import is_asked_for
-from ..plan.speculation import draft_keeps_kv
+from ..plan.speculation import checks_draft
 from ..pool_patcher.api import record_bytes_per_slot
 from .context import context
 from .hook_spec import HookSpec, HookType
@@ -119,8 +119,8 @@ def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def draft_model_config(server_args: Any) -> Any | None:
-    """The draft model's ModelConfig, as its worker will make it. None without a draft that keeps KV."""
-    if server_args.speculative_algorithm is None or not draft_keeps_kv(server_args):
+    """The draft model's ModelConfig, as its worker will make it. None without a draft whose KV is checked."""
+    if server_args.speculative_algorithm is None or not checks_draft(server_args):
         return None
     from sglang.srt.configs.model_config import ModelConfig
 

@@ -82,6 +82,17 @@ def around_verify_ngram(
     return returned
 
 
+def around_verify_dflash(
+    original: Callable[..., Any], verify_input: Any, *, batch: Any, **kwargs: Any
+) -> Any:
+    before = attempt_aside(_Verified.of, batch)
+    returned = original(verify_input, batch=batch, **kwargs)
+    if before is not None and not batch.forward_mode.is_idle():
+        bonus, counts = returned[:2]
+        attempt_aside(_note_committed, before, verify_input, bonus, counts)
+    return returned
+
+
 @dataclass(frozen=True, slots=True)
 class _Verified:
     """The requests of a verify, noted before it changes the batch."""
@@ -110,6 +121,18 @@ def _note_accepted(before: _Verified, tokens: torch.Tensor, counts: list[int]) -
     index = firsts[:, None] + torch.arange(max(counts)).clamp(max=lengths[:, None] - 1)
     padded = before.following.right(tokens[index.to(tokens.device)])
     manager.note_next_tokens(rows, padded, lengths.int().to(rows.device))
+
+
+def _note_committed(
+    before: _Verified, verify_input: Any, bonus: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """DFLASH. `counts`: tokens of each block that are kept; `bonus`: the token after the last of them."""
+    manager = context.target
+    if manager is None:
+        return
+    block = verify_input.draft_token.view(-1, verify_input.draft_token_num)
+    tokens = block.roll(-1, 1).scatter(1, counts[:, None].long() - 1, bonus[:, None])
+    manager.note_next_tokens(before.rows, before.following.right(tokens), counts)
 
 
 def _acceptance_is_made_up() -> bool:

@@ -67,6 +67,8 @@ def _refuse_other_choices(server_args: Any) -> None:
     problems = {
         "structured output; add --grammar-backend none": server_args.grammar_backend != "none",
         "custom logit processors; remove --enable-custom-logit-processor": server_args.enable_custom_logit_processor,
+        "--speculative-algorithm DFLASH, whose verify is not given its tokens": server_args.speculative_algorithm
+        == "DFLASH",
         "a simulated acceptance of drafts; unset SGLANG_SIMULATE_ACC_LEN": envs.SGLANG_SIMULATE_ACC_LEN.get()
         > 0,
     }

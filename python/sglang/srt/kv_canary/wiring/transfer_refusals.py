@@ -58,6 +58,16 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Remove --enable-lora and --lora-paths.",
     ),
     Refusal(
+        "PD disaggregation with multi-layer EAGLE",
+        lambda args: (
+            _transfers(args)
+            and args.speculative_algorithm is not None
+            and args.enable_multi_layer_eagle
+        ),
+        "KV of draft layers that have no records arrives with the target's, which no run has checked yet.",
+        "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
+    ),
+    Refusal(
         "PD disaggregation with a multimodal model",
         lambda args: _transfers(args) and model_has(args, "is_multimodal"),
         "tokens that stand for images, which both servers would have to number alike. No run has checked it yet.",

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...config import is_asked_for
 from ...errors import startup_error
+from ...plan.speculation import checks_draft
 from ...pool_patcher.registry import qualified_name
 from ...seam_guard import SEAM
 from ..context import context
@@ -58,20 +59,28 @@ def install(
     """In place of SGLang's `install_canary`. None with `--kv-canary none`."""
     if not is_asked_for(server_args):
         return None
+    if not _is_unchecked_draft(server_args, model_runner):
+        _refuse_what_is_not_covered(server_args, model_runner)
+    manager = context.install(
+        server_args=release().settled(server_args),
+        model_runner=model_runner,
+        token_oracle_manager=token_oracle_manager,
+    )
+    return None if manager is None else Seam()
+
+
+def _is_unchecked_draft(server_args: Any, model_runner: Any) -> bool:
+    return model_runner.is_draft_worker and not checks_draft(release().settled(server_args))
+
+
+def _refuse_what_is_not_covered(server_args: Any, model_runner: Any) -> None:
     _refuse_unknown_pool(model_runner)
     if model_runner.model_config.is_encoder_decoder:
         raise startup_error(
             "slots of the encoder's cross-attention hold no token of the request.",
             "an encoder-decoder model",
         )
-    settled = release().settled(server_args)
-    refuse_uncovered_runner(settled, model_runner)
-    manager = context.install(
-        server_args=settled,
-        model_runner=model_runner,
-        token_oracle_manager=token_oracle_manager,
-    )
-    return None if manager is None else Seam()
+    refuse_uncovered_runner(release().settled(server_args), model_runner)
 
 
 def _refuse_unknown_pool(model_runner: Any) -> None:

@@ -12,7 +12,13 @@ from .pools import SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
-_COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN")  # NEXTN: SGLang resolves it to EAGLE
+_COVERED = (
+    "EAGLE",
+    "EAGLE3",
+    "STANDALONE",
+    "NEXTN",
+    "DFLASH",
+)  # NEXTN: SGLang resolves it to EAGLE
 _UNTESTED = "no test of the canary has run it on this release yet."
 _REMOVE = "Remove --speculative-algorithm"
 
@@ -23,23 +29,10 @@ def _speculates(args: Any) -> bool:
 
 SPECULATION: tuple[Refusal, ...] = (
     Refusal(
-        "DFLASH speculative decoding",
-        lambda args: args.speculative_algorithm == "DFLASH",
-        "its draft model's KV is stored outside any forward, directly from the target's hidden states, so no forward "
-        "can be bracketed.",
-        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
-    ),
-    Refusal(
-        "another speculative algorithm than EAGLE, EAGLE3 and STANDALONE",
-        lambda args: _speculates(args) and args.speculative_algorithm not in (*_COVERED, "DFLASH"),
+        "another speculative algorithm than EAGLE, EAGLE3, STANDALONE and DFLASH",
+        lambda args: _speculates(args) and args.speculative_algorithm not in _COVERED,
         "drafts of workers that no hook of the canary follows on this release.",
-        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE, or remove it.",
-    ),
-    Refusal(
-        "multi-layer EAGLE",
-        lambda args: _speculates(args) and args.enable_multi_layer_eagle,
-        "layer i stores the token that is i + 1 after a slot's own, which the cached prefix does not determine.",
-        f"{_REMOVE} or --enable-multi-layer-eagle.",
+        "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or DFLASH, or remove it.",
     ),
     Refusal(
         "adaptive speculation",
@@ -80,10 +73,9 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
     """Raises CanaryStartupError for what only a model runner tells. `server_args`: after all defaults."""
     if server_args.speculative_algorithm is None:
         return
-    if model_runner.draft_model_idx is not None:  # some models switch it on themselves
+    if model_runner.draft_model_idx is not None:  # a layer of multi-layer EAGLE
         raise startup_error(
-            "multi-layer EAGLE stores tokens that the cached prefix does not determine. "
-            f"{_REMOVE}.",
+            f"SGLang runs multi-layer EAGLE, and its arguments do not say so. {_REMOVE}.",
             "the draft model's KV",
         )
     pool = model_runner.token_to_kv_pool

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...plan.speculation import why_draft_is_unchecked
 from ..containment.hooks import (
     ACTION,
     after_clear,
@@ -34,6 +35,8 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 def _why_not(args: Any) -> str | None:
     if args.enable_streaming_session and args.enable_hierarchical_cache:
         return "findings are reported only, because no test has run it with streaming sessions over HiCache"
+    if args.speculative_algorithm is not None and why_draft_is_unchecked(args) is not None:
+        return "findings are reported only, because no test has run it with DFLASH or multi-layer EAGLE"
     return None
 
 

@@ -80,8 +80,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         _PARTLY,
-        "EAGLE and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend and "
-        "--moe-dense-tp-size: the plans alone, with SGLang's own padding",
+        "EAGLE (multi-layer, too) and EAGLE3 with data-parallel attention, on CPU without graphs; --moe-a2a-backend "
+        "and --moe-dense-tp-size: the plans alone, with SGLang's own padding",
     ),
     PathSupport(
         "speculative: draft and draft-extend, top-k 1",
@@ -94,10 +94,17 @@ SERVED: tuple[PathSupport, ...] = (
         "v1 (as in SGLang) and NGRAM; refused on pools whose slots stand for several tokens",
     ),
     PathSupport(
+        "speculative: DFLASH, multi-layer EAGLE",
+        _PARTLY,
+        "the target's KV alone: DFLASH stores its draft's outside forwards, later layers of EAGLE store tokens that a "
+        "cached prefix does not determine; run on CPU only",
+    ),
+    PathSupport(
         "states of linear-attention layers",
         _PARTLY,
         "whose a state is and which tokens it has absorbed; bytes in the prefix cache only; not with speculation, "
-        "disaggregation, pipeline parallelism, DP attention, streaming sessions; not run with CUDA graphs; see docs/states.md",
+        "disaggregation, pipeline parallelism, DP attention, streaming sessions; "
+        "not run with CUDA graphs; see docs/states.md",
     ),
     PathSupport(
         "sweep of cached prefixes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ...config import Action
+from ...plan.speculation import checks_draft
 from ..from_0_5_17.refusals import SHARED
 from ..refusals import DISAGGREGATION, Refusal, pads_to_other_ranks
 from ..until_0_5_17 import hicache_refusals
@@ -18,6 +19,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.speculative_algorithm is not None and pads_to_other_ranks(args),
         "no test of the canary has run it on this release yet.",
         "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+    ),
+    Refusal(
+        "DFLASH and multi-layer EAGLE",
+        lambda args: args.speculative_algorithm is not None and not checks_draft(args),
+        "the target's KV alone could be checked, which is done on 0.5.12.post1 and from 0.5.22 on only.",
+        "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE without --enable-multi-layer-eagle, or remove it.",
     ),
     Refusal(
         "unified memory",

@@ -34,7 +34,7 @@ def _why_not(scheduler: Any) -> str | None:
         why = "SGLang frees pages past the check of who owns them, and keeps freed ones aside"
     elif scheduler.is_hybrid_swa:
         why = "SGLang frees slots of sliding-window pools past the check of who owns them"
-    elif not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_eagle()):
+    elif not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
         why = "no test has run it with speculation other than EAGLE and EAGLE3"
     elif args.enable_hierarchical_cache:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
@@ -43,6 +43,10 @@ def _why_not(scheduler: Any) -> str | None:
     else:
         return None
     return f"findings are reported only, because on this release {why}"
+
+
+def _is_eagle_of_one_layer(scheduler: Any, args: Any) -> bool:
+    return scheduler.spec_algorithm.is_eagle() and not args.enable_multi_layer_eagle
 
 
 def _requests_of(scheduler: Any) -> Iterator[Any]:

@@ -14,6 +14,13 @@ SERVED: tuple[PathSupport, ...] = (
         f"EAGLE3 with data-parallel attention; the others were read; {NO_GPU}",
     ),
     PathSupport(
+        "speculative: DFLASH, multi-layer EAGLE",
+        Coverage.PARTLY,
+        "the target's KV alone: DFLASH stores its draft's outside forwards, later layers of EAGLE store tokens that a "
+        "cached prefix does not determine; DFLASH "
+        f"without a comparison of sampled and input tokens; {NO_GPU}",
+    ),
+    PathSupport(
         "sweep of cached prefixes",
         Coverage.PARTLY,
         "the unified tree in one chunk a pass; the first slot of a prefix without its chain",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from sglang.srt.environ import envs
 
+from ...plan.speculation import checks_draft
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal
+from ..refusals import Refusal, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
@@ -43,6 +44,16 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.speculative_algorithm is not None and _drafts_beside_prefills(),
         "no test of the canary has run drafts whose draft model idles on a rank that prefills.",
         f"Unset {_BESIDE_PREFILLS}.",
+    ),
+    Refusal(
+        "DFLASH and multi-layer EAGLE in step with other ranks",
+        lambda args: (
+            args.speculative_algorithm is not None
+            and not checks_draft(args)
+            and pads_to_other_ranks(args)
+        ),
+        "SGLang has DFLASH with it on GPUs alone. No test of the canary has run the padded verifies of either.",
+        "Use --speculative-algorithm EAGLE or EAGLE3 without --enable-multi-layer-eagle, or remove it.",
     ),
     Refusal(
         "page-major KV layout",
