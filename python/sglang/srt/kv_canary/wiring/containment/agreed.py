@@ -97,6 +97,9 @@ class AgreedContainment:
         if self.alone.desk.is_waiting:
             self.bell.ring()
 
+    def after_host_events(self) -> None:
+        """Nothing: in the middle of a step the ranks cannot agree."""
+
     def note_finished(self, request: Any) -> None:
         self.alone.note_finished(request)
 

@@ -130,6 +130,11 @@ class Containment:
         self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
 
+    def after_host_events(self) -> None:
+        """In a step, before SGLang evicts: a slot that two dropped prefixes have is freed once."""
+        if self.owned.disturbed:
+            self.tidy()
+
     def _resolved(self, found: Damage) -> Damage:
         """`found`, as it lies in the pool now."""
         slots = self._as_they_are(found.slots)

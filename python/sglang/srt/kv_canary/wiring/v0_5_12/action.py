@@ -20,7 +20,7 @@ from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
-from .hicached_prefixes import around_store_node
+from .hicached_prefixes import after_host_events, around_store_node
 from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 
@@ -100,6 +100,12 @@ HOOKS = (
         f"{_MEM_CACHE}.hiradix_cache.HiRadixCache.write_backup_storage",
         around_store_node,
         HookType.AROUND,
+        ACTION,
+    ),
+    HookSpec(
+        f"{_MEM_CACHE}.hiradix_cache.HiRadixCache.check_hicache_events",
+        after_host_events,
+        HookType.AFTER,
         ACTION,
     ),
     *(

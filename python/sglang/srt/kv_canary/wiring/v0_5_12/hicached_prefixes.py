@@ -14,11 +14,11 @@ import torch
 
 from ..containment.prefixes import Computed
 from ..context import context
-from ..guard import attempt_aside
+from ..guard import attempt_aside, guarded_aside
 from ..hicache_storage import store_of
 from .cached_prefixes import CachedPrefixes, TreeKind, is_dropped, with_descendants
 
-__all__ = ["HICACHE_TREE", "HiCachedPrefixes", "around_store_node"]
+__all__ = ["HICACHE_TREE", "HiCachedPrefixes", "after_host_events", "around_store_node"]
 
 
 def _holders(node: Any) -> int:
@@ -73,6 +73,16 @@ class HiCachedPrefixes(CachedPrefixes):
         self.free_unheld()
         return sum(len(node.key) for node in below)
 
+    def free_unheld(self) -> None:
+        """Also slots of nodes that storage still reads from host memory: SGLang would evict them itself."""
+        CachedPrefixes.free_unheld(
+            self
+        )  # the class with slots is another one than super() would find
+        for root in self._dropped:
+            for node in reversed(list(with_descendants(root))):
+                if node.backuped and not node.lock_ref and _is_last_on_device(node):
+                    self.tree._evict_backuped(node)
+
     def _path_of(self, computed: Computed) -> Iterator[tuple[Any, int]]:
         """The nodes with tokens of `computed`, and the position behind the last of these tokens in each."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -117,6 +127,10 @@ class HiCachedPrefixes(CachedPrefixes):
                 context.host_tier.records.clear(page.cpu())
 
 
+def _is_last_on_device(node: Any) -> bool:
+    return not node.evicted and all(child.evicted for child in node.children.values())
+
+
 def _known_key(
     path: Iterable[tuple[Any, int]], start: int, page_size: int
 ) -> tuple[int, str | None]:
@@ -147,3 +161,10 @@ def around_store_node(original: Callable[..., None], tree: Any, node: Any) -> No
     """A dropped prefix is not stored. Its copy to host memory was under way, or eviction makes one."""
     if context.containment is None or not attempt_aside(is_dropped, node):
         original(tree, node)
+
+
+@guarded_aside
+def after_host_events(*_: Any) -> None:
+    """Copies to host memory that are complete let go of their nodes here. SGLang may evict these next."""
+    if context.containment is not None:
+        context.containment.after_host_events()
