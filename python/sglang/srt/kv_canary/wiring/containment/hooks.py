@@ -12,7 +12,14 @@ from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from ..scheduler import after_idle
 
-__all__ = ["ACTION", "HOOKS", "after_clear", "around_check_pool", "around_recv_requests"]
+__all__ = [
+    "ACTION",
+    "HOOKS",
+    "after_clear",
+    "after_host_events",
+    "around_check_pool",
+    "around_recv_requests",
+]
 
 
 def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
@@ -60,6 +67,13 @@ def _before_idle(scheduler: Any) -> None:
 def after_clear(_: Any, allocator: Any) -> None:
     if context.containment is not None:
         context.containment.after_clear(allocator)
+
+
+@guarded_aside
+def after_host_events(*_: Any) -> None:
+    """Copies to host memory that are complete let go of their nodes here. SGLang may evict these next."""
+    if context.containment is not None:
+        context.containment.after_host_events()
 
 
 def around_check_pool(

@@ -11,6 +11,7 @@ from ...plan.speculation import why_draft_is_unchecked
 from ..containment.hooks import (
     ACTION,
     after_clear,
+    after_host_events,
     around_check_pool,
     around_recv_requests,
 )
@@ -20,7 +21,7 @@ from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
-from .hicached_prefixes import after_host_events, around_store_node
+from .hicached_prefixes import around_store_node
 from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 

@@ -14,11 +14,11 @@ import torch
 
 from ..containment.prefixes import Computed
 from ..context import context
-from ..guard import attempt_aside, guarded_aside
+from ..guard import attempt_aside
 from ..hicache_storage import store_of
 from .cached_prefixes import CachedPrefixes, TreeKind, is_dropped, with_descendants
 
-__all__ = ["HICACHE_TREE", "HiCachedPrefixes", "after_host_events", "around_store_node"]
+__all__ = ["HICACHE_TREE", "HiCachedPrefixes", "around_store_node"]
 
 
 def _holders(node: Any) -> int:
@@ -161,10 +161,3 @@ def around_store_node(original: Callable[..., None], tree: Any, node: Any) -> No
     """A dropped prefix is not stored. Its copy to host memory was under way, or eviction makes one."""
     if context.containment is None or not attempt_aside(is_dropped, node):
         original(tree, node)
-
-
-@guarded_aside
-def after_host_events(*_: Any) -> None:
-    """Copies to host memory that are complete let go of their nodes here. SGLang may evict these next."""
-    if context.containment is not None:
-        context.containment.after_host_events()
