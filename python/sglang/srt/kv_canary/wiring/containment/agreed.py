@@ -97,7 +97,7 @@ class AgreedContainment:
         if self.alone.desk.is_waiting:
             self.bell.ring()
 
-    def after_host_events(self) -> None:
+    def before_eviction(self) -> None:
         """Nothing: in the middle of a step the ranks cannot agree."""
 
     def note_finished(self, request: Any) -> None:

@@ -130,8 +130,8 @@ class Containment:
         self.withheld.take_from_free_lists()
         self.desk.withheld = self.withheld.counts()
 
-    def after_host_events(self) -> None:
-        """In a step, before SGLang evicts: a slot that two dropped prefixes have is freed once."""
+    def before_eviction(self) -> None:
+        """A slot that two dropped prefixes have is freed once."""
         if self.owned.disturbed:
             self.tidy()
 

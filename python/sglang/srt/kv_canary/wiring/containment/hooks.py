@@ -16,9 +16,9 @@ __all__ = [
     "ACTION",
     "HOOKS",
     "after_clear",
-    "after_host_events",
     "around_check_pool",
     "around_recv_requests",
+    "before_eviction",
 ]
 
 
@@ -70,10 +70,10 @@ def after_clear(_: Any, allocator: Any) -> None:
 
 
 @guarded_aside
-def after_host_events(*_: Any) -> None:
-    """Copies to host memory that are complete let go of their nodes here. SGLang may evict these next."""
+def before_eviction(*_: Any) -> None:
+    """Copies to host memory and retracted requests let go of nodes in the middle of a step."""
     if context.containment is not None:
-        context.containment.after_host_events()
+        context.containment.before_eviction()
 
 
 def around_check_pool(

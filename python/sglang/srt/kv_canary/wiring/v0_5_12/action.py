@@ -11,9 +11,9 @@ from ...plan.speculation import why_draft_is_unchecked
 from ..containment.hooks import (
     ACTION,
     after_clear,
-    after_host_events,
     around_check_pool,
     around_recv_requests,
+    before_eviction,
 )
 from ..containment.hooks import HOOKS as SHARED
 from ..containment.install import install_containment, is_asked_for
@@ -105,8 +105,14 @@ HOOKS = (
     ),
     HookSpec(
         f"{_MEM_CACHE}.hiradix_cache.HiRadixCache.check_hicache_events",
-        after_host_events,
+        before_eviction,  # here, too, so that requests are admitted by the right sizes
         HookType.AFTER,
+        ACTION,
+    ),
+    HookSpec(
+        f"{_MEM_CACHE}.hiradix_cache.HiRadixCache.evict",
+        before_eviction,
+        HookType.BEFORE,
         ACTION,
     ),
     *(

@@ -78,10 +78,18 @@ class HiCachedPrefixes(CachedPrefixes):
         CachedPrefixes.free_unheld(
             self
         )  # the class with slots is another one than super() would find
-        for root in self._dropped:
+        for node in self._only_in_use_on_host():
+            self.tree._evict_backuped(node)
+
+    def has_unheld(self) -> bool:
+        return CachedPrefixes.has_unheld(self) or any(True for _ in self._only_in_use_on_host())
+
+    def _only_in_use_on_host(self) -> Iterator[Any]:
+        """Dropped nodes whose slots nobody holds, leaves first."""
+        for root in filter(self._is_in_tree, self._dropped):
             for node in reversed(list(with_descendants(root))):
                 if node.backuped and not node.lock_ref and _is_last_on_device(node):
-                    self.tree._evict_backuped(node)
+                    yield node
 
     def _path_of(self, computed: Computed) -> Iterator[tuple[Any, int]]:
         """The nodes with tokens of `computed`, and the position behind the last of these tokens in each."""
