@@ -275,6 +275,7 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
+    del ASKED["DFLASH and multi-layer EAGLE in step with other ranks"]  # refused anyway
 else:
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]

@@ -15,6 +15,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
@@ -136,7 +137,10 @@ class Runner:
         self.attn_backend, self.token_to_kv_pool = backend, pool
         self.model = SimpleNamespace(forward=lambda batch: batch.out_cache_loc_swa)
         if managed:
-            context.add(SimpleNamespace(armed=True, capturing=False), self)
+            has_swa = getattr(pool, "full_to_swa_index_mapping", None) is not None
+            kinds = (PoolKind.FULL, PoolKind.SWA) if has_swa else (PoolKind.FULL,)
+            groups = [SimpleNamespace(allocator_kind=kind) for kind in kinds]
+            context.add(SimpleNamespace(armed=True, capturing=False, groups=groups), self)
 
 
 def _pair(prefill: Any, decode: Any) -> HybridAttnBackend:

@@ -56,11 +56,14 @@ def checks_draft(server_args: Any) -> bool:
     return draft_keeps_kv(server_args) and why_draft_is_unchecked(server_args) is None
 
 
+_EAGLE = ("EAGLE", "EAGLE3", "NEXTN")  # SGLang's other workers ignore --enable-multi-layer-eagle
+
+
 def why_draft_is_unchecked(server_args: Any) -> str | None:
     """Why KV that a draft model keeps is not checked. None: it is, or it keeps none."""
     if server_args.speculative_algorithm == "DFLASH":
         return "it is stored outside any forward, from the target's hidden states"
-    if server_args.enable_multi_layer_eagle:
+    if server_args.enable_multi_layer_eagle and server_args.speculative_algorithm in _EAGLE:
         return "its later layers store tokens that a cached prefix does not determine"
     return None
 
