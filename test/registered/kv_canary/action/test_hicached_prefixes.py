@@ -44,7 +44,7 @@ class Records:
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
     records = Records()
     monkeypatch.setattr(context, "host_tier", SimpleNamespace(records=records))
-    idle = SimpleNamespace(after_clear=lambda allocator: None)
+    idle = SimpleNamespace(after_clear=lambda allocator: None, before_eviction=lambda: None)
     monkeypatch.setattr(context, "containment", idle)
     return records
 
@@ -178,7 +178,8 @@ def test_a_page_that_storage_reads_keeps_its_place(tree, prefixes) -> None:
     node.protect_host()
     prefixes.drop([int(node.value[0])])
     assert set(node.host_value.tolist()) <= host_slots(tree)
-    tree.evict(POOL_SLOTS)  # the device does not wait
+    assert node.evicted  # the device does not wait
+    tree.evict(POOL_SLOTS)
     assert device_sizes(tree) == (POOL_SLOTS, 0, 0)
     node.release_host()
     prefixes.free_unheld()
