@@ -94,9 +94,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 class _Running:
     """The scope of the kernel that runs. Triton patches its language again for each call of a device function."""
 
-    _patched: ClassVar[frozenset[int]] = (
-        frozenset()
-    )  # by id: the parts of the language that the kernel sees
+    _patched: ClassVar[frozenset[int]] = frozenset()  # parts of the language, by id
 
     def __init__(self, scope: Any, parts: frozenset[int]) -> None:
         self._scope = scope

@@ -12,13 +12,8 @@ from .pools import SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
-_COVERED = (
-    "EAGLE",
-    "EAGLE3",
-    "STANDALONE",
-    "NEXTN",
-    "DFLASH",
-)  # NEXTN: SGLang resolves it to EAGLE
+# SGLang resolves NEXTN to EAGLE.
+_COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "DFLASH")
 _UNTESTED = "no test of the canary has run it on this release yet."
 _REMOVE = "Remove --speculative-algorithm"
 
