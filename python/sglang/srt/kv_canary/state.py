@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -137,6 +138,8 @@ class CanaryDeviceState:
     token_lists: torch.Tensor  # int64[words], see ExpectedTokens.from_lists
     row_memory: RowMemory
     capacities: CanaryLaunchCapacities
+    # What a backend has worked out for its launches on this state, by what they are for
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def allocate(

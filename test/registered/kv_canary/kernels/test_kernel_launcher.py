@@ -11,7 +11,11 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import kernel_launcher
 from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_tokens_kernel
-from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher, variant_of
+from sglang_kv_canary.kernels.triton.kernel_launcher import (
+    FixedArguments,
+    KernelLauncher,
+    variant_of,
+)
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
@@ -62,6 +66,66 @@ def test_triton_says_which_integers_it_compiles_for_their_type_only() -> None:
     kernel = triton.JITFunction(next_tokens_kernel.fn, do_not_specialize=["batch_size"])
     only_types = dict(zip(kernel.arg_names, kernel_launcher._only_types(kernel), strict=True))
     assert [name for name, only in only_types.items() if only] == ["batch_size"]
+
+
+_SAME = {"row_words": WORDS, "sampled": WORDS, "num_rows": 64, "KINDS": 1}
+_BATCH = {
+    "rows": WORDS,
+    "tokens": WORDS,
+    "counts": None,
+    "batch_size": 8,
+    "tokens_each": 1,
+    "BLOCK": 128,
+    "not in the kernel": 3,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": WORDS.int()},
+        {"rows": WORDS[1:]},
+        {"rows": WORDS[2:]},
+        {"counts": WORDS},
+        {"batch_size": 9},
+        {"batch_size": 2**31},
+        {"tokens_each": 2},
+        {"BLOCK": 64},
+    ],
+    ids=["dtype", "alignment", "address", "tensor", "length", "width", "constant", "block"],
+)
+def test_fixed_arguments_change_neither_the_launch_nor_its_variant(change, monkeypatch) -> None:
+    import triton
+
+    monkeypatch.setattr(kernel_launcher, "CAN_SKIP", True)  # as on a GPU
+    integers = ["batch_size", "num_rows"]
+    launch = KernelLauncher(triton.JITFunction(next_tokens_kernel.fn, do_not_specialize=integers))
+    rest = kernel_launcher._Rest(launch, _SAME, _BATCH)
+    seen = []
+    for batch in (_BATCH, {**_BATCH, **change}):
+        whole = {**_SAME, **batch}
+        variant, plain = variant_of([whole[name] for name in launch.names], launch.only_types)
+        key, filled = rest.fill(4, batch)
+        assert filled == plain
+        assert rest.fill(8, batch)[0] != key
+        seen.append((variant, key))
+    (variant, key), (other_variant, other_key) = seen
+    assert (key == other_key) is (variant == other_variant)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_with_fixed_arguments_is_looked_up_once_and_does_the_same(monkeypatch) -> None:
+    launch = KernelLauncher(next_tokens_kernel)
+    arguments = _sampled_tokens(block=128)
+    names = ("row_words", "sampled", "num_rows", "KINDS", "BLOCK")
+    fixed = FixedArguments({name: arguments.pop(name) for name in names})
+    launch((1,), 4, arguments, fixed)
+    first = fixed.arguments["sampled"].clone()
+    assert first.any()
+    fixed.arguments["sampled"].zero_()
+    monkeypatch.setattr(type(launch._kernel), "run", _not_again)
+    launch((1,), 4, arguments, fixed)
+    assert torch.equal(fixed.arguments["sampled"], first)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

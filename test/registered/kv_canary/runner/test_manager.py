@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,10 +24,12 @@ from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
 from sglang_kv_canary.single_forward_manager import Phase
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter
+from sglang_kv_canary.wiring.call_site import SITES
 from sglang_kv_canary_rigs.kernel_cases import make_state
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_nsa_pool, make_swa_pool
@@ -465,25 +468,79 @@ def test_the_ring_is_copied_while_kernels_append_to_it() -> None:
 
 
 class _CudaSlots(torch.Tensor):
-    """Slots that say they are on a GPU and remember which streams use them; there is none to build real ones on."""
+    """Slots that say they are on a GPU; there is none to build real ones on."""
 
     @property
     def is_cuda(self) -> bool:
         return True
 
-    def record_stream(self, stream: str) -> None:
-        self.used_on = stream
+
+class _StreamEvent:
+    """A CUDA event of a stream that the test lets run."""
+
+    has_run = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return _StreamEvent.has_run
 
 
-def test_slots_of_events_that_are_merged_stay_allocated_until_they_are_read(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "forward stream")
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_of_events_stay_allocated_until_they_are_read(count: int, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _StreamEvent)
+    monkeypatch.setattr(_StreamEvent, "has_run", False)
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
     ledger = SlotLedger(SimpleNamespace(apply_slot_event=lambda *_: None), groups, None)
-    freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(3)]
+    freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(count)]
+    alive = [weakref.ref(slots) for slots in freed]
     for slots in freed:
         ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
+    del freed, slots
     assert ledger.apply() == 1
-    assert [slots.used_on for slots in freed] == ["forward stream"] * 3
+    ledger.apply()
+    assert all(slots() is not None for slots in alive)
+    _StreamEvent.has_run = True
+    ledger.apply()
+    assert [slots() for slots in alive] == [None] * count
+
+
+def test_the_runs_of_a_step_have_their_own_slots() -> None:
+    """The slots of all events are joined at once, with those of loads, which change no record."""
+    launched: list[tuple] = []
+    groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
+    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    history = SlotHistory(64, "cpu", SITES)
+    ledger = SlotLedger(backend, groups, None, history)
+    free, alloc, load = SlotEventKind.FREE, SlotEventKind.ALLOC, SlotEventKind.LOAD
+    full, swa = PoolKind.FULL, PoolKind.SWA
+    happened = [
+        (free, full, [1, 2]),
+        (free, swa, [9]),
+        (free, full, [3]),
+        (load, full, [4]),
+        (free, full, [5]),
+        (alloc, full, [6, 7]),
+        (alloc, swa, [8]),
+        (alloc, full, [10]),
+    ]
+    for step, (kind, pool, slots) in enumerate(happened):
+        ledger.record(kind, pool, torch.tensor(slots), 1, step, (len(slots), 0, None))
+    assert ledger.apply() == 5
+    assert [
+        (kind, slots.tolist(), group.allocator_kind) for kind, slots, group, *_ in launched
+    ] == [
+        (free, [1, 2, 3], full),
+        (free, [5], full),
+        (alloc, [6, 7, 10], full),
+        (free, [9], swa),
+        (alloc, [8], swa),
+    ]
+    for step, (kind, pool, slots) in enumerate(happened):
+        for slot in slots:
+            (moment,) = history.of(pool, slot)
+            assert (moment.kind, moment.step, moment.slots) == (kind, step, len(slots))
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

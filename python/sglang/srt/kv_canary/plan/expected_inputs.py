@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,21 +67,24 @@ class ExpectedTokens:
         prefill by 0.25 %.
         """
         device = torch.device(device)
-        flat: list[int] = []
-        spans: list[int] = []
+        flat = array("q")  # reads lists faster than numpy, and that is three times as fast as torch
+        spans = array("q")
         for k in known:
             spans.extend((len(flat), k.first, len(k.tokens), int(k.start), k.start_chain))
-            flat.extend(k.tokens)
+            if type(k.tokens) is list:
+                flat.fromlist(k.tokens)  # twice as fast
+            else:
+                flat.extend(k.tokens)
         if not flat and all(k.start == RowStart.KEEP for k in known):
             return cls.nothing(len(known), device)
         # One copy for both: it does not wait, but each copy costs host time.
         words = len(spans)
         size = words + max(1, (len(flat) + 1) // 2)
         host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        # numpy reads lists three times as fast as torch. Tokens keep their low 32 bits.
         packed_words = host.numpy()
-        packed_words[:words] = np.array(spans, dtype=np.int64)
-        packed_words[words:].view(np.int32)[: len(flat)] = np.array(flat, dtype=np.int64)
+        packed_words[:words] = spans
+        # Tokens keep their low 32 bits.
+        packed_words[words:].view(np.int32)[: len(flat)] = np.frombuffer(flat, dtype=np.int64)
         if memory is not None and size <= memory.shape[0]:
             packed = memory[:size].copy_(host, non_blocking=True)
         else:

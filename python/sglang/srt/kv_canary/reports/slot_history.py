@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..buffer_group import PoolKind
-from ..slot_event import CallSite, SlotEvent, SlotEventKind
+from ..slot_event import CallSite, SlotEvent, SlotEventKind, slots_of
 from .safe_text import safe_text
 
 MAX_EVENTS = 16384
@@ -118,29 +118,31 @@ class SlotHistory:
         self._kept.clear()
         self._index = None
 
-    def keep(self, events: Iterable[SlotEvent]) -> None:
-        """Keep events in the order of the allocators. On the stream on which their slots may be read."""
-        events = [event for event in events if event.calls]
+    def keep(self, events: Sequence[SlotEvent], slots: torch.Tensor | None = None) -> None:
+        """Keep events in the order of the allocators. On the stream on which their slots may be read.
+
+        `slots`: `slots_of(events)`, if it is known.
+        """
+        known = [event for event in events if event.calls]
+        if slots is None or len(known) < len(events):
+            slots = slots_of(known)
         self._index = None
         self._kept.extend(
-            [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in events]
+            [(e.kind._value_, e.pool_kind._value_, e.page_size, e.step, *e.calls) for e in known]
         )
-        if tensors := [event.slots for event in events if event.slots is not None]:
-            self._copy_slots(tensors)
+        if slots is not None:
+            self._copy_slots(slots)
 
-    def _copy_slots(self, tensors: list[torch.Tensor]) -> None:
+    def _copy_slots(self, slots: torch.Tensor) -> None:
         capacity = self._ring.shape[0]
-        slots = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        # A copy that converts would wait for the device.
-        slots = slots.to(torch.int64)
         position, self._written = self._written, self._written + slots.shape[0]
-        slots, position = slots[-capacity:], max(position, self._written - capacity)
+        if slots.shape[0] > capacity:
+            slots, position = slots[-capacity:], self._written - capacity
         room = capacity - position % capacity
-        for part in (slots[:room], slots[room:]):
-            if part.shape[0]:
-                at = position % capacity
-                self._ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
-                position += part.shape[0]
+        for part in (slots,) if slots.shape[0] <= room else (slots[:room], slots[room:]):
+            at = position % capacity
+            self._ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
+            position += part.shape[0]
         self._note_copy()
 
     def _note_copy(self) -> None:

@@ -11,8 +11,9 @@ import torch
 from ..buffer_group import CanaryBufferGroup, PoolKind
 from ..load_back import Landed, LoadBack
 from ..reports.slot_history import SlotHistory
-from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind
+from ..slot_event import MOST_CALLS, RecordMove, SlotCalls, SlotEvent, SlotEventKind, slots_of
 from ..state import CanaryDeviceState
+from .borrowed_tensors import BorrowedTensors
 
 # ALLOC events alone change nothing for a correct reader, so they wait for a FREE, up to this many.
 MAX_WAITING_ALLOCS = 64
@@ -43,6 +44,7 @@ class SlotLedger:
         self._history = history
         if history is not None:
             history.catch_up = self.tell_history
+        self._borrowed = BorrowedTensors()
         self._told = 0  # waiting events that the history has
         self._call_ids: torch.Tensor | None = None  # 0, 1, ... on the device, made on first use
         self._events: list[_Event] = []
@@ -117,69 +119,93 @@ class SlotLedger:
 
     def tell_history(self) -> None:
         """Give the history what waits: allocations may wait for long. On the current stream."""
-        if self._history is None or self._told == len(self._events):
+        new = self._untold()
+        if not new:
             return
-        new, self._told = self._events[self._told :], len(self._events)
-        new = [event for event in new if isinstance(event, SlotEvent)]
-        for event in new:
-            if event.slots is not None and event.slots.is_cuda:
-                event.slots.record_stream(torch.cuda.current_stream(event.slots.device))
+        self._told = len(self._events)
         self._history.keep(new)
+        self._borrowed.keep([event.slots for event in new if event.slots is not None])
+
+    def _untold(self) -> list[SlotEvent]:
+        """What the history does not have yet."""
+        if self._history is None:
+            return []
+        return [event for event in self._events[self._told :] if isinstance(event, SlotEvent)]
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
+        self._borrowed.give_back()
         if not self.due and not (at_once and self._events and self.complete):
             return 0
-        self.tell_history()
-        events = [e for e in self._events if not _is_for_history(e)]
-        self._events, self._must_apply, self._moves_wait, self._told = [], False, False, 0
+        if self._told:
+            self.tell_history()
+        untold = self._history is not None and not self._told
+        events, self._events = self._events, []
+        self._must_apply, self._moves_wait, self._told = False, False, 0
         landed, self._landed = self._landed, []
         for load in landed:  # before the frees that followed them
             load.expose_late_writes()
         launches = len(landed)
-        for slots in _slots_of(events):
-            if slots.is_cuda:
-                # Also for merged events: after a merge the memory returns to the stream that allocated it.
-                slots.record_stream(torch.cuda.current_stream(slots.device))
-        for event in self._coalesce(events):
-            if isinstance(event, LoadBack):
-                self._landed.append(event.land())
-                launches += 1
-                continue
-            for group in self._groups[event.pool_kind]:
-                if isinstance(event, RecordMove):
-                    self._copy_records(group, event.sources, event.targets)
-                    launches += 1
-                    continue
+        for run in self._runs(events, untold):
+            launches += self._launch(run)
+        self._borrowed.keep(list(_slots_of(events)))
+        return launches
+
+    def _launch(self, event: _Event) -> int:
+        """Returns the number of launches."""
+        if isinstance(event, LoadBack):
+            self._landed.append(event.land())
+            return 1
+        groups = self._groups[event.pool_kind]
+        for group in groups:
+            if isinstance(event, RecordMove):
+                self._copy_records(group, event.sources, event.targets)
+            else:
                 self._backend.apply_slot_event(
                     event.kind, event.slots, group, self._state, event.page_size, event.call_ids
                 )
-                launches += 1
-        return launches
+        return len(groups)
 
-    def _coalesce(self, events: list[_Event]) -> list[_Event]:
-        """Merge runs of equal events per pool kind. The order within a pool kind is kept."""
-        merged: list[_Event] = []
-        for pool_kind in dict.fromkeys(e.pool_kind for e in events):
-            run: list[SlotEvent] = []
-            for event in (e for e in events if e.pool_kind is pool_kind):
-                alone = not isinstance(event, SlotEvent)
-                if run and (alone or event.kind is not run[0].kind or len(run) == MOST_CALLS):
-                    merged.append(self._merge(run))
-                    run = []
-                (merged if alone else run).append(event)
-            if run:
-                merged.append(self._merge(run))
-        return merged
+    def _runs(self, events: list[_Event], untold: bool) -> list[_Event]:
+        """Runs of equal events of a pool kind, as one event each. The order within a pool kind is kept.
 
-    def _merge(self, run: list[SlotEvent]) -> SlotEvent:
+        The slots of all events are joined once, for the runs and, if `untold`, for the history.
+        """
+        kinds = dict.fromkeys(event.pool_kind for event in events)
+        ordered = [event for kind in kinds for event in events if event.pool_kind is kind]
+        listed = [event for event in ordered if isinstance(event, SlotEvent)]
+        slots = slots_of(listed)
+        if untold:
+            self._history.keep(listed, slots)
+        runs: list[_Event] = []
+        run: list[SlotEvent] = []
+        start = end = 0  # of the run in `slots`
+        for event in ordered:
+            is_listed = isinstance(event, SlotEvent)
+            if run and not (is_listed and _is_alike(run[0], event) and len(run) < MOST_CALLS):
+                runs.append(self._merge(run, slots, start))
+                run = []
+            if not is_listed:
+                runs.append(event)
+                continue
+            if not run:
+                start = end
+            end += 0 if event.slots is None else event.slots.shape[0]
+            if event.kind is not SlotEventKind.LOAD:  # it changes no record
+                run.append(event)
+        if run:
+            runs.append(self._merge(run, slots, start))
+        return runs
+
+    def _merge(self, run: list[SlotEvent], slots: torch.Tensor | None, start: int) -> SlotEvent:
+        """`slots`: of all events, those of `run` from `start` on."""
         first = run[0]
         if len(run) == 1 or first.slots is None:
             return first
-        slots, call_ids = torch.cat([e.slots for e in run]), None
+        lengths, call_ids = [event.slots.shape[0] for event in run], None
         if first.kind is SlotEventKind.FREE and first.page_size > 1:
-            call_ids = self._ids_of([e.slots.shape[0] for e in run], slots.device)
-        return replace(first, slots=slots, call_ids=call_ids)
+            call_ids = self._ids_of(lengths, slots.device)
+        return replace(first, slots=slots[start : start + sum(lengths)], call_ids=call_ids)
 
     def _ids_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
         """int32[sum of `lengths`]: index i, repeated lengths[i] times. Copies nothing to the device."""
@@ -196,6 +222,5 @@ def _slots_of(events: list[_Event]) -> Iterator[torch.Tensor]:
             yield event.slots
 
 
-def _is_for_history(event: _Event) -> bool:
-    """Whether it changes no record."""
-    return isinstance(event, SlotEvent) and event.kind is SlotEventKind.LOAD
+def _is_alike(one: SlotEvent, other: SlotEvent) -> bool:
+    return one.kind is other.kind and one.pool_kind is other.pool_kind

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from types import CodeType
+from typing import NamedTuple
 
 from ..errors import CanaryPhaseError
 
@@ -24,9 +26,19 @@ _ALLOWED: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
-def _caller(depth: int = 3) -> str:
+class _Caller(NamedTuple):
+    """Put into words only for an error: phases are entered in every step."""
+
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
+
+
+def _caller(depth: int = 3) -> _Caller:
     frame = sys._getframe(depth)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return _Caller(frame.f_code, frame.f_lineno)
 
 
 class PhaseTracker:
@@ -34,7 +46,7 @@ class PhaseTracker:
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self._entered_by = "nobody"
+        self._entered_by: _Caller | str = "nobody"
         self._outside = False
 
     def enter(self, phase: Phase) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..buffer_group import PoolKind
 from ..errors import startup_error
 from ..slot_event import SlotEventKind
@@ -86,8 +88,16 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     if release().queues_frees(allocator):
         context.queued_frees.queue(call)
     elif id(allocator) in context.allocator_kinds:
-        # Usually a view of req_to_token, whose row is rewritten before the event is applied.
-        context.slot_event(allocator, SlotEventKind.FREE, free_index.clone(), call)
+        context.slot_event(allocator, SlotEventKind.FREE, _kept(free_index), call)
+
+
+def _kept(slots: torch.Tensor) -> torch.Tensor:
+    """`slots`, copied where SGLang may overwrite them: a part of req_to_token changes before the event is applied.
+
+    What the prefix cache evicts is a tensor of its own, which nobody writes to again.
+    """
+    is_part = slots.untyped_storage().nbytes() != slots.nbytes
+    return slots.clone() if is_part else slots
 
 
 def noting_allocations(inside: str = "") -> Callable[..., None]:

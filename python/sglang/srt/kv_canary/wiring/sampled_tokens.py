@@ -27,8 +27,10 @@ def _after_sample(tokens: Any, model_runner: Any, _: Any, forward_batch: Any, *_
     manager = context.manager_of(model_runner)
     if manager is None or manager.identity.role != "target" or tokens is None:
         return
-    rows = forward_batch.req_pool_indices[: tokens.shape[0]]
-    if rows.shape[0] == tokens.shape[0]:
+    rows, count = forward_batch.req_pool_indices, tokens.shape[0]
+    if rows.shape[0] > count:
+        rows = rows[:count]
+    if rows.shape[0] == count:
         right = continuation_of_forward(manager, forward_batch).right(tokens)
         manager.note_next_tokens(rows, right)
 

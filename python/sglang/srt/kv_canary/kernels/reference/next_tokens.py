@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ def note_next_tokens(
     rows: torch.Tensor,
     tokens: torch.Tensor,
     counts: torch.Tensor | None,
-    groups: Iterable[CanaryBufferGroup],
+    groups: Sequence[CanaryBufferGroup],
     state: CanaryDeviceState,
 ) -> None:
     """What was sampled after the last forward of each request; arguments as of Triton's `note_next_tokens`."""

@@ -19,14 +19,16 @@ from ...state import CanaryDeviceState
 from ..layout import content_unit
 from .device.content import RUN_SHIFT, TABLE_COLUMNS
 from .device.content_kernel import content_kernel, content_list_kernel, fingerprint_kernel
-from .kernel_launcher import KernelLauncher
+from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import (
     INT32_MAX,
     batch_arguments,
     batch_vector,
     dense,
     grid_of,
+    prepared,
     report_arguments,
+    space_arguments,
 )
 
 # Words under way per program, mode `all`. Many small programs come near the bandwidth (docs/performance.md).
@@ -189,7 +191,6 @@ def _half_arguments(
         "records": group.records(halves[0], Side.TAIL),
         "second_records": group.records(halves[1], Side.TAIL) if len(halves) > 1 else None,
         "table": launch.table,
-        **launch.page_arguments,
         "first_size": launch.sizes[0],
         "second_size": launch.sizes[1],
     }
@@ -211,33 +212,40 @@ def check_and_write_content(
 
     k is the smallest with which about `budget_slots` slots are re-read. Each request's share is rounded up.
     """
-    context = plan.req_to_token.shape[1]
+    rows = plan.req_to_token
+    context = rows.shape[1]
     few = _has_few_items(plan)
     batch = batch_arguments(plan, group)
     if group.stride == 1:
         batch["starts"] = None  # what the kernel does not read would make variants of it
+    batch["budget_slots"] = max(1, min(budget_slots, INT32_MAX))
     per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
-    for halves, launch in prepare(group):
-        constants = launch.constants(mode, few)
-        slots = constants["SLOTS"]
+    for halves, launch in prepared(state, "content", (group,), lambda: prepare(group)):
+        fixed = prepared(
+            state,
+            ("content", mode, few, halves),
+            (group, rows, launch),
+            lambda halves=halves, launch=launch: FixedArguments(
+                {
+                    **space_arguments(rows, group),
+                    **_half_arguments(group, halves, launch),
+                    **report_arguments(state, group, Side.TAIL, halves[0]),
+                    "lut": group.swa_index_lut,
+                    "STRIDE": group.stride,
+                    **launch.constants(mode, few),
+                }
+            ),
+        )
+        slots = fixed.arguments["SLOTS"]
         visits = min(
             plan.batch_size * -(-context // slots), budget_slots // slots + 1 + 2 * plan.batch_size
         )
         writes = -(-plan.num_tokens // slots)
         if group.stride != 1:
             writes = plan.num_tokens // (group.stride * slots) + plan.batch_size
-        items = len(halves) * (visits + writes)
-        arguments = {
-            **batch,
-            **_half_arguments(group, halves, launch),
-            **report_arguments(state, group, Side.TAIL, halves[0]),
-            "lut": group.swa_index_lut,
-            "budget_slots": max(1, min(budget_slots, INT32_MAX)),
-            "STRIDE": group.stride,
-            **constants,
-        }
-        grid = grid_of(items, group.k_head.device, per_sm)
-        _launch_forward(grid, FEW_WARPS if few else NUM_WARPS, arguments)
+        grid = grid_of(len(halves) * (visits + writes), group.k_head.device, per_sm)
+        arguments = {**batch, **launch.page_arguments}
+        _launch_forward(grid, FEW_WARPS if few else NUM_WARPS, arguments, fixed)
 
 
 def content_fingerprint(
@@ -273,6 +281,7 @@ def check_list_content(
         items = len(halves) * -(-size // constants["SLOTS"])
         arguments = {
             **_half_arguments(group, halves, launch),
+            **launch.page_arguments,
             **report_arguments(state, group, Side.SWEEP, halves[0]),
             "slot_list": dense(plan.slots),
             "list_size": size,

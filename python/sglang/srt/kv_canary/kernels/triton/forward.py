@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...buffer_group import CanaryBufferGroup, PoolKind, Side
 from ...endpoint import Part
 from ...plan.plan_input import ForwardPlan, WritePlan
@@ -11,7 +13,7 @@ from ...state import CanaryDeviceState
 from ..layout import WRITE_TILE
 from . import strided
 from .device.forward_kernel import forward_kernel
-from .kernel_launcher import KernelLauncher
+from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import (
     NUM_WARPS,
     PROGRAMS_PER_SM,
@@ -19,7 +21,10 @@ from .launch import (
     dense,
     forward_arguments,
     grid_of,
+    part_arguments,
+    prepared,
     report_arguments,
+    space_arguments,
     verify_items,
 )
 
@@ -45,7 +50,7 @@ def _write_items(plan: ForwardPlan, tile_bits: int) -> int:
     return plan.num_tokens // WRITE_BLOCK + 1
 
 
-def _expected_arguments(plan: ForwardPlan, group: CanaryBufferGroup) -> dict[str, Any]:
+def _expected_arguments(plan: ForwardPlan) -> dict[str, Any]:
     """Arguments, by name, that say what the host knows of the forward's tokens."""
     expected = plan.expected
     return {
@@ -53,7 +58,6 @@ def _expected_arguments(plan: ForwardPlan, group: CanaryBufferGroup) -> dict[str
         "known_spans": None if expected is None else expected.spans,
         "num_spans": 0 if expected is None else expected.spans.shape[0],
         "num_known": 0 if expected is None else expected.tokens.shape[0],
-        "token_offset": group.kv_token_id_vs_position_offset,
     }
 
 
@@ -77,26 +81,49 @@ def check_and_write(
     items = verify_items(plan, state) if Part.VERIFY in part else 0
     items += _write_items(plan, tile_bits) if writes else 0
     swa_slots = write.swa_out_cache_loc if head and group.allocator_kind is PoolKind.SWA else None
+    rows = plan.req_to_token
+    fixed = prepared(
+        state,
+        ("forward", side, part),
+        (group, rows),
+        lambda: FixedArguments(_fixed_arguments(rows, group, side, state, part)),
+    )
     arguments = {
         **batch_arguments(plan, group, writes),
-        **forward_arguments(plan, state, part),
-        **report_arguments(state, group, side),
-        **_expected_arguments(plan, group),
-        "chain_source": group.chain_source,
+        **forward_arguments(plan),
+        **_expected_arguments(plan),
         "parents": dense(write.parents),
         "input_ids": dense(write.input_ids),
         "swa_out_cache_loc": dense(swa_slots),
+        "row_growth": plan.row_growth,
+        "TILE_BITS": tile_bits,
+        "SINGLE": write.ext_lens is None and write.tokens_per_request == 1,
+    }
+    grid = grid_of(items, rows.device, PROGRAMS_PER_SM)
+    _launch(grid, TILE_WARPS if tile_bits else NUM_WARPS, arguments, fixed)
+
+
+def _fixed_arguments(
+    req_to_token: torch.Tensor,
+    group: CanaryBufferGroup,
+    side: Side,
+    state: CanaryDeviceState,
+    part: Part,
+) -> dict[str, Any]:
+    """Arguments, by name, that are the same for every batch."""
+    head = side is Side.HEAD
+    return {
+        **space_arguments(req_to_token, group),
+        **part_arguments(state, part),
+        **report_arguments(state, group, side),
+        "token_offset": group.kv_token_id_vs_position_offset,
+        "chain_source": group.chain_source,
         "lut": group.swa_index_lut,
         "k_records": group.k_head if head else group.k_tail,
         "v_records": group.v_head if head else group.v_tail,
         "k_head": None if head else group.k_head,
         "v_head": None if head else group.v_head,
-        "row_words": state.row_memory.of(group) if head and writes else None,
+        "row_words": state.row_memory.of(group) if head and Part.WRITE in part else None,
         "sampled": state.row_memory.sampled,
-        "row_growth": plan.row_growth,
         "WRITE_BLOCK": WRITE_BLOCK,
-        "TILE_BITS": tile_bits,
-        "SINGLE": write.ext_lens is None and write.tokens_per_request == 1,
     }
-    grid = grid_of(items, plan.req_to_token.device, PROGRAMS_PER_SM)
-    _launch(grid, TILE_WARPS if tile_bits else NUM_WARPS, arguments)

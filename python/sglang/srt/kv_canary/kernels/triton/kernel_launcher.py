@@ -1,12 +1,12 @@
 """Launches kernels by name. A variant that has run before is launched without Triton's own look-up.
 
 That look-up takes most of a launch's host time. It looks at every argument twice, and asks the driver about each
-pointer. `variant_of` says what tells variants apart.
+pointer. `variant_of` says what tells variants apart. Arguments that never change are looked at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...capacities import MOST_REQUESTS
 from .compile_ahead import AHEAD
 from .jit import INTERPRET
 
-__all__ = ["KernelLauncher", "variant_of"]
+__all__ = ["FixedArguments", "KernelLauncher", "variant_of"]
 
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
@@ -29,44 +29,112 @@ _INT32 = range(-(2**31), 2**31)
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
 
+class FixedArguments:
+    """Arguments, by name, that are the same objects in every launch that is given them. Tensors keep their addresses.
+
+    They serve one KernelLauncher, whose launches give the same further names each time.
+    """
+
+    __slots__ = ("arguments", "rest")
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.rest: _Rest | None = None  # known after the first launch
+
+
+class _Rest:
+    """Where the arguments that change go, and the variants that their launches have had."""
+
+    __slots__ = ("_names", "_only_types", "_places", "_plain", "compiled", "count")
+
+    def __init__(self, launcher: KernelLauncher, fixed: Mapping[str, Any], names: Iterable[str]):
+        """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
+        changing = set(names)
+        self.count = len(changing)
+        at = [i for i, name in enumerate(launcher.names) if name in changing]
+        self._names = [launcher.names[i] for i in at]
+        self._places = at
+        self._only_types = [launcher.only_types[i] for i in at]
+        fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
+        _, self._plain = variant_of(fixed_values, launcher.only_types)
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def fill(
+        self, num_warps: int, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        """(what tells the variants of these launches apart, all arguments with pointers as integers)."""
+        values = [arguments[name] for name in self._names]
+        variant, changing = variant_of(values, self._only_types)
+        plain = self._plain.copy()
+        for place, value in zip(self._places, changing, strict=True):
+            plain[place] = value
+        return (num_warps, *variant), plain
+
+
 class KernelLauncher:
     """Launches `kernel` with arguments by name, compile-time ones included. Names that it does not have are ignored."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
+        self.names: tuple[str, ...] = tuple(kernel.arg_names)
         # Triton is given them in order: it copies what has a name three times a launch.
-        self._in_order = itemgetter(*kernel.arg_names)
-        self._only_types = _only_types(kernel) if CAN_SKIP else ()
+        self._in_order = itemgetter(*self.names)
+        self.only_types = _only_types(kernel) if CAN_SKIP else ()
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._begun: dict[tuple[Any, ...], Any] = {}  # variants that threads compile
 
-    def __call__(self, grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
-        values = self._in_order(arguments)
-        if not CAN_SKIP:
-            self._kernel[grid](*values, num_warps=num_warps)
+    def __call__(
+        self,
+        grid: tuple[int],
+        num_warps: int,
+        arguments: Mapping[str, Any],
+        fixed: FixedArguments | None = None,
+    ) -> None:
+        """Launch on the current stream. `arguments` win over `fixed` ones of the same name."""
+        if fixed is None or not CAN_SKIP or AHEAD.active:
+            whole = arguments if fixed is None else {**fixed.arguments, **arguments}
+            self._launch(grid, num_warps, whole)
             return
-        if AHEAD.active:
-            self._begin(grid, num_warps, arguments)
-            return
-        variant, plain = variant_of(values, self._only_types)
-        device = values[0].device.index  # every kernel's first argument is a tensor
-        key = (device, num_warps, *variant)
-        compiled = self._compiled.get(key)
+        rest = fixed.rest
+        if rest is None or rest.count != len(arguments):
+            rest = fixed.rest = _Rest(self, fixed.arguments, arguments)
+        key, plain = rest.fill(num_warps, arguments)
+        compiled = rest.compiled.get(key)
         if compiled is None:
-            if (begun := self._begun.pop(key, None)) is not None:
-                begun.result()  # Triton keeps it, and the launch below finds it
-            self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
+            whole = {**fixed.arguments, **arguments}
+            rest.compiled[key] = self._launch(grid, num_warps, whole)
         else:
             compiled[(grid[0], 1, 1)](*plain)
 
-    def _begin(self, grid: tuple[int], num_warps: int, arguments: dict[str, Any]) -> None:
+    def _launch(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> Any:
+        """Returns the compiled variant, if it is known."""
+        values = self._in_order(arguments)
+        if not CAN_SKIP:
+            self._kernel[grid](*values, num_warps=num_warps)
+            return None
+        if AHEAD.active:
+            self._begin(grid, num_warps, arguments)
+            return None
+        variant, plain = variant_of(values, self.only_types)
+        device = values[0].device.index  # every kernel's first argument is a tensor
+        key = (device, num_warps, *variant)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[(grid[0], 1, 1)](*plain)
+            return compiled
+        if (begun := self._begun.pop(key, None)) is not None:
+            begun.result()  # Triton keeps it, and the launch below finds it
+        self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
+        return self._compiled[key]
+
+    def _begin(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> None:
         """Compile the variant of `arguments` in a thread, and those of smaller batches if AHEAD asks for them."""
         sizes = [arguments.get("BATCH")]
         if AHEAD.smaller_batches and "BATCH" in self._kernel.arg_names:
             sizes += [size for size in BATCH_SIZES if size < sizes[0]]
         for size in sizes:
             values = self._in_order({**arguments, "BATCH": size})
-            variant, _ = variant_of(values, self._only_types)
+            variant, _ = variant_of(values, self.only_types)
             key = (values[0].device.index, num_warps, *variant)
             if key not in self._compiled and key not in self._begun:
                 kernel = self._kernel.warmup(*values, grid=grid, num_warps=num_warps)
@@ -89,11 +157,15 @@ def variant_of(
     variant: list[Any] = []
     plain: list[Any] = []
     for value, only_type in zip(values, only_types, strict=True):
-        if isinstance(value, torch.Tensor):
+        if value is None:
+            variant.append(None)
+        elif type(value) is int:
+            variant.append(-(2**31) <= value < 2**31 if only_type else value)
+        elif isinstance(value, torch.Tensor):
             pointer = value.data_ptr()
             variant.append((value.dtype, pointer % _ALIGNED == 0))
-            plain.append(pointer)
+            value = pointer
         else:
-            variant.append(value in _INT32 if only_type and value is not None else value)
-            plain.append(value)
+            variant.append(value in _INT32 if only_type else value)
+        plain.append(value)
     return tuple(variant), plain

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET
 from .kernel_launcher import BATCH_SIZES
+
+T = TypeVar("T")
 
 PROGRAMS_PER_SM = 4
 NUM_WARPS = 4
@@ -72,9 +75,9 @@ def window_of(plan: ForwardPlan, group: CanaryBufferGroup) -> int:
 def batch_arguments(
     plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
 ) -> dict[str, Any]:
-    """Arguments, by name, of every kernel that works on a batch: its requests, new slots, the group's slot space."""
+    """Arguments, by name, of every kernel that works on a batch: its requests, new slots and window."""
     verify, write = plan.verify, plan.write
-    num_rows, context = plan.req_to_token.shape
+    batch_size = plan.batch_size
     # Not read otherwise; that of a draft step is strided, and a copy is a launch of its own.
     slots = dense(write.out_cache_loc) if writes or verify.padded else write.out_cache_loc
     return {
@@ -84,34 +87,55 @@ def batch_arguments(
         "starts": dense(write.starts),
         "first_slots": slots if verify.padded else None,
         "out_cache_loc": slots,
-        "req_to_token": plan.req_to_token,
         "prefix_delta": verify.prefix_delta,
-        "batch_size": plan.batch_size,
+        "batch_size": batch_size,
         "num_tokens": plan.num_tokens,
         "tokens_per_request": write.tokens_per_request,
-        "row_stride": plan.req_to_token.stride(0),
+        "window": window_of(plan, group),
+        "BATCH": batch_vector(batch_size),
+    }
+
+
+def space_arguments(req_to_token: torch.Tensor, group: CanaryBufferGroup) -> dict[str, Any]:
+    """Arguments, by name, that the same kernels take of all batches: the rows, the group's slot space."""
+    num_rows, context = req_to_token.shape
+    return {
+        "req_to_token": req_to_token,
+        "row_stride": req_to_token.stride(0),
         "num_rows": num_rows,
         "context": context,
         "full_limit": full_limit_of(group),
         "num_slots": group.num_slots,
-        "window": window_of(plan, group),
-        "BATCH": batch_vector(plan.batch_size),
     }
 
 
-def forward_arguments(plan: ForwardPlan, state: CanaryDeviceState, part: Part) -> dict[str, Any]:
-    """Arguments, by name, that forward_kernel and strided_kernel take besides."""
+def forward_arguments(plan: ForwardPlan) -> dict[str, Any]:
+    """Arguments, by name, that forward_kernel and strided_kernel take of a batch besides."""
+    return {"positions": dense(plan.write.positions), "mode": int(plan.write.mode)}
+
+
+def part_arguments(state: CanaryDeviceState, part: Part) -> dict[str, Any]:
+    """Arguments, by name, that forward_kernel and strided_kernel take of all batches."""
     budget_blocks = min(state.capacities.verify_budget_slots, INT32_MAX) // VERIFY_BLOCK
     return {
         "anchors": state.anchors,
-        "positions": dense(plan.write.positions),
-        "mode": int(plan.write.mode),
         "budget_blocks": max(1, budget_blocks),
         "BLOCK": VERIFY_BLOCK,
         "VERIFY": Part.VERIFY in part,
         "WRITE": Part.WRITE in part,
         "NUMBER": Part.NUMBER in part,
     }
+
+
+def prepared(
+    state: CanaryDeviceState, purpose: Hashable, what: tuple[Any, ...], make: Callable[[], T]
+) -> T:
+    """What `make` returns, made once for `purpose` and these objects, and kept with `state`."""
+    key = (purpose, *map(id, what))
+    known = state.prepared.get(key)
+    if known is None:
+        known = state.prepared[key] = (make(), what)  # ids stay theirs as long as they are kept
+    return known[0]
 
 
 @lru_cache

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ...buffer_group import CanaryBufferGroup
 from ...state import CanaryDeviceState
 from .device.next_tokens_kernel import next_tokens_kernel
-from .kernel_launcher import KernelLauncher
-from .launch import dense
+from .kernel_launcher import FixedArguments, KernelLauncher
+from .launch import dense, prepared
 
 BLOCK = 128
 _launch = KernelLauncher(next_tokens_kernel)
@@ -20,7 +21,7 @@ def note_next_tokens(
     rows: torch.Tensor,
     tokens: torch.Tensor,
     counts: torch.Tensor | None,
-    groups: Iterable[CanaryBufferGroup],
+    groups: Sequence[CanaryBufferGroup],
     state: CanaryDeviceState,
 ) -> None:
     """What was sampled after the last forward of each request, in order of the current stream.
@@ -30,19 +31,30 @@ def note_next_tokens(
     are drafts that were accepted, whose records exist already. Rows that no forward has left are skipped.
     """
     batch_size = rows.shape[0]
-    kinds = sum(1 << g.kind.index for g in groups if state.row_memory.of(g) is not None)
-    if batch_size == 0 or kinds == 0:
+    fixed = prepared(
+        state, "next tokens", tuple(groups), lambda: FixedArguments(_fixed_arguments(groups, state))
+    )
+    if batch_size == 0 or not fixed.arguments["KINDS"]:
         return
     arguments = {
-        "row_words": state.row_memory.words,
-        "sampled": state.row_memory.sampled,
         "rows": dense(rows),
         "tokens": dense(tokens),
         "counts": dense(counts),
         "batch_size": batch_size,
-        "num_rows": state.row_memory.sampled.shape[0],
         "tokens_each": tokens.numel() // batch_size,
-        "KINDS": kinds,
+    }
+    _launch((-(-batch_size // BLOCK),), 4, arguments, fixed)
+
+
+def _fixed_arguments(
+    groups: Sequence[CanaryBufferGroup], state: CanaryDeviceState
+) -> dict[str, Any]:
+    """Arguments, by name, that are the same for every batch."""
+    memory = state.row_memory
+    return {
+        "row_words": memory.words,
+        "sampled": memory.sampled,
+        "num_rows": memory.sampled.shape[0],
+        "KINDS": sum(1 << group.kind.index for group in groups if memory.of(group) is not None),
         "BLOCK": BLOCK,
     }
-    _launch((-(-batch_size // BLOCK),), 4, arguments)

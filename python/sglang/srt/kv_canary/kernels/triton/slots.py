@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...buffer_group import CanaryBufferGroup, Side
@@ -9,8 +11,8 @@ from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState
 from .device.slots_kernel import copy_kernel, slot_event_kernel
-from .kernel_launcher import KernelLauncher
-from .launch import dense, grid_of, record_arguments, report_arguments
+from .kernel_launcher import FixedArguments, KernelLauncher
+from .launch import dense, grid_of, prepared, record_arguments, report_arguments
 
 BLOCK = 256
 NUM_WARPS = 4
@@ -63,26 +65,40 @@ def apply_slot_event(
     elif free:
         steps = ((True, False, False), (False, True, False), (False, False, True))
         launches = [(grid, step) for step in (steps if by_call else steps[1:])]
-    mode, written = _WRITES[kind]
+    fixed = prepared(
+        state,
+        ("slot event", kind, page_size),
+        (group,),
+        lambda: FixedArguments(_fixed_arguments(kind, group, state, page_size)),
+    )
     arguments = {
-        **report_arguments(state, group, Side.HEAD),
-        **record_arguments(group),
         "slot_list": None if kind is SlotEventKind.CLEAR else dense(slots),
         "call_list": call_ids if by_call else None,
-        "marks": group.free_marks.marks,
         "size": size,
+        "number": number,
+    }
+    for programs, (tag, check, mark) in launches:
+        phase = {"TAG": tag, "CHECK": check, "MARK": mark}
+        _launch_event(programs, NUM_WARPS, {**arguments, **phase}, fixed)
+
+
+def _fixed_arguments(
+    kind: SlotEventKind, group: CanaryBufferGroup, state: CanaryDeviceState, page_size: int
+) -> dict[str, Any]:
+    """Arguments, by name, that are the same for every event of this kind."""
+    mode, written = _WRITES[kind]
+    return {
+        **report_arguments(state, group, Side.HEAD),
+        **record_arguments(group),
+        "marks": group.free_marks.marks,
         "page_size": page_size,
         "mode": int(mode),
         "state": int(written),
-        "number": number,
         "KIND": int(kind),
         "SINGLE": page_size == 1,
         "STRIDE": group.stride,
         "BLOCK": BLOCK,
     }
-    for programs, (tag, check, mark) in launches:
-        phase = {"TAG": tag, "CHECK": check, "MARK": mark}
-        _launch_event(programs, NUM_WARPS, {**arguments, **phase})
 
 
 def copy_records(

@@ -1,0 +1,28 @@
+"""Keeps tensors alive that belong to another stream until work on the current stream has read them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+
+class BorrowedTensors:
+    """As `Tensor.record_stream`, but one event serves many tensors, and no allocation has to ask for it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Until what is queued on the current stream has run."""
+        if not tensors or not tensors[0].is_cuda:
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._kept.append((done, tensors))
+
+    def give_back(self) -> None:
+        """Those that have been read. Never waits."""
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
