@@ -7,8 +7,8 @@ One server, in which the canary is taken out and put back between runs, see `ben
 next request as soon as the last one is answered. Prompts have 16 to 1,536 tokens, of which a part is shared. The two
 runs of a pair have the same prompts. Prints a JSON line per run and, last, the mean of the pairs' ratios with its
 95 % interval: output tokens per second, time to first token (TTFT) and time between tokens (ITL), median and p90.
-A time between tokens is a mean of 8. The host's share is the time in the canary's own code in the scheduler's thread, per step. With `--profile`, one more
-run samples that thread's stack every millisecond, and says where this time goes.
+A time between tokens is a mean of 8. The host's share is the time in the canary's own code in the scheduler's thread,
+per step. With `--profile`, one more run samples that thread's stack every millisecond, and says where this time goes.
 """
 
 from __future__ import annotations
