@@ -190,7 +190,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "enable_multi_layer_eagle": True,
     },
     "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
-    "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
+    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+        **_DECODES,
+        "dp_size": 2,
+        "enable_two_batch_overlap": True,
+    },
     "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
     "PD disaggregation with HiCache on the prefill server": {
         "disaggregation_mode": "prefill",

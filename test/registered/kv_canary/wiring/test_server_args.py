@@ -223,7 +223,11 @@ CASES = {
         "enable_multi_layer_eagle": True,
     },
     "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
-    "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
+    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+        **DECODES,
+        "dp_size": 2,
+        "enable_two_batch_overlap": True,
+    },
     "PD disaggregation with HiCache": {**DECODES, **HICACHE},
     "offload of KV by decode servers": {
         **DECODES,

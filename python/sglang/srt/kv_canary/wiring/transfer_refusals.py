@@ -74,10 +74,19 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Serve this model without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
-        "PD disaggregation with data parallelism",
-        lambda args: _transfers(args) and args.dp_size > 1,
-        "transfers between replicas, which no run has checked yet.",
-        "Set --dp-size 1.",
+        "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap",
+        lambda args: (
+            _transfers(args)
+            and args.dp_size > 1
+            and bool(
+                args.speculative_algorithm is not None
+                or args.enable_hierarchical_cache
+                or args.pp_size > 1
+                or args.enable_two_batch_overlap
+            )
+        ),
+        "transfers between such ranks, which no run has checked yet.",
+        "Set --dp-size 1, or remove the other.",
     ),
     Refusal(
         "PD disaggregation with HiCache",
