@@ -213,6 +213,12 @@ def test_the_chunk_of_a_position(position, named):
     assert Origin("a server").at(position) == "a server"
 
 
+def test_the_window_is_sent_with_the_last_chunk():
+    said = "a server, chunk 2 of 2 (the window is sent with the last one)"
+    assert [Origin("a server", (16, 64)).at(position, True) for position in (16, 64)] == [said] * 2
+    assert Origin("a server").at(16, True) == "a server"
+
+
 def test_several_ranks_say_what_holds_of_all():
     board = NoticeBoard()
     board.put(7, NOTICE)
@@ -229,6 +235,19 @@ def test_a_room_that_is_used_again_after_its_request_failed():
     board.put(7, replace(NOTICE, request="next", chunks=(0,)))
     taken = board.take(7)
     assert (taken.request, taken.chunks, taken.has_records) == ("next", (0,), False)
+
+
+def test_a_notice_from_before_its_room_was_told_where_to_write_is_discarded():
+    """A request that failed leaves it. What it says does not hold of the next request in the room."""
+    from sglang_kv_canary.wiring.context import context
+    from sglang_kv_canary.wiring.disaggregation import _after_pre_alloc
+
+    queue, request = SimpleNamespace(), SimpleNamespace(bootstrap_room=7)
+    context.notices.put(7, replace(NOTICE, request="failed", has_records=False))
+    _after_pre_alloc(None, queue, request)
+    context.notices.put(7, replace(NOTICE, request="next"))
+    taken = context.notices.take(7)
+    assert (taken.request, taken.has_records) == ("next", True)
 
 
 def test_notices_of_requests_that_never_arrive_are_bounded(monkeypatch):

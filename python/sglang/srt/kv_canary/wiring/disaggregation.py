@@ -100,7 +100,9 @@ def _before_send(_: Any, request: Any, *__: Any, **___: Any) -> None:
 
 
 @guarded
-def _after_pre_alloc(_: Any, queue: Any, *__: Any, **___: Any) -> None:
+def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> None:
+    # The prefill server does not know yet where to write: what is there is about an earlier user of the room.
+    context.notices.take(request.bootstrap_room)
     for manager in context.managers:
         manager.settle_slots()
 
