@@ -222,7 +222,11 @@ CASES = {
         "speculative_algorithm": "EAGLE",
         "enable_multi_layer_eagle": True,
     },
-    "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
+    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+        **DECODES,
+        "enable_lora": True,
+        "dp_size": 2,
+    },
     "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
         **DECODES,
         "dp_size": 2,

@@ -10,6 +10,7 @@ from ..errors import startup_error
 from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
+from .adapter_names import AdapterNames
 from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
 from .forward_stream import on_forward_stream
@@ -41,6 +42,8 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     backend = queue.scheduler.server_args.disaggregation_transfer_backend
     transport = release().transfers.transports[backend]()
     page_size = kv_manager.kv_args.page_size
+    if queue.scheduler.enable_lora:
+        context.adapters = AdapterNames(queue.scheduler.tp_worker.model_runner.lora_manager)
     if kv_manager.disaggregation_mode.value == "prefill":
         transport.attach_sender(kv_manager, _layout(page_size))
     else:

@@ -52,10 +52,19 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with LoRA",
-        lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
-        "each server names an adapter in its own way, so the chains of one mean nothing on the other.",
-        "Remove --enable-lora and --lora-paths.",
+        "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages",
+        lambda args: (
+            _transfers(args)
+            and bool(args.enable_lora or args.lora_paths)
+            and bool(
+                args.speculative_algorithm is not None
+                or args.enable_hierarchical_cache
+                or args.dp_size > 1
+                or args.pp_size > 1
+            )
+        ),
+        "adapters beside them, which no run has checked yet.",
+        "Remove --enable-lora and --lora-paths, or the other.",
     ),
     Refusal(
         "PD disaggregation with multi-layer EAGLE",
