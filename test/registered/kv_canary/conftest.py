@@ -103,6 +103,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_containment.py",
     "e2e/test_e2e_context_parallel.py",
     "e2e/test_e2e_disaggregation.py",
+    "e2e/test_e2e_disaggregation_images.py",
     "e2e/test_e2e_disaggregation_lora.py",
     "e2e/test_e2e_disaggregation_ranks.py",
     "e2e/test_e2e_dp_attention.py",

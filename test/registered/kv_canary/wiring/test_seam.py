@@ -300,7 +300,7 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation over NIXL on 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
-            "PD disaggregation with a multimodal model",
+            "PD disaggregation with a multimodal model and another feature",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
         ]
         if release().transfers

@@ -70,7 +70,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
-        "also with EAGLE, LoRA, or data-parallel ranks; content needs equal TP and PP; not run on a GPU; "
+        "also with EAGLE, LoRA, images, or data-parallel ranks; content needs equal TP and PP; not run on a GPU; "
         "see docs/disaggregation.md",
     ),
     PathSupport(
