@@ -10,6 +10,7 @@ from .monitors.statistics import StatisticsReporter
 from .monitors.swa_divergence import SwaDivergenceReporter
 from .runner.step_observer import StepObserver
 from .sweep.orchestrator import SweepOrchestrator
+from .wiring.adapters import anchor_of_key
 
 if TYPE_CHECKING:
     from .runner.manager import CanaryManager
@@ -24,7 +25,7 @@ def build_observers(
     role, sweep, health = manager.identity.role, None, None
     observers: list[StepObserver] = []
     if config.sweep_interval and role == "target":
-        sweep = SweepOrchestrator(config, groups, sink)
+        sweep = SweepOrchestrator(config, groups, sink, anchor_of_key)
         observers.append(sweep)
     if config.health_check_interval:
         health = HealthCheck(config, groups, sink, role, sweep)

@@ -179,6 +179,41 @@ def test_chunks_that_were_sent_are_named_in_the_notice():
     assert sent.complete(NOTICE, 9) == replace(NOTICE, request="", chunks=())
 
 
+def test_the_numbers_of_images_go_with_the_notice():
+    sent = SentChunks()
+    sent.note(7, "r-7", 0, "the numbers")
+    said = sent.complete(NOTICE, 7)
+    assert Notice.from_wire(said.to_wire()).images == "the numbers"
+    assert NOTICE.merge(said).images == said.merge(NOTICE).images == "the numbers"
+
+
+def test_images_beside_another_feature_are_refused():
+    """Also where ServerArgs do not hold the model."""
+    from sglang_kv_canary.wiring.disaggregation import _refuse_beside_images
+
+    names = ("enable_lora", "lora_paths", "speculative_algorithm", "enable_hierarchical_cache")
+    args = SimpleNamespace(**dict.fromkeys(names), dp_size=1, pp_size=1, language_only=False)
+    model = SimpleNamespace(is_multimodal=True)
+    scheduler = SimpleNamespace(server_args=args, model_config=model)
+    _refuse_beside_images(scheduler)
+    args.dp_size = 2
+    with pytest.raises(CanaryStartupError, match="images beside LoRA"):
+        _refuse_beside_images(scheduler)
+    model.is_multimodal = False
+    _refuse_beside_images(scheduler)
+
+
+def test_only_tokens_beyond_the_vocabulary_number_images():
+    from sglang_kv_canary.wiring.images import image_numbers
+
+    model = SimpleNamespace(is_multimodal=True, vocab_size=100)
+    one, other = (image_numbers(model, [1, image, image, 2]) for image in (1_000_001, 1_000_002))
+    assert one != other
+    assert image_numbers(model, [3, 1_000_001, 1_000_001]) == one
+    assert image_numbers(model, [1, 2]) == ""
+    assert image_numbers(SimpleNamespace(is_multimodal=False), [1, 1_000_001]) == ""
+
+
 @pytest.mark.parametrize("request_id", ["r-7", "r-8"])
 def test_a_room_that_is_used_again(request_id):
     sent = SentChunks()
@@ -213,6 +248,12 @@ def test_the_chunk_of_a_position(position, named):
     assert Origin("a server").at(position) == "a server"
 
 
+def test_the_window_is_sent_with_the_last_chunk():
+    said = "a server, chunk 2 of 2 (the window is sent with the last one)"
+    assert [Origin("a server", (16, 64)).at(position, True) for position in (16, 64)] == [said] * 2
+    assert Origin("a server").at(16, True) == "a server"
+
+
 def test_several_ranks_say_what_holds_of_all():
     board = NoticeBoard()
     board.put(7, NOTICE)
@@ -229,6 +270,19 @@ def test_a_room_that_is_used_again_after_its_request_failed():
     board.put(7, replace(NOTICE, request="next", chunks=(0,)))
     taken = board.take(7)
     assert (taken.request, taken.chunks, taken.has_records) == ("next", (0,), False)
+
+
+def test_a_notice_from_before_its_room_was_told_where_to_write_is_discarded():
+    """A request that failed leaves it. What it says does not hold of the next request in the room."""
+    from sglang_kv_canary.wiring.context import context
+    from sglang_kv_canary.wiring.disaggregation import _after_pre_alloc
+
+    queue, request = SimpleNamespace(), SimpleNamespace(bootstrap_room=7)
+    context.notices.put(7, replace(NOTICE, request="failed", has_records=False))
+    _after_pre_alloc(None, queue, request)
+    context.notices.put(7, replace(NOTICE, request="next"))
+    taken = context.notices.take(7)
+    assert (taken.request, taken.has_records) == ("next", True)
 
 
 def test_notices_of_requests_that_never_arrive_are_bounded(monkeypatch):

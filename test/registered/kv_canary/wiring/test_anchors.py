@@ -10,7 +10,10 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.anchor import anchor_of
+from sglang_kv_canary.wiring.adapter_names import AdapterNames
+from sglang_kv_canary.wiring.adapters import anchor_of_key
 from sglang_kv_canary.wiring.anchors import update_anchors
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -55,6 +58,27 @@ def test_anchors_are_stable_and_distinct() -> None:
     assert len({anchor_of(k) for k in ("a", "b", "ab")}) == 3
     # The value is part of the record format: it must not change silently.
     assert anchor_of("a") == -3837880752741967926
+
+
+def test_servers_that_name_an_adapter_alike_share_its_anchor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each server of a pair makes up ids. Its prefix cache has them in its keys, so the sweep translates, too."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    anchors = []
+    for _ in range(2):
+        loaded = [LoRARef(lora_name=name, lora_path=f"/{name}") for name in ("red", "blue")]
+        refs = {adapter.lora_id: adapter for adapter in loaded}
+        names = AdapterNames(SimpleNamespace(lora_refs=refs))
+        monkeypatch.setattr(context, "adapters", names)
+        keys = [f"{key}{adapter}" for adapter in refs for key in ("", "salt")]
+        anchors.append([anchor_of_key(key) for key in (*keys, None, "salt", "0" * 32)])
+        refs.clear()  # unloaded: what is cached keeps its anchor
+        assert [anchor_of_key(key) for key in keys] == anchors[-1][:4]
+    assert anchors[0] == anchors[1]
+    assert len(set(anchors[0])) == 7
+    assert anchors[0][4:] == [0, anchor_of("salt"), anchor_of("0" * 32)]
 
 
 if __name__ == "__main__":

@@ -135,5 +135,26 @@ def test_a_peer_that_nixl_has_dropped_is_no_error_of_ours(known: bool) -> None:
         nixl._raise_if_dropped(agent, "alike", error)
 
 
+def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NIXL from 0.5.23 on, before the peers are known."""
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang_kv_canary.wiring.v0_5_22.nixl import NIXL
+
+    rig, ended = ManagerRig(), []
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    sends = dict.fromkeys(("send_kvcache", "send_kvcache_slice", "maybe_send_extra"), print)
+    kv_manager = SimpleNamespace(
+        **sends, conclude_transfer=lambda **what: ended.append(what), transfer_infos=None
+    )
+    layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
+    NIXL.attach_sender(kv_manager, layout)
+    for _ in range(2):
+        kv_manager.conclude_transfer(status=KVPoll.Success, bootstrap_room=7)
+    assert len(ended) == 2
+    assert caplog.text.count("decode rank that a transfer goes to has failed") == 1
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -189,8 +189,16 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_EAGLE,
         "enable_multi_layer_eagle": True,
     },
-    "PD disaggregation with LoRA": {**_DECODES, "enable_lora": True},
-    "PD disaggregation with data parallelism": {**_DECODES, "dp_size": 2},
+    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+        **_DECODES,
+        "enable_lora": True,
+        "dp_size": 2,
+    },
+    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+        **_DECODES,
+        "dp_size": 2,
+        "enable_two_batch_overlap": True,
+    },
     "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
     "PD disaggregation with HiCache on the prefill server": {
         "disaggregation_mode": "prefill",
@@ -292,7 +300,7 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation over NIXL on 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
-            "PD disaggregation with a multimodal model",
+            "PD disaggregation with a multimodal model and another feature",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
         ]
         if release().transfers

@@ -222,8 +222,16 @@ CASES = {
         "speculative_algorithm": "EAGLE",
         "enable_multi_layer_eagle": True,
     },
-    "PD disaggregation with LoRA": {**DECODES, "enable_lora": True},
-    "PD disaggregation with data parallelism": {**DECODES, "dp_size": 2},
+    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+        **DECODES,
+        "enable_lora": True,
+        "dp_size": 2,
+    },
+    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+        **DECODES,
+        "dp_size": 2,
+        "enable_two_batch_overlap": True,
+    },
     "PD disaggregation with HiCache": {**DECODES, **HICACHE},
     "offload of KV by decode servers": {
         **DECODES,
@@ -265,7 +273,7 @@ NOT_BY_A_FIELD = {
     "sweep over the C++ radix tree",
     "PD disaggregation over another backend of NIXL than UCX",
     "PD disaggregation with staging buffers",
-    "PD disaggregation with a multimodal model",
+    "PD disaggregation with a multimodal model and another feature",
     "HiCache with the unified or C++ radix tree",
 }
 
@@ -359,12 +367,14 @@ def test_encoder_decoder_model_is_refused(make_args, tmp_path):
     refuses(args, "encoder-decoder model")
 
 
-def test_disaggregation_of_a_multimodal_model_is_refused(make_args, tmp_path):
+def test_disaggregation_of_images_beside_another_feature_is_refused(make_args, tmp_path):
     model = write_tiny_gemma3_with_images(tmp_path)
     args = make_args(model_path=model, kv_canary="log", enable_multimodal=True)
     check_request(args)
     args.disaggregation_mode = "decode"
-    refuses(args, "PD disaggregation with a multimodal model")
+    check_request(args)
+    args.enable_lora = True
+    refuses(args, "PD disaggregation with a multimodal model and another feature")
 
 
 def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):

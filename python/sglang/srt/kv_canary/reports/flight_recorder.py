@@ -237,11 +237,16 @@ class FlightRecorder:
             forward = earlier.forward
         return forward
 
-    def origin(self, forward: int, row: int, position: int | None = None) -> str | None:
-        """Where the KV that `forward` checked in `row`, at `position`, came from. None: no forward of an arrival."""
+    def origin(
+        self, forward: int, row: int, position: int | None = None, is_windowed: bool = False
+    ) -> str | None:
+        """Where the KV that `forward` checked in `row`, at `position`, came from. None: no forward of an arrival.
+
+        `is_windowed`: in the pool of layers with a sliding window.
+        """
         found = self._forwards.get(forward)
         origin = None if found is None or found.step is None else found.step.origins.get(row)
-        return None if origin is None else origin.at(position)
+        return None if origin is None else origin.at(position, is_windowed)
 
     def start_of(self, forward: int, row: int) -> int:
         """The first position that `forward` computed for `row`. 0 if it is not on record."""

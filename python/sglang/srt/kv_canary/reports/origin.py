@@ -15,8 +15,11 @@ class Origin:
     text: str
     chunks: tuple[int, ...] = ()
 
-    def at(self, position: int | None) -> str:
-        """What is known about the token at `position`."""
+    def at(self, position: int | None, is_windowed: bool = False) -> str:
+        """What is known about the token at `position`. `is_windowed`: in a pool whose window the last chunk brings."""
+        if is_windowed and self.chunks:
+            count = len(self.chunks)
+            return f"{self.text}, chunk {count} of {count} (the window is sent with the last one)"
         if position is None or not self.chunks or position < self.chunks[0]:
             return self.text
         number = bisect_right(self.chunks, position)

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from .. import record
-from ..buffer_group import Side
+from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag, free_tag_name
 from ..record import REASON_HELP, Column, Mode, Reason, State
 from .flight_recorder import FlightRecorder
@@ -140,8 +140,13 @@ def _hex(value: int) -> str:
     return f"0x{record.to_unsigned64(value):016x}"
 
 
-def actor_of(word: int, recorder: FlightRecorder, position: int | None = None) -> Actor | None:
-    """The writer in `word`, of the token at `position`. None if the word is damaged and would name another actor."""
+def actor_of(
+    word: int, recorder: FlightRecorder, position: int | None = None, is_windowed: bool = False
+) -> Actor | None:
+    """The writer in `word`, of the token at `position`. None if the word is damaged and would name another actor.
+
+    `is_windowed`: see FlightRecorder.origin.
+    """
     if not record.is_writer_intact(word):
         return None
     low, row, mode, _ = record.unpack_writer(word)
@@ -156,7 +161,7 @@ def actor_of(word: int, recorder: FlightRecorder, position: int | None = None) -
         Mode(mode).name,
         recorder.request_id(forward, row),
         step,
-        recorder.origin(forward, row, position),
+        recorder.origin(forward, row, position, is_windowed),
     )
 
 
@@ -186,13 +191,15 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     expected, stored = (
         _known(values[column]) for column in (Column.EXPECTED_POSITION, Column.STORED_POSITION)
     )
+    is_windowed = CanaryLaunchTag.from_id(values[Column.TAG]).kind is PoolKind.SWA
+    position = expected if expected is not None else stored
     reader = Actor(
         reader_forward,
         reader_row,
         found.mode if found else "not on record",
         recorder.request_id(reader_forward, reader_row),
         found.step.step if found and found.step else None,
-        recorder.origin(reader_forward, reader_row, expected if expected is not None else stored),
+        recorder.origin(reader_forward, reader_row, position, is_windowed),
     )
     writer: Actor | None = None
     freed: Actor | None = None
@@ -200,10 +207,10 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     state = State.NEVER_WRITTEN.name if never_written else None
     word = values[Column.WRITER]
     if word not in (0, record.UNKNOWN):
-        writer, state = actor_of(word, recorder, stored), state_name(word)
+        writer, state = actor_of(word, recorder, stored, is_windowed), state_name(word)
         if values[Column.LAST_WRITER]:
             freed = writer
-            writer = actor_of(values[Column.LAST_WRITER], recorder, stored)
+            writer = actor_of(values[Column.LAST_WRITER], recorder, stored, is_windowed)
     stale = writer is not None and values[Column.REASONS] & Reason.STALE_WEIGHTS
     return Violation(
         sequence=values[Column.SEQUENCE],

@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,8 +118,11 @@ class SweepOrchestrator(StepObserver):
         config: CanaryConfig,
         groups: tuple[CanaryBufferGroup, ...],
         sink: EventSink,
+        anchor_of_key: Callable[[str | None], int] = anchor_of,
     ) -> None:
+        """`anchor_of_key`: of prefixes that are cached under an extra_key."""
         self._config = config
+        self._anchor_of_key = anchor_of_key
         self._sink = sink
         self._legs = legs_of(groups, config.content_mode)
         self._stride = max((g.stride for g in groups), default=1)
@@ -219,7 +222,7 @@ class SweepOrchestrator(StepObserver):
             chunk = current.walker.next_chunk(
                 max_slots=self._slots_allowed(leg, idle), max_us=self._config.sweep_budget_us
             )
-            plans = () if chunk is None else _plans_of(chunk, leg)
+            plans = () if chunk is None else _plans_of(chunk, leg, self._anchor_of_key)
         if chunk is None:
             current.legs.pop(0)
             current.walker = None
@@ -298,7 +301,7 @@ def _findings(manager: Observed) -> int:
 
 
 def _plans_of(
-    chunk: RadixCacheWalkResult, leg: SweepLeg
+    chunk: RadixCacheWalkResult, leg: SweepLeg, anchor_of_key: Callable[[str | None], int]
 ) -> tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]:
     if not chunk.num_slots:
         return ()
@@ -307,16 +310,20 @@ def _plans_of(
     for group in leg.groups:
         key = (id(group.swa_index_lut), group.stride)
         if key not in plans:
-            plans[key] = _plan_of(chunk, group)
+            plans[key] = _plan_of(chunk, group, anchor_of_key)
         if plans[key].slots.shape[0]:
             served.append((group, plans[key]))
     return tuple(served)
 
 
-def _plan_of(chunk: RadixCacheWalkResult, group: CanaryBufferGroup) -> SweepVerifyPlan:
+def _plan_of(
+    chunk: RadixCacheWalkResult,
+    group: CanaryBufferGroup,
+    anchor_of_key: Callable[[str | None], int],
+) -> SweepVerifyPlan:
     if group.stride != 1:
-        return build_strided_sweep_plan(chunk, group.stride, anchor_of)
-    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of)
+        return build_strided_sweep_plan(chunk, group.stride, anchor_of_key)
+    return build_verify_plan_radix_sweep(chunk, group.swa_index_lut, anchor_of_key)
 
 
 @contextmanager

@@ -216,6 +216,7 @@ def _convolve_one(
 
 def dp_attention_on_torch_native() -> None:
     """Pad batches as on the Triton backend, with one token in slot 0 of row 0. Exchange the tokens with gloo."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -227,6 +228,8 @@ def dp_attention_on_torch_native() -> None:
         f"{group}.reduce_scatter_tensor": _reduce_scatter_tensor,
         "sglang.srt.layers.dp_attention.memcpy_triton": _copy_tokens,
     }
+    if hasattr(GroupCoordinator, "all_to_all_single"):  # 0.5.23, on decode servers
+        replaced[f"{group}.all_to_all_single"] = _all_to_all_single
     for target, function in replaced.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     sync = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
@@ -245,6 +248,10 @@ def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: An
 
 def _all_gather_into_tensor(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
     torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
+
+
+def _all_to_all_single(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    torch.distributed.all_to_all_single(output, input, group=group.device_group)
 
 
 def _reduce_scatter_tensor(group: Any, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

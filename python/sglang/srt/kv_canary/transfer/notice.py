@@ -31,6 +31,7 @@ class Notice:
     has_draft_records: bool = False  # those of the draft model's KV, too
     request: str = ""  # the sender's name of the request
     chunks: tuple[int, ...] = ()  # first position of each chunk
+    images: str = ""  # a digest of the tokens that stand for images, as the sender numbers them
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -51,7 +52,8 @@ class Notice:
                 chunks
             ):
                 raise ValueError("chunks that do not follow each other")
-            return cls(texts[0], *flags, texts[1], draft, request, chunks)
+            images = str(said.get("images", ""))[:_LONGEST_TEXT]
+            return cls(texts[0], *flags, texts[1], draft, request, chunks, images)
         except (
             KeyError,
             TypeError,
@@ -77,6 +79,7 @@ class Notice:
             has_draft_records=self.has_draft_records and other.has_draft_records,
             request=other.request or self.request,
             chunks=other.chunks or self.chunks,
+            images=other.images or self.images,
         )
 
 
@@ -116,24 +119,24 @@ class SentChunks:
     forgotten as newer ones come.
     """
 
-    _requests: OrderedDict[int, tuple[str, list[int]]] = field(default_factory=OrderedDict)
+    _requests: OrderedDict[int, tuple[str, str, list[int]]] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, room: int, request: str, first: int) -> None:
-        """The chunk of `request` from position `first` on is sent next."""
+    def note(self, room: int, request: str, first: int, images: str = "") -> None:
+        """The chunk of `request` from position `first` on is sent next. `images`: see Notice."""
         request = request[:_LONGEST_TEXT]
         with self._lock:
-            known, chunks = self._requests.pop(room, (request, []))
+            known, _, chunks = self._requests.pop(room, (request, images, []))
             if known != request or (chunks and first < chunks[-1]):  # another user of the room
                 chunks = []
             if len(chunks) < _MOST_CHUNKS and first not in chunks[-1:]:
                 chunks.append(first)
-            self._requests[room] = (request, chunks)
+            self._requests[room] = (request, images, chunks)
             if len(self._requests) > MAX_NOTICES:
                 self._requests.popitem(last=False)
 
     def complete(self, notice: Notice, room: int) -> Notice:
-        """`notice` about the request of `room`, with its name and chunks."""
+        """`notice` about the request of `room`, with its name, chunks and images."""
         with self._lock:
-            request, chunks = self._requests.get(room, ("", []))
-            return replace(notice, request=request, chunks=tuple(chunks))
+            request, images, chunks = self._requests.get(room, ("", "", []))
+            return replace(notice, request=request, chunks=tuple(chunks), images=images)

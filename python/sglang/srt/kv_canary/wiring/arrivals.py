@@ -17,6 +17,7 @@ from .anchors import update_anchors
 from .context import context
 from .forward_stream import on_forward_stream
 from .guard import attempt
+from .images import image_numbers
 from .releases import release
 from .speculative import mark_unfilled
 
@@ -77,6 +78,10 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
     where = address_of(request)
     if notice is None:
         notice = Notice(where, False, False, "it has no canary of this kind")
+    if notice.has_records:
+        notice = _comparable(
+            notice, image_numbers(scheduler.model_config, request.origin_input_ids)
+        )
     if context.drafts and not notice.has_draft_records and _is_news(where, _NO_DRAFT):
         logger.warning(
             "kv-canary: %s prefill server at %s. Its slots are not checked until the draft model writes them",
@@ -92,6 +97,14 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
             safe_text(notice.why),
         )
     return as_arrival(request, notice)
+
+
+def _comparable(notice: Notice, images: str) -> Notice:
+    """Other numbers would be reported as other tokens."""
+    if notice.images == images:
+        return notice
+    why = "the servers number its images in different ways"
+    return replace(notice, has_records=False, has_draft_records=False, why=why)
 
 
 def _is_news(peer: str, what: str) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..reports.event_sink import EventSink
     from ..reports.slot_history import SlotHistory
     from ..runner.manager import CanaryManager
+    from .adapter_names import AdapterNames
     from .swa_translation import SwaOutCacheLoc
 
 
@@ -70,6 +71,7 @@ class CanaryContext:
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
     sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
+    adapters: AdapterNames | None = None  # with LoRA on a server of a prefill-decode pair
     told: set[tuple[str, str]] = field(
         default_factory=set
     )  # (peer, what is not checked), logged once

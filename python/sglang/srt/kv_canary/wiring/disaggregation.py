@@ -10,13 +10,16 @@ from ..errors import startup_error
 from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
+from .adapter_names import AdapterNames
 from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
 from .forward_stream import on_forward_stream
 from .guard import guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
+from .images import image_numbers
 from .record_sender import TRANSFERS
 from .releases import release
+from .transfer_refusals import BESIDE_IMAGES, is_beside_images
 
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
@@ -28,7 +31,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     if not context.active:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
-    _refuse_multimodal(queue.scheduler.model_config)
+    _refuse_beside_images(queue.scheduler)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
         if queue.draft_token_to_kv_pool is not None:
@@ -41,6 +44,8 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     backend = queue.scheduler.server_args.disaggregation_transfer_backend
     transport = release().transfers.transports[backend]()
     page_size = kv_manager.kv_args.page_size
+    if queue.scheduler.enable_lora:
+        context.adapters = AdapterNames(queue.scheduler.tp_worker.model_runner.lora_manager)
     if kv_manager.disaggregation_mode.value == "prefill":
         transport.attach_sender(kv_manager, _layout(page_size))
     else:
@@ -60,13 +65,11 @@ def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str =
         )
 
 
-def _refuse_multimodal(model_config: Any) -> None:
+def _refuse_beside_images(scheduler: Any) -> None:
     """ServerArgs of newer releases do not hold the model, so nothing has refused it before."""
-    if model_config.is_multimodal:
-        raise startup_error(
-            "transfers of a multimodal model are not covered: both servers would have to number images alike.",
-            TRANSFERS,
-        )
+    args = release().settled(scheduler.server_args)
+    if scheduler.model_config.is_multimodal and is_beside_images(args):
+        raise startup_error(f"multimodal model: {BESIDE_IMAGES}", TRANSFERS)
 
 
 def _layout(page_size: int) -> TransferLayout:
@@ -94,13 +97,18 @@ def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
 
 
 @guarded_aside
-def _before_send(_: Any, request: Any, *__: Any, **___: Any) -> None:
+def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
     if context.active:
-        context.sent_chunks.note(request.bootstrap_room, request.rid, request.start_send_idx)
+        images = image_numbers(scheduler.model_config, request.origin_input_ids)
+        context.sent_chunks.note(
+            request.bootstrap_room, request.rid, request.start_send_idx, images
+        )
 
 
 @guarded
-def _after_pre_alloc(_: Any, queue: Any, *__: Any, **___: Any) -> None:
+def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> None:
+    # The prefill server does not know yet where to write: what is there is about an earlier user of the room.
+    context.notices.take(request.bootstrap_room)
     for manager in context.managers:
         manager.settle_slots()
 

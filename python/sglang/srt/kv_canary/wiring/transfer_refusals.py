@@ -9,11 +9,28 @@ from sglang.srt.environ import envs
 from .refusals import Refusal, model_has
 from .releases import release
 
-__all__ = ["TRANSFERS"]
+__all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
+
+BESIDE_IMAGES = (
+    "images beside LoRA, speculation, HiCache, data parallelism, pipeline stages or separate encoders, which no run "
+    "has checked over disaggregation yet."
+)
 
 
 def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
+
+
+def is_beside_images(args: Any) -> bool:
+    return bool(
+        args.enable_lora
+        or args.lora_paths
+        or args.speculative_algorithm is not None
+        or args.enable_hierarchical_cache
+        or args.dp_size > 1
+        or args.pp_size > 1
+        or args.language_only
+    )
 
 
 TRANSFERS: tuple[Refusal, ...] = (
@@ -52,10 +69,19 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with LoRA",
-        lambda args: _transfers(args) and bool(args.enable_lora or args.lora_paths),
-        "each server names an adapter in its own way, so the chains of one mean nothing on the other.",
-        "Remove --enable-lora and --lora-paths.",
+        "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages",
+        lambda args: (
+            _transfers(args)
+            and bool(args.enable_lora or args.lora_paths)
+            and bool(
+                args.speculative_algorithm is not None
+                or args.enable_hierarchical_cache
+                or args.dp_size > 1
+                or args.pp_size > 1
+            )
+        ),
+        "adapters beside them, which no run has checked yet.",
+        "Remove --enable-lora and --lora-paths, or the other.",
     ),
     Refusal(
         "PD disaggregation with multi-layer EAGLE",
@@ -68,16 +94,27 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
     ),
     Refusal(
-        "PD disaggregation with a multimodal model",
-        lambda args: _transfers(args) and model_has(args, "is_multimodal"),
-        "tokens that stand for images, which both servers would have to number alike. No run has checked it yet.",
-        "Serve this model without --disaggregation-mode, or without --kv-canary.",
+        "PD disaggregation with a multimodal model and another feature",
+        lambda args: (
+            _transfers(args) and model_has(args, "is_multimodal") and is_beside_images(args)
+        ),
+        BESIDE_IMAGES,
+        "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
-        "PD disaggregation with data parallelism",
-        lambda args: _transfers(args) and args.dp_size > 1,
-        "transfers between replicas, which no run has checked yet.",
-        "Set --dp-size 1.",
+        "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap",
+        lambda args: (
+            _transfers(args)
+            and args.dp_size > 1
+            and bool(
+                args.speculative_algorithm is not None
+                or args.enable_hierarchical_cache
+                or args.pp_size > 1
+                or args.enable_two_batch_overlap
+            )
+        ),
+        "transfers between such ranks, which no run has checked yet.",
+        "Set --dp-size 1, or remove the other.",
     ),
     Refusal(
         "PD disaggregation with HiCache",

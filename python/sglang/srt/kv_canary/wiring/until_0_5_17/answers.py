@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
+from ..adapters import shared_key
+
 __all__ = ["cached_slots", "namespace_of", "pads_to_other_ranks", "row_of", "schedulers_here"]
 
 
@@ -14,7 +16,7 @@ row_of = attrgetter("req_pool_idx")
 
 def namespace_of(request: Any) -> str | None:
     """LoRA and cache salt."""
-    return request.extra_key
+    return shared_key(request.extra_key)
 
 
 def cached_slots(tree_cache: Any, token_ids: Any) -> list[int]:

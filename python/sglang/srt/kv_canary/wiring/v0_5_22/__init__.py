@@ -11,6 +11,7 @@ import torch
 
 from ...pool_patcher.registry import PoolSupport
 from ...runner.ranks import Ranks
+from ..adapters import shared_key
 from ..context import context
 from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, server_args, tokens_of
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
@@ -39,7 +40,7 @@ def _refusals() -> tuple[Refusal, ...]:
 
 
 def _namespace_of(request: Any) -> str | None:
-    return namespace(request.extra_key, request.cache_salt)
+    return namespace(shared_key(request.extra_key), request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:

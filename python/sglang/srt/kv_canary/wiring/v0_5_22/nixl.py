@@ -17,6 +17,7 @@ from ..transfer_answers import Transport
 __all__ = ["NIXL", "tells_of_success"]
 
 _HEADER = b"KV_CANARY"  # of our messages to decode ranks
+_ANY_PEER = "that a transfer goes to"  # in an error of ours before its name is known
 _READS_FIRST = "handle_chunk_ready"  # of all that come to a decode rank
 
 
@@ -51,15 +52,19 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
         if what["status"] == KVPoll.Success:
             room = what["bootstrap_room"]
-            for info in list(kv_manager.transfer_infos.get(room, {}).values()):
-                if not info.is_dummy:
-                    sender.contained(info.agent_name, _announce, kv_manager, sender, room, info)
+            sender.contained(_ANY_PEER, _announce_to_all, kv_manager, sender, room)
         return original(**what)
 
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)
     wrap_method(kv_manager, "maybe_send_extra", send_state)
     wrap_method(kv_manager, "conclude_transfer", conclude)
+
+
+def _announce_to_all(kv_manager: Any, sender: RecordSender, room: int) -> None:
+    for info in list(kv_manager.transfer_infos.get(room, {}).values()):
+        if not info.is_dummy:
+            sender.contained(info.agent_name, _announce, kv_manager, sender, room, info)
 
 
 def _announce(kv_manager: Any, sender: RecordSender, room: int, info: Any) -> None:

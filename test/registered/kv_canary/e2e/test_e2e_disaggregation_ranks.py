@@ -1,0 +1,190 @@
+"""Data parallelism over prefill-decode disaggregation: any rank of one server may send to any rank of the other."""
+
+import asyncio
+import os
+import random
+import sys
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.pd_pairs import HEALTH, SWEPT, Pair
+from sglang_kv_canary_rigs.pd_serving import HOST, PdServing, transit_faults
+from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+
+# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=300, with both servers in mode raise and without faults.
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(16, 40)))
+# TestReplicas has all pairs of these.
+BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+
+
+class BetweenRanks(Pair):
+    """First clean traffic. `ranks`: data-parallel ranks of the prefill and of the decode server."""
+
+    flags: ClassVar = {**SWEPT, "kv_canary": "raise" if LONG else "log"}
+    plugins: ClassVar = (transit_faults,)
+    ranks: ClassVar[tuple[int, int]]
+    ends_damaged: ClassVar[bool] = False  # SGLANG_KV_CANARY_ACTION=abort
+
+    def test_clean_run(self) -> None:
+        report = self.serve(TrafficShape(REQUESTS, seed=3, flushes=1, name="clean"))
+        assert report.requests == REQUESTS
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+        for server, count in zip((self.serving.prefill, self.serving), self.ranks, strict=True):
+            assert {event["dp_rank"] or 0 for event in server.events("active")} == set(range(count))
+
+    @pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+    def test_damage_in_transit(self) -> None:
+        """From each rank of the prefill server to each rank of the decode server."""
+        self.expect_violations()
+        sent = {}
+        with self.serving.damaging("reverse_slots"):
+            for room, target in self.pairs():
+                name = f"from-{room}-to-{target}"
+                answer = self.run(self.ask_ranks(name, room, target))
+                if self.ends_damaged:
+                    assert "is damaged" in str(answer)
+                else:
+                    assert len(answer["output_ids"]) == 3
+                sent[name] = (room, target)
+        found = {}
+        for event in self.violations():
+            reader = event["reader"]
+            if reader["mode"] == "ARRIVAL":
+                assert reader["origin"].startswith(f"prefill server {HOST}:")
+                room = int(reader["origin"].partition(", room ")[2].partition(",")[0])
+                found[reader["request_id"]] = (room, event["dp_rank"] or 0)
+        assert found == sent
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """A room for each pair of ranks, and the decode rank. The room's remainder is the prefill rank."""
+        sources, targets = self.ranks
+        return [(10 * to + of + 10, to) for of in range(sources) for to in range(targets)]
+
+    async def ask_ranks(self, name: str, room: int, target: int, count: int = 3) -> dict[str, Any]:
+        """Have the prefill rank that `room` stands for send to the decode rank `target`."""
+        body = {
+            "rid": name,
+            "input_ids": random_tokens(random.Random(name), consts.CHUNKED_PREFILL_SIZE + 7),
+            "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+            **self.serving.meeting(),
+            "bootstrap_room": room,
+        }
+        decode = {**body, "routed_dp_rank": target} if self.ranks[1] > 1 else body
+        _, answer = await asyncio.gather(
+            self.serving._post(self.serving.prefill, body), self.serving._post(self.serving, decode)
+        )
+        return answer
+
+
+class TestDpAttention(BetweenRanks):
+    """The usual deployment: both servers split the batch over ranks that share the experts."""
+
+    mode_name: ClassVar = "mla_dp"
+    ranks: ClassVar = (2, 2)
+
+    def test_each_rank_checks_every_token_that_arrives(self) -> None:
+        for room, target in self.pairs():
+            before = self.checked_by(target)
+            self.run(self.ask_ranks(f"counted-{room}", room, target, 1))
+            assert self.checked_by(target) - before >= consts.CHUNKED_PREFILL_SIZE + 7
+
+    def checked_by(self, rank: int) -> int:
+        self.settle()
+        counters = self.serving.send("counters", rank).answer()["counters"]
+        return counters["HEAD_K_FULL"]["checked"] if counters else 0
+
+
+_ALONE = {"tp_size": 1, "dp_size": 1, "enable_dp_attention": False}
+_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0"}
+
+
+class ToOne(PdServing):
+    decode_flags: ClassVar = _ALONE
+    decode_env: ClassVar = _ONE_CORE
+
+
+class FromOne(PdServing):
+    prefill_flags: ClassVar = _ALONE
+    prefill_env: ClassVar = _ONE_CORE
+
+
+@long_on_newer_releases
+class TestDpAttentionToOneRank(BetweenRanks):
+    mode_name: ClassVar = "mla_dp"
+    transport: ClassVar = ToOne
+    ranks: ClassVar = (2, 1)
+
+
+@long_on_newer_releases
+class TestOneRankToDpAttention(BetweenRanks):
+    """A request whose KV arrives damaged is ended on its rank, where the release can."""
+
+    ends_damaged: ClassVar = not release().has_own_canary and not LONG
+    mode_name: ClassVar = "mla_dp"
+    env: ClassVar = {**HEALTH, **({"SGLANG_KV_CANARY_ACTION": "abort"} if ends_damaged else {})}
+    transport: ClassVar = FromOne
+    ranks: ClassVar = (1, 2)
+
+
+_REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
+
+
+class Replicas(PdServing):
+    """Replicas of the model behind one front end."""
+
+    prefill_flags: ClassVar = _REPLICAS
+    # SGLang takes each replica for rank 0 and fails requests of others, unless it may not trust the room.
+    prefill_env: ClassVar = {
+        **bind_each_rank(2),
+        "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "1",
+    }
+    decode_flags: ClassVar = _REPLICAS
+    decode_env: ClassVar = bind_each_rank(2)
+
+
+class ReplicasToOne(PdServing):
+    prefill_flags: ClassVar = Replicas.prefill_flags
+    prefill_env: ClassVar = Replicas.prefill_env
+
+
+class OneToReplicas(PdServing):
+    decode_flags: ClassVar = Replicas.decode_flags
+    decode_env: ClassVar = Replicas.decode_env
+
+
+@long_on_newer_releases
+class TestReplicas(BetweenRanks):
+    transport: ClassVar = Replicas
+    ranks: ClassVar = (2, 2)
+
+
+@BY_HAND
+class TestReplicasToOne(BetweenRanks):
+    transport: ClassVar = ReplicasToOne
+    ranks: ClassVar = (2, 1)
+
+
+@BY_HAND
+class TestOneToReplicas(BetweenRanks):
+    transport: ClassVar = OneToReplicas
+    ranks: ClassVar = (1, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
