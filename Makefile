@@ -36,6 +36,9 @@ DOCS_STAMP = $(VENV)/.stamp-docs
 # One OpenMP thread: more of them fight for the cores with the engine's own processes. Bytecode is kept, also where
 # the machine says otherwise: each of several hundred processes would compile our package anew.
 ENGINE_ENV = OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 PYTHONDONTWRITEBYTECODE=
+ifneq ($(filter-out 0 1,$(FULL)),)
+$(error FULL=$(FULL) is neither 1 nor 0: use FULL=1 for all requests and examples)
+endif
 VOLUME_ENV = $(if $(filter 1,$(FULL)),KV_CANARY_TEST_FULL_VOLUME=1)
 
 .PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus transport clean
