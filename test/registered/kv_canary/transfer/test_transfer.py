@@ -187,6 +187,16 @@ def test_the_numbers_of_images_go_with_the_notice():
     assert NOTICE.merge(said).images == said.merge(NOTICE).images == "the numbers"
 
 
+def test_the_prompt_is_looked_at_once_for_all_chunks():
+    sent = SentChunks()
+    assert sent.images_of(7, "one", 0) is None
+    sent.note(7, "one", 0, "digest")
+    assert sent.images_of(7, "one", 64) == "digest"
+    assert sent.images_of(7, "another", 64) is None
+    assert sent.images_of(7, "one", 0) is None  # again, perhaps with other images
+    assert sent.images_of(8, "one", 64) is None
+
+
 def test_images_beside_another_feature_are_refused():
     """Also where ServerArgs do not hold the model."""
     from sglang_kv_canary.wiring.disaggregation import _refuse_beside_images

@@ -135,6 +135,13 @@ class SentChunks:
             if len(self._requests) > MAX_NOTICES:
                 self._requests.popitem(last=False)
 
+    def images_of(self, room: int, request: str, first: int) -> str | None:
+        """As noted with an earlier chunk of `request` than that from position `first` on. None without one."""
+        with self._lock:
+            known, images, chunks = self._requests.get(room, ("", "", []))
+            goes_on = known == request[:_LONGEST_TEXT] and chunks and first > chunks[-1]
+            return images if goes_on else None
+
     def complete(self, notice: Notice, room: int) -> Notice:
         """`notice` about the request of `room`, with its name, chunks and images."""
         with self._lock:

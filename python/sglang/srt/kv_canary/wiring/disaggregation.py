@@ -98,11 +98,13 @@ def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
 
 @guarded_aside
 def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
-    if context.active:
+    if not context.active:
+        return
+    room, name, first = request.bootstrap_room, request.rid, request.start_send_idx
+    images = context.sent_chunks.images_of(room, name, first)
+    if images is None:  # once for all chunks: it goes through the whole prompt
         images = image_numbers(scheduler.model_config, request.origin_input_ids)
-        context.sent_chunks.note(
-            request.bootstrap_room, request.rid, request.start_send_idx, images
-        )
+    context.sent_chunks.note(room, name, first, images)
 
 
 @guarded
