@@ -138,8 +138,11 @@ class CanaryDeviceState:
     token_lists: torch.Tensor  # int64[words], see ExpectedTokens.from_lists
     row_memory: RowMemory
     capacities: CanaryLaunchCapacities
-    # What a backend has worked out for its launches on this state, by what they are for
-    prepared: dict[Hashable, Any] = field(default_factory=dict)
+    # What a backend has worked out for its launches on this state, by what they are for. A state that is made from
+    # this one, with other capacities, has its own.
+    prepared: dict[Hashable, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def allocate(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.kernels.layout import VERIFY_BLOCK
 from sglang_kv_canary.kernels.triton import kernel_launcher
 from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_tokens_kernel
 from sglang_kv_canary.kernels.triton.kernel_launcher import (
@@ -16,6 +19,8 @@ from sglang_kv_canary.kernels.triton.kernel_launcher import (
     KernelLauncher,
     variant_of,
 )
+from sglang_kv_canary.kernels.triton.launch import part_arguments, prepared
+from sglang_kv_canary_rigs.kernel_cases import make_state
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
@@ -111,6 +116,22 @@ def test_fixed_arguments_change_neither_the_launch_nor_its_variant(change, monke
         seen.append((variant, key))
     (variant, key), (other_variant, other_key) = seen
     assert (key == other_key) is (variant == other_variant)
+
+
+def test_what_is_prepared_for_a_budget_is_not_used_for_another() -> None:
+    """What arrives is checked without a budget, on a state that differs from that of the forwards in this alone."""
+    state = make_state("cpu")
+    capacities = replace(state.capacities, verify_budget_slots=2 * VERIFY_BLOCK)
+    others = (state, replace(state, capacities=capacities))
+    assert others[0].summary is others[1].summary
+    budgets = []
+    for each in others:
+        fixed = prepared(
+            each, "forward", (WORDS,), lambda each=each: part_arguments(each, Part.ALL)
+        )
+        assert fixed == part_arguments(each, Part.ALL)
+        budgets.append(fixed["budget_blocks"])
+    assert budgets[1] == 2 != budgets[0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

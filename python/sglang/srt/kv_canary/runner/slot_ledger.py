@@ -146,9 +146,11 @@ class SlotLedger:
         for load in landed:  # before the frees that followed them
             load.expose_late_writes()
         launches = len(landed)
-        for run in self._runs(events, untold):
-            launches += self._launch(run)
-        self._borrowed.keep(list(_slots_of(events)))
+        try:
+            for run in self._runs(events, untold):
+                launches += self._launch(run)
+        finally:  # what is queued reads them even if a later launch fails
+            self._borrowed.keep(list(_slots_of(events)))
         return launches
 
     def _launch(self, event: _Event) -> int:
