@@ -163,8 +163,8 @@ def test_notices_that_no_server_sends_are_refused(data: bytes) -> None:
 
 def test_a_long_name_of_a_request_is_cut_before_it_is_kept():
     sent = SentChunks()
-    sent.note(1, "r" * 100_000, 0)
-    sent.note(1, "r" * 100_000, 64)
+    sent.note(1, "r" * 100_000, 0, "")
+    sent.note(1, "r" * 100_000, 64, "")
     found = sent.complete(Notice("s", True, True), 1)
     assert (len(found.request), found.chunks) == (200, (0, 64))
 
@@ -172,11 +172,13 @@ def test_a_long_name_of_a_request_is_cut_before_it_is_kept():
 def test_chunks_that_were_sent_are_named_in_the_notice():
     sent = SentChunks()
     for first in (0, 64, 64, 128):  # the last send may be empty, and is noted again
-        sent.note(7, "r-7", first)
-    sent.note(8, "r-8", 16)  # after a prefix that the decode server had
-    assert sent.complete(NOTICE, 7) == replace(NOTICE, request="r-7", chunks=(0, 64, 128))
+        sent.note(7, "r-7", first, "")
+    sent.note(8, "r-8", 16, "")  # after a prefix that the decode server had
+    assert sent.complete(NOTICE, 7) == replace(
+        NOTICE, request="r-7", chunks=(0, 64, 128), images=""
+    )
     assert sent.complete(NOTICE, 8).chunks == (16,)
-    assert sent.complete(NOTICE, 9) == replace(NOTICE, request="", chunks=())
+    assert sent.complete(NOTICE, 9) == replace(NOTICE, request="", chunks=(), images=None)
 
 
 def test_the_numbers_of_images_go_with_the_notice():
@@ -184,7 +186,26 @@ def test_the_numbers_of_images_go_with_the_notice():
     sent.note(7, "r-7", 0, "the numbers")
     said = sent.complete(NOTICE, 7)
     assert Notice.from_wire(said.to_wire()).images == "the numbers"
-    assert NOTICE.merge(said).images == said.merge(NOTICE).images == "the numbers"
+    silent = replace(said, images=None)
+    assert silent.merge(said).images == said.merge(silent).images == "the numbers"
+
+
+def test_ranks_that_number_images_in_different_ways_are_not_compared_with():
+    one = replace(NOTICE, request="r-7", has_records=True, has_draft_records=True, images="a")
+    merged = one.merge(replace(one, images="b"))
+    assert (merged.has_records, merged.has_draft_records) == (False, False)
+    assert "in different ways" in merged.why
+    assert one.merge(one).has_records
+
+
+def test_a_request_that_the_peer_cannot_compare_goes_without_records():
+    sent = SentChunks()
+    whole = replace(NOTICE, has_records=True, has_draft_records=True)
+    sent.note(7, "r-7", 0, "", "no name")
+    found = sent.complete(whole, 7)
+    assert (found.has_records, found.has_draft_records, found.why) == (False, False, "no name")
+    sent.note(7, "r-8", 0, "")
+    assert sent.complete(whole, 7).has_records
 
 
 def test_the_prompt_is_looked_at_once_for_all_chunks():
@@ -228,16 +249,16 @@ def test_only_tokens_beyond_the_vocabulary_number_images():
 def test_a_room_that_is_used_again(request_id):
     sent = SentChunks()
     for name, first in (("r-7", 0), ("r-7", 64), (request_id, 0)):
-        sent.note(7, name, first)
-    assert sent.complete(NOTICE, 7) == replace(NOTICE, request=request_id, chunks=(0,))
+        sent.note(7, name, first, "")
+    assert sent.complete(NOTICE, 7) == replace(NOTICE, request=request_id, chunks=(0,), images="")
 
 
 def test_chunks_of_requests_that_have_ended_are_bounded(monkeypatch):
     monkeypatch.setattr(notice, "MAX_NOTICES", 3)
     sent = SentChunks()
     for room in range(5):
-        sent.note(room, f"r-{room}", 0)
-        sent.note(0, "r-0", 0)  # still in use
+        sent.note(room, f"r-{room}", 0, "")
+        sent.note(0, "r-0", 0, "")  # still in use
     names = [sent.complete(NOTICE, room).request for room in range(5)]
     assert names == ["r-0", "", "", "r-3", "r-4"]
 
@@ -287,7 +308,7 @@ def test_a_notice_from_before_its_room_was_told_where_to_write_is_discarded():
     from sglang_kv_canary.wiring.context import context
     from sglang_kv_canary.wiring.disaggregation import _after_pre_alloc
 
-    queue, request = SimpleNamespace(), SimpleNamespace(bootstrap_room=7)
+    queue, request = SimpleNamespace(), SimpleNamespace(bootstrap_room=7, lora_id=None)
     context.notices.put(7, replace(NOTICE, request="failed", has_records=False))
     _after_pre_alloc(None, queue, request)
     context.notices.put(7, replace(NOTICE, request="next"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.plan.anchor import anchor_of
+from sglang_kv_canary.wiring import adapter_names
 from sglang_kv_canary.wiring.adapter_names import AdapterNames
-from sglang_kv_canary.wiring.adapters import anchor_of_key
+from sglang_kv_canary.wiring.adapters import anchor_of_key, knows_adapter, shared_key
 from sglang_kv_canary.wiring.anchors import update_anchors
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -60,25 +62,82 @@ def test_anchors_are_stable_and_distinct() -> None:
     assert anchor_of("a") == -3837880752741967926
 
 
+def _loaded(*names: str) -> dict[str, Any]:
+    """The adapters of SGLang's LoRAManager, by ids of their own."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    loaded = [LoRARef(lora_name=name, lora_path=f"/{name}") for name in names]
+    return {adapter.lora_id: adapter for adapter in loaded}
+
+
 def test_servers_that_name_an_adapter_alike_share_its_anchor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each server of a pair makes up ids. Its prefix cache has them in its keys, so the sweep translates, too."""
-    from sglang.srt.lora.lora_registry import LoRARef
-
     anchors = []
     for _ in range(2):
-        loaded = [LoRARef(lora_name=name, lora_path=f"/{name}") for name in ("red", "blue")]
-        refs = {adapter.lora_id: adapter for adapter in loaded}
-        names = AdapterNames(SimpleNamespace(lora_refs=refs))
-        monkeypatch.setattr(context, "adapters", names)
+        refs = _loaded("red", "blue")
+        monkeypatch.setattr(context, "adapters", AdapterNames(SimpleNamespace(lora_refs=refs)))
         keys = [f"{key}{adapter}" for adapter in refs for key in ("", "salt")]
         anchors.append([anchor_of_key(key) for key in (*keys, None, "salt", "0" * 32)])
+        requests = [(f"{key}{adapter}", adapter) for adapter in refs for key in ("", "salt")]
+        requests += [(None, None), ("salt", None), ("0" * 32, None)]
+        shared = [
+            shared_key(SimpleNamespace(extra_key=key, lora_id=adapter)) for key, adapter in requests
+        ]
+        assert [anchor_of(key) for key in shared] == anchors[-1]
         refs.clear()  # unloaded: what is cached keeps its anchor
         assert [anchor_of_key(key) for key in keys] == anchors[-1][:4]
     assert anchors[0] == anchors[1]
     assert len(set(anchors[0])) == 7
     assert anchors[0][4:] == [0, anchor_of("salt"), anchor_of("0" * 32)]
+
+
+def test_no_key_of_a_client_is_taken_for_an_adapter() -> None:
+    refs = _loaded("red", "a")
+    red, short = refs
+    names = AdapterNames(SimpleNamespace(lora_refs=refs))
+    shared = {
+        names.of_request(key, adapter)
+        for key, adapter in (
+            (red, red),
+            (f"x{red}", red),
+            (f"{red}|elastic", red),  # SGLang appends to what it has appended
+            (f"{red}{short}", short),
+            (red, None),  # a client that guessed an id
+            ("\0adapter 3:red", None),
+            ("\0adapter 3:redx", None),
+            ("\0adapter 0:\0adapter 3:red", None),
+            (f"\0adapter 3:red{short}", short),
+            ("ed" + short, short),
+        )
+    }
+    assert len(shared) == 10
+    assert names.of_request(f"{red}|elastic", red) == "\0adapter 3:red|elastic"
+    assert names.of_request(None, None) is None
+
+
+def test_a_request_of_an_unknown_adapter_is_known_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = _loaded("red")
+    request = SimpleNamespace(extra_key="x" + next(iter(refs)), lora_id=next(iter(refs)))
+    monkeypatch.setattr(context, "adapters", AdapterNames(SimpleNamespace(lora_refs={})))
+    assert not knows_adapter(request)
+    assert knows_adapter(SimpleNamespace(extra_key="x", lora_id=None))
+    context.adapters.manager.lora_refs.update(refs)
+    assert knows_adapter(request)
+    context.adapters.manager.lora_refs.clear()
+    assert knows_adapter(request)  # unloaded since
+
+
+def test_names_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_names, "MAX_NAMES", 2)
+    refs = _loaded("red", "blue", "green")
+    ids = list(refs)
+    names = AdapterNames(SimpleNamespace(lora_refs=refs))
+    for adapter in (*ids[:2], ids[0], ids[2]):
+        names.name_of(adapter)
+    refs.clear()
+    assert [names.name_of(adapter) for adapter in ids] == ["red", None, "green"]
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class EventSink:
         dp_rank: int | None = None,
         folder: EventFolder | None = None,
     ) -> None:
+        self.dp_rank = dp_rank
         self._stamp: dict[str, int | str | None] = {
             "schema": SCHEMA,
             "rank": rank,

@@ -17,6 +17,7 @@ MAX_NOTICES = 8192  # of requests whose transfer has not ended; those of failed 
 _LONGEST_TEXT = 200  # characters; a peer is not trusted
 _LONGEST_NOTICE = 1 << 20  # bytes
 _MOST_TOKENS = 1 << 31  # of a request
+_DIFFER = "its ranks number images in different ways"
 _MOST_CHUNKS = 512  # of a request that are told apart; the last one stands for all others
 
 
@@ -31,7 +32,8 @@ class Notice:
     has_draft_records: bool = False  # those of the draft model's KV, too
     request: str = ""  # the sender's name of the request
     chunks: tuple[int, ...] = ()  # first position of each chunk
-    images: str = ""  # a digest of the tokens that stand for images, as the sender numbers them
+    # A digest of the tokens that stand for images, as the sender numbers them: "" without images. None: not said
+    images: str | None = None
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -52,7 +54,8 @@ class Notice:
                 chunks
             ):
                 raise ValueError("chunks that do not follow each other")
-            images = str(said.get("images", ""))[:_LONGEST_TEXT]
+            images = said.get("images")
+            images = None if images is None else str(images)[:_LONGEST_TEXT]
             return cls(texts[0], *flags, texts[1], draft, request, chunks, images)
         except (
             KeyError,
@@ -71,6 +74,9 @@ class Notice:
 
         It names the request: a room that is used again may still have the notice of a request that failed.
         """
+        images = {self.images, other.images} - {None}
+        if self.request == other.request and len(images) > 1:
+            return replace(other, has_records=False, has_draft_records=False, why=_DIFFER)
         return replace(
             self,
             has_records=self.has_records and other.has_records,
@@ -79,7 +85,7 @@ class Notice:
             has_draft_records=self.has_draft_records and other.has_draft_records,
             request=other.request or self.request,
             chunks=other.chunks or self.chunks,
-            images=other.images or self.images,
+            images=self.images if other.images is None else other.images,
         )
 
 
@@ -111,6 +117,17 @@ class NoticeBoard:
             return self._notices.pop(room, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    request: str = ""
+    images: str | None = None
+    obstacle: str = ""
+    chunks: tuple[int, ...] = ()
+
+
+_NOTHING = _Sent()
+
+
 @dataclass(slots=True)
 class SentChunks:
     """What this prefill server has sent of its requests, by bootstrap room, for their notices.
@@ -119,31 +136,38 @@ class SentChunks:
     forgotten as newer ones come.
     """
 
-    _requests: OrderedDict[int, tuple[str, str, list[int]]] = field(default_factory=OrderedDict)
+    _requests: OrderedDict[int, _Sent] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, room: int, request: str, first: int, images: str = "") -> None:
-        """The chunk of `request` from position `first` on is sent next. `images`: see Notice."""
+    def note(self, room: int, request: str, first: int, images: str, obstacle: str = "") -> None:
+        """The chunk of `request` from position `first` on is sent next. `images`: see Notice.
+
+        `obstacle`: why the peer cannot compare the request's records with what it expects. "": it can.
+        """
         request = request[:_LONGEST_TEXT]
         with self._lock:
-            known, _, chunks = self._requests.pop(room, (request, images, []))
-            if known != request or (chunks and first < chunks[-1]):  # another user of the room
-                chunks = []
+            before = self._requests.pop(room, _NOTHING)
+            chunks = before.chunks
+            if before.request != request or (chunks and first < chunks[-1]):  # another user
+                chunks = ()
             if len(chunks) < _MOST_CHUNKS and first not in chunks[-1:]:
-                chunks.append(first)
-            self._requests[room] = (request, images, chunks)
+                chunks = (*chunks, first)
+            self._requests[room] = _Sent(request, images, obstacle, chunks)
             if len(self._requests) > MAX_NOTICES:
                 self._requests.popitem(last=False)
 
     def images_of(self, room: int, request: str, first: int) -> str | None:
         """As noted with an earlier chunk of `request` than that from position `first` on. None without one."""
         with self._lock:
-            known, images, chunks = self._requests.get(room, ("", "", []))
-            goes_on = known == request[:_LONGEST_TEXT] and chunks and first > chunks[-1]
-            return images if goes_on else None
+            sent = self._requests.get(room, _NOTHING)
+        goes_on = sent.request == request[:_LONGEST_TEXT] and sent.chunks
+        return sent.images if goes_on and first > sent.chunks[-1] else None
 
     def complete(self, notice: Notice, room: int) -> Notice:
-        """`notice` about the request of `room`, with its name, chunks and images."""
+        """`notice` about the request of `room`, with what was noted of it."""
         with self._lock:
-            request, images, chunks = self._requests.get(room, ("", "", []))
-            return replace(notice, request=request, chunks=tuple(chunks), images=images)
+            sent = self._requests.get(room, _NOTHING)
+        notice = replace(notice, request=sent.request, chunks=sent.chunks, images=sent.images)
+        if not sent.obstacle:
+            return notice
+        return replace(notice, has_records=False, has_draft_records=False, why=sent.obstacle)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..plan.anchor import anchor_of
 from .context import context
 
-__all__ = ["anchor_of_key", "shared_key"]
+__all__ = ["anchor_of_key", "knows_adapter", "shared_key"]
 
 
-def shared_key(extra_key: str | None) -> str | None:
-    """`extra_key` as SGLang has it, with the name of a LoRA adapter in place of its id."""
-    names = context.adapters
-    return extra_key if names is None or not extra_key else names.shared(extra_key)
+def shared_key(request: Any) -> str | None:
+    """The request's `extra_key` as SGLang has it, with the name of its LoRA adapter in place of the id."""
+    names, key = context.adapters, request.extra_key
+    return key if names is None else names.of_request(key, request.lora_id)
 
 
 def anchor_of_key(extra_key: str | None) -> int:
     """Chain anchor of prefixes that are cached under `extra_key`, int64."""
-    return anchor_of(shared_key(extra_key))
+    names = context.adapters
+    return anchor_of(extra_key if names is None else names.of_prefix(extra_key))
+
+
+def knows_adapter(request: Any) -> bool:
+    """Whether the peer has the same anchor for `request`. False: its LoRA adapter has no name that both know."""
+    names = context.adapters
+    return names is None or request.lora_id is None or names.name_of(request.lora_id) is not None

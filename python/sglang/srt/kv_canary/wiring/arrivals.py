@@ -13,6 +13,7 @@ from ..reports.origin import Origin
 from ..reports.safe_text import safe_text
 from ..runner.manager import CanaryManager
 from ..transfer.notice import Notice
+from .adapters import knows_adapter
 from .anchors import update_anchors
 from .context import context
 from .forward_stream import on_forward_stream
@@ -22,6 +23,7 @@ from .releases import release
 from .speculative import mark_unfilled
 
 logger = logging.getLogger(__name__)
+_SAID_AT = tuple(100**i for i in range(6))
 _NO_DRAFT = "no records of the draft model's KV come from the"
 
 
@@ -79,38 +81,48 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
     if notice is None:
         notice = Notice(where, False, False, "it has no canary of this kind")
     if notice.has_records:
-        notice = _comparable(
-            notice, image_numbers(scheduler.model_config, request.origin_input_ids)
-        )
-    if context.drafts and not notice.has_draft_records and _is_news(where, _NO_DRAFT):
+        notice = _comparable(scheduler, request, notice)
+    if context.drafts and not notice.has_draft_records and (count := _news(where, _NO_DRAFT)):
         logger.warning(
-            "kv-canary: %s prefill server at %s. Its slots are not checked until the draft model writes them",
+            "kv-canary: %s prefill server at %s. Its slots are not checked until the draft model writes them "
+            "(requests so far: %d)",
             _NO_DRAFT,
             where,
+            count,
         )
-    if notice.why and _is_news(where, notice.why):
+    if notice.why and (count := _news(where, notice.why)):
         what = "the bytes of KV" if notice.has_records else "KV"
         logger.warning(
-            "kv-canary: %s from the prefill server at %s is not checked on arrival: %s. Later reads are",
+            "kv-canary: %s from the prefill server at %s is not checked on arrival: %s. Later reads are "
+            "(requests so far: %d)",
             what,
             where,
             safe_text(notice.why),
+            count,
         )
     return as_arrival(request, notice)
 
 
-def _comparable(notice: Notice, images: str) -> Notice:
-    """Other numbers would be reported as other tokens."""
-    if notice.images == images:
-        return notice
-    why = "the servers number its images in different ways"
-    return replace(notice, has_records=False, has_draft_records=False, why=why)
+def _comparable(scheduler: Any, request: Any, notice: Notice) -> Notice:
+    """`notice` without records where this server expects others of the same KV."""
+    why = ""
+    if not knows_adapter(request):
+        why = "this server does not know the name of the request's LoRA adapter"
+    elif images := image_numbers(scheduler.model_config, request.origin_input_ids):
+        if notice.images is None:
+            why = "it does not say how it numbers the request's images"
+        elif notice.images != images:
+            why = "the servers number its images in different ways"
+    elif notice.images:
+        why = "there it has images, and none here"
+    return replace(notice, has_records=False, has_draft_records=False, why=why) if why else notice
 
 
-def _is_news(peer: str, what: str) -> bool:
-    news = (peer, what) not in context.told
-    context.told.add((peer, what))
-    return news
+def _news(peer: str, what: str) -> int:
+    """How many requests this was so for, if it is time to say it: at the first one, and at each hundredfold. Or 0."""
+    context.told[peer, what] += 1
+    count = context.told[peer, what]
+    return count if count in _SAID_AT else 0
 
 
 def as_arrival(request: Any, notice: Notice) -> Arrival:

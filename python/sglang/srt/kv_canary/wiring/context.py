@@ -6,6 +6,7 @@ It imports nothing from SGLang: in some releases such imports fail, and the reas
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -72,9 +73,8 @@ class CanaryContext:
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
     sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
     adapters: AdapterNames | None = None  # with LoRA on a server of a prefill-decode pair
-    told: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # (peer, what is not checked), logged once
+    # Requests by (peer, what of their KV is not checked)
+    told: Counter[tuple[str, str]] = field(default_factory=Counter)
     host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
     page_store: PageStore | None = None  # records beside the pages of its storage backend
     # Host slot of each token of the longest cached prefix; None: the device pool holds it, too

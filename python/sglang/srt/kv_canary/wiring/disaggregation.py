@@ -11,6 +11,7 @@ from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .adapter_names import AdapterNames
+from .adapters import knows_adapter
 from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
 from .forward_stream import on_forward_stream
@@ -23,6 +24,7 @@ from .transfer_refusals import BESIDE_IMAGES, is_beside_images
 
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
+_NO_NAME = "that server does not know the name of the request's LoRA adapter"
 _COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
 
@@ -104,13 +106,17 @@ def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
     images = context.sent_chunks.images_of(room, name, first)
     if images is None:  # once for all chunks: it goes through the whole prompt
         images = image_numbers(scheduler.model_config, request.origin_input_ids)
-    context.sent_chunks.note(room, name, first, images)
+    obstacle = "" if knows_adapter(request) else _NO_NAME
+    context.sent_chunks.note(room, name, first, images, obstacle)
 
 
 @guarded
 def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> None:
     # The prefill server does not know yet where to write: what is there is about an earlier user of the room.
-    context.notices.take(request.bootstrap_room)
+    # A request that resumes has had its notice.
+    if _COPY not in request.__dict__:
+        context.notices.take(request.bootstrap_room)
+    knows_adapter(request)  # learns the name while the adapter is loaded
     for manager in context.managers:
         manager.settle_slots()
 

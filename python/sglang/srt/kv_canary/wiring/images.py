@@ -1,4 +1,4 @@
-"""Tokens that stand for images, audio or video: SGLang numbers them by a hash of what they show, beyond the vocabulary.
+"""Tokens that stand for images: SGLang numbers them beyond the vocabulary, by a hash of what its processor returns.
 
 Servers that hash in different ways, or at random (SGLANG_MM_SKIP_COMPUTE_HASH), give the same image other numbers.
 """

@@ -150,7 +150,11 @@ class RecordSender:
                 where,
             )
             return _Peer(registration, None, None)
-        name = f"{self._manager.local_ip}:{self._manager.bootstrap_port} rank {self._manager.kv_args.engine_rank}"
+        manager = self._manager
+        name = f"{manager.local_ip}:{manager.bootstrap_port} rank {manager.kv_args.engine_rank}"
+        dp_rank = context.sink.dp_rank
+        if dp_rank is not None:
+            name += f" of data parallel rank {dp_rank}"
         obstacle = self._layout.obstacle_to(theirs)
         content = self._layout.content_obstacle_to(theirs)
         if obstacle is not None:

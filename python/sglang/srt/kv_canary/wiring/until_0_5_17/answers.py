@@ -16,7 +16,7 @@ row_of = attrgetter("req_pool_idx")
 
 def namespace_of(request: Any) -> str | None:
     """LoRA and cache salt."""
-    return shared_key(request.extra_key)
+    return shared_key(request)
 
 
 def cached_slots(tree_cache: Any, token_ids: Any) -> list[int]:

@@ -40,7 +40,7 @@ def _refusals() -> tuple[Refusal, ...]:
 
 
 def _namespace_of(request: Any) -> str | None:
-    return namespace(shared_key(request.extra_key), request.cache_salt)
+    return namespace(shared_key(request), request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
