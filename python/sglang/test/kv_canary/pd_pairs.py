@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +27,11 @@ from .volume import volume
 CHECKED = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
 SWEPT = {**CHECKED, "kv_canary_sweep_interval": 20}
 HEALTH = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+
+PAUSED_TOKENS = 120  # of a request that is retracted before its end
+RETRACTS = (
+    "0.5.12.post1 never resumes what a pause retracts on a decode server; lifted by make test"
+)
 
 # What a fault in transit is found as, among other reasons.
 FOUND_AS = {
@@ -51,6 +57,27 @@ class Pair(ServesPair, CanaryE2EBase):
         done = injection.answer()
         self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
         self.assert_all_explained(done)
+
+    async def retract_while_decoding(
+        self, name: str, prompt: list[int], fault: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """The answer of a request whose KV SGLang drops in a pause, and has the prefill server compute again.
+
+        `fault`: damages what is sent then.
+        """
+        sampling = {"max_new_tokens": PAUSED_TOKENS, "temperature": 0, "ignore_eos": True}
+        before = await asyncio.to_thread(self.written)
+        running = asyncio.create_task(
+            self.serving.ask(
+                {"rid": name, "input_ids": prompt, "sampling_params": sampling, **more}
+            )
+        )
+        while await asyncio.to_thread(self.written) < before + 5:  # it decodes
+            assert not running.done(), running.result()
+        await asyncio.to_thread(self.serving.post, "/pause_generation", {"mode": "retract"})
+        with self.serving.damaging(fault) if fault else nullcontext():
+            await asyncio.to_thread(self.serving.post, "/continue_generation", {})
+            return await running
 
     def assert_found(self, fault: str) -> dict[str, Any]:
         """The first finding of the request with the name of `fault`."""

@@ -16,7 +16,7 @@ from sglang_kv_canary.testing.fill_ins import pageable_memory
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
-from sglang_kv_canary_rigs.pd_pairs import HEALTH, SWEPT, Pair
+from sglang_kv_canary_rigs.pd_pairs import HEALTH, PAUSED_TOKENS, RETRACTS, SWEPT, Pair
 from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 from sglang_kv_canary_rigs.volume import volume
@@ -106,6 +106,19 @@ class TestLora(Pair):
         assert "request reverse_slots, chunk 1 of 2" in event["reader"]["origin"]
         requests = {e["reader"]["request_id"] for e in self.violations()}
         assert requests - {None} == {"reverse_slots"}  # None: the sweep of what was cached
+
+    @pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+    @pytest.mark.skipif(not release().has_own_canary, reason=RETRACTS)
+    def test_kv_that_is_computed_again_without_the_adapter(self) -> None:
+        """SGLang's request to the prefill server has no adapter, so the rest of the answer is another one."""
+        self.expect_violations()
+        prompt = random_tokens(random.Random("again"), 70)
+        whole = self.ask("whole", prompt, PAUSED_TOKENS, lora_path="red")
+        self.assert_no_violations()
+        answer = self.run(self.retract_while_decoding("again", prompt, lora_path="red"))
+        assert answer["output_ids"] != whole
+        event = self.assert_violation("CHAIN", "HEAD_K_FULL", reader="again")
+        assert (event["reader"]["mode"], event["expected_position"]) == ("ARRIVAL", 0)
 
 
 if __name__ == "__main__":
