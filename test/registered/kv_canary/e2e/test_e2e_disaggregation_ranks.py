@@ -69,6 +69,8 @@ class BetweenRanks(Pair):
                 assert reader["origin"].startswith(f"prefill server {HOST}:")
                 room = int(reader["origin"].partition(", room ")[2].partition(",")[0])
                 found[reader["request_id"]] = (room, event["dp_rank"] or 0)
+                if (sources := self.ranks[0]) > 1:
+                    assert f"of data parallel rank {room % sources}," in reader["origin"]
         assert found == sent
 
     def pairs(self) -> list[tuple[int, int]]:
