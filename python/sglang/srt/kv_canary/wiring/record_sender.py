@@ -152,7 +152,7 @@ class RecordSender:
             return _Peer(registration, None, None)
         manager = self._manager
         name = f"{manager.local_ip}:{manager.bootstrap_port} rank {manager.kv_args.engine_rank}"
-        dp_rank = context.sink.dp_rank
+        dp_rank = None if context.sink is None else context.sink.dp_rank
         if dp_rank is not None:
             name += f" of data parallel rank {dp_rank}"
         obstacle = self._layout.obstacle_to(theirs)
