@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 import bench_switch
+import without_kernels
 
 SAMPLE_S = 0.001
 FAMILIES = 48  # of prompts that share a prefix
@@ -52,20 +53,22 @@ class HostSamples:
     total: int = 0
     ours: int = 0
     where: collections.Counter[str] = field(default_factory=collections.Counter)
+    functions: collections.Counter[str] = field(default_factory=collections.Counter)  # with callees
+    own: collections.Counter[str] = field(default_factory=collections.Counter)  # without them
 
     def start(self) -> None:
-        signal.signal(signal.SIGALRM, self._sample)
-        signal.setitimer(signal.ITIMER_REAL, SAMPLE_S, SAMPLE_S)
+        signal.signal(signal.SIGPROF, self._sample)  # CPU time: other processes do not count
+        signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
 
     def stop(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _sample(self, _: int, frame: FrameType | None) -> None:
         self.total += 1
         chain = []
         while frame is not None:
             path = frame.f_code.co_filename
-            if "kv_canary" in path:
+            if "kv_canary" in path and path != __file__:
                 chain.append(f"{Path(path).stem}.{frame.f_code.co_name}:{frame.f_lineno}")
             elif "/sglang/" in path:
                 break  # called by SGLang, or SGLang called by one of our hooks
@@ -73,6 +76,14 @@ class HostSamples:
         if chain:
             self.ours += 1
             self.where[" < ".join(chain[:4])] += 1
+            names = [name.rpartition(":")[0] for name in chain]
+            self.functions.update(set(names))
+            self.own[names[0]] += 1
+
+
+def _us_a_step(samples: collections.Counter[str], steps: int) -> list[tuple[float, str]]:
+    scale = SAMPLE_S * 1e6 / max(1, steps)
+    return [(round(n * scale, 1), name) for name, n in samples.most_common(60)]
 
 
 class Meter:
@@ -96,10 +107,9 @@ class Meter:
             line |= {
                 "sampled_us_a_step": samples.ours * SAMPLE_S * 1e6 / max(1, steps),
                 "share": samples.ours / max(1, samples.total),
-                "where": [
-                    (round(n * SAMPLE_S * 1e6 / max(1, steps), 1), w)
-                    for w, n in samples.where.most_common(60)
-                ],
+                "functions": _us_a_step(samples.functions, steps),
+                "own": _us_a_step(samples.own, steps),
+                "where": _us_a_step(samples.where, steps),
             }
         Path(path).write_text(json.dumps(line))
         self._switch.to("all" if state == "profile" else state)
@@ -118,6 +128,8 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
             self._canary_meter = Meter(self)
         self._canary_meter.to(self, state, path)
 
+    if os.environ.get(without_kernels.ENV):
+        without_kernels.install()
     scheduler.Scheduler.canary_to = canary_to
     scheduler.run_scheduler_process(*args, **kwargs)
 
@@ -242,8 +254,15 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1000, help="tokens of prompts are below")
     parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--without-kernels",
+        action="store_true",
+        help="on a CPU: launches are prepared and not run, so that the host time of versions can be compared",
+    )
     parser.add_argument("--out")
     options = parser.parse_args()
+    if options.without_kernels:
+        os.environ[without_kernels.ENV] = "1"
     args = {
         **bench_switch.ENGINE_ARGS,
         "kv_canary_real_data": "all",
@@ -253,6 +272,7 @@ def main() -> None:
         "cuda_graph_max_bs": 256,
         "disable_piecewise_cuda_graph": True,
         "stream_interval": STREAM_INTERVAL,
+        **(without_kernels.ENGINE_ARGS if options.without_kernels else {}),
         **json.loads(options.engine),
     }
     engine = bench_switch.switchable_engine(run_metered_scheduler, options.model, args)

@@ -17,10 +17,17 @@ from sglang_kv_canary.kernels.triton.device.next_tokens_kernel import next_token
 from sglang_kv_canary.kernels.triton.kernel_launcher import (
     FixedArguments,
     KernelLauncher,
+    Pointer,
+    pointer_to,
     variant_of,
 )
-from sglang_kv_canary.kernels.triton.launch import part_arguments, prepared
-from sglang_kv_canary_rigs.kernel_cases import make_state
+from sglang_kv_canary.kernels.triton.launch import (
+    batch_arguments,
+    forward_arguments,
+    part_arguments,
+    prepared,
+)
+from sglang_kv_canary_rigs.kernel_cases import Pool, make_group, make_state
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=30, suite="stage-b-test-1-gpu-small")
@@ -62,6 +69,30 @@ def test_an_integer_that_is_compiled_for_its_type_counts_by_its_width() -> None:
 def test_pointers_become_integers_and_nothing_else_changes() -> None:
     _, plain = variant_of((WORDS, None, 7, True), (False,) * 4)
     assert plain == [WORDS.data_ptr(), None, 7, True]
+
+
+@pytest.mark.parametrize("tensor", [WORDS, WORDS[1:], WORDS.int()], ids=["", "unaligned", "int"])
+def test_a_pointer_stands_for_its_tensor(tensor: torch.Tensor) -> None:
+    values, pointers = (WORDS, tensor, None, 7), (WORDS, pointer_to(tensor), pointer_to(None), 7)
+    assert variant_of(values, (False,) * 4) == variant_of(pointers, (False,) * 4)
+
+
+def test_a_plan_is_looked_at_once_for_all_of_its_launches() -> None:
+    pool = Pool(torch.device("cpu"), num_slots=64, context=16, rows=4)
+    plan, group = pool.extend({1: 5, 2: 3}, known=True), make_group(64, device=pool.device)
+    first, again = (forward_arguments(plan, group) for _ in range(2))
+    tensors = [name for name, value in first.items() if isinstance(value, Pointer)]
+    assert set(tensors) >= {
+        "rows",
+        "base_lens",
+        "starts",
+        "out_cache_loc",
+        "input_ids",
+        "known_spans",
+    }
+    assert all(first[name] is again[name] for name in tensors)
+    assert batch_arguments(plan, group)["rows"] is first["rows"]
+    assert first["input_ids"].tensor is plan.write.input_ids
 
 
 def test_triton_says_which_integers_it_compiles_for_their_type_only() -> None:

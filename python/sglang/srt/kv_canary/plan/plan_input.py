@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,6 +70,8 @@ class ForwardPlan:
     expected: ExpectedTokens | None = None
     # Accepted drafts by which a row may have grown since its last forward, if the accepted tokens were not noted
     row_growth: int = 0
+    # What a backend makes of the plan once for all of its launches
+    prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.verify.padded and self.write.ext_lens is not None:

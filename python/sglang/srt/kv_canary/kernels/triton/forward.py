@@ -17,7 +17,6 @@ from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import (
     NUM_WARPS,
     PROGRAMS_PER_SM,
-    batch_arguments,
     dense,
     forward_arguments,
     grid_of,
@@ -50,17 +49,6 @@ def _write_items(plan: ForwardPlan, tile_bits: int) -> int:
     return plan.num_tokens // WRITE_BLOCK + 1
 
 
-def _expected_arguments(plan: ForwardPlan) -> dict[str, Any]:
-    """Arguments, by name, that say what the host knows of the forward's tokens."""
-    expected = plan.expected
-    return {
-        "known_tokens": None if expected is None else expected.tokens,
-        "known_spans": None if expected is None else expected.spans,
-        "num_spans": 0 if expected is None else expected.spans.shape[0],
-        "num_known": 0 if expected is None else expected.tokens.shape[0],
-    }
-
-
 def check_and_write(
     plan: ForwardPlan,
     group: CanaryBufferGroup,
@@ -89,15 +77,9 @@ def check_and_write(
         lambda: FixedArguments(_fixed_arguments(rows, group, side, state, part)),
     )
     arguments = {
-        **batch_arguments(plan, group, writes),
-        **forward_arguments(plan),
-        **_expected_arguments(plan),
-        "parents": dense(write.parents),
-        "input_ids": dense(write.input_ids),
+        **forward_arguments(plan, group, writes),
         "swa_out_cache_loc": dense(swa_slots),
-        "row_growth": plan.row_growth,
         "TILE_BITS": tile_bits,
-        "SINGLE": write.ext_lens is None and write.tokens_per_request == 1,
     }
     grid = grid_of(items, rows.device, PROGRAMS_PER_SM)
     _launch(grid, TILE_WARPS if tile_bits else NUM_WARPS, arguments, fixed)

@@ -1,7 +1,8 @@
 """Launches kernels by name. A variant that has run before is launched without Triton's own look-up.
 
 That look-up takes most of a launch's host time. It looks at every argument twice, and asks the driver about each
-pointer. `variant_of` says what tells variants apart. Arguments that never change are looked at once.
+pointer. `variant_of` says what tells variants apart. Arguments that never change are looked at once, and tensors that
+several launches of a forward take once for all of them (`Pointer`).
 """
 
 from __future__ import annotations
@@ -13,20 +14,39 @@ from typing import Any
 import torch
 
 import triton
+from triton import knobs
 
 from ...capacities import MOST_REQUESTS
 from .compile_ahead import AHEAD
 from .jit import INTERPRET
 
-__all__ = ["FixedArguments", "KernelLauncher", "variant_of"]
+__all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant_of"]
 
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
 CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
 _ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 _INT32 = range(-(2**31), 2**31)
+# Profilers add functions to them
+_HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
+
+
+class Pointer:
+    """A tensor argument that is looked at once, for all launches that take it. It must keep its address."""
+
+    __slots__ = ("address", "tensor", "variant")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.variant = (tensor.dtype, self.address % _ALIGNED == 0)
+
+
+def pointer_to(tensor: torch.Tensor | None) -> Pointer | None:
+    """The argument that stands for `tensor`."""
+    return None if tensor is None else Pointer(tensor)
 
 
 class FixedArguments:
@@ -57,7 +77,7 @@ class _Rest:
         self._only_types = [launcher.only_types[i] for i in at]
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, self._plain = variant_of(fixed_values, launcher.only_types)
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.compiled: dict[tuple[Any, ...], _Variant | None] = {}
 
     def fill(
         self, num_warps: int, arguments: Mapping[str, Any]
@@ -71,6 +91,42 @@ class _Rest:
         return (num_warps, *variant), plain
 
 
+class _Variant:
+    """A compiled variant of a kernel. A call launches it on the current stream of its device.
+
+    Where Triton's launcher is the one that was read, its C function is called directly. What Triton does in between is
+    for scratch memory and for hooks of profilers. Where there are such, Triton is asked.
+    """
+
+    __slots__ = ("_compiled", "_device", "_launch", "_settings")
+
+    def __init__(self, compiled: Any, device: int) -> None:
+        self._compiled, self._device = compiled, device
+        run = compiled.run
+        known = type(run).__name__ == "CudaLauncher"
+        known = known and not run.global_scratch_size and not run.profile_scratch_size
+        self._launch = run.launch if known else None
+        if known:
+            no_scratch, no_hooks = (None, None), (None, None, None)
+            self._settings = (
+                compiled.function,
+                run.launch_cooperative_grid,
+                run.launch_pdl,
+                *no_scratch,
+                compiled.packed_metadata,
+                *no_hooks,
+            )
+
+    def __call__(self, programs: int, plain: Sequence[Any]) -> None:
+        """`plain`: all arguments in order, pointers as integers."""
+        enter, exit_ = _HOOKS
+        if self._launch is None or enter.calls or exit_.calls:
+            self._compiled[(programs, 1, 1)](*plain)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._launch(programs, 1, 1, stream, *self._settings, *plain)
+
+
 class KernelLauncher:
     """Launches `kernel` with arguments by name, compile-time ones included. Names that it does not have are ignored."""
 
@@ -80,7 +136,7 @@ class KernelLauncher:
         # Triton is given them in order: it copies what has a name three times a launch.
         self._in_order = itemgetter(*self.names)
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], _Variant | None] = {}
         self._begun: dict[tuple[Any, ...], Any] = {}  # variants that threads compile
 
     def __call__(
@@ -104,11 +160,13 @@ class KernelLauncher:
             whole = {**fixed.arguments, **arguments}
             rest.compiled[key] = self._launch(grid, num_warps, whole)
         else:
-            compiled[(grid[0], 1, 1)](*plain)
+            compiled(grid[0], plain)
 
-    def _launch(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> Any:
+    def _launch(
+        self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]
+    ) -> _Variant | None:
         """Returns the compiled variant, if it is known."""
-        values = self._in_order(arguments)
+        values = self._values(arguments)
         if not CAN_SKIP:
             self._kernel[grid](*values, num_warps=num_warps)
             return None
@@ -120,12 +178,22 @@ class KernelLauncher:
         key = (device, num_warps, *variant)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[(grid[0], 1, 1)](*plain)
+            compiled(grid[0], plain)
             return compiled
         if (begun := self._begun.pop(key, None)) is not None:
             begun.result()  # Triton keeps it, and the launch below finds it
-        self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
-        return self._compiled[key]
+        compiled = self._compiled[key] = self._compile(grid, num_warps, values)
+        return compiled
+
+    def _compile(self, grid: tuple[int], num_warps: int, values: Sequence[Any]) -> _Variant | None:
+        """Compile a variant, and launch it. None: a hook of Triton's has taken the launch over."""
+        compiled = self._kernel[grid](*values, num_warps=num_warps)
+        return None if compiled is None else _Variant(compiled, values[0].device.index)
+
+    def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """All arguments of the kernel in its order, tensors as themselves."""
+        values = self._in_order(arguments)
+        return [value.tensor if type(value) is Pointer else value for value in values]
 
     def _begin(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> None:
         """Compile the variant of `arguments` in a thread, and those of smaller batches if AHEAD asks for them."""
@@ -133,7 +201,7 @@ class KernelLauncher:
         if AHEAD.smaller_batches and "BATCH" in self._kernel.arg_names:
             sizes += [size for size in BATCH_SIZES if size < sizes[0]]
         for size in sizes:
-            values = self._in_order({**arguments, "BATCH": size})
+            values = self._values({**arguments, "BATCH": size})
             variant, _ = variant_of(values, self.only_types)
             key = (values[0].device.index, num_warps, *variant)
             if key not in self._compiled and key not in self._begun:
@@ -159,6 +227,9 @@ def variant_of(
     for value, only_type in zip(values, only_types, strict=True):
         if value is None:
             variant.append(None)
+        elif type(value) is Pointer:
+            variant.append(value.variant)
+            value = value.address
         elif type(value) is int:
             variant.append(-(2**31) <= value < 2**31 if only_type else value)
         elif isinstance(value, torch.Tensor):

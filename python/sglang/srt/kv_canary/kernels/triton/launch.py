@@ -15,7 +15,7 @@ from ...plan.plan_input import ForwardPlan
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET
-from .kernel_launcher import BATCH_SIZES
+from .kernel_launcher import BATCH_SIZES, pointer_to
 
 T = TypeVar("T")
 
@@ -76,23 +76,63 @@ def batch_arguments(
     plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
 ) -> dict[str, Any]:
     """Arguments, by name, of every kernel that works on a batch: its requests, new slots and window."""
+    return {**_of_all_groups(plan, writes, _batch_arguments), "window": window_of(plan, group)}
+
+
+def forward_arguments(
+    plan: ForwardPlan, group: CanaryBufferGroup, writes: bool = True
+) -> dict[str, Any]:
+    """Those, and what forward_kernel and strided_kernel take of a batch besides."""
+    return {**_of_all_groups(plan, writes, _forward_arguments), "window": window_of(plan, group)}
+
+
+def _of_all_groups(
+    plan: ForwardPlan, writes: bool, make: Callable[[ForwardPlan, bool], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `make` returns, made once for all launches of the plan: each look at a tensor costs host time."""
+    # The slots are not read otherwise; those of a draft step are strided, and a copy is a launch of its own.
+    reads_slots = writes or plan.verify.padded
+    key = (make, reads_slots)
+    known = plan.prepared.get(key)
+    if known is None:
+        known = plan.prepared[key] = make(plan, reads_slots)
+    return known
+
+
+def _batch_arguments(plan: ForwardPlan, reads_slots: bool) -> dict[str, Any]:
     verify, write = plan.verify, plan.write
     batch_size = plan.batch_size
-    # Not read otherwise; that of a draft step is strided, and a copy is a launch of its own.
-    slots = dense(write.out_cache_loc) if writes or verify.padded else write.out_cache_loc
+    slots = pointer_to(dense(write.out_cache_loc) if reads_slots else write.out_cache_loc)
     return {
-        "rows": dense(verify.rows),
-        "base_lens": dense(verify.base_lens),
-        "ext_lens": dense(write.ext_lens),
-        "starts": dense(write.starts),
+        "rows": pointer_to(dense(verify.rows)),
+        "base_lens": pointer_to(dense(verify.base_lens)),
+        "ext_lens": pointer_to(dense(write.ext_lens)),
+        "starts": pointer_to(dense(write.starts)),
         "first_slots": slots if verify.padded else None,
         "out_cache_loc": slots,
         "prefix_delta": verify.prefix_delta,
         "batch_size": batch_size,
         "num_tokens": plan.num_tokens,
         "tokens_per_request": write.tokens_per_request,
-        "window": window_of(plan, group),
         "BATCH": batch_vector(batch_size),
+    }
+
+
+def _forward_arguments(plan: ForwardPlan, reads_slots: bool) -> dict[str, Any]:
+    write, expected = plan.write, plan.expected
+    return {
+        **_of_all_groups(plan, reads_slots, _batch_arguments),
+        "positions": pointer_to(dense(write.positions)),
+        "mode": int(write.mode),
+        # What the host knows of the forward's tokens
+        "known_tokens": None if expected is None else pointer_to(expected.tokens),
+        "known_spans": None if expected is None else pointer_to(expected.spans),
+        "num_spans": 0 if expected is None else expected.spans.shape[0],
+        "num_known": 0 if expected is None else expected.tokens.shape[0],
+        "parents": pointer_to(dense(write.parents)),
+        "input_ids": pointer_to(dense(write.input_ids)),
+        "row_growth": plan.row_growth,
+        "SINGLE": write.ext_lens is None and write.tokens_per_request == 1,
     }
 
 
@@ -107,11 +147,6 @@ def space_arguments(req_to_token: torch.Tensor, group: CanaryBufferGroup) -> dic
         "full_limit": full_limit_of(group),
         "num_slots": group.num_slots,
     }
-
-
-def forward_arguments(plan: ForwardPlan) -> dict[str, Any]:
-    """Arguments, by name, that forward_kernel and strided_kernel take of a batch besides."""
-    return {"positions": dense(plan.write.positions), "mode": int(plan.write.mode)}
 
 
 def part_arguments(state: CanaryDeviceState, part: Part) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import (
     NUM_WARPS,
     PROGRAMS_PER_SM,
-    batch_arguments,
     forward_arguments,
     full_limit_of,
     grid_of,
@@ -52,7 +51,7 @@ def check_and_write(
         (group, rows),
         lambda: FixedArguments(_fixed_arguments(rows, group, side, state, part)),
     )
-    arguments = {**batch_arguments(plan, group, writes), **forward_arguments(plan)}
+    arguments = forward_arguments(plan, group, writes)
     grid = grid_of(items, rows.device, PROGRAMS_PER_SM)
     _launch(grid, NUM_WARPS, arguments, fixed)
 

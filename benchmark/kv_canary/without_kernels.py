@@ -1,0 +1,63 @@
+"""The canary's host work on a machine without a GPU: launches are prepared as on a GPU, and not run.
+
+Decodes count as replays of graphs, which hold their launches. Streams, pinned memory and Triton's own launcher are left
+out: they need a GPU. So the times are lower than a GPU's host's, and serve to compare one version with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+MULTIPROCESSORS = 132  # of an H100
+# A tiny model that the CPU serves, with as many requests as on a GPU.
+ENGINE_ARGS = {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
+ENV = "KV_CANARY_BENCH_WITHOUT_KERNELS"
+
+
+def install() -> None:
+    """In the scheduler's process, before the canary is installed."""
+    triton_backend = _import_as_on_a_gpu()
+    from sglang_kv_canary.kernels import backend
+    from sglang_kv_canary.kernels.triton import kernel_launcher, launch
+    from sglang_kv_canary.runner import manager
+
+    kernel_launcher.KernelLauncher._compile = lambda *_: _launch
+    launch.sm_count = lambda _: MULTIPROCESSORS
+    triton_backend.compiling_ahead = _compiles_nothing
+    backend.select_backend = manager.select_backend = lambda _: triton_backend
+    bracket = manager.CanaryManager.bracket_model_forward
+
+    @contextmanager
+    def bracket_or_replay(self: Any, forward_batch: Any) -> Iterator[None]:
+        if self.armed and forward_batch.forward_mode.is_decode():
+            self.note_replay("DECODE")
+            yield
+            return
+        with bracket(self, forward_batch):
+            yield
+
+    manager.CanaryManager.bracket_model_forward = bracket_or_replay
+
+
+def _import_as_on_a_gpu() -> ModuleType:
+    """Our kernels, as compiled ones."""
+    import torch
+
+    asked, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    try:
+        from sglang_kv_canary.kernels import triton
+    finally:
+        torch.cuda.is_available = asked
+    return triton
+
+
+def _launch(programs: int, plain: list[Any]) -> None:
+    """In place of a compiled kernel."""
+
+
+@contextmanager
+def _compiles_nothing(smaller_batches: bool = False) -> Iterator[bool]:
+    yield False
