@@ -69,6 +69,11 @@ class ViolationManager:
         return waits or self._fetched < self._seen_total
 
     @property
+    def has_work(self) -> bool:
+        """Whether `step` or `name_waiting` has something to do."""
+        return self.busy or self._copy.is_pending or self._reporter.has_work
+
+    @property
     def is_fetching(self) -> bool:
         """Whether rows are being copied to the host."""
         return self._fetched < self._seen_total or self._copy.is_pending

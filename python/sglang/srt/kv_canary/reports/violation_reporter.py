@@ -199,10 +199,14 @@ class ViolationReporter:
 
     # What is said
 
+    @property
+    def has_work(self) -> bool:
+        """Whether causes wait to be named, or something else to be said."""
+        return bool(self._unread or self._untold or self._waiting or self._grown or self._dropped)
+
     def name_waiting(self, idle: bool = False) -> None:
         """Name the causes whose turn it is. Called after each step, and while the server idles."""
-        due = self._unread or self._untold or self._waiting or self._grown or self._dropped
-        if not due:
+        if not self.has_work:
             return
         limit = READ_PER_IDLE_TICK if idle else READ_PER_STEP
         self._read(limit)

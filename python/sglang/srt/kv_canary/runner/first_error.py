@@ -23,15 +23,19 @@ class FirstError:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if self._errors.contain(error, function):
-                return None
-            if self._error is None:
-                self._error = error
-            elif error is not self._error:
-                logger.error(
-                    "kv-canary: another error, besides the one raised: %s", error, exc_info=error
-                )
+            self.note(function, error)
             return None
+
+    def note(self, function: Callable[..., Any], error: Exception) -> None:
+        """`function` has raised `error`."""
+        if self._errors.contain(error, function):
+            return
+        if self._error is None:
+            self._error = error
+        elif error is not self._error:
+            logger.error(
+                "kv-canary: another error, besides the one raised: %s", error, exc_info=error
+            )
 
     def raise_first(self) -> None:
         """Raise the first error that must be raised, if any."""

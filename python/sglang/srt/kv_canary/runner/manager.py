@@ -112,6 +112,8 @@ class CanaryManager:
         self.violations = ViolationManager(self.state.violations, recorder, reporter)
         self.errors = InternalErrors(config.mode, sink, identity.role)
         self.observers: list[StepObserver] = []
+        self._calls: dict[str, list[Callable[..., object]]] = {}  # by method, see `_calls_of`
+        self._calls_are_of: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
@@ -441,17 +443,35 @@ class CanaryManager:
         attempts = FirstError(self.errors)
         with self.clock:
             awaited = attempts.run(self._tell_observers, "after_forwards", self)
-            attempts.run(self.drain)
+            attempts.run(self._drain)
             # The ring is small, and its first rows are the most useful.
             attempts.run(self._start_copy, bool(awaited) or self._finding)
         attempts.raise_first()
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
         """Call `method` of every observer. Returns whether any returned True. An error does not stop the others."""
-        attempts = FirstError(self.errors)
-        results = [attempts.run(getattr(observer, method), *args) for observer in self.observers]
-        attempts.raise_first()
-        return any(results)
+        told, attempts = False, None
+        for call in self._calls_of(method):
+            try:
+                told = call(*args) or told
+            except Exception as error:
+                attempts = attempts or FirstError(self.errors)
+                attempts.note(call, error)
+        if attempts is not None:
+            attempts.raise_first()
+        return bool(told)
+
+    def _calls_of(self, method: str) -> list[Callable[..., object]]:
+        """`method` of every observer that does something there. A step asks several times."""
+        if self._calls_are_of != self.observers:
+            self._calls_are_of, self._calls = list(self.observers), {}
+        calls = self._calls.get(method)
+        if calls is None:
+            nothing = getattr(StepObserver, method)
+            bound = [getattr(observer, method) for observer in self.observers]
+            calls = [call for call in bound if getattr(call, "__func__", call) is not nothing]
+            self._calls[method] = calls
+        return calls
 
     # Internal errors
 
@@ -529,6 +549,8 @@ class CanaryManager:
             self._drain(wait)
 
     def _drain(self, wait: bool = False) -> None:
+        if not (self._copy.is_pending or self.violations.has_work or self.arrivals is not None):
+            return  # as after most forwards
         attempts = FirstError(self.errors)
         attempts.run(self._copy.deliver, wait=wait)
         if self.violations.busy:

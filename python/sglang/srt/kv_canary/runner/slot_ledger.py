@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import groupby
 from types import ModuleType
 
 import torch
@@ -130,7 +130,7 @@ class SlotLedger:
         """What the history does not have yet."""
         if self._history is None:
             return []
-        return [event for event in self._events[self._told :] if isinstance(event, SlotEvent)]
+        return [event for event in self._events[self._told :] if type(event) is SlotEvent]
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
@@ -173,41 +173,45 @@ class SlotLedger:
 
         The slots of all events are joined once, for the runs and, if `untold`, for the history.
         """
-        kinds = dict.fromkeys(event.pool_kind for event in events)
-        ordered = [event for kind in kinds for event in events if event.pool_kind is kind]
-        listed = [event for event in ordered if isinstance(event, SlotEvent)]
+        kinds = dict.fromkeys([event.pool_kind for event in events])
+        if len(kinds) > 1:
+            events = [event for kind in kinds for event in events if event.pool_kind is kind]
+        listed = [event for event in events if type(event) is SlotEvent]
         slots = slots_of(listed)
         if untold:
             self._history.keep(listed, slots)
         runs: list[_Event] = []
-        run: list[SlotEvent] = []
-        start = end = 0  # of the run in `slots`
-        for event in ordered:
-            is_listed = isinstance(event, SlotEvent)
-            if run and not (is_listed and _is_alike(run[0], event) and len(run) < MOST_CALLS):
-                runs.append(self._merge(run, slots, start))
-                run = []
-            if not is_listed:
-                runs.append(event)
+        start = 0  # of the run in `slots`
+        for (kind, _), alike in groupby(events, _likeness):
+            run = list(alike)
+            if kind is None:
+                runs += run
                 continue
-            if not run:
+            for first in range(0, len(run), MOST_CALLS):
+                part = run[first : first + MOST_CALLS]
+                lengths = [0 if event.slots is None else event.slots.shape[0] for event in part]
+                end = start + sum(lengths)
+                if kind is not SlotEventKind.LOAD:  # it changes no record
+                    runs.append(self._merge(part, slots, start, end, lengths))
                 start = end
-            end += 0 if event.slots is None else event.slots.shape[0]
-            if event.kind is not SlotEventKind.LOAD:  # it changes no record
-                run.append(event)
-        if run:
-            runs.append(self._merge(run, slots, start))
         return runs
 
-    def _merge(self, run: list[SlotEvent], slots: torch.Tensor | None, start: int) -> SlotEvent:
-        """`slots`: of all events, those of `run` from `start` on."""
+    def _merge(
+        self,
+        run: list[SlotEvent],
+        slots: torch.Tensor | None,
+        start: int,
+        end: int,
+        lengths: list[int],
+    ) -> SlotEvent:
+        """`slots`: of all events, those of `run` from `start` to `end`. `lengths`: of each one of them."""
         first = run[0]
         if len(run) == 1 or first.slots is None:
             return first
-        lengths, call_ids = [event.slots.shape[0] for event in run], None
+        call_ids = None
         if first.kind is SlotEventKind.FREE and first.page_size > 1:
             call_ids = self._ids_of(lengths, slots.device)
-        return replace(first, slots=slots[start : start + sum(lengths)], call_ids=call_ids)
+        return first._replace(slots=slots[start:end], call_ids=call_ids)
 
     def _ids_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
         """int32[sum of `lengths`]: index i, repeated lengths[i] times. Copies nothing to the device."""
@@ -224,5 +228,6 @@ def _slots_of(events: list[_Event]) -> Iterator[torch.Tensor]:
             yield event.slots
 
 
-def _is_alike(one: SlotEvent, other: SlotEvent) -> bool:
-    return one.kind is other.kind and one.pool_kind is other.pool_kind
+def _likeness(event: _Event) -> tuple[SlotEventKind | None, PoolKind]:
+    """Equal for neighbours that are applied as one. (None, ...): each on its own."""
+    return event.kind if type(event) is SlotEvent else None, event.pool_kind

@@ -33,6 +33,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,8 +164,7 @@ class SweepOrchestrator(StepObserver):
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         """Take the number of launches that the device has counted."""
         for kind in self.launches:
-            tag = CanaryLaunchTag(kind, "K", Side.SWEEP).id
-            self._counted[kind] = int(summary.counters[tag, TagCounter.LAUNCHES])
+            self._counted[kind] = int(summary.counters[_tag_id(kind), TagCounter.LAUNCHES])
         self._confirm()
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
@@ -289,6 +289,11 @@ class SweepOrchestrator(StepObserver):
         self._said_nothing = True
         logger.warning("kv-canary sweep: nothing to walk: %s", why)
         self._sink.emit({"event": "sweep_nothing_to_walk", "reason": why})
+
+
+@cache
+def _tag_id(kind: PoolKind) -> int:
+    return CanaryLaunchTag(kind, "K", Side.SWEEP).id
 
 
 def _findings(manager: Observed) -> int:

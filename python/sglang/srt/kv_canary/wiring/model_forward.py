@@ -51,14 +51,20 @@ def _wrap(inner: Callable[..., Any], around: Around) -> Callable[..., Any]:
 
 
 def forward_batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
+    batch_class = _batch_class()
     for value in (*args, *kwargs.values()):
-        if isinstance(value, ForwardBatch):
+        if isinstance(value, batch_class):
             return value
     raise TypeError(
         "kv-canary: model.forward was called without a ForwardBatch, so its K/V cannot be checked"
     )
+
+
+@functools.cache
+def _batch_class() -> type:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return ForwardBatch
 
 
 @contextmanager
