@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column, Reason
+from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.violation import reason_names, tag_name
 from sglang_kv_canary.reports.violation_manager import ViolationManager
-from sglang_kv_canary.reports.violation_reporter import ViolationReporter
+from sglang_kv_canary.reports.violation_reporter import MOST_TAKEN, ViolationReporter
 from sglang_kv_canary.state import ViolationLog
 
 register_cpu_ci(est_time=4, suite="stage-a-test-cpu")
@@ -27,25 +29,20 @@ TAGS = (0, 1, 4)
 REASONS = (Reason.TOKEN, Reason.POSITION, Reason.TOKEN | Reason.POSITION, Reason.STALE_WEIGHTS)
 
 
-class NoSink:
-    """Nobody reads the events here."""
-
-    def emit(self, event: dict) -> None: ...
-
-
 class Ring:
     """A real ring and its reader. `append` is what kernels do."""
 
-    def __init__(self) -> None:
-        self.log = ViolationLog.allocate(CAPACITY, torch.zeros(1, dtype=torch.int64))
-        reporter = ViolationReporter(CanaryMode.LOG, NoSink(), 1e9)
-        self.manager = ViolationManager(self.log, FlightRecorder(), reporter)
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.log = ViolationLog.allocate(capacity, torch.zeros(1, dtype=torch.int64))
+        self.reporter = ViolationReporter(CanaryMode.LOG, EventSink("", 0), 1e9)
+        self.manager = ViolationManager(self.log, FlightRecorder(), self.reporter)
 
-    def append(self, tag: int, reasons: int) -> None:
+    def append(self, tag: int, reasons: int, slot: int = 0) -> None:
         sequence = int(self.log.total)
         row = np.zeros(VIOLATION_COLUMNS, dtype=np.int64)
-        row[[Column.SEQUENCE, Column.TAG, Column.REASONS]] = sequence, tag, reasons
-        self.log.rows[sequence % CAPACITY] = torch.from_numpy(row)
+        columns = [Column.SEQUENCE, Column.TAG, Column.REASONS, Column.SLOT]
+        row[columns] = sequence, tag, reasons, slot
+        self.log.rows[sequence % len(self.log.rows)] = torch.from_numpy(row)
         self.log.total.add_(1)
 
     def step(self) -> None:
@@ -76,6 +73,44 @@ def test_counts_are_those_of_the_rows_that_the_ring_still_has(
     assert ring.manager.by_tag_and_reason == expected
     assert ring.manager.overwritten == overwritten
     assert ring.manager.reported == sum(min(len(rows), CAPACITY) for rows in steps)
+
+
+def _flood(ring: Ring, slots: Sequence[int], steps: int) -> None:
+    """Each step finds the damage of all `slots` again, and names what waits."""
+    for _ in range(steps):
+        for slot in slots:
+            ring.append(0, Reason.CONTENT, slot)
+        ring.step()
+        ring.manager.name_waiting(idle=True)
+
+
+def test_of_damage_that_stays_a_part_is_looked_at_each_step_and_all_of_it_is_counted() -> None:
+    ring, slots, steps = Ring(1024), range(1, 601), 8
+    _flood(ring, slots, steps)
+    reporter = ring.reporter
+    assert ring.manager.reported == len(slots) * steps
+    assert ring.manager.by_tag_and_reason["HEAD_K_FULL", "CONTENT"] == len(slots) * steps
+    assert reporter.causes == len(slots)
+    assert reporter.distinct + reporter.repeats == len(slots) * steps
+    looked_at = sum(cause.findings for cause in reporter._causes.values())
+    _flood(ring, slots, 1)
+    more = sum(cause.findings for cause in reporter._causes.values()) - looked_at
+    assert 0 < more <= MOST_TAKEN < len(slots)
+
+
+def test_what_is_new_in_a_flood_is_taken_within_some_steps_and_then_all_of_it() -> None:
+    ring, slots = Ring(1024), list(range(1, 601))
+    _flood(ring, slots, 4)
+    assert ring.reporter.causes == len(slots)
+    parts = -(-(len(slots) + 1) // MOST_TAKEN)
+    for place in (0, 302, 601):  # wherever it stands among the rows
+        known, new = ring.reporter.causes, 1000 + place
+        slots.insert(place, new)
+        _flood(ring, slots, parts + 1)
+        assert ring.reporter.causes == known + 1
+    slots += range(2000, 2100)
+    _flood(ring, slots, parts + 2)
+    assert ring.reporter.causes == len(slots)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,12 @@ def _have_no_seed(rows: np.ndarray) -> np.ndarray:
     """
     # The first record of a chain steps from an anchor, which is 0 for most requests.
     tags = rows[:, Column.TAG]
-    possible = (rows[:, Column.REASONS] == Reason.CHAIN) & _tags_without_seed()[tags]
-    possible &= rows[:, Column.PREV_SLOT] >= 0
     found = np.zeros(len(rows), dtype=bool)
+    possible = _tags_without_seed()[tags]
+    if not possible.any():
+        return found
+    possible &= rows[:, Column.REASONS] == Reason.CHAIN
+    possible &= rows[:, Column.PREV_SLOT] >= 0
     if not possible.any():
         return found
     for tag in np.flatnonzero(np.bincount(tags[possible])).tolist():

@@ -114,8 +114,7 @@ class ViolationManager:
         total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
         first = max(self._fetched, later_total - rows.shape[0])
         sequences = np.arange(first, total)
-        # Column by column, as all further work reads it
-        fetched = rows.T[:, sequences % rows.shape[0]].T
+        fetched = _taken_from_ring(rows, first, total)
         fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
         self.overwritten += first - self._fetched + len(overwritten)
         waits = len(self._unsettled) > 0
@@ -140,7 +139,7 @@ class ViolationManager:
         settled = are_settled(self._unsettled, self._recorder)
         rows, self._unsettled = _split(self._unsettled, settled)
         _, rows = _split(rows, are_moot(rows, self._recorder))
-        self.moot += int(settled.sum()) - len(rows)
+        self.moot += int(np.count_nonzero(settled)) - len(rows)
         self.reported += len(rows)
         self._count(rows)
         for listener in self.listeners:
@@ -167,10 +166,20 @@ class ViolationManager:
         return [(p, n) for p, n in zip(self._pairs.tolist(), counts.tolist(), strict=True) if n]
 
 
+def _taken_from_ring(ring: np.ndarray, first: int, end: int) -> np.ndarray:
+    """A copy of the rows with sequence numbers `first` to `end` - 1, at most all that `ring` has."""
+    capacity = len(ring)
+    at = first % capacity
+    until_wrap = ring[at : at + end - first]
+    wrapped = ring[: end - first - len(until_wrap)]
+    return np.concatenate([until_wrap, wrapped])
+
+
 def _split(rows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(chosen `rows`, the others). Nothing is copied where all or none are chosen."""
-    if chosen.all():
+    count = np.count_nonzero(chosen)
+    if count == len(rows):
         return rows, rows[:0]
-    if not chosen.any():
+    if not count:
         return rows[:0], rows
     return rows[chosen], rows[~chosen]

@@ -36,6 +36,7 @@ MAX_NAMED = 20  # causes named per interval; the others wait their turn
 MAX_LOOKUPS = (
     16  # in the history per interval; each takes about 1 ms, and the first of a step 5 ms more
 )
+MOST_TAKEN = 256  # rows of a step, while damage that stays brings nothing new
 MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
 # New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
@@ -88,6 +89,8 @@ class ViolationReporter:
         self._interval_began = float("-inf")
         self._room = 0  # causes that may still be named in this interval
         self._said_wait = False
+        self._only_repeats = False  # nothing in the last rows was new
+        self._turn = 0  # of parts of floods
         self._dropped = 0  # findings, since the last log line about them
         self.distinct = 0  # findings
         self.repeats = 0
@@ -109,8 +112,10 @@ class ViolationReporter:
 
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
+        rows = self._part_of_flood(rows)
         keys = finding_keys(rows, recorder)
         repeats, new = self._known.split(keys)
+        self._only_repeats = not new
         for repeat in repeats:
             self._count_repeats(repeat, int(rows[repeat.last_row, Column.READER_FORWARD]))
         for index in new:
@@ -122,6 +127,19 @@ class ViolationReporter:
                 self._dropped += 1
             else:
                 self._unread[key] = _Unread(rows[index], recorder)
+
+    def _part_of_flood(self, rows: np.ndarray) -> np.ndarray:
+        """Every k-th of `rows` while nothing new is found, at most MOST_TAKEN: damage that stays is found each step.
+
+        The part rotates, so what is new and stays is taken within k steps. The others count as repeats of no cause.
+        """
+        parts = -(-len(rows) // MOST_TAKEN)
+        if parts <= 1 or not self._only_repeats:
+            return rows
+        self._turn += 1
+        taken = rows[self._turn % parts :: parts]
+        self.repeats += len(rows) - len(taken)
+        return taken
 
     def _count_repeats(self, repeats: Repeats, forward: int) -> None:
         cause = repeats.cause
