@@ -1,29 +1,32 @@
 """Cost of the canary where KV travels: bytes on the wire, time to first token over disaggregation, HiCache's load-back.
 
     python benchmark/kv_canary/bench_disaggregation.py [--parts wire,ttft,load] [--model DIR] [--pairs 10]
-        [--prompt 200] [--backend nixl] [--engine '{"mem_fraction_static": 0.2}'] [--prefill '{}']
-        [--decode '{"base_gpu_id": 1}'] [--noise]
+        [--requests 10] [--seconds 300] [--prompt 200] [--backend nixl] [--engine '{"mem_fraction_static": 0.2}']
+        [--prefill '{}'] [--decode '{"base_gpu_id": 1}'] [--hicache '{"hicache_ratio": 2.5}'] [--noise]
 
-Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start before the first is measured,
-and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time, and its
-figure is their median. `off2` is `off` once more (--noise): how far it is from `off` is the noise. Content is `all`.
-Prints a JSON line for each pair and part, and last the mean of the pairs' ratios with its 95 % interval (bootstrap).
+Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start at once, before the first is
+measured, and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time,
+and its figure is their median. `off2` is `off` once more (--noise): how far it is from `off` is the noise. Content is
+`all`. Prints a JSON line for each pair and part, and last mean and median of the pairs' ratios with their 95 %
+intervals (bootstrap). After `--seconds` of measuring no pair of that part begins.
 
 wire   bytes that the prefill server gives to the transport, by what they are
 ttft   seconds until the decode server has answered with one token. The prefill, the transfer and the check are in it
 load   seconds until a server with HiCache has answered a prompt that it must load back from host memory, with one
-       token. Prompts that fill the device come in between
+       token. Five prompts take turns, of which three fit on the device
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +52,8 @@ CANARY = {"kv_canary": "log", "kv_canary_real_data": "all"}
 WITHOUT = {"kv_canary": "none", "kv_canary_real_data": "none"}
 PARTS = ("wire", "ttft", "load")
 WARM_UP = 3  # prompts of each server that are not counted
+CACHED = 5  # prompts of which all are in host memory
+ON_DEVICE = 3  # of them
 
 Measure = Callable[[Any, str, list[int]], float]  # (server, request id, prompt): seconds
 
@@ -129,38 +134,49 @@ def ttft(options: argparse.Namespace) -> None:
     with ExitStack() as servers:
         folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         pairs = {
-            name: servers.enter_context(pair_of_servers(options, flags, folder))
+            name: pair_of_servers(options, flags, folder)
             for name, flags in variants(options).items()
         }
+        start_together(servers, pairs)
+        for i, prompt in enumerate(_prompts("ttft-warm", WARM_UP, options)):
+            for serving in pairs.values():
+                first_token(serving, f"warm-{i}", prompt)
         _compare("ttft", pairs, first_token, options)
 
 
 def load(options: argparse.Namespace) -> None:
-    """Each prompt is cached, pushed out of the device, and asked for again."""
-    pool = dict(SMALL_POOL)
-    pool["max_total_tokens"] = 3 * options.prompt + 20
+    """Prompts in turns: each is pushed out of the device before it is asked for again."""
+    pool = {**SMALL_POOL, "max_total_tokens": ON_DEVICE * options.prompt + 20}
+    cached = _prompts("load", CACHED, options)
     with ExitStack() as servers:
         single = {
-            name: servers.enter_context(
-                CanaryServer(
-                    mode_of(options),
-                    {**pool, **flags, **options.engine},
-                    plugins=FILL_INS,
-                )
+            name: CanaryServer(
+                mode_of(options),
+                {**options.engine, **pool, **options.hicache, **flags},
+                plugins=FILL_INS,
             )
             for name, flags in variants(options).items()
         }
-        _compare("load", single, load_back, options)
+        start_together(servers, single)
+        for name in ("first", "second"):  # the second time warms up what loads
+            for i, prompt in enumerate(cached):
+                for serving in single.values():
+                    ask(serving, f"{name}-{i}", prompt)
+        _compare("load", single, load_back, options, cached)
+
+
+def start_together(stack: ExitStack, servers: Mapping[str, Any]) -> None:
+    """On a GPU a start takes a minute or more."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        starts = [threads.submit(stack.enter_context, server) for server in servers.values()]
+    for start in starts:
+        start.result()
 
 
 def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> float:
-    ask(serving, name, prompt)
-    rng = random.Random(name)
-    for i in range(4):
-        ask(serving, f"{name}-between-{i}", random_tokens(rng, len(prompt)))
     one = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     start = time.perf_counter()
-    answer = ask(serving, f"{name}-again", prompt, sampling_params=one)
+    answer = ask(serving, name, prompt, sampling_params=one)
     seconds = time.perf_counter() - start
     if hits(answer) < len(prompt) // 2:
         raise RuntimeError(
@@ -178,25 +194,35 @@ def _prompts(name: str, count: int, options: argparse.Namespace) -> list[list[in
 
 
 def _compare(
-    part: str, servers: Mapping[str, Any], measure: Measure, options: argparse.Namespace
+    part: str,
+    servers: Mapping[str, Any],
+    measure: Measure,
+    options: argparse.Namespace,
+    prompts: list[list[int]] | None = None,
 ) -> None:
-    for i, prompt in enumerate(_prompts(f"{part}-warm", WARM_UP, options)):
-        for serving in servers.values():
-            measure(serving, f"warm-{i}", prompt)
-    lines = list(_turns(part, servers, measure, options))
+    """`prompts` take turns. None: every prompt is another one."""
+    lines = list(_turns(part, servers, measure, options, prompts))
     for name in servers:
         if name != "off":
             _summary(part, name, lines)
 
 
 def _turns(
-    part: str, servers: Mapping[str, Any], measure: Measure, options: argparse.Namespace
+    part: str,
+    servers: Mapping[str, Any],
+    measure: Measure,
+    options: argparse.Namespace,
+    prompts: list[list[int]] | None,
 ) -> Iterator[dict[str, float]]:
     """Seconds of each server in each pair. Servers take turns by request, so that the machine's drift hits all."""
-    names = list(servers)
+    names, end = list(servers), time.monotonic() + options.seconds
+    same = itertools.cycle(prompts) if prompts else None
     for pair in range(options.pairs):
+        if time.monotonic() > end:
+            return
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for i, prompt in enumerate(_prompts(f"{part}-{pair}", options.requests, options)):
+        others = same or _prompts(f"{part}-{pair}", options.requests, options)
+        for i, prompt in enumerate(itertools.islice(others, options.requests)):
             first = (pair + i) % len(names)
             for name in names[first:] + names[:first]:
                 seconds[name].append(measure(servers[name], f"{part}-{pair}-{i}", prompt))
@@ -207,19 +233,24 @@ def _turns(
 
 def _summary(part: str, name: str, lines: list[dict[str, float]]) -> None:
     percent = [100 * (line[name] / line["off"] - 1) for line in lines]
-    low, high = interval(percent)
     off = 1000 * statistics.median(line["off"] for line in lines)
     more = 1000 * statistics.median(line[name] - line["off"] for line in lines)
-    mean = statistics.mean(percent)
-    cost = f"{more:+.2f} ms, {mean:+.1f} % ({low:+.1f} to {high:+.1f})"
-    print(f"{part} {name}: off {off:.2f} ms, {cost}")
+    figures = []
+    for figure in (statistics.mean, statistics.median):
+        low, high = interval(percent, figure)
+        figures.append(f"{figure.__name__} {figure(percent):+.2f} % ({low:+.2f} to {high:+.2f})")
+    print(
+        f"{part} {name}: {len(lines)} pairs, off {off:.2f} ms, {more:+.2f} ms, {', '.join(figures)}"
+    )
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Of the mean of `values`, 95 %: what 10,000 draws of as many of them have as their mean."""
+def interval(
+    values: list[float], figure: Callable[[list[float]], float] = statistics.mean
+) -> tuple[float, float]:
+    """Of the mean, or the median, of `values`, 95 %: what 10,000 draws of as many of them have."""
     draws = random.Random(0)
-    means = sorted(statistics.mean(draws.choices(values, k=len(values))) for _ in range(10_000))
-    return means[250], means[-251]
+    figures = sorted(figure(draws.choices(values, k=len(values))) for _ in range(10_000))
+    return figures[250], figures[-251]
 
 
 def main() -> None:
@@ -230,8 +261,9 @@ def main() -> None:
     parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--requests", type=int, default=10, help="of each server in a pair")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of each part")
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
-    for name in ("engine", "prefill", "decode"):
+    for name in ("engine", "prefill", "decode", "hicache"):
         parser.add_argument(f"--{name}", type=json.loads, default={}, help="further flags, JSON")
     parser.add_argument("--noise", action="store_true")
     options = parser.parse_args()

@@ -55,7 +55,9 @@ def run_measuring_scheduler(*args: Any, **kwargs: Any) -> None:
             steps += 1
             if steps == AT_STEP:
                 del runner.replay
-                Path(job["answer"]).write_text(json.dumps(_measure(runner, forward_batch, job)))
+                measured = _measure(runner, forward_batch, job)  # ranks must do it together
+                if self.tp_rank == 0:
+                    Path(job["answer"]).write_text(json.dumps(measured))
             return result
 
         runner.replay = replay_and_measure

@@ -1,4 +1,4 @@
-"""Context parallelism without a GPU: attention over a rank's part of a prompt, and the exchange of K and V.
+"""Context parallelism without FlashAttention 3: attention over a part of a prompt; without a GPU, also the exchange.
 
 SGLang's own code splits prompts, gathers the parts' K and V, puts them in order, and stores them. Attention of its
 torch_native backend knows no parts, and its exchange of them is NCCL's.
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["IN_PARTS", "context_parallel_flags", "context_parallel_on_torch_native"]
+__all__ = ["FLASH", "IN_PARTS", "context_parallel_flags", "context_parallel_on_torch_native"]
+
+# Whether SGLang's own attention over parts runs here. Some builds of its kernels are without it.
+FLASH = torch.cuda.is_available() and find_spec("sgl_kernel.flash_ops") is not None
 
 
 IN_PARTS = "fill-in: attention over a part of the prompts"  # said on stderr each time
@@ -33,12 +36,14 @@ def context_parallel_flags() -> dict[str, Any]:
 
 
 def context_parallel_on_torch_native() -> None:
-    """`--attn-cp-size` on the CPU."""
+    """`--attn-cp-size` with torch_native. On GPUs NCCL exchanges the parts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(f"{backend}.forward_extend", _extend_part, HookType.AROUND)
+    if torch.cuda.is_available():
+        return
     torch.cuda.current_stream = lambda *_: None
     if _is_newer():
         HookRegistry.register(f"{group}.all_gather_into_tensor", _all_gather, HookType.REPLACE)

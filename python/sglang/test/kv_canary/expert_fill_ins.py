@@ -1,8 +1,8 @@
-"""Expert parallelism without DeepEP, for tests on machines without a GPU: the exchange of tokens, in plain torch.
+"""Expert parallelism without DeepEP, for tests on machines that lack it: the exchange of tokens, in plain torch.
 
 SGLang's own code splits batches in two, schedules the halves' operations, pads and merges. Only what DeepEP's kernels
-do is filled in: tokens of all ranks are gathered with gloo, each rank computes its own experts, and the results are
-added up.
+do is filled in: tokens of all ranks are gathered, each rank computes its own experts, and the results are added up.
+The exchange waits for the device, so that no CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import distributed
 from torch.nn.functional import pad, silu
 
-__all__ = ["deepep_on_gloo"]
+__all__ = ["deepep_in_plain_torch"]
 
 
-def deepep_on_gloo() -> None:
-    """`--moe-a2a-backend deepep` on the CPU."""
+def deepep_in_plain_torch() -> None:
+    """`--moe-a2a-backend deepep`: gloo on the CPU, NCCL on GPUs."""
     from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
     from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPConfig
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    dispatcher = type("GlooDispatcher", (_Exchange, BaseDispatcher), {})
+    dispatcher = type("PlainDispatcher", (_Exchange, BaseDispatcher), {})
     experts = "sglang.srt.layers.moe.ep_moe.layer.DeepEPMoE.run_moe_core"
     HookRegistry.register(
         "sglang.srt.layers.moe.token_dispatcher.deepep.DeepEPDispatcher",
@@ -37,6 +37,8 @@ def deepep_on_gloo() -> None:
         HookType.BEFORE,
     )
     DeepEPConfig._instance = SimpleNamespace(num_sms=0)
+    if torch.cuda.is_available():
+        return
     # The halves of a prefill share the GPU's multiprocessors with DeepEP.
     torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=0)
 
@@ -78,11 +80,12 @@ class _Exchange:
         ids = pad(topk_output.topk_ids, missing, value=-1)
         mine = (hidden_states, ids, pad(topk_output.topk_weights, missing))
         parts: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(parts, mine, group=self._group)
+        distributed.all_gather_object(parts, [part.cpu() for part in mine], group=self._group)
         rank = distributed.get_rank(self._group)
         first = sum(part[0].shape[0] for part in parts[:rank])
         self._mine = slice(first, first + hidden_states.shape[0])
-        self._tokens = _Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        gathered = (torch.cat(column) for column in zip(*parts, strict=True))
+        self._tokens = _Tokens(*(column.to(hidden_states.device) for column in gathered))
 
     def dispatch_b(self) -> _Tokens:
         assert self._tokens is not None

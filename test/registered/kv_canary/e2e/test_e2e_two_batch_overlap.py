@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
@@ -19,7 +20,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2_with_experts
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
-from sglang_kv_canary_rigs.expert_fill_ins import deepep_on_gloo
+from sglang_kv_canary_rigs.expert_fill_ins import deepep_in_plain_torch
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -32,8 +33,12 @@ pytestmark = pytest.mark.skipif(
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
 RANKS = [0, 1]
 _DP = MODES["mla_dp"]
+DEEPEP = torch.cuda.is_available() and find_spec("deep_ep") is not None
 MODES["mla_dp_experts"] = replace(
-    _DP, name="mla_dp_experts", write_model=write_tiny_deepseek_v2_with_experts
+    _DP,
+    name="mla_dp_experts",
+    write_model=write_tiny_deepseek_v2_with_experts,
+    cuda_args={**_DP.cuda_args, "disable_cuda_graph": not DEEPEP},
 )
 
 
@@ -53,7 +58,7 @@ class TestTwoBatchOverlap(CanaryE2EBase):
         "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
         "SGLANG_TBO_DEBUG": "1",  # SGLang logs each batch that it splits
     }
-    plugins: ClassVar = () if torch.cuda.is_available() else (deepep_on_gloo,)
+    plugins: ClassVar = () if DEEPEP else (deepep_in_plain_torch,)
 
     def split_batches(self) -> Counter[str]:
         """Forwards that were computed in two halves, by mode; `two chunks`: a request was cut in two."""
