@@ -7,6 +7,7 @@ pointer. `variant_of` says what tells variants apart. Arguments that never chang
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import triton
 
 from ...capacities import MOST_REQUESTS
-from .compile_ahead import AHEAD
+from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 
 __all__ = ["FixedArguments", "KernelLauncher", "variant_of"]
@@ -81,7 +82,7 @@ class KernelLauncher:
         self._in_order = itemgetter(*self.names)
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._begun: dict[tuple[Any, ...], Any] = {}  # variants that threads compile
+        self._begun: dict[tuple[Any, ...], Begun] = {}  # variants that are being compiled
 
     def __call__(
         self,
@@ -113,7 +114,7 @@ class KernelLauncher:
             self._kernel[grid](*values, num_warps=num_warps)
             return None
         if AHEAD.active:
-            self._begin(grid, num_warps, arguments)
+            self._begin(num_warps, arguments)
             return None
         variant, plain = variant_of(values, self.only_types)
         device = values[0].device.index  # every kernel's first argument is a tensor
@@ -122,13 +123,13 @@ class KernelLauncher:
         if compiled is not None:
             compiled[(grid[0], 1, 1)](*plain)
             return compiled
-        if (begun := self._begun.pop(key, None)) is not None:
-            begun.result()  # Triton keeps it, and the launch below finds it
-        self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
+        begun = self._begun.pop(key, None)
+        with nullcontext() if begun is None else begun.at_hand():
+            self._compiled[key] = self._kernel[grid](*values, num_warps=num_warps)
         return self._compiled[key]
 
-    def _begin(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> None:
-        """Compile the variant of `arguments` in a thread, and those of smaller batches if AHEAD asks for them."""
+    def _begin(self, num_warps: int, arguments: Mapping[str, Any]) -> None:
+        """Begin to compile the variant of `arguments`, and those of smaller batches if AHEAD asks for them."""
         sizes = [arguments.get("BATCH")]
         if AHEAD.smaller_batches and "BATCH" in self._kernel.arg_names:
             sizes += [size for size in BATCH_SIZES if size < sizes[0]]
@@ -137,9 +138,9 @@ class KernelLauncher:
             variant, _ = variant_of(values, self.only_types)
             key = (values[0].device.index, num_warps, *variant)
             if key not in self._compiled and key not in self._begun:
-                kernel = self._kernel.warmup(*values, grid=grid, num_warps=num_warps)
-                if hasattr(kernel, "result"):  # otherwise Triton has it already
-                    self._begun[key] = kernel
+                begun = AHEAD.begin(self._kernel, values, num_warps)
+                if begun is not None:
+                    self._begun[key] = begun
 
 
 def _only_types(kernel: Any) -> tuple[bool, ...]:
