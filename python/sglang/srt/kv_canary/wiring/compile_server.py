@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compile_folder import FOLDER_ENV
 from ..config import is_asked_for
+from .context import context
 from .hook_spec import HookSpec, HookType
 from .releases import release
 
@@ -22,23 +23,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _around_launch(
-    original: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND Engine._launch_scheduler_processes, which does not wait for them."""
-    server = _attempt(_start, server_args)
+def _before_launch(cls: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE Engine._launch_scheduler_processes."""
+    os.environ.pop(FOLDER_ENV, None)
+    context.compile_server = _attempt(_start, server_args)
+    if context.compile_server is not None:
+        os.environ[FOLDER_ENV] = str(context.compile_server.folder)
+
+
+def _after_launch(result: Any, cls: type, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """AFTER Engine._launch_scheduler_processes, which does not wait for them."""
+    os.environ.pop(FOLDER_ENV, None)
+    server, context.compile_server = context.compile_server, None
     if server is None:
-        return original(cls, server_args, *args, **kwargs)
-    os.environ[FOLDER_ENV] = str(server.folder)
-    try:
-        result, processes = original(cls, server_args, *args, **kwargs)
-    except BaseException:
-        _attempt(server.stop)
-        raise
-    finally:
-        del os.environ[FOLDER_ENV]
-    _attempt(_request_what_will_be_needed, server, server_args)
-    wait = result.wait_for_ready
+        return result
+    launched = result[0]
+    wait = launched.wait_for_ready
 
     def wait_for_ready() -> None:
         try:
@@ -46,8 +46,9 @@ def _around_launch(
         finally:
             _attempt(_stop, server)
 
-    result.wait_for_ready = wait_for_ready
-    return result, processes
+    launched.wait_for_ready = wait_for_ready
+    _attempt(_request_what_will_be_needed, server, server_args)
+    return result
 
 
 def _start(server_args: Any) -> CompileServerProcess | None:
@@ -97,11 +98,9 @@ def _attempt(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
+_LAUNCH = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"
+_PROTECTS = "a fast start"
 HOOKS = (
-    HookSpec(
-        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
-        _around_launch,
-        HookType.AROUND,
-        "a fast start",
-    ),
+    HookSpec(_LAUNCH, _before_launch, HookType.BEFORE, _PROTECTS),
+    HookSpec(_LAUNCH, _after_launch, HookType.AFTER, _PROTECTS),
 )

@@ -24,6 +24,7 @@ from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.attachment import AttachOptions
 from ..state import CanaryDeviceState
 from .memory import pool_class_of
+from .releases import release
 from .warm_up import decodes, launches_of_target, prefills
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
             beside = plan.tail_beside_the_layers
             for part in (beside, Part.ALL & ~beside):
                 launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
-        first = _largest_captured(args) + 1
-        for plan in decodes(args, first, target.largest).plans(target.plan_input):
+        first, _ = release().captured(args)
+        for plan in decodes(args, first + 1, target.largest).plans(target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
         for launch in launches_of_target(target, args, args.page_size):
@@ -91,16 +92,10 @@ def _target(
 
 
 def _captured(args: Any, target: SimpleNamespace) -> Iterator[ForwardPlan]:
-    """Forwards that decode graphs hold. Their lengths are int32."""
-    last = min(_largest_captured(args), target.largest)
-    return decodes(args, 1, last, seq_lens=torch.int32).plans(target.plan_input)
-
-
-def _largest_captured(args: Any) -> int:
-    """Requests in the largest decode graph; 0: there is none."""
-    if getattr(args, "disable_cuda_graph", False):
-        return 0
-    return max(getattr(args, "cuda_graph_bs", None) or [args.cuda_graph_max_bs or 0])
+    """Forwards that decode graphs hold."""
+    last, lens = release().captured(args)
+    last = min(last, target.largest)
+    return decodes(args, 1, last, seq_lens=lens).plans(target.plan_input)
 
 
 def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryBufferGroup, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,7 +59,9 @@ class Begun:
         """Waits until the variant is compiled. Triton finds it in here."""
         requests = self._ahead.requests
         if self._in_thread is None and requests is not None:
+            before = time.monotonic()
             problem = self._problem(requests)
+            self._ahead.waited_s += time.monotonic() - before
             if problem is None:
                 with _cache_in(requests.cache_dir):
                     yield
@@ -87,6 +90,10 @@ class CompileAhead:
         self.active = False
         self.smaller_batches = False  # also the variants of all smaller batches
         self.requests: CompileRequests | None = None  # None: threads compile
+        self.asked = self.unforeseen = (
+            0  # variants asked of the server, and those that nobody had predicted
+        )
+        self.waited_s = 0.0  # for the server
         self._looked_for_server = False
         self._begun: list[Begun] = []
         self._collected: dict[str, Variant] | None = None  # not None: nothing is compiled
@@ -97,11 +104,12 @@ class CompileAhead:
         if not self._looked_for_server and self._collected is None:
             self._looked_for_server = True
             self._find_server()
+        before = self.active, self.smaller_batches
         self.active, self.smaller_batches = True, smaller_batches
         try:
             yield
         finally:
-            self.active = False
+            self.active, self.smaller_batches = before
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, Variant]]:
@@ -123,6 +131,8 @@ class CompileAhead:
             begun.compile_in_thread()
             return begun
         try:
+            self.asked += 1
+            self.unforeseen += not self.requests.knows(begun.variant)
             self.requests.ask([begun.variant], NEEDED)
             self._begun.append(begun)
         except OSError as error:
@@ -149,6 +159,14 @@ class CompileAhead:
 
     def finish(self) -> None:
         """Give the threads back. What they compile now they complete."""
+        if self.asked:
+            logger.info(
+                "kv-canary: asked the compile server for %d variants of kernels, %d of them not predicted, and waited "
+                "%.1f s for it",
+                self.asked,
+                self.unforeseen,
+                self.waited_s,
+            )
         self.requests = None
         self._begun.clear()
         if self._compiling is not None:

@@ -69,6 +69,10 @@ class CompileRequests:
             path = self._folder / f"{urgency}-{next(self._numbers):05}-{variant.name}.request"
             _write(path, variant.text)
 
+    def knows(self, variant: Variant) -> bool:
+        """Whether anybody has asked for it."""
+        return any(self._folder.glob(f"*-{variant.name}.request"))
+
     def answer(self, variant: Variant) -> str | None:
         """Waits for it. None: the server has ended without one."""
         path, next_check = self._folder / f"{variant.name}.answer", 0.0
