@@ -67,8 +67,7 @@ class Begun:
                     yield
                 return
             self._ahead.leave_server(f"{self.variant.kernel}: {problem}")
-        self.compile_in_thread()
-        if hasattr(self._in_thread, "result"):  # otherwise Triton has had it already
+        if hasattr(self._in_thread, "result"):  # otherwise Triton has it already, or compiles it now
             self._in_thread.result()  # Triton keeps it
         yield
 
