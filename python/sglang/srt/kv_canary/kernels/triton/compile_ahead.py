@@ -67,7 +67,9 @@ class Begun:
                     yield
                 return
             self._ahead.leave_server(f"{self.variant.kernel}: {problem}")
-        if hasattr(self._in_thread, "result"):  # otherwise Triton has it already, or compiles it now
+        if hasattr(
+            self._in_thread, "result"
+        ):  # otherwise Triton has it already, or compiles it now
             self._in_thread.result()  # Triton keeps it
         yield
 
