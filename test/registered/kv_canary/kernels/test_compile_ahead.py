@@ -64,8 +64,9 @@ with triton_backend.compiling_ahead() as compiles:
     assert compiles
     all_variants()
 assert len(launch._begun) == 2, launch._begun
-for kernel in launch._begun.values():
-    assert kernel.result().asm["cubin"]
+for begun in launch._begun.values():
+    with begun.at_hand():
+        pass
 assert sorted(block for block, _ in compiled) == [32, 64], compiled
 assert all(name.startswith("kv-canary-compile") for _, name in compiled), compiled
 with triton_backend.compiling_ahead():

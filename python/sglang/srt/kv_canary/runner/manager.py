@@ -187,7 +187,7 @@ class CanaryManager:
     def compile_ahead(
         self, plans: Iterable[ForwardPlan], launches: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Begin to compile what `plans` and `launches` launch, in threads. Runs nothing, and does not wait."""
+        """Begin to compile what `plans` and `launches` launch, elsewhere. Runs nothing, and does not wait."""
         with self.launcher.backend.compiling_ahead() as compiles:
             if compiles:
                 for plan in plans:

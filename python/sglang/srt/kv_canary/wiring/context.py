@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ..host_tier.host_tier import HostTier
     from ..host_tier.page_store import PageStore
+    from ..kernels.triton.compile_requests import CompileServerProcess
     from ..reports.event_sink import EventSink
     from ..reports.slot_history import SlotHistory
     from ..runner.manager import CanaryManager
@@ -46,6 +47,7 @@ class CanaryContext:
     # Main process, by pid: a forked child has no entry. Callers of `Engine` may restore the environment.
     farewell_folders: dict[int, Path] = field(default_factory=dict)
     last_words: dict[int, Path] = field(default_factory=dict)
+    compile_server: CompileServerProcess | None = None  # while schedulers are being launched
 
     # Scheduler process
     managers: list[CanaryManager] = field(default_factory=list)

@@ -87,6 +87,8 @@ class Release:
     # Name of the pool class with an indexer that SGLang builds for a Hugging Face config. None: without.
     indexer_pool_of: Callable[[Any], str | None]
     decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
+    # Of settled arguments: requests in the largest decode graph (0: there is none), and the dtype of lengths there.
+    captured: Callable[[Any], tuple[int, torch.dtype]]
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]

@@ -54,6 +54,7 @@ class EagerForwards:
     tokens: int = 1  # per request
     ids: torch.dtype = torch.int64  # of input_ids
     lens: torch.dtype = torch.int32  # dtype of extend_seq_lens and extend_prefix_lens
+    seq_lens: torch.dtype = torch.int64
     known: bool = False  # whether the host's token lists come with them
     inner_steps: int = 1  # inner steps of a draft whose launches differ
 
@@ -78,7 +79,7 @@ class EagerForwards:
             batch_size=size,
             input_ids=of(0, total, self.ids),
             req_pool_indices=of(0, size),
-            seq_lens=of(self.tokens, size),
+            seq_lens=of(self.tokens, size, self.seq_lens),
             seq_lens_sum=total,
             positions=of(0, total),
             out_cache_loc=of(0, total),
@@ -94,15 +95,11 @@ class EagerForwards:
 def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForwards]:
     """What a target's ModelRunner runs without a graph."""
     args, largest = release().settled(model_runner.server_args), _max_requests(manager)
-    forwards = [_prefills(args, largest, known=True)]
+    forwards = [prefills(args, largest, known=True)]
     if not model_runner.is_generation:
         return forwards
     first = _first_without(release().decode_graphs_of(model_runner))
-    if args.speculative_algorithm is None:
-        forwards.append(EagerForwards(ForwardMode.DECODE, first, largest))
-    else:
-        tokens = SpeculationShape.from_server_args(args).draft_tokens
-        forwards.append(EagerForwards(ForwardMode.TARGET_VERIFY, first, largest, tokens))
+    forwards.append(decodes(args, first, largest))
     if release().pads_to_other_ranks(args):
         # While another rank prefills, SGLang turns a decode into a prefill of one token each.
         forwards.append(EagerForwards(ForwardMode.EXTEND, 1, largest, lens=torch.int64))
@@ -112,7 +109,7 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
 def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
     """What the draft model's runner of an EAGLE worker (v1 or v2) runs without a graph."""
     args, largest = release().settled(worker.server_args), _max_requests(manager)
-    forwards = [_prefills(args, largest, manager.config.token_check is TokenCheck.ALL)]
+    forwards = [prefills(args, largest, manager.config.token_check is TokenCheck.ALL)]
     shape = SpeculationShape.from_server_args(args)
     if shape.num_steps > 1:  # adaptive speculation may begin with 1
         first = _first_without(worker.cuda_graph_runner)
@@ -129,7 +126,16 @@ def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
     return forwards
 
 
-def _prefills(args: Any, largest: int, known: bool) -> EagerForwards:
+def decodes(args: Any, first: int, last: int, **properties: Any) -> EagerForwards:
+    """A target's decodes of `first` to `last` requests, or what stands for them under speculation."""
+    if args.speculative_algorithm is None:
+        return EagerForwards(ForwardMode.DECODE, first, last, **properties)
+    tokens = SpeculationShape.from_server_args(args).draft_tokens
+    return EagerForwards(ForwardMode.TARGET_VERIFY, first, last, tokens, **properties)
+
+
+def prefills(args: Any, largest: int, known: bool) -> EagerForwards:
+    """`largest`: requests in one batch, of any kind."""
     last = largest if args.enable_mixed_chunk else min(largest, PREFILL_REQUESTS)
     return EagerForwards(ForwardMode.EXTEND, 1, last, known=known)
 
@@ -170,12 +176,12 @@ def compile_launches(scheduler: Any) -> None:
 
 
 def compile_beside_capture(manager: CanaryManager, model_runner: Any) -> None:
-    """Before a target's graphs are captured: begin to compile what takes longest and has no graph, in threads."""
+    """Before a target's graphs are captured: begin to compile what takes longest and has no graph."""
     if manager.serving or manager.identity.role != "target" or not _compiles(manager):
         return
     args = release().settled(model_runner.server_args)
-    prefills = _prefills(args, _max_requests(manager), known=True)
-    manager.compile_ahead(prefills.plans(manager.plan_input))
+    eager = prefills(args, _max_requests(manager), known=True)
+    manager.compile_ahead(eager.plans(manager.plan_input))
 
 
 def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
@@ -187,9 +193,15 @@ def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
 
 
 def _target_launches(manager: CanaryManager, model_runner: Any) -> list[Callable[[], None]]:
-    """Outside of forwards."""
-    args, launcher = release().settled(model_runner.server_args), manager.launcher
-    page_size = model_runner.token_to_kv_pool_allocator.page_size
+    args = release().settled(model_runner.server_args)
+    return launches_of_target(manager, args, model_runner.token_to_kv_pool_allocator.page_size)
+
+
+def launches_of_target(
+    manager: CanaryManager, args: Any, page_size: int
+) -> list[Callable[[], None]]:
+    """What a target launches outside of forwards. `args`: settled."""
+    launcher = manager.launcher
     drafts = SpeculationShape.from_server_args(args).draft_tokens > 1
     launches = [
         partial(warm_up_slot_events, launcher, page_size),

@@ -1,23 +1,30 @@
 """The kernels' functions on a GPU, in Triton; same names, arguments and effects as in `reference`.
 
-Launches under `compiling_ahead()` are compiled in threads, and not run. It yields False where there is nothing to
+Launches under `compiling_ahead()` are compiled elsewhere, and not run. It yields False where there is nothing to
 compile: then launches in it would run, and callers leave them out.
 
 `prepare` is what `check_and_write_content` needs done once before it may be captured in a CUDA graph.
 Without a GPU the same kernels run interpreted on CPU tensors, for tests.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from .arrivals import adopt_records
 from .compile_ahead import AHEAD
 from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
 from .forward import check_and_write
+from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
 from .next_tokens import note_next_tokens
 from .slots import apply_slot_event, copy_records
 from .sweep import check_list
+
+if TYPE_CHECKING:
+    from .variant import Variant
 
 __all__ = [
     "adopt_records",
@@ -26,6 +33,7 @@ __all__ = [
     "check_and_write_content",
     "check_list",
     "check_list_content",
+    "collecting_variants",
     "compiling_ahead",
     "content_fingerprint",
     "copy_records",
@@ -33,6 +41,8 @@ __all__ = [
     "note_next_tokens",
     "prepare",
 ]
+
+settle_cache_keys()
 
 
 @contextmanager
@@ -43,6 +53,13 @@ def compiling_ahead(smaller_batches: bool = False) -> Iterator[bool]:
         return
     with AHEAD.instead_of_launching(smaller_batches):
         yield True
+
+
+@contextmanager
+def collecting_variants() -> Iterator[dict[str, Variant]]:
+    """Launches in here, on tensors of any device, only tell what they would be compiled for."""
+    with AHEAD.collecting() as variants, AHEAD.instead_of_launching():
+        yield variants
 
 
 def finish_compiling() -> None:

@@ -8,6 +8,7 @@ several launches of a forward take once for all of them (`Pointer`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ import triton
 from triton import knobs
 
 from ...capacities import MOST_REQUESTS
-from .compile_ahead import AHEAD
+from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 
 __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant_of"]
@@ -77,7 +78,7 @@ class _Rest:
         self._only_types = [launcher.only_types[i] for i in at]
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, self._plain = variant_of(fixed_values, launcher.only_types)
-        self.compiled: dict[tuple[Any, ...], _Variant | None] = {}
+        self.compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
 
     def fill(
         self, num_warps: int, arguments: Mapping[str, Any]
@@ -91,7 +92,7 @@ class _Rest:
         return (num_warps, *variant), plain
 
 
-class _Variant:
+class _CompiledLaunch:
     """A compiled variant of a kernel. A call launches it on the current stream of its device.
 
     Where Triton's launcher is the one that was read, its C function is called directly. What Triton does in between is
@@ -136,8 +137,8 @@ class KernelLauncher:
         # Triton is given them in order: it copies what has a name three times a launch.
         self._in_order = itemgetter(*self.names)
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
-        self._compiled: dict[tuple[Any, ...], _Variant | None] = {}
-        self._begun: dict[tuple[Any, ...], Any] = {}  # variants that threads compile
+        self._compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
+        self._begun: dict[tuple[Any, ...], Begun] = {}  # variants that are being compiled
 
     def __call__(
         self,
@@ -164,14 +165,14 @@ class KernelLauncher:
 
     def _launch(
         self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]
-    ) -> _Variant | None:
+    ) -> _CompiledLaunch | None:
         """Returns the compiled variant, if it is known."""
         values = self._values(arguments)
         if not CAN_SKIP:
             self._kernel[grid](*values, num_warps=num_warps)
             return None
         if AHEAD.active:
-            self._begin(grid, num_warps, arguments)
+            self._begin(num_warps, arguments)
             return None
         variant, plain = variant_of(values, self.only_types)
         device = values[0].device.index  # every kernel's first argument is a tensor
@@ -180,23 +181,25 @@ class KernelLauncher:
         if compiled is not None:
             compiled(grid[0], plain)
             return compiled
-        if (begun := self._begun.pop(key, None)) is not None:
-            begun.result()  # Triton keeps it, and the launch below finds it
-        compiled = self._compiled[key] = self._compile(grid, num_warps, values)
+        begun = self._begun.pop(key, None)
+        with nullcontext() if begun is None else begun.at_hand():
+            compiled = self._compiled[key] = self._compile(grid, num_warps, values)
         return compiled
 
-    def _compile(self, grid: tuple[int], num_warps: int, values: Sequence[Any]) -> _Variant | None:
+    def _compile(
+        self, grid: tuple[int], num_warps: int, values: Sequence[Any]
+    ) -> _CompiledLaunch | None:
         """Compile a variant, and launch it. None: a hook of Triton's has taken the launch over."""
         compiled = self._kernel[grid](*values, num_warps=num_warps)
-        return None if compiled is None else _Variant(compiled, values[0].device.index)
+        return None if compiled is None else _CompiledLaunch(compiled, values[0].device.index)
 
     def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
         """All arguments of the kernel in its order, tensors as themselves."""
         values = self._in_order(arguments)
         return [value.tensor if type(value) is Pointer else value for value in values]
 
-    def _begin(self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]) -> None:
-        """Compile the variant of `arguments` in a thread, and those of smaller batches if AHEAD asks for them."""
+    def _begin(self, num_warps: int, arguments: Mapping[str, Any]) -> None:
+        """Begin to compile the variant of `arguments`, and those of smaller batches if AHEAD asks for them."""
         sizes = [arguments.get("BATCH")]
         if AHEAD.smaller_batches and "BATCH" in self._kernel.arg_names:
             sizes += [size for size in BATCH_SIZES if size < sizes[0]]
@@ -205,9 +208,9 @@ class KernelLauncher:
             variant, _ = variant_of(values, self.only_types)
             key = (values[0].device.index, num_warps, *variant)
             if key not in self._compiled and key not in self._begun:
-                kernel = self._kernel.warmup(*values, grid=grid, num_warps=num_warps)
-                if hasattr(kernel, "result"):  # otherwise Triton has it already
-                    self._begun[key] = kernel
+                begun = AHEAD.begin(self._kernel, values, num_warps)
+                if begun is not None:
+                    self._begun[key] = begun
 
 
 def _only_types(kernel: Any) -> tuple[bool, ...]:

@@ -27,6 +27,8 @@ NO_WINDOW = INT32_MAX
 
 @lru_cache
 def sm_count(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1  # launches are compiled only
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

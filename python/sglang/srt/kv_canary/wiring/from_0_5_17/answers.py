@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["decode_graphs_of", "indexer_pool_of", "server_args", "tokens_of"]
+import torch
+
+__all__ = ["captured", "decode_graphs_of", "indexer_pool_of", "server_args", "tokens_of"]
 
 
 def tokens_of(request: Any) -> Sequence[int]:
@@ -25,6 +27,13 @@ def indexer_pool_of(hf_config: Any) -> str | None:
 def decode_graphs_of(model_runner: Any) -> Any:
     """The graph runner of decode, None without."""
     return model_runner.decode_cuda_graph_runner
+
+
+def captured(args: Any) -> tuple[int, torch.dtype]:
+    """Requests in the largest decode graph, 0 without, and the dtype of lengths there."""
+    decode = args.cuda_graph_config.decode
+    sizes = decode.bs or [decode.max_bs or 0]
+    return 0 if decode.backend == "disabled" else max(sizes), torch.int64
 
 
 def server_args() -> Any:

@@ -82,6 +82,11 @@ def _decode_graphs_of(model_runner: Any) -> Any:
     return model_runner.graph_runner
 
 
+def _captured(args: Any) -> tuple[int, torch.dtype]:
+    sizes = args.cuda_graph_bs or [args.cuda_graph_max_bs or 0]
+    return 0 if args.disable_cuda_graph else max(sizes), torch.int32
+
+
 def _why_states_are_unchecked(server_args: Any) -> str:
     from .states import why_unchecked
 
@@ -120,6 +125,7 @@ RELEASE = Release(
         "v0_5_12.token_oracle",
         "v0_5_12.weights",
         "live_questions",
+        "compile_server",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
@@ -143,6 +149,7 @@ RELEASE = Release(
     server_args=_server_args,
     indexer_pool_of=_indexer_pool_of,
     decode_graphs_of=_decode_graphs_of,
+    captured=_captured,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
     transfers=TRANSFERS,

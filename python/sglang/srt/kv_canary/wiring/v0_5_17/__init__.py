@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from ...runner.ranks import Ranks
-from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, server_args, tokens_of
+from ..from_0_5_17.answers import (
+    captured,
+    decode_graphs_of,
+    indexer_pool_of,
+    server_args,
+    tokens_of,
+)
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, judged
 from ..path_support import PathSupport
 from ..refusals import Refusal
@@ -74,6 +80,7 @@ RELEASE = Release(
         "token_oracle",
         "v0_5_17.weights",
         "live_questions",
+        "compile_server",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
@@ -97,6 +104,7 @@ RELEASE = Release(
     server_args=server_args,
     indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
+    captured=captured,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
 )

@@ -13,7 +13,13 @@ from ...pool_patcher.registry import PoolSupport
 from ...runner.ranks import Ranks
 from ..adapters import shared_key
 from ..context import context
-from ..from_0_5_17.answers import decode_graphs_of, indexer_pool_of, server_args, tokens_of
+from ..from_0_5_17.answers import (
+    captured,
+    decode_graphs_of,
+    indexer_pool_of,
+    server_args,
+    tokens_of,
+)
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
 from ..path_support import PathSupport
 from ..refusals import Refusal
@@ -122,6 +128,7 @@ RELEASE = Release(
         "token_oracle",
         "v0_5_22.weights",
         "live_questions",
+        "compile_server",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
     ),
@@ -146,6 +153,7 @@ RELEASE = Release(
     server_args=_server_args,
     indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
+    captured=captured,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,

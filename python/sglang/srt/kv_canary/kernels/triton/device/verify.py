@@ -50,6 +50,13 @@ def _block_at(launch, visits, item, BLOCK: tl.constexpr):
 
 
 @jit
+def _v_prev_slots(lanes):
+    """A lane's predecessor is the lane before it, so only lane 0's is left to compare with V's."""
+    first = tl.arange(0, lanes.slots.shape[0]) == 0
+    return tl.where(first, lanes.prev_slots, PREV_UNREACHABLE)
+
+
+@jit
 def _load_block(records, lanes):
     """Words of `lanes`: K's, and V's (K's again where there is no V)."""
     chained_to = records.k if records.source is None else records.source
@@ -59,13 +66,6 @@ def _load_block(records, lanes):
         v_chained_to = records.v if records.source is None else records.source
         v_words = load_words(records.v, v_chained_to, lanes.slots, _v_prev_slots(lanes))
     return words, v_words
-
-
-@jit
-def _v_prev_slots(lanes):
-    """A lane's predecessor is the lane before it, so only lane 0's is left to compare with V's."""
-    first = tl.arange(0, lanes.slots.shape[0]) == 0
-    return tl.where(first, lanes.prev_slots, PREV_UNREACHABLE)
 
 
 @jit

@@ -1,0 +1,143 @@
+"""What the kernels of a server will be compiled for, as far as its arguments and its model's config say.
+
+The main process asks, long before any pool exists. The answer need not be right: what is missing is compiled later,
+and what is too much is never launched. Pool sizes do not matter, so small buffers on the CPU stand in for the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..buffer_group import CanaryBufferGroup, Side
+from ..capacities import CanaryLaunchCapacities
+from ..config import CanaryConfig, ContentMode
+from ..endpoint import Part
+from ..launch.launcher import Launcher, launch_endpoints_per_forward
+from ..plan.plan_input import ForwardPlan, PlanInput
+from ..plan.speculation import SpeculationShape
+from ..pool_patcher.adapters.mha import attach_mha
+from ..pool_patcher.adapters.mla import attach_mla
+from ..pool_patcher.attachment import AttachOptions
+from ..state import CanaryDeviceState
+from .memory import pool_class_of
+from .releases import release
+from .warm_up import decodes, launches_of_target, prefills
+
+if TYPE_CHECKING:
+    from ..kernels.triton.variant import Variant
+
+MOST_REQUESTS = 4096  # SGLang's limit where the user sets none
+_CONTEXT = 8  # columns of the small req_to_token
+
+
+def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
+    """Variants of a target's launches, those that take longest first. [] for pools that nothing is said about here.
+
+    `args`: settled. `model_config`: the target's ModelConfig.
+    """
+    from ..kernels import triton as triton_backend
+
+    config = CanaryConfig.from_server_args(args)
+    groups = _groups(args, model_config, config)
+    if not groups:
+        return []
+    target = _target(args, config, groups, triton_backend)
+    with triton_backend.collecting_variants() as variants:
+        for plan in prefills(args, target.largest, known=True).plans(target.plan_input):
+            launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
+            launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
+        for plan in _captured(args, target):
+            launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
+            beside = plan.tail_beside_the_layers
+            for part in (beside, Part.ALL & ~beside):
+                launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
+        first, _ = release().captured(args)
+        for plan in decodes(args, first + 1, target.largest).plans(target.plan_input):
+            launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
+            launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
+        for launch in launches_of_target(target, args, args.page_size):
+            launch()
+    return list(variants.values())
+
+
+def _target(
+    args: Any, config: CanaryConfig, groups: tuple[CanaryBufferGroup, ...], backend: Any
+) -> SimpleNamespace:
+    """What the launches need of a CanaryManager."""
+    largest = max(1, args.max_running_requests or MOST_REQUESTS)
+    rows = torch.zeros((largest + 1, _CONTEXT), dtype=torch.int32)
+    speculation = SpeculationShape.from_server_args(args)
+    capacities = CanaryLaunchCapacities.from_args(
+        max_running_requests=largest,
+        request_rows=largest + 1,
+        context_len=_CONTEXT,
+        ring_capacity=1,
+        verify_budget_slots=config.verify_budget_slots,
+        content_budget_bytes=config.content_budget_bytes,
+    )
+    state = CanaryDeviceState.allocate(capacities, "cpu")
+    return SimpleNamespace(
+        config=config,
+        groups=groups,
+        launcher=Launcher(backend, groups, state, config.content_mode),
+        plan_input=PlanInput.allocate(
+            rows, False, speculation.tree_width(False), speculation.draft_tokens, groups
+        ),
+        largest=largest,
+    )
+
+
+def _captured(args: Any, target: SimpleNamespace) -> Iterator[ForwardPlan]:
+    """Forwards that decode graphs hold."""
+    last, lens = release().captured(args)
+    last = min(last, target.largest)
+    return decodes(args, 1, last, seq_lens=lens).plans(target.plan_input)
+
+
+def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryBufferGroup, ...]:
+    """Groups like those of the target's pool, but small."""
+    options = AttachOptions(
+        content=config.content_mode is not ContentMode.NONE,
+        allocator=None,
+        token_offset=0,
+        sliding_window_size=None,
+    )
+    pool_class = pool_class_of(model_config)
+    pool = SimpleNamespace(
+        layer_num=-(-model_config.num_hidden_layers // args.pp_size),
+        size=args.page_size,
+        page_size=args.page_size,
+        device="cpu",
+    )
+
+    def layers(heads: int, width: int) -> list[torch.Tensor]:
+        shape = (pool.size + pool.page_size, heads, width)
+        dtype = _kv_dtype(args, model_config)
+        return [torch.empty(shape, dtype=dtype) for _ in range(pool.layer_num)]
+
+    if pool_class == "MHATokenToKVPool":
+        heads = model_config.get_num_kv_heads(_attention_ranks(args))
+        pool.k_buffer = layers(heads, model_config.head_dim)
+        pool.v_buffer = layers(heads, model_config.v_head_dim)
+        return attach_mha(pool, options).groups
+    if pool_class == "MLATokenToKVPool":
+        width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
+        pool.kv_buffer = layers(1, width)
+        return attach_mla(pool, options).groups
+    return ()
+
+
+def _attention_ranks(args: Any) -> int:
+    """Ranks that share the KV heads of a request."""
+    return args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size
+
+
+def _kv_dtype(args: Any, model_config: Any) -> torch.dtype:
+    name = args.kv_cache_dtype
+    if name.startswith("fp8"):
+        return torch.uint8
+    return torch.bfloat16 if name in ("bf16", "bfloat16") else model_config.dtype

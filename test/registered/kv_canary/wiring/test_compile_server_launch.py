@@ -1,0 +1,229 @@
+"""The main process runs a compile server while schedulers start, and asks it for what their pools will need."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.compile_folder import COMPILES_ENV
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2, write_tiny_llama
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+# A process of its own, whose kernels are defined for the compiler, though there is no GPU.
+PREPARE = """
+import json, logging, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+from sglang_kv_canary.wiring.releases import release
+
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+llama, deepseek = sys.argv[1:]
+
+
+def make_args(model, **flags):
+    known = {"model_path": model, "device": "cpu", "skip_tokenizer_init": True}
+    args = ServerArgs(**known, kv_canary="log", kv_canary_real_data="all")
+    args.max_running_requests, args.kv_canary_sweep_interval, args.page_size = 8, 20, 1
+    for name, value in flags.items():
+        setattr(args, name, value)
+    return args
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    pytest.importorskip("triton.backends.nvidia")
+    folder = tmp_path_factory.mktemp("models")
+    models = write_tiny_llama(folder / "llama"), write_tiny_deepseek_v2(folder / "deepseek")
+
+    def run(program: str) -> list[str]:
+        script = tmp_path_factory.mktemp("program") / "program.py"
+        script.write_text(PREPARE + textwrap.dedent(program))
+        environment = {
+            **os.environ,
+            COMPILES_ENV: "1",
+            "TRITON_CACHE_DIR": str(script.parent / "cache"),
+            "TMPDIR": str(script.parent),
+        }
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script), *map(str, models)],
+            capture_output=True,
+            text=True,
+            timeout=consts.PROCESS_TIMEOUT_S,
+            env=environment,
+        )
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        return result.stdout.splitlines()
+
+    return run
+
+
+def test_what_is_predicted_is_what_real_pools_need(run) -> None:
+    """Their managers compile before and after a capture of decodes of up to two requests."""
+    program = """
+    from sglang_kv_canary.config import ContentMode
+    from sglang_kv_canary.kernels import triton as triton_backend
+    from sglang_kv_canary.kernels.triton import kernel_launcher, launch
+    from sglang_kv_canary.runner import manager
+    from sglang_kv_canary.wiring import warm_up
+    from sglang_kv_canary.wiring.predicted_variants import predicted_variants
+    from sglang_kv_canary_rigs.manager_rig import ManagerRig
+    from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool
+
+    manager.select_backend = lambda _: triton_backend
+    # The rig's eight rows are spread over three vector lengths.
+    launch.BATCH_SIZES = kernel_launcher.BATCH_SIZES = (2, 4, 16)
+
+
+    def captured():
+        '''Flags with which decodes of one and two requests are captured.'''
+        if hasattr(make_args(llama), "cuda_graph_bs"):
+            return {"cuda_graph_bs": [1, 2], "disable_cuda_graph": False}
+        decode = SimpleNamespace(backend="full", bs=[1, 2], max_bs=None)
+        return {"cuda_graph_config": SimpleNamespace(decode=decode)}
+
+
+    def needed(rig, args, batch_lens):
+        runner = SimpleNamespace(
+            server_args=args, token_to_kv_pool_allocator=rig.allocator, is_generation=True
+        )
+        graphs = SimpleNamespace(max_bs=2, disable_padding=False, require_mlp_sync=False)
+        runner.graph_runner = runner.decode_cuda_graph_runner = graphs
+        with rig.manager.disarmed(), triton_backend.collecting_variants() as variants:
+            warm_up.compile_beside_capture(rig.manager, runner)
+            decode = warm_up.decodes(args, 2, 2, seq_lens=batch_lens)._padding(2, torch.device("cpu"))
+            with rig.manager.bracket_model_forward(decode):
+                pass
+            warm_up.warm_up_target(rig.manager, runner)
+        return variants
+
+
+    speculation = dict(
+        speculative_algorithm="EAGLE", speculative_num_steps=3, speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+    )
+    # write_tiny_llama: two KV heads of 16, two layers. SGLang serves float32 as float16.
+    def mha(dtype=torch.float16, **options):
+        shape = dict(head_num=2, head_dim=16, layers=2)
+        return make_mha_pool(size=512, dtype=dtype, **shape, **options)
+
+    config = ModelConfig.from_server_args(make_args(deepseek))
+    mla = lambda: make_mla_pool(
+        size=512, kv_lora_rank=config.kv_lora_rank, qk_rope_head_dim=config.qk_rope_head_dim,
+        layers=config.num_hidden_layers, dtype=config.dtype,
+    )
+    cases = [
+        (mha(), llama, "all", {}),
+        (mha(page_size=16), llama, "partial", {"page_size": 16, "kv_canary_sweep_interval": 0}),
+        (mha(dtype=torch.bfloat16), llama, "none", {"kv_cache_dtype": "bfloat16"}),
+        (mha(), llama, "all", speculation),
+        (mla(), deepseek, "all", {}),
+    ]
+    for pool, model, content, flags in cases:
+        args = make_args(model, kv_canary_real_data=content)
+        for name, value in {**flags, **captured()}.items():
+            setattr(args, name, value)
+        sweeps = args.kv_canary_sweep_interval
+        rig = ManagerRig(real=pool, content=ContentMode(content), sweep_interval=sweeps)
+        settled = release().settled(args)
+        largest, lens = release().captured(settled)
+        assert largest == 2
+        found = predicted_variants(settled, ModelConfig.from_server_args(args))
+        real = needed(rig, args, lens)
+        foreseen = {variant.name: variant for variant in found}
+        differing = [(name in real, (foreseen | real)[name].text) for name in foreseen.keys() ^ real.keys()]
+        assert not differing, (content, flags, differing)
+        assert len(found) == len(foreseen) > 12, len(found)
+    print("done")
+    """
+    assert run(program)[-1] == "done"
+
+
+def test_the_server_runs_until_the_schedulers_are_ready(run) -> None:
+    program = """
+    import functools
+
+    from sglang_kv_canary.compile_folder import FOLDER_ENV
+    from sglang_kv_canary.kernels.triton import compile_requests
+    from sglang_kv_canary.kernels.triton.compile_requests import CompileRequests, CompileServerProcess
+    from sglang_kv_canary.wiring import compile_server
+
+    made = []
+
+    def make(gpu):
+        made.append(CompileServerProcess(target="90", processes=1))  # there is no GPU to ask
+        return made[-1]
+
+    compile_requests.CompileServerProcess = make
+
+
+    def launch(cls, server_args, port_args, run, ready=lambda: None):
+        '''SGLang's function: a scheduler process would find the folder in its environment.'''
+        folder = os.environ.get(FOLDER_ENV)
+        assert (folder is None) == (not made)
+        assert folder is None or CompileRequests(Path(folder)).is_served
+        return SimpleNamespace(wait_for_ready=ready), ["processes"]
+
+
+    def around(args, run=None, **keywords):
+        made.clear()
+        before, after = (hook.fn for hook in compile_server.HOOKS)
+        before(object, args, None, run)
+        result = launch(object, args, None, run, **keywords)
+        return after(result, object, args, None, run)
+
+
+    def wait_for_answer():
+        deadline = time.monotonic() + 100
+        while not any(made[0].folder.glob("*.answer")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert made[0].folder.glob("1-*.request")
+
+    def is_gone(server):
+        return not server.folder.exists() and server._process.poll() is not None
+
+
+    args = make_args(llama, device="cuda", kv_canary_real_data="none")
+    result, processes = around(args, ready=wait_for_answer)
+    assert processes == ["processes"] and FOLDER_ENV not in os.environ
+    result.wait_for_ready()
+    assert is_gone(made[0])
+
+    for other in (make_args(llama), make_args(llama, device="cuda", kv_canary="none")):
+        around(other)[0].wait_for_ready()
+        assert not made
+
+    # What cannot be predicted is compiled later.
+    args.model_path = "/nowhere"
+    result, _ = around(args)
+    assert not any(made[0].folder.glob("*.request")) and not is_gone(made[0])
+    result.wait_for_ready()
+    assert is_gone(made[0])
+
+    def make(gpu):
+        raise OSError("no process can be started")
+
+    compile_requests.CompileServerProcess = make
+    around(args)[0].wait_for_ready()
+    """
+    lines = [line for line in run(program) if line.startswith("WARNING kv-canary")]
+    assert len(lines) == 2, lines
+    assert all("compiles its kernels later than it could" in line for line in lines)
+    assert "OSError: no process can be started" in lines[1]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
