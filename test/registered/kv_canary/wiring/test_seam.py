@@ -199,11 +199,7 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "dp_size": 2,
         "enable_two_batch_overlap": True,
     },
-    "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
-    "PD disaggregation with HiCache on the prefill server": {
-        "disaggregation_mode": "prefill",
-        **_HICACHE,
-    },
+    "PD disaggregation with HiCache on the decode server": {**_DECODES, **_HICACHE},
     "offload of KV by decode servers": {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

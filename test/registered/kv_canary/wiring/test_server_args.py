@@ -232,7 +232,16 @@ CASES = {
         "dp_size": 2,
         "enable_two_batch_overlap": True,
     },
-    "PD disaggregation with HiCache": {**DECODES, **HICACHE},
+    "PD disaggregation with HiCache on the decode server, unless it writes back": {
+        **DECODES,
+        **HICACHE,
+    },
+    "PD disaggregation with a storage backend of HiCache on the decode server": {
+        **DECODES,
+        **HICACHE,
+        "hicache_write_policy": "write_back",
+        "hicache_storage_backend": "file",
+    },
     "offload of KV by decode servers": {
         **DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

@@ -117,16 +117,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Set --dp-size 1, or remove the other.",
     ),
     Refusal(
-        "PD disaggregation with HiCache",
-        lambda args: (
-            _transfers(args)
-            and args.enable_hierarchical_cache
-            and (args.disaggregation_mode == "decode" or args.hicache_storage_backend is not None)
-        ),
-        "a host pool on the decode server, or a storage backend, which no run has checked yet.",
-        "Remove --enable-hierarchical-cache.",
-    ),
-    Refusal(
         "offload of KV by decode servers",
         lambda args: args.disaggregation_decode_enable_offload_kvcache,
         "SGLang frees the prompt's pages of requests that still read them: use after free, in this release.",

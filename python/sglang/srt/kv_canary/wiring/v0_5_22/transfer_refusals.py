@@ -29,9 +29,9 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
     ),
     Refusal(
-        "PD disaggregation with HiCache on the prefill server",
-        lambda args: args.disaggregation_mode == "prefill" and args.enable_hierarchical_cache,
-        "transfers of KV that host memory gave back, which no run has checked on this release.",
+        "PD disaggregation with HiCache on the decode server",
+        lambda args: args.disaggregation_mode == "decode" and args.enable_hierarchical_cache,
+        "the prefill server leaves out what host memory has here. A damaged page could not be computed again.",
         "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
