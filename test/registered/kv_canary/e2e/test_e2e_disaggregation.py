@@ -103,9 +103,21 @@ class CachingServing(PdServing):
     decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
 
 
-@refused_on_newer_releases
 class TestDecodeRadixCache(CleanPair):
     transport: ClassVar = CachingServing
+    plugins: ClassVar = (transit_faults,)
+
+    def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("behind"), 60)
+        self.ask("cached", prompt)
+        with self.serving.damaging("drop_layer"):
+            self.ask("behind", [*prompt, *random_tokens(random.Random("more"), 20)])
+        event = self.assert_violation("CONTENT", reader="behind")
+        assert event["reader"]["mode"] == "ARRIVAL"
+        # None: the sweep of what was cached
+        assert {e["reader"]["request_id"] for e in self.violations()} - {None} == {"behind"}
+        assert min(e["stored_position"] for e in self.violations()) >= 60
 
 
 @long_on_newer_releases

@@ -20,6 +20,7 @@ from sglang_kv_canary_rigs.pd_serving import (
     nothing_to_synchronize,
     transit_faults,
 )
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -92,6 +93,23 @@ class TestEagle3(EaglePair):
 
     def test_clean(self) -> None:
         self.converse("eagle3", rounds=12)
+        self.assert_no_violations()
+        self.assert_healthy()
+
+
+class CachingServing(PdServing):
+    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="SGLang refuses both together; lifted by make test"
+)
+class TestPrefixCacheOnTheDecodeServer(EaglePair):
+    transport: ClassVar = CachingServing
+    flags: ClassVar = {**EaglePair.flags, "kv_canary": "raise"}
+
+    def test_clean(self) -> None:
+        self.converse("cached", rounds=volume(2, 12))
         self.assert_no_violations()
         self.assert_healthy()
 

@@ -213,11 +213,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "disaggregation_decode_allocation_policy": "prefill_complete",
     },
     "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
-    "PD disaggregation with a prefix cache on the decode server": {
-        **_DECODES,
-        "disaggregation_decode_enable_radix_cache": True,
-    },
-    "PD disaggregation with pipeline parallelism": {**_DECODES, "pp_size": 2},
 }
 if release().transfers is None:
     _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
