@@ -29,6 +29,7 @@ from sglang_kv_canary.wiring.releases import release
 
 from . import nixl_transport
 from .checkout import REPO
+from .cpu_cores import bind_each_rank
 
 HOST = "127.0.0.1"
 LIBRARIES = REPO / ".transport"
@@ -221,6 +222,22 @@ class PdServing(CanaryServer):
             async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
                 flushed = flushed and answer.status == 200
         return flushed
+
+
+_REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
+
+
+class Replicas(PdServing):
+    """Replicas of the model behind one front end."""
+
+    prefill_flags: ClassVar = _REPLICAS
+    # SGLang takes each replica for rank 0 and fails requests of others, unless it may not trust the room.
+    prefill_env: ClassVar = {
+        **bind_each_rank(2),
+        "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "1",
+    }
+    decode_flags: ClassVar = _REPLICAS
+    decode_env: ClassVar = bind_each_rank(2)
 
 
 HOLD_S = 3.0  # longer than a prefill server takes to send a prompt

@@ -224,11 +224,11 @@ def test_images_beside_another_feature_are_refused():
     from sglang_kv_canary.wiring.disaggregation import _refuse_beside_images
 
     names = ("enable_lora", "lora_paths", "speculative_algorithm", "enable_hierarchical_cache")
-    args = SimpleNamespace(**dict.fromkeys(names), dp_size=1, pp_size=1, language_only=False)
+    args = SimpleNamespace(**dict.fromkeys(names), pp_size=1, language_only=False)
     model = SimpleNamespace(is_multimodal=True)
     scheduler = SimpleNamespace(server_args=args, model_config=model)
     _refuse_beside_images(scheduler)
-    args.dp_size = 2
+    args.pp_size = 2
     with pytest.raises(CanaryStartupError, match="images beside LoRA"):
         _refuse_beside_images(scheduler)
     model.is_multimodal = False

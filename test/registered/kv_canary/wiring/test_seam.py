@@ -189,12 +189,12 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_EAGLE,
         "enable_multi_layer_eagle": True,
     },
-    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+    "PD disaggregation with LoRA and pipeline stages": {
         **_DECODES,
         "enable_lora": True,
-        "dp_size": 2,
+        "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
         **_DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,

@@ -222,12 +222,12 @@ CASES = {
         "speculative_algorithm": "EAGLE",
         "enable_multi_layer_eagle": True,
     },
-    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+    "PD disaggregation with LoRA and pipeline stages": {
         **DECODES,
         "enable_lora": True,
-        "dp_size": 2,
+        "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
         **DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,

@@ -12,8 +12,8 @@ from .releases import release
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
 
 BESIDE_IMAGES = (
-    "images beside LoRA, speculation, HiCache, data parallelism, pipeline stages or separate encoders, which no run "
-    "has checked over disaggregation yet."
+    "images beside LoRA, speculation, HiCache, pipeline stages or separate encoders, which no run has checked over "
+    "disaggregation yet."
 )
 
 
@@ -27,7 +27,6 @@ def is_beside_images(args: Any) -> bool:
         or args.lora_paths
         or args.speculative_algorithm is not None
         or args.enable_hierarchical_cache
-        or args.dp_size > 1
         or args.pp_size > 1
         or args.language_only
     )
@@ -69,19 +68,12 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages",
+        "PD disaggregation with LoRA and pipeline stages",
         lambda args: (
-            _transfers(args)
-            and bool(args.enable_lora or args.lora_paths)
-            and bool(
-                args.speculative_algorithm is not None
-                or args.enable_hierarchical_cache
-                or args.dp_size > 1
-                or args.pp_size > 1
-            )
+            _transfers(args) and bool(args.enable_lora or args.lora_paths) and args.pp_size > 1
         ),
-        "adapters beside them, which no run has checked yet.",
-        "Remove --enable-lora and --lora-paths, or the other.",
+        "adapters of stages, which load a part of them each.",
+        "Remove --enable-lora and --lora-paths, or --pp-size.",
     ),
     Refusal(
         "PD disaggregation with multi-layer EAGLE",
@@ -102,16 +94,11 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
-        "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap",
+        "PD disaggregation with data parallelism and pipeline stages or two-batch overlap",
         lambda args: (
             _transfers(args)
             and args.dp_size > 1
-            and bool(
-                args.speculative_algorithm is not None
-                or args.enable_hierarchical_cache
-                or args.pp_size > 1
-                or args.enable_two_batch_overlap
-            )
+            and bool(args.pp_size > 1 or args.enable_two_batch_overlap)
         ),
         "transfers between such ranks, which no run has checked yet.",
         "Set --dp-size 1, or remove the other.",
