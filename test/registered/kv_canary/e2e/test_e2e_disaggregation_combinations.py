@@ -17,6 +17,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
+from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 if release().transfers is None:
@@ -102,6 +103,31 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
         with self.serving.damaging("drop_layer"):
             self.ask("draft", random_tokens(random.Random("draft"), 37), lora_path="red")
         self.assert_violation("CONTENT", "TAIL_V_FULL", runner="draft", reader="draft")
+
+
+@pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+class TestLayers(ServesPair, LayersE2EBase):
+    """Multi-layer EAGLE. SGLang sends the KV of the first draft layer, which has no records."""
+
+    flags: ClassVar = {
+        **LayersE2EBase.flags,
+        "kv_canary": TestEagleWithDpAttention.flags["kv_canary"],
+    }
+    plugins: ClassVar = (transit_faults,)
+
+    def test_clean(self) -> None:
+        self.converse("layers", rounds=max(2, REQUESTS // 7))
+        self.assert_clean()
+        assert "not checked on arrival" not in self.serving.stderr
+
+    @finds_faults
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("layers"), 37)
+        with self.serving.damaging("reverse_slots"):
+            self.ask("layers", prompt)
+        event = self.assert_violation("POSITION", runner="target", reader="layers")
+        assert event["reader"]["mode"] == "ARRIVAL"
 
 
 if __name__ == "__main__":

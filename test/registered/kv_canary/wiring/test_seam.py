@@ -180,14 +180,10 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_transfer_backend": "mori",
     },
+    "PD disaggregation with STANDALONE": {**_DECODES, "speculative_algorithm": "STANDALONE"},
     "PD disaggregation with this speculative algorithm": {
         **_DECODES,
-        "speculative_algorithm": "STANDALONE",
-    },
-    "PD disaggregation with multi-layer EAGLE": {
-        **_DECODES,
-        **_EAGLE,
-        "enable_multi_layer_eagle": True,
+        "speculative_algorithm": "DFLASH",
     },
     "PD disaggregation with LoRA and pipeline stages": {
         **_DECODES,

@@ -213,14 +213,10 @@ CASES = {
         "disaggregation_transfer_backend": "nixl",
         "pp_size": 2,
     },
+    "PD disaggregation with STANDALONE": {**DECODES, "speculative_algorithm": "STANDALONE"},
     "PD disaggregation with this speculative algorithm": {
         **DECODES,
         "speculative_algorithm": "NGRAM",
-    },
-    "PD disaggregation with multi-layer EAGLE": {
-        **DECODES,
-        "speculative_algorithm": "EAGLE",
-        "enable_multi_layer_eagle": True,
     },
     "PD disaggregation with LoRA and pipeline stages": {
         **DECODES,

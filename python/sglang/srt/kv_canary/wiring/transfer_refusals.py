@@ -59,12 +59,18 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Unset SGLANG_DISAGG_STAGING_BUFFER.",
     ),
     Refusal(
+        "PD disaggregation with STANDALONE",
+        lambda args: _transfers(args) and args.speculative_algorithm == "STANDALONE",
+        "SGLang itself: a decode server makes no draft input for it of what has arrived, so its first draft has none.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "PD disaggregation with this speculative algorithm",
         lambda args: (
             _transfers(args)
-            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN")
+            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
         ),
-        "drafts over transferred KV, which no run has checked yet.",
+        "a draft's KV without records, or a draft that has none of its own. No run has checked it over transferred KV.",
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
@@ -74,16 +80,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         ),
         "adapters of stages, which load a part of them each.",
         "Remove --enable-lora and --lora-paths, or --pp-size.",
-    ),
-    Refusal(
-        "PD disaggregation with multi-layer EAGLE",
-        lambda args: (
-            _transfers(args)
-            and args.speculative_algorithm is not None
-            and args.enable_multi_layer_eagle
-        ),
-        "KV of draft layers that have no records arrives with the target's, which no run has checked yet.",
-        "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
     ),
     Refusal(
         "PD disaggregation with a multimodal model and another feature",
