@@ -15,6 +15,7 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase
@@ -29,9 +30,11 @@ register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 # The long form, in mode raise and without faults: KV_CANARY_TEST_TRANSFER_REQUESTS=300
 LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(10, 40)))
+BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
 finds_faults = pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
 
 
+@long_on_newer_releases
 class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
     """Each rank has a draft model of its own, whose KV arrives with the target's."""
 
@@ -63,7 +66,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
 @pytest.mark.skipif(
     not release().has_own_canary, reason="SGLang refuses LoRA with EAGLE; lifted by make test"
 )
-@pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+@BY_HAND
 class TestEagleWithLora(ServesPair, EagleE2EBase):
     """An adapter changes the target's KV. The draft model runs without it, and has the same chains."""
 
@@ -105,7 +108,7 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
         self.assert_violation("CONTENT", "TAIL_V_FULL", runner="draft", reader="draft")
 
 
-@pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+@BY_HAND
 class TestLayers(ServesPair, LayersE2EBase):
     """Multi-layer EAGLE. SGLang sends the KV of the first draft layer, which has no records."""
 

@@ -14,6 +14,7 @@ from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import (
     PdServing,
     ServesPair,
@@ -104,6 +105,7 @@ class CachingServing(PdServing):
 @pytest.mark.skipif(
     not release().has_own_canary, reason="SGLang refuses both together; lifted by make test"
 )
+@long_on_newer_releases
 class TestPrefixCacheOnTheDecodeServer(EaglePair):
     transport: ClassVar = CachingServing
     flags: ClassVar = {**EaglePair.flags, "kv_canary": "raise"}
