@@ -25,7 +25,7 @@ if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
     pytest.skip(reason, allow_module_level=True)
 
-register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
 # The long form, in mode raise and without faults: KV_CANARY_TEST_TRANSFER_REQUESTS=300
 LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
