@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
@@ -12,6 +15,12 @@ from sglang_kv_canary.testing.serving import CanaryServer, Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 
 PROMPT = 100
+STORAGE = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
+}
+FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
 def prompts(name: str, count: int, tokens: int = PROMPT) -> list[list[int]]:
@@ -30,6 +39,41 @@ def ask(serving: Serving, name: str, prompt: Sequence[int], **more: Any) -> dict
 def hits(answer: dict[str, Any], tier: str = "host") -> int:
     """Prompt tokens that came from `tier`."""
     return (answer["meta_info"].get("cached_tokens_details") or {}).get(tier, 0)
+
+
+class Pages:
+    """A folder of the storage backend `file`, for the time of a test class."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="kv_canary_pages_"))
+        self.env = {FOLDER: str(self.path)}
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+
+    def keys(self, prompt: Sequence[int], page_size: int = 1) -> list[str]:
+        """The storage's keys of a prompt's full pages."""
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        keys, last = [], None
+        for first in range(0, len(prompt) // page_size * page_size, page_size):
+            last = get_hash_str(list(prompt[first : first + page_size]), last)
+            keys.append(last)
+        return keys
+
+    def file(self, key: str) -> Path:
+        (path,) = self.path.glob(f"{key}_*.bin")
+        return path
+
+    def have(self, keys: Sequence[str]) -> bool:
+        return all([*self.path.glob(f"{key}_*.bin")] for key in keys)
+
+    def flip(self, key: str, offset: int) -> None:
+        """Change one bit of a stored page."""
+        path = self.file(key)
+        data = bytearray(path.read_bytes())
+        data[offset] ^= 0x01
+        path.write_bytes(data)
 
 
 class HiCacheE2E(CanaryE2EBase):

@@ -29,6 +29,7 @@ from sglang_kv_canary.wiring.releases import release
 
 from . import nixl_transport
 from .checkout import REPO
+from .cpu_cores import bind_each_rank
 
 HOST = "127.0.0.1"
 LIBRARIES = REPO / ".transport"
@@ -185,11 +186,12 @@ class PdServing(CanaryServer):
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The decode server's answer to `body`, which both servers get."""
+        return (await self.ask_both(body))[1]
+
+    async def ask_both(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The answers of the prefill and of the decode server."""
         whole = {**body, **self.meeting()}
-        _, answer = await asyncio.gather(
-            *(self._post(server, whole) for server in (self.prefill, self))
-        )
-        return answer
+        return await asyncio.gather(*(self._post(server, whole) for server in (self.prefill, self)))
 
     def meeting(self) -> dict[str, Any]:
         """What tells both servers where they meet for one request."""
@@ -220,6 +222,22 @@ class PdServing(CanaryServer):
             async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
                 flushed = flushed and answer.status == 200
         return flushed
+
+
+_REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
+
+
+class Replicas(PdServing):
+    """Replicas of the model behind one front end."""
+
+    prefill_flags: ClassVar = _REPLICAS
+    # SGLang takes each replica for rank 0 and fails requests of others, unless it may not trust the room.
+    prefill_env: ClassVar = {
+        **bind_each_rank(2),
+        "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "1",
+    }
+    decode_flags: ClassVar = _REPLICAS
+    decode_env: ClassVar = bind_each_rank(2)
 
 
 HOLD_S = 3.0  # longer than a prefill server takes to send a prompt
@@ -372,15 +390,23 @@ class ServesPair:
 
     transport: ClassVar = PdServing
     serving: ClassVar[PdServing]
+    _seen_on_prefill: ClassVar[int]
 
     @classmethod
     def setup_class(cls) -> None:
         need_transport(cls.transport.backend)
+        cls._seen_on_prefill = 0
         super().setup_class()
 
     def teardown_method(self) -> None:
         super().teardown_method()
-        assert self.serving.prefill.events("violation") == []
+        assert self.found_on_prefill() == []
+
+    def found_on_prefill(self) -> list[dict[str, Any]]:
+        """What the prefill server has reported since the last call."""
+        found = self.serving.prefill.events("violation")[self._seen_on_prefill :]
+        type(self)._seen_on_prefill += len(found)
+        return found
 
     def ask(self, request_id: str, prompt: list[int], count: int = 6, **more: Any) -> list[int]:
         return self.run(self.serving.generate(request_id, prompt, count, **more))

@@ -14,18 +14,21 @@ __all__ = ["write_lora"]
 RANK = 4
 
 
-def write_lora(folder: Path, seed: int) -> str:
-    """Write an adapter for the attention of the tiny Llama that changes its answers; returns the path."""
+def write_lora(folder: Path, seed: int, scripted: bool = False) -> str:
+    """Write an adapter for the attention of the tiny Llama that changes its answers; returns the path.
+
+    `scripted`: for the scripted Llama, whose K and V it changes and no answers.
+    """
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     hidden, head = TINY_LLAMA["hidden_size"], TINY_LLAMA["head_dim"]
-    widths = {
-        "q_proj": head * TINY_LLAMA["num_attention_heads"],
-        "k_proj": head * TINY_LLAMA["num_key_value_heads"],
-        "v_proj": head * TINY_LLAMA["num_key_value_heads"],
-        "o_proj": hidden,
-    }
+    heads, kv_heads = (
+        1 if scripted else TINY_LLAMA[f"num_{kind}_heads"] for kind in ("attention", "key_value")
+    )
+    widths = {"q_proj": head * heads, "k_proj": head * kv_heads, "v_proj": head * kv_heads}
+    if not scripted:
+        widths["o_proj"] = hidden
     weights = {}
     for layer in range(TINY_LLAMA["num_hidden_layers"]):
         for name, width in widths.items():

@@ -2,19 +2,17 @@
 
 import asyncio
 import random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import CanaryServer, consts
-from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.hicache_serving import hits, prompts
 from sglang_kv_canary_rigs.on_releases import (
     long_on_newer_releases,
     refused_on_newer_releases,
@@ -105,46 +103,21 @@ class CachingServing(PdServing):
     decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
 
 
-@refused_on_newer_releases
 class TestDecodeRadixCache(CleanPair):
     transport: ClassVar = CachingServing
+    plugins: ClassVar = (transit_faults,)
 
-
-class HiCachePrefill(PdServing):
-    prefill_flags: ClassVar = SMALL_POOL
-    decode_flags: ClassVar = {"enable_cache_report": True}
-
-
-@refused_on_newer_releases
-class TestHiCacheOnThePrefillServer(Pair):
-    """What is sent has come back from host memory, with its records."""
-
-    transport: ClassVar = HiCachePrefill
-    plugins: ClassVar = (*FILL_INS, transit_faults)
-
-    def answer(self, name: str, prompt: list[int]) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
-        return self.run(self.serving.ask(body))
-
-    def test_clean_run(self) -> None:
-        asked = prompts("hicache", 6)
-        first = [self.answer(f"{i}-a", p)["output_ids"] for i, p in enumerate(asked)]
-        again = [self.answer(f"{i}-b", p) for i, p in enumerate(asked)]
-        assert [answer["output_ids"] for answer in again] == first
-        assert sum(map(hits, again)) > 0
-        self.assert_no_violations()
-        self.assert_healthy()
-
-    def test_damage_in_transit(self) -> None:
+    def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
         self.expect_violations()
-        asked = prompts("damaged", 6)
-        for i, prompt in enumerate(asked):
-            self.answer(f"damaged-{i}", prompt)
+        prompt = random_tokens(random.Random("behind"), 60)
+        self.ask("cached", prompt)
         with self.serving.damaging("drop_layer"):
-            assert hits(self.answer("damaged", asked[0])) > 0
-        event = self.assert_violation("CONTENT", reader="damaged")
+            self.ask("behind", [*prompt, *random_tokens(random.Random("more"), 20)])
+        event = self.assert_violation("CONTENT", reader="behind")
         assert event["reader"]["mode"] == "ARRIVAL"
+        # None: the sweep of what was cached
+        assert {e["reader"]["request_id"] for e in self.violations()} - {None} == {"behind"}
+        assert min(e["stored_position"] for e in self.violations()) >= 60
 
 
 @long_on_newer_releases

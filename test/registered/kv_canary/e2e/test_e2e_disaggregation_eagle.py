@@ -14,12 +14,14 @@ from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import (
     PdServing,
     ServesPair,
     nothing_to_synchronize,
     transit_faults,
 )
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -92,6 +94,24 @@ class TestEagle3(EaglePair):
 
     def test_clean(self) -> None:
         self.converse("eagle3", rounds=12)
+        self.assert_no_violations()
+        self.assert_healthy()
+
+
+class CachingServing(PdServing):
+    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="SGLang refuses both together; lifted by make test"
+)
+@long_on_newer_releases
+class TestPrefixCacheOnTheDecodeServer(EaglePair):
+    transport: ClassVar = CachingServing
+    flags: ClassVar = {**EaglePair.flags, "kv_canary": "raise"}
+
+    def test_clean(self) -> None:
+        self.converse("cached", rounds=volume(2, 12))
         self.assert_no_violations()
         self.assert_healthy()
 

@@ -14,7 +14,8 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import Pair
-from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
+from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, transit_faults
+from sglang_kv_canary_rigs.volume import FULL_VOLUME
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -68,6 +69,22 @@ class TestImages(Pair):
             see(self.serving, "reverse_slots", 50, 60)
         event = self.assert_found("reverse_slots")
         assert event["reader"]["mode"] == "ARRIVAL"
+
+
+@pytest.mark.skipif(not FULL_VOLUME, reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+class TestImagesOnReplicas(TestImages):
+    transport: ClassVar = Replicas
+
+    def test_clean_run(self) -> None:
+        answers: dict[Any, Any] = {}
+        for i, shades in enumerate(12 * [(10, 20), (10, 30), (40, 20)]):
+            answer = see(self.serving, f"see-{i}", *shades)["output_ids"]
+            assert answers.setdefault(shades, answer) == answer
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+        ranks = {event["dp_rank"] for event in self.serving.events("health")}
+        assert ranks == {0, 1}
 
 
 class OtherNumbers(PdServing):

@@ -13,7 +13,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, refused_on_newer_releases
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
 
 if release().transfers is None:
@@ -73,6 +73,11 @@ class StagesToOne(PdServing):
     prefill_env: ClassVar = bind_each_rank(2)
 
 
+class StagesToStages(StagesToOne):
+    decode_flags: ClassVar[dict[str, Any]] = StagesToOne.prefill_flags
+    decode_env: ClassVar = StagesToOne.prefill_env
+
+
 @long_on_newer_releases
 class TestTensorParallelPrefill(Unequal):
     transport: ClassVar = TwoToOne
@@ -85,11 +90,33 @@ class TestTensorParallelDecode(Unequal):
     says: ClassVar = "the servers differ in tensor parallelism"
 
 
-@refused_on_newer_releases
 @pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
 class TestPipelinePrefill(Unequal):
     transport: ClassVar = StagesToOne
     says: ClassVar = "the servers differ in pipeline parallelism"
+
+
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestPipeline(ServesPair, CanaryE2EBase):
+    """Each stage sends to its counterpart, so the bytes are checked, too."""
+
+    transport: ClassVar = StagesToStages
+    flags: ClassVar = {**Unequal.flags, "pp_size": 2}
+    env: ClassVar = Unequal.env
+    plugins: ClassVar = (transit_faults,)
+
+    def test_clean_run(self) -> None:
+        self.serve(TrafficShape(12, seed=3, flushes=1, name="clean"))
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        with self.serving.damaging("drop_layer"):
+            self.ask("both", random_tokens(random.Random("both"), 40))
+        assert {e["reader"]["mode"] for e in self.violations()} == {"ARRIVAL"}
+        assert {e["pp_rank"] for e in self.violations()} == {0, 1}
 
 
 if __name__ == "__main__":

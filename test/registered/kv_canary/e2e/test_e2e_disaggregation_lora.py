@@ -13,13 +13,15 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.fill_ins import pageable_memory
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
 from sglang_kv_canary_rigs.pd_pairs import HEALTH, PAUSED_TOKENS, RETRACTS, SWEPT, Pair
-from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
+from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
-from sglang_kv_canary_rigs.volume import volume
+from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -33,11 +35,18 @@ CACHING = {} if release().has_own_canary else {"disaggregation_decode_enable_rad
 PINNED = () if torch.cuda.is_available() or release().has_own_canary else (pageable_memory,)
 # The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=300, with both servers in mode raise and without faults.
 LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(60, 100)))
 
 
 class TestLora(Pair):
-    """First clean traffic. `red` is there from the start, `blue` is loaded later: its ids differ between servers."""
+    """First clean traffic. `red` is there from the start, `blue` is loaded later: its ids differ between servers.
+
+    `over` serves them, with flags of its own.
+    """
+
+    over: ClassVar[type[PdServing]] = PdServing
+    later: ClassVar[tuple[str, ...]] = ("blue",)
 
     flags: ClassVar[dict[str, Any]] = {
         **SWEPT,
@@ -59,14 +68,19 @@ class TestLora(Pair):
         }
         copy = write_lora(folder / "copy", 0)  # of red
 
-        class Adapted(PdServing):
-            prefill_flags: ClassVar = {"lora_paths": f"red={copy}"}
-            decode_flags: ClassVar = {"lora_paths": f"red={cls.adapters['red']}", **CACHING}
+        class Adapted(cls.over):
+            prefill_flags: ClassVar = {**cls.over.prefill_flags, "lora_paths": f"red={copy}"}
+            decode_flags: ClassVar = {
+                **cls.over.decode_flags,
+                "lora_paths": f"red={cls.adapters['red']}",
+                **CACHING,
+            }
 
         cls.transport = Adapted
         super().setup_class()
-        for server in (cls.serving.prefill, cls.serving):
-            cls.load(server, "blue", "blue")
+        for name in cls.later:
+            for server in (cls.serving.prefill, cls.serving):
+                cls.load(server, name, name)
 
     @classmethod
     def teardown_class(cls) -> None:
@@ -79,16 +93,16 @@ class TestLora(Pair):
 
     def test_clean_run(self) -> None:
         """The same prompts under both adapters and none, with and without a key of their own."""
-        rng = random.Random("clean")
+        rng, names = random.Random("clean"), (None, "red", *self.later)
         prompts = [random_tokens(rng, rng.randrange(5, 90)) for _ in range(5)]
         answers: dict[Any, list[int]] = {}
         for i in range(REQUESTS):
-            prompt, name = rng.randrange(len(prompts)), rng.choice((None, "red", "blue"))
+            prompt, name = rng.randrange(len(prompts)), rng.choice(names)
             key = rng.choice((None, "a", "b"))
             more = {"lora_path": name, "extra_key": key}
             answer = self.ask(f"clean-{i}", prompts[prompt], 5, **more)
             assert answers.setdefault((prompt, name), answer) == answer
-        assert len({tuple(answers.get((0, name), ())) for name in (None, "red", "blue")}) == 3
+        assert len({tuple(answers.get((0, name), ())) for name in names}) == len(names)
         prefill = self.serving.prefill
         self.serving.wait_for(lambda: prefill.events("sweep_pass"), "prefixes were swept")
         self.assert_no_violations()
@@ -100,7 +114,7 @@ class TestLora(Pair):
         self.expect_violations()
         with self.serving.damaging("reverse_slots"):
             prompt = random_tokens(random.Random("damage"), consts.CHUNKED_PREFILL_SIZE + 7)
-            self.ask("reverse_slots", prompt, lora_path="blue", extra_key="a")
+            self.ask("reverse_slots", prompt, lora_path=(*self.later, "red")[0], extra_key="a")
         event = self.assert_found("reverse_slots")
         assert event["reader"]["mode"] == "ARRIVAL"
         assert "request reverse_slots, chunk 1 of 2" in event["reader"]["origin"]
@@ -119,6 +133,38 @@ class TestLora(Pair):
         assert answer["output_ids"] != whole
         event = self.assert_violation("CHAIN", "HEAD_K_FULL", reader="again")
         assert (event["reader"]["mode"], event["expected_position"]) == ("ARRIVAL", 0)
+
+
+@BY_HAND
+class TestLoraOnReplicas(TestLora):
+    """Each replica has the adapter. SGLang refuses to load others later."""
+
+    over: ClassVar = Replicas
+    later: ClassVar = ()
+    test_kv_that_is_computed_again_without_the_adapter = None
+
+
+class OnHost(PdServing):
+    prefill_flags: ClassVar = {**SMALL_POOL, "max_total_tokens": 640, **STORAGE}
+
+
+@BY_HAND
+class TestLoraWithHiCache(TestLora):
+    """KV of an adapter comes back from host memory, and from storage where its prefix begins in host memory."""
+
+    over: ClassVar = OnHost
+    plugins: ClassVar = (*(() if release().has_own_canary else FILL_INS), transit_faults)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.pages = Pages()
+        cls.env = {**cls.env, **cls.pages.env}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.pages.remove()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.hicache_serving import prompts
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import HEALTH, SWEPT, Pair
-from sglang_kv_canary_rigs.pd_serving import HOST, PdServing, transit_faults
+from sglang_kv_canary_rigs.pd_serving import HOST, PdServing, Replicas, transit_faults
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 if release().transfers is None:
@@ -144,22 +145,6 @@ class TestOneRankToDpAttention(BetweenRanks):
     ranks: ClassVar = (1, 2)
 
 
-_REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
-
-
-class Replicas(PdServing):
-    """Replicas of the model behind one front end."""
-
-    prefill_flags: ClassVar = _REPLICAS
-    # SGLang takes each replica for rank 0 and fails requests of others, unless it may not trust the room.
-    prefill_env: ClassVar = {
-        **bind_each_rank(2),
-        "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "1",
-    }
-    decode_flags: ClassVar = _REPLICAS
-    decode_env: ClassVar = bind_each_rank(2)
-
-
 class ReplicasToOne(PdServing):
     prefill_flags: ClassVar = Replicas.prefill_flags
     prefill_env: ClassVar = Replicas.prefill_env
@@ -186,6 +171,27 @@ class TestReplicasToOne(BetweenRanks):
 class TestOneToReplicas(BetweenRanks):
     transport: ClassVar = OneToReplicas
     ranks: ClassVar = (1, 2)
+
+
+class HostReplicas(Replicas):
+    prefill_flags: ClassVar = {**Replicas.prefill_flags, **SMALL_POOL, "max_total_tokens": 640}
+
+
+@BY_HAND
+class TestReplicasWithHiCache(BetweenRanks):
+    """Each replica of the prefill server has a host pool of its own."""
+
+    transport: ClassVar = HostReplicas
+    plugins: ClassVar = (*(() if release().has_own_canary else FILL_INS), transit_faults)
+    ranks: ClassVar = (2, 2)
+
+    def test_from_host_memory(self) -> None:
+        asked = prompts("host", 16)
+        first = [self.ask(f"{i}-a", prompt) for i, prompt in enumerate(asked)]
+        assert [self.ask(f"{i}-b", prompt) for i, prompt in enumerate(asked)] == first
+        self.assert_no_violations()
+        pages = self.serving.prefill.events("host_sweep")
+        assert {event["dp_rank"] for event in pages} == {0, 1}
 
 
 if __name__ == "__main__":

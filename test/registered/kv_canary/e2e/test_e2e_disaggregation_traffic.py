@@ -12,9 +12,10 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
 from sglang_kv_canary_rigs.pd_serving import (
     PdServing,
     need_transport,
@@ -32,6 +33,7 @@ register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", 40))
 SEED = int(os.environ.get("KV_CANARY_TEST_TRANSFER_SEED", 1))
+NEWER = release().has_own_canary
 ABORT_SHARE = 0.12
 SALTS = (None, None, "a", "b")
 CONCURRENCY = 12
@@ -85,13 +87,49 @@ class CachingServing(PdServing):
     decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
 
 
-@refused_on_newer_releases
 @pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
 class TestMixedTrafficOverAPrefixCache(TestMixedTraffic):
-    """Without retraction: in 0.5.12.post1 such a server ends when a retracted request resumes."""
+    """Without retraction on 0.5.12.post1: there such a server ends when a retracted request resumes."""
 
     transport: ClassVar = CachingServing
-    env: ClassVar = {**TestMixedTraffic.env, "SGLANG_TEST_RETRACT": "0"}
+    env: ClassVar = {**TestMixedTraffic.env, "SGLANG_TEST_RETRACT": "1" if NEWER else "0"}
+
+
+ON_HOST = {**SMALL_POOL, "max_total_tokens": 1536, "hicache_ratio": 2.0}
+
+
+class HiCacheServing(PdServing):
+    prefill_flags: ClassVar = {**ON_HOST, **STORAGE}
+    decode_flags: ClassVar = (
+        {}
+        if NEWER
+        else {**ON_HOST, **CachingServing.decode_flags, "hicache_write_policy": "write_back"}
+    )
+
+
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficOverHiCache(TestMixedTraffic):
+    """Pages go to host memory, on 0.5.12.post1 on both servers, and those of the prefill server to storage."""
+
+    transport: ClassVar = HiCacheServing
+    plugins: ClassVar = (*(() if NEWER else FILL_INS), *TestMixedTraffic.plugins)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.pages = Pages()
+        retracts = {} if NEWER else {"SGLANG_TEST_RETRACT": "0"}  # as above
+        cls.env = {**TestMixedTraffic.env, **retracts, **cls.pages.env}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.pages.remove()
+
+    def test_nothing_is_reported(self) -> None:
+        super().test_nothing_is_reported()
+        for server in (self.serving.prefill,) if NEWER else (self.serving.prefill, self.serving):
+            assert server.events("host_sweep")
 
 
 async def _mix(serving: PdServing) -> Counter[str]:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -20,7 +19,9 @@ from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.hicache_serving import (
+    STORAGE,
     HiCacheE2E,
+    Pages,
     ask,
     hits,
     prompts,
@@ -31,13 +32,7 @@ from sglang_kv_canary_rigs.volume import volume
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
 
-STORAGE = {
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
-}
 KEY = "attach-and-detach"
-FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
 class StorageE2E(HiCacheE2E):
@@ -48,38 +43,23 @@ class StorageE2E(HiCacheE2E):
 
     @classmethod
     def setup_class(cls) -> None:
-        cls.folder = Path(tempfile.mkdtemp(prefix="kv_canary_pages_"))
-        cls.env = {**cls.env, FOLDER: str(cls.folder)}
+        cls.pages = Pages()
+        cls.env = {**cls.env, **cls.pages.env}
         super().setup_class()
 
     @classmethod
     def teardown_class(cls) -> None:
         super().teardown_class()
-        shutil.rmtree(cls.folder)
-
-    def keys(self, prompt: Sequence[int]) -> list[str]:
-        """The storage's keys of a prompt's pages."""
-        from sglang.srt.mem_cache.utils import get_hash_str
-
-        keys, last = [], None
-        for first in range(0, len(prompt) // self.page * self.page, self.page):
-            last = get_hash_str(list(prompt[first : first + self.page]), last)
-            keys.append(last)
-        return keys
+        cls.pages.remove()
 
     def file(self, key: str) -> Path:
-        (path,) = self.folder.glob(f"{key}_*.bin")
-        return path
+        return self.pages.file(key)
 
     def store(self, name: str, prompt: Sequence[int]) -> list[str]:
         """Serve `prompt`, wait until it is in storage, and let the server forget it. Returns its keys."""
         self.answer = self.ask(f"{name}-a", prompt)["output_ids"]
-        keys = self.keys(prompt)
-
-        def stored() -> bool:
-            return all([*self.folder.glob(f"{key}_*.bin")] for key in keys)
-
-        self.serving.wait_for(stored, "all pages were stored")
+        keys = self.pages.keys(prompt, self.page)
+        self.serving.wait_for(lambda: self.pages.have(keys), "all pages were stored")
         assert self.run(self.serving.flush())
         return keys
 
@@ -166,15 +146,10 @@ class TestDamage(StorageE2E):
         "kv_canary_sweep_interval": 0,
     }
 
-    def change(self, path: Path, offset: int) -> None:
-        data = bytearray(path.read_bytes())
-        data[offset] ^= 0x01
-        path.write_bytes(data)
-
     def test_flipped_byte_of_a_page(self) -> None:
         (prompt,) = prompts("flipped", 1)
         keys = self.store("flipped", prompt)
-        self.change(self.file(keys[60]), 5)
+        self.pages.flip(keys[60], 5)
         self.expect_violations()
         assert self.fetch("flipped", prompt) == 60
         event = self.assert_violation("CONTENT", "FILE_K_FULL", slot=None)
@@ -185,7 +160,7 @@ class TestDamage(StorageE2E):
     def test_flipped_byte_of_the_records(self) -> None:
         (prompt,) = prompts("records", 1)
         keys = self.store("records", prompt)
-        self.change(self.file(f"kvc:{keys[30]}"), -5)
+        self.pages.flip(f"kvc:{keys[30]}", -5)
         self.expect_violations()
         assert self.fetch("records", prompt) == 30
         event = self.assert_violation("BAD_STATE", "FILE_K_FULL")
@@ -202,7 +177,7 @@ class TestDamage(StorageE2E):
     def test_page_of_another_version(self, offset: int) -> None:
         (prompt,) = prompts(f"version{offset}", 1)
         keys = self.store("version", prompt)
-        self.change(self.file(f"kvc:{keys[50]}"), offset)
+        self.pages.flip(f"kvc:{keys[50]}", offset)
         assert self.fetch("version", prompt) == 50
         self.assert_no_violations()
 

@@ -22,10 +22,12 @@ from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.errors import CanaryPhaseError, CanaryViolationError
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
+from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
+from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.single_forward_manager import Phase
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter
@@ -70,6 +72,18 @@ def test_a_violation_names_reader_writer_and_both_forwards() -> None:
     assert (violation.writer.request_id, violation.writer.forward) == ("req-1", 1)
     assert violation.stored_position == 7
     assert violation.content_written != violation.content_now
+
+
+def test_observers_hear_of_kv_that_arrives() -> None:
+    """What copies it to host memory must come after its records became this server's own."""
+    rig = ManagerRig()
+    rig.manager.expect_arrivals(page_size=1)
+    observer, heard = StepObserver(), []
+    observer.after_arrivals = heard.append
+    rig.manager.observers.append(observer)
+    forward = rig.manager.note_arrivals([Arrival(1, 0, range(20), 0, has_records=False)])
+    assert heard == [rig.manager]
+    assert forward == rig.manager.forward_ct
 
 
 def _reread(rig: ManagerRig, forwards: int) -> dict[PoolKind, float]:

@@ -15,6 +15,7 @@ from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
 from sglang_kv_canary.transfer.notice import Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 from sglang_kv_canary_rigs.world import World, WorldSpec
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -223,15 +224,29 @@ def test_images_beside_another_feature_are_refused():
     from sglang_kv_canary.wiring.disaggregation import _refuse_beside_images
 
     names = ("enable_lora", "lora_paths", "speculative_algorithm", "enable_hierarchical_cache")
-    args = SimpleNamespace(**dict.fromkeys(names), dp_size=1, pp_size=1, language_only=False)
+    args = SimpleNamespace(**dict.fromkeys(names), pp_size=1, language_only=False)
     model = SimpleNamespace(is_multimodal=True)
     scheduler = SimpleNamespace(server_args=args, model_config=model)
     _refuse_beside_images(scheduler)
-    args.dp_size = 2
+    args.pp_size = 2
     with pytest.raises(CanaryStartupError, match="images beside LoRA"):
         _refuse_beside_images(scheduler)
     model.is_multimodal = False
     _refuse_beside_images(scheduler)
+
+
+def test_a_cached_window_is_refused():
+    from sglang_kv_canary.wiring.disaggregation import _refuse_cached_windows
+
+    args = SimpleNamespace(
+        disaggregation_mode="decode", disaggregation_decode_enable_radix_cache=True
+    )
+    swa = make_swa_pool().pool
+    _refuse_cached_windows(args, make_mha_pool())
+    with pytest.raises(CanaryStartupError, match="sliding window is sent whole"):
+        _refuse_cached_windows(args, swa)
+    args.disaggregation_decode_enable_radix_cache = False
+    _refuse_cached_windows(args, swa)
 
 
 def test_only_tokens_beyond_the_vocabulary_number_images():

@@ -180,30 +180,22 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_transfer_backend": "mori",
     },
+    "PD disaggregation with STANDALONE": {**_DECODES, "speculative_algorithm": "STANDALONE"},
     "PD disaggregation with this speculative algorithm": {
         **_DECODES,
-        "speculative_algorithm": "STANDALONE",
+        "speculative_algorithm": "DFLASH",
     },
-    "PD disaggregation with multi-layer EAGLE": {
-        **_DECODES,
-        **_EAGLE,
-        "enable_multi_layer_eagle": True,
-    },
-    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+    "PD disaggregation with LoRA and pipeline stages": {
         **_DECODES,
         "enable_lora": True,
-        "dp_size": 2,
+        "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
         **_DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,
     },
-    "PD disaggregation with HiCache": {**_DECODES, **_HICACHE},
-    "PD disaggregation with HiCache on the prefill server": {
-        "disaggregation_mode": "prefill",
-        **_HICACHE,
-    },
+    "PD disaggregation with HiCache on the decode server": {**_DECODES, **_HICACHE},
     "offload of KV by decode servers": {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,
@@ -217,11 +209,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "disaggregation_decode_allocation_policy": "prefill_complete",
     },
     "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
-    "PD disaggregation with a prefix cache on the decode server": {
-        **_DECODES,
-        "disaggregation_decode_enable_radix_cache": True,
-    },
-    "PD disaggregation with pipeline parallelism": {**_DECODES, "pp_size": 2},
 }
 if release().transfers is None:
     _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}

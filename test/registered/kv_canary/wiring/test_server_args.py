@@ -213,26 +213,31 @@ CASES = {
         "disaggregation_transfer_backend": "nixl",
         "pp_size": 2,
     },
+    "PD disaggregation with STANDALONE": {**DECODES, "speculative_algorithm": "STANDALONE"},
     "PD disaggregation with this speculative algorithm": {
         **DECODES,
         "speculative_algorithm": "NGRAM",
     },
-    "PD disaggregation with multi-layer EAGLE": {
-        **DECODES,
-        "speculative_algorithm": "EAGLE",
-        "enable_multi_layer_eagle": True,
-    },
-    "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages": {
+    "PD disaggregation with LoRA and pipeline stages": {
         **DECODES,
         "enable_lora": True,
-        "dp_size": 2,
+        "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
         **DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,
     },
-    "PD disaggregation with HiCache": {**DECODES, **HICACHE},
+    "PD disaggregation with HiCache on the decode server, unless it writes back": {
+        **DECODES,
+        **HICACHE,
+    },
+    "PD disaggregation with a storage backend of HiCache on the decode server": {
+        **DECODES,
+        **HICACHE,
+        "hicache_write_policy": "write_back",
+        "hicache_storage_backend": "file",
+    },
     "offload of KV by decode servers": {
         **DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

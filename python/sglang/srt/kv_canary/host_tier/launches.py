@@ -1,4 +1,4 @@
-"""Lets another stream wait for all forwards that have been launched."""
+"""Lets another stream wait for all forwards and checks of arrivals that have been launched."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ class Launches(StepObserver):
     """Under overlap scheduling a launched forward still writes the last token of a request that has finished.
 
     The prefix cache has its slot, and SGLang copies it to host memory. Its stream waits for the schedule stream only.
+    KV that arrives is cached at once, while its records still become this server's own.
     """
 
     def __init__(self) -> None:
-        self._last: Any | None = None  # event after the last launched forward; None on the CPU
+        self._last: Any | None = None  # event after the last launch; None on the CPU
 
     def after_forwards(self, manager: Observed) -> None:
+        self.after_arrivals(manager)
+
+    def after_arrivals(self, manager: Observed) -> None:
         if manager.state.summary.is_cuda:
             self._last = torch.cuda.Event()
             self._last.record()
 
     def await_on(self, stream: Any) -> None:
-        """Later work on `stream` runs after these forwards."""
+        """Later work on `stream` runs after these launches."""
         if self._last is not None:
             stream.wait_event(self._last)

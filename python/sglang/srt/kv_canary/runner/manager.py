@@ -352,6 +352,7 @@ class CanaryManager:
         if self.arrivals is None or not (self._checking and self.armed):
             return 0
         forward = self.arrivals.note(arrivals)
+        self._tell_observers("after_arrivals", self)
         self.owes_copy = True
         if awaited:
             self.arrivals.await_findings(forward)

@@ -94,6 +94,9 @@ class StepObserver:
         `copy_every_s`.
         """
 
+    def after_arrivals(self, manager: Observed) -> None:
+        """After the check of KV that arrived was launched, on the forward stream."""
+
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         """A copy of the counters arrived."""
 

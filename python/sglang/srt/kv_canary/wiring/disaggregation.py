@@ -34,6 +34,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
     _refuse_beside_images(queue.scheduler)
+    _refuse_cached_windows(release().settled(queue.scheduler.server_args), queue.token_to_kv_pool)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
         if queue.draft_token_to_kv_pool is not None:
@@ -72,6 +73,17 @@ def _refuse_beside_images(scheduler: Any) -> None:
     args = release().settled(scheduler.server_args)
     if scheduler.model_config.is_multimodal and is_beside_images(args):
         raise startup_error(f"multimodal model: {BESIDE_IMAGES}", TRANSFERS)
+
+
+def _refuse_cached_windows(args: Any, pool: Any) -> None:
+    """Newer releases have both for some models. Others refuse it themselves."""
+    cached = args.disaggregation_mode == "decode" and args.disaggregation_decode_enable_radix_cache
+    if cached and type(pool).__name__ == "SWAKVPool":
+        raise startup_error(
+            "the sliding window is sent whole, also into slots of cached tokens that other requests read: their "
+            "records would change under them. Remove --disaggregation-decode-enable-radix-cache.",
+            TRANSFERS,
+        )
 
 
 def _layout(page_size: int) -> TransferLayout:

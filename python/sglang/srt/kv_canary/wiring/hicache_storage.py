@@ -80,6 +80,11 @@ def _around_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs
     backend = kwargs.get("storage_backend", args[0] if args else None)
     if context.host_tier is not None and backend not in COVERED_STORAGE:
         return False, f"kv-canary does not cover the storage backend {backend!r}: use 'file'"
+    if context.host_tier is not None and release().server_args().disaggregation_mode == "decode":
+        return (
+            False,
+            "kv-canary does not cover storage on a decode server, which SGLang never lets become idle again",
+        )
     return original(tree, *args, **kwargs)
 
 

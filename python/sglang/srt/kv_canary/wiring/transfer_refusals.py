@@ -12,8 +12,8 @@ from .releases import release
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
 
 BESIDE_IMAGES = (
-    "images beside LoRA, speculation, HiCache, data parallelism, pipeline stages or separate encoders, which no run "
-    "has checked over disaggregation yet."
+    "images beside LoRA, speculation, HiCache, pipeline stages or separate encoders, which no run has checked over "
+    "disaggregation yet."
 )
 
 
@@ -27,7 +27,6 @@ def is_beside_images(args: Any) -> bool:
         or args.lora_paths
         or args.speculative_algorithm is not None
         or args.enable_hierarchical_cache
-        or args.dp_size > 1
         or args.pp_size > 1
         or args.language_only
     )
@@ -60,38 +59,27 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Unset SGLANG_DISAGG_STAGING_BUFFER.",
     ),
     Refusal(
-        "PD disaggregation with this speculative algorithm",
-        lambda args: (
-            _transfers(args)
-            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN")
-        ),
-        "drafts over transferred KV, which no run has checked yet.",
+        "PD disaggregation with STANDALONE",
+        lambda args: _transfers(args) and args.speculative_algorithm == "STANDALONE",
+        "SGLang itself: a decode server makes no draft input for it of what has arrived, so its first draft has none.",
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with LoRA and speculation, HiCache, data parallelism or pipeline stages",
+        "PD disaggregation with this speculative algorithm",
         lambda args: (
             _transfers(args)
-            and bool(args.enable_lora or args.lora_paths)
-            and bool(
-                args.speculative_algorithm is not None
-                or args.enable_hierarchical_cache
-                or args.dp_size > 1
-                or args.pp_size > 1
-            )
+            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
         ),
-        "adapters beside them, which no run has checked yet.",
-        "Remove --enable-lora and --lora-paths, or the other.",
+        "a draft's KV without records, or a draft that has none of its own. No run has checked it over transferred KV.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with multi-layer EAGLE",
+        "PD disaggregation with LoRA and pipeline stages",
         lambda args: (
-            _transfers(args)
-            and args.speculative_algorithm is not None
-            and args.enable_multi_layer_eagle
+            _transfers(args) and bool(args.enable_lora or args.lora_paths) and args.pp_size > 1
         ),
-        "KV of draft layers that have no records arrives with the target's, which no run has checked yet.",
-        "Remove --enable-multi-layer-eagle or --speculative-algorithm.",
+        "adapters of stages, which load a part of them each.",
+        "Remove --enable-lora and --lora-paths, or --pp-size.",
     ),
     Refusal(
         "PD disaggregation with a multimodal model and another feature",
@@ -102,29 +90,14 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
-        "PD disaggregation with data parallelism and speculation, HiCache, pipeline stages or two-batch overlap",
+        "PD disaggregation with data parallelism and pipeline stages or two-batch overlap",
         lambda args: (
             _transfers(args)
             and args.dp_size > 1
-            and bool(
-                args.speculative_algorithm is not None
-                or args.enable_hierarchical_cache
-                or args.pp_size > 1
-                or args.enable_two_batch_overlap
-            )
+            and bool(args.pp_size > 1 or args.enable_two_batch_overlap)
         ),
         "transfers between such ranks, which no run has checked yet.",
         "Set --dp-size 1, or remove the other.",
-    ),
-    Refusal(
-        "PD disaggregation with HiCache",
-        lambda args: (
-            _transfers(args)
-            and args.enable_hierarchical_cache
-            and (args.disaggregation_mode == "decode" or args.hicache_storage_backend is not None)
-        ),
-        "a host pool on the decode server, or a storage backend, which no run has checked yet.",
-        "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
         "offload of KV by decode servers",

@@ -70,8 +70,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         _PARTLY,
-        "also with EAGLE, LoRA, images, or data-parallel ranks; content needs equal TP and PP; not run on a GPU; "
-        "see docs/disaggregation.md",
+        "also with EAGLE, LoRA, images, HiCache, or data-parallel ranks; content needs equal TP and PP; not run on a "
+        "GPU; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",

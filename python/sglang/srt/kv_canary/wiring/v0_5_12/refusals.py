@@ -36,6 +36,28 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --pp-size, or set --disaggregation-transfer-backend mooncake.",
     ),
     Refusal(
+        "PD disaggregation with HiCache on the decode server, unless it writes back",
+        lambda args: (
+            args.disaggregation_mode == "decode"
+            and args.enable_hierarchical_cache
+            and args.hicache_write_policy != "write_back"
+        ),
+        "SGLang itself: it hears that pages are in host memory while it decodes, only. Until then they stay locked on "
+        "the device, and requests that need room wait without end.",
+        "Set --hicache-write-policy write_back, or remove --enable-hierarchical-cache.",
+    ),
+    Refusal(
+        "PD disaggregation with a storage backend of HiCache on the decode server",
+        lambda args: (
+            args.disaggregation_mode == "decode"
+            and args.enable_hierarchical_cache
+            and args.hicache_storage_backend is not None
+        ),
+        "SGLang itself: a decode server never hears that a page has been stored. Its host memory stays locked, and the "
+        "server never becomes idle.",
+        "Remove --hicache-storage-backend.",
+    ),
+    Refusal(
         "LMCache with pipeline parallelism",
         lambda args: args.enable_lmcache and args.pp_size > 1,
         "SGLang waits for the layers of a stage by numbers of its own, so nothing tells when all are there.",

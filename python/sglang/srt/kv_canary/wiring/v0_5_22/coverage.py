@@ -33,12 +33,13 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         Coverage.PARTLY,
-        f"content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
+        f"content needs equal TP and PP; HiCache on the prefill server; {NO_GPU}; see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         Coverage.PARTLY,
-        f"on 0.5.23, its backend UCX; content needs equal TP; {NO_GPU}; see docs/disaggregation.md",
+        f"on 0.5.23, its backend UCX; content needs equal TP, transfers equal PP; {NO_GPU}; "
+        "see docs/disaggregation.md",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
     PathSupport(

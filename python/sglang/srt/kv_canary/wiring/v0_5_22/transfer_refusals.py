@@ -29,9 +29,9 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
     ),
     Refusal(
-        "PD disaggregation with HiCache on the prefill server",
-        lambda args: args.disaggregation_mode == "prefill" and args.enable_hierarchical_cache,
-        "transfers of KV that host memory gave back, which no run has checked on this release.",
+        "PD disaggregation with HiCache on the decode server",
+        lambda args: args.disaggregation_mode == "decode" and args.enable_hierarchical_cache,
+        "the prefill server leaves out what host memory has here. A damaged page could not be computed again.",
         "Remove --enable-hierarchical-cache.",
     ),
     Refusal(
@@ -53,21 +53,9 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Remove --enable-pd-role-switch.",
     ),
     Refusal(
-        "PD disaggregation with a prefix cache on the decode server",
-        lambda args: _transfers(args) and args.disaggregation_decode_enable_radix_cache,
-        "its prefix cache also keeps pages in host memory, which no run has checked yet.",
-        "Remove --disaggregation-decode-enable-radix-cache.",
-    ),
-    Refusal(
         "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
         lambda args: _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
         "requests whose KV arrives damaged are ended on 0.5.12.post1 only.",
         "Unset SGLANG_KV_CANARY_ACTION.",
-    ),
-    Refusal(
-        "PD disaggregation with pipeline parallelism",
-        lambda args: _transfers(args) and args.pp_size > 1,
-        "transfers of pipeline stages, which no run has checked on this release.",
-        "Remove --pp-size.",
     ),
 )

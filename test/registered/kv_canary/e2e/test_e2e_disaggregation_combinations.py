@@ -1,0 +1,137 @@
+"""Features over disaggregation that are independent of each other, together. Most pairs are run by hand."""
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
+from sglang_kv_canary_rigs.tiny_lora import write_lora
+from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase
+from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+# The long form, in mode raise and without faults: KV_CANARY_TEST_TRANSFER_REQUESTS=300
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(10, 40)))
+BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+finds_faults = pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+
+
+@long_on_newer_releases
+class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
+    """Each rank has a draft model of its own, whose KV arrives with the target's."""
+
+    transport: ClassVar = PdServing
+    flags: ClassVar = {
+        **EagleDpE2EBase.flags,
+        "kv_canary": "raise" if LONG else "log",
+        "log_level": "warning",
+    }
+    plugins: ClassVar = (transit_faults,)
+
+    def test_clean(self) -> None:
+        self.serve_in_waves("pd", REQUESTS)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+    @finds_faults
+    def test_damage_of_the_drafts_kv_in_transit(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("draft"), 2 * 16 + 5)
+        with self.serving.damaging("drop_layer"):
+            answer = self.ask("draft", prompt)
+        assert answer == scripted_answer(prompt, 6)
+        self.assert_violation("CONTENT", "TAIL_V_FULL", runner="draft", reader="draft")
+        assert {event["runner"] for event in self.violations()} == {"draft"}
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="SGLang refuses LoRA with EAGLE; lifted by make test"
+)
+@BY_HAND
+class TestEagleWithLora(ServesPair, EagleE2EBase):
+    """An adapter changes the target's KV. The draft model runs without it, and has the same chains."""
+
+    flags: ClassVar = {
+        **TestEagleWithDpAttention.flags,
+        "enable_lora": True,
+        "lora_backend": "triton" if torch.cuda.is_available() else "torch_native",
+    }
+    plugins: ClassVar = (transit_faults,)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._folder = tempfile.TemporaryDirectory(prefix="kv_canary_lora_")
+        path = write_lora(Path(cls._folder.name) / "red", 0, scripted=True)
+        cls.flags = {**cls.flags, "lora_paths": f"red={path}"}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls._folder.cleanup()
+
+    def test_clean(self) -> None:
+        rng = random.Random("lora")
+        prompts = [random_tokens(rng, rng.randrange(5, 60)) for _ in range(3)]
+        for i in range(REQUESTS):
+            prompt, count = rng.choice(prompts), rng.randrange(2, 10)
+            answer = self.ask(f"clean-{i}", prompt, count, lora_path=rng.choice((None, "red")))
+            assert answer == scripted_answer(prompt, count)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+    @finds_faults
+    def test_damage_of_the_drafts_kv_in_transit(self) -> None:
+        self.expect_violations()
+        with self.serving.damaging("drop_layer"):
+            self.ask("draft", random_tokens(random.Random("draft"), 37), lora_path="red")
+        self.assert_violation("CONTENT", "TAIL_V_FULL", runner="draft", reader="draft")
+
+
+@BY_HAND
+class TestLayers(ServesPair, LayersE2EBase):
+    """Multi-layer EAGLE. SGLang sends the KV of the first draft layer, which has no records."""
+
+    flags: ClassVar = {
+        **LayersE2EBase.flags,
+        "kv_canary": TestEagleWithDpAttention.flags["kv_canary"],
+    }
+    plugins: ClassVar = (transit_faults,)
+
+    def test_clean(self) -> None:
+        self.converse("layers", rounds=max(2, REQUESTS // 7))
+        self.assert_clean()
+        assert "not checked on arrival" not in self.serving.stderr
+
+    @finds_faults
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        prompt = random_tokens(random.Random("layers"), 37)
+        with self.serving.damaging("reverse_slots"):
+            self.ask("layers", prompt)
+        event = self.assert_violation("POSITION", runner="target", reader="layers")
+        assert event["reader"]["mode"] == "ARRIVAL"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

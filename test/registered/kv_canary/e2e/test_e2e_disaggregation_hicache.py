@@ -1,0 +1,146 @@
+"""HiCache over disaggregation: what is sent may come from host memory or storage, and what arrives may go there."""
+
+import sys
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.hicache_serving import PROMPT, STORAGE, Pages, hits, prompts
+from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
+from sglang_kv_canary_rigs.pd_pairs import SWEPT, Pair
+from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
+
+# Where all pairs have them, they come with the transport.
+PLUGINS = (*(() if release().has_own_canary else FILL_INS), transit_faults)
+
+
+class HiCachePair(Pair):
+    plugins: ClassVar = PLUGINS
+
+    def answer(self, name: str, prompt: list[int], tier: str = "host") -> tuple[list[int], int]:
+        """The answer, and how many tokens of the prompt the prefill server has got from `tier`."""
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
+        prefill, decode = self.run(self.serving.ask_both(body))
+        return decode["output_ids"], hits(prefill, tier)
+
+    def twice(self, name: str) -> int:
+        """Six prompts, and again when others have pushed them out of the device pool. Tokens from host memory."""
+        asked = prompts(name, 6)
+        first = [self.answer(f"{name}-{i}-a", p)[0] for i, p in enumerate(asked)]
+        again = [self.answer(f"{name}-{i}-b", p) for i, p in enumerate(asked)]
+        assert [answer for answer, _ in again] == first
+        return sum(found for _, found in again)
+
+
+class Stored(PdServing):
+    prefill_flags: ClassVar = {**SMALL_POOL, **STORAGE}
+
+
+class TestOnThePrefillServer(HiCachePair):
+    """What is sent has come back from host memory or storage, with its records."""
+
+    transport: ClassVar = Stored
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.pages = Pages()
+        cls.env = {**cls.env, **cls.pages.env}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.pages.remove()
+
+    def store(self, name: str, prompt: list[int]) -> list[str]:
+        """Serve `prompt`, wait until it is in storage, and let both servers forget it. Returns its keys."""
+        self.first, _ = self.answer(f"{name}-a", prompt)
+        keys = self.pages.keys(prompt)
+        self.serving.wait_for(lambda: self.pages.have(keys), "all pages were stored")
+        assert self.run(self.serving.flush())
+        return keys
+
+    def test_from_host_memory(self) -> None:
+        assert self.twice("host") >= 3 * (PROMPT - 1)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+    def test_from_storage(self) -> None:
+        (prompt,) = prompts("stored", 1)
+        self.store("stored", prompt)
+        before = self.checked_on_arrival()
+        assert self.answer("stored-b", prompt, "storage") == (self.first, PROMPT - 1)
+        assert self.checked_on_arrival() - before >= PROMPT
+        self.assert_no_violations()
+
+    def test_a_damaged_page_is_not_sent(self) -> None:
+        """The prefill server computes it again."""
+        (prompt,) = prompts("flipped", 1)
+        keys = self.store("flipped", prompt)
+        self.pages.flip(keys[60], 5)
+        assert self.answer("flipped-b", prompt, "storage") == (self.first, 60)
+        prefill = self.serving.prefill
+        self.serving.wait_for(lambda: prefill.events("violation"), "the page is reported")
+        (event,) = self.found_on_prefill()
+        assert (event["tag"], event["reasons"]) == ("FILE_K_FULL", ["CONTENT"])
+        assert (event["tier"], event["key"]) == ("file", keys[60])
+        self.assert_no_violations()
+
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        asked = prompts("damaged", 6)
+        for i, prompt in enumerate(asked):
+            self.answer(f"damaged-{i}", prompt)
+        with self.serving.damaging("drop_layer"):
+            assert self.answer("damaged", asked[0])[1] == PROMPT - 1
+        event = self.assert_violation("CONTENT", reader="damaged")
+        assert event["reader"]["mode"] == "ARRIVAL"
+
+
+class OnBoth(PdServing):
+    prefill_flags: ClassVar = SMALL_POOL
+    decode_flags: ClassVar = {
+        **SMALL_POOL,
+        "disaggregation_decode_enable_radix_cache": True,
+        "hicache_write_policy": "write_back",
+        "num_reserved_decode_tokens": 16,
+    }
+
+
+@refused_on_newer_releases
+class TestOnBothServers(HiCachePair):
+    """SGLang writes the decode server's prefixes to host memory, and never loads them back there."""
+
+    transport: ClassVar = OnBoth
+    flags: ClassVar = {**SWEPT, "kv_canary_sweep_interval": 1}
+
+    def test_clean_run(self) -> None:
+        assert self.twice("both") > 0
+        assert self.serving.events("host_sweep")[0]["slots"] >= PROMPT
+        self.assert_no_violations()
+        self.assert_healthy()
+
+    def test_damage_in_the_decode_servers_host_memory(self) -> None:
+        (prompt,) = prompts("swept", 1)
+        self.answer("swept", prompt)
+        self.twice("others")  # push it out of the device pool
+        done = self.inject("flip_host_bytes", cached=prompt).answer()
+        self.serving.wait_for(lambda: self.serving.events("violation")[self._seen :], "it is found")
+        event = self.assert_violation("CONTENT", "HOST_K_FULL", slot=done["host_slot"])
+        assert (event["tier"], event["stored_position"]) == ("host", 50)
+        assert event["writer"]["request_id"] == "swept"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
