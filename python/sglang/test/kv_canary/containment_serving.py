@@ -17,6 +17,7 @@ from .containment_traffic import (
     Round,
     rounds,
     serve,
+    servers,
 )
 
 __all__ = ["LONG", "ROUNDS", "ContainmentBase"]
@@ -38,7 +39,7 @@ class ContainmentBase(CanaryE2EBase):
 
     def actions(self) -> list[dict[str, Any]]:
         self.settle()
-        return self.serving.events("containment")
+        return [each for server in servers(self.serving) for each in server.events("containment")]
 
     def serve_clean(self, plan: list[Round]) -> list[dict[str, Answer]]:
         async def all_of_them() -> list[dict[str, Answer]]:

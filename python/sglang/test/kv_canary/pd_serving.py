@@ -191,6 +191,17 @@ class PdServing(CanaryServer):
         )
         return answer
 
+    async def exchange(self, body: Mapping[str, Any]) -> tuple[int, str]:
+        """HTTP status and text of the decode server's answer to `body`, which both servers get."""
+        whole = {**body, **self.meeting()}
+
+        async def told(server: CanaryServer) -> tuple[int, str]:
+            async with self._session.post(f"{server.url}/generate", json=whole) as answer:
+                return answer.status, await answer.text()
+
+        _, answer = await asyncio.gather(told(self.prefill), told(self))
+        return answer
+
     def meeting(self) -> dict[str, Any]:
         """What tells both servers where they meet for one request."""
         return {

@@ -53,6 +53,10 @@ class ArrivalDesk:
         """Keep what `forward` finds, for `verdict`."""
         self._damaged.setdefault(forward, set())
 
+    def is_awaited(self, forward: int) -> bool:
+        """Whether somebody asks for the verdict on `forward`."""
+        return forward in self._damaged
+
     def note_findings(self, rows: np.ndarray) -> None:
         """`rows` int64[n, len(Column)] of the ring are reported."""
         if not self._damaged or not len(rows):

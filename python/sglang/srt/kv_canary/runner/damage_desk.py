@@ -87,6 +87,8 @@ class DamageDesk:
     """
 
     recorder: FlightRecorder
+    # Whether a forward checks an arrival whose request waits for it. Damage fails its transfer, so it is no reader.
+    is_awaited: Callable[[int], bool] = lambda _: False
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
@@ -105,9 +107,14 @@ class DamageDesk:
             return
         rows = rows[(rows[:, Column.REASONS] & ~int(_REPORTED_ONLY)) != 0]
         rows = rows[(rows[:, Column.REASONS] & int(Reason.DOUBLE_FREE)) == 0]
+        rows = rows[~self._are(self.is_awaited, rows)]
         if not len(rows):
             return
-        found = Damage(tuple(self._readers(rows)), *self._slots(rows))
+        arrived = self._are(self._is_arrival, rows)
+        slots, bad = self._slots(rows[~arrived])
+        # What has arrived wrong was not changed by this memory.
+        slots = (*slots, *self._slots(rows[arrived])[0])
+        found = Damage(tuple(self._readers(rows)), slots, bad)
         if found != Damage():
             self._pending.append(found)
             self.on_found()
@@ -123,6 +130,17 @@ class DamageDesk:
     def clear(self) -> None:
         """What `peek` returned is dealt with."""
         self._pending = []
+
+    @staticmethod
+    def _are(test: Callable[[int], bool], rows: np.ndarray) -> np.ndarray:
+        """bool[n]: whether `test` holds of the forward that found each of `rows`."""
+        forwards = rows[:, Column.READER_FORWARD]
+        chosen = [forward for forward in np.unique(forwards).tolist() if test(forward)]
+        return np.isin(forwards, chosen)
+
+    def _is_arrival(self, forward: int) -> bool:
+        step = self.recorder.step_of(forward)
+        return step is not None and bool(step.origins)
 
     def _readers(self, rows: np.ndarray) -> Iterable[Reader]:
         rows = rows[_mask(rows[:, Column.TAG], _reads)]

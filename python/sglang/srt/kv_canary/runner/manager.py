@@ -328,9 +328,16 @@ class CanaryManager:
 
     def expect_action(self) -> DamageDesk:
         """Findings are asked for at step boundaries, to act on them."""
-        self.damage = DamageDesk(self.recorder)
+        self.damage = DamageDesk(self.recorder, self._is_awaited)
         self.violations.listeners.append(self.damage.note_findings)
         return self.damage
+
+    def _is_awaited(self, forward: int) -> bool:
+        return self.arrivals is not None and self.arrivals.is_awaited(forward)
+
+    def has_handed_over(self, forward: int) -> bool:
+        """Whether everything that forwards up to `forward` have found has been handed to the listeners."""
+        return self._copied_forward >= forward and not self.violations.busy
 
     def settle_slots(self) -> None:
         """Apply the allocator's events now, on the current stream, after those that forwards have applied.

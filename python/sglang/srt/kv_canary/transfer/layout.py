@@ -32,6 +32,7 @@ class TransferLayout:
     groups: int  # two bits per pool kind: its number of halves
     draft_groups: int = 0  # the same of the draft model's pools; 0: none
     draft_layers: int = 0
+    heeds_damage: int = 0  # 1: a notice with `damage` fails the request on arrival
 
     @classmethod
     def of(
@@ -47,7 +48,9 @@ class TransferLayout:
         groups, drafts = tuple(groups), tuple(drafts)
         index = _CONTENT.index(content)
         layout = cls(VERSION, page_size, index, tp_size, pp_size, _layers(groups), _halves(groups))
-        return replace(layout, draft_groups=_halves(drafts), draft_layers=_layers(drafts))
+        return replace(
+            layout, draft_groups=_halves(drafts), draft_layers=_layers(drafts), heeds_damage=1
+        )
 
     def to_wire(self) -> list[int]:
         """Numbers below 2^32."""

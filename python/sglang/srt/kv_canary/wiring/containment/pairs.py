@@ -1,0 +1,103 @@
+"""SGLANG_KV_CANARY_ACTION=abort on the servers of prefill-decode disaggregation: what differs from a plain server.
+
+A prefill server ends a request by the failure of its transfer. All that it has queued is sent first, so that nothing is
+written later. The notice that goes with the last part tells the decode server not to use it. A decode server ends a
+request that is being received, or waits, when SGLang would begin to decode it: its transfer is over then, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..context import context
+from .abort import message
+from .terms import Terms
+
+__all__ = ["fail_naming", "for_decode_server", "for_prefill_server"]
+
+
+def for_prefill_server(terms: Terms) -> Terms:
+    """`terms` of a plain server, for one that prefills only."""
+
+    def requests_of(scheduler: Any) -> Iterator[Any]:
+        yield from terms.requests_of(scheduler)
+        yield from scheduler.disagg_prefill_inflight_queue
+
+    return replace(
+        terms,
+        requests_of=requests_of,
+        end_running=_fail_sending,
+        is_answered=_has_gone,
+        has_ended=_always,  # nothing is retracted
+    )
+
+
+def for_decode_server(terms: Terms, forget_copy: Callable[[Any, Any], None]) -> Terms:
+    """`terms` of a plain server, for one that decodes only.
+
+    `forget_copy`: (scheduler, request) drops what host memory has of a retracted request.
+    """
+
+    def requests_of(scheduler: Any) -> Iterator[Any]:
+        yield from terms.requests_of(scheduler)
+        yield from scheduler.waiting_queue
+        yield from (waiting.req for waiting in scheduler.disagg_decode_transfer_queue.queue)
+
+    def answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+        forget_copy(scheduler, request)
+        terms.answer_waiting(scheduler, request, reason)
+
+    return replace(
+        terms, requests_of=requests_of, answer_waiting=answer_waiting, retracted=_retracted
+    )
+
+
+def _retracted(scheduler: Any) -> list[Any]:
+    return scheduler.disagg_decode_prealloc_queue.retracted_queue
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _has_gone(request: Any) -> bool:
+    return context.sent_chunks.has_gone(request.bootstrap_room, request.rid)
+
+
+def _fail_sending(request: Any, why: str) -> bool:
+    """Fail the transfer of `request` at its end. Returns whether its last part had not gone yet.
+
+    If it had, another rank may still fail it. Then the error says why.
+    """
+    sender = request.disagg_kv_sender
+    fail_naming(sender, message(why))
+    request.skip_radix_cache_insert = True
+    if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
+        return False
+    sender.poll = functools.partial(_poll_failing, sender.poll)
+    return True
+
+
+def _poll_failing(original: Callable[[], int]) -> int:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    status = original()
+    return KVPoll.Failed if status == KVPoll.Success else status
+
+
+def fail_naming(party: Any, why: str) -> None:
+    """Let SGLang's error of a failed transfer say `why`. `party`: its sender or receiver."""
+    party.failure_exception = functools.partial(_raise_naming, party.failure_exception, why)
+
+
+def _raise_naming(original: Callable[[], None], why: str) -> None:
+    """That of NIXL, and of a rank that has not failed itself, does not say what was recorded."""
+    try:
+        original()
+    except Exception as error:
+        if why in str(error):
+            raise
+        raise RuntimeError(why) from error
