@@ -174,6 +174,9 @@ class PairPool(Pool):
             on_prefill("wrong_token", [loners[0]], rid=loners[0], mode="EXTEND", min_prefix=0),
         ]
         of_decode = Pool.kinds(self, family, loners, prefix)
+        # A decode server does not know what its first forward must be fed with.
+        later = {**of_decode[-1].args, "min_prefix": 30}
+        of_decode[-1] = replace(of_decode[-1], args=later)
         return [
             kind for both in zip(of_prefill, of_decode, strict=False) for kind in both
         ] + of_decode[4:]
@@ -293,7 +296,10 @@ async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -
         "return_logprob": True,
         "token_ids_logprob": choices,
     }
-    _, reply = await _exchange(server, body)
+    if isinstance(server, PdServing):
+        reply = await server.foretell(body)
+    else:
+        _, reply = await _exchange(server, body)
     likely = json.loads(reply)["meta_info"]["output_token_ids_logprobs"][0]
     first, second = (logprob for logprob, *_ in likely)
     return abs(first - second)

@@ -31,6 +31,7 @@ from . import nixl_transport
 from .checkout import REPO
 
 HOST = "127.0.0.1"
+NO_TRANSFER = "2.2.2.2"  # SGLang's name for no decode server at all
 LIBRARIES = REPO / ".transport"
 # In the order in which they need each other.
 _NEEDED = ("nl-3.so.200", "nl-route-3.so.200", "ibverbs.so.1", "rdmacm.so.1", "numa.so.1")
@@ -201,6 +202,12 @@ class PdServing(CanaryServer):
 
         _, answer = await asyncio.gather(told(self.prefill), told(self))
         return answer
+
+    async def foretell(self, body: Mapping[str, Any]) -> str:
+        """The text of the prefill server's answer to `body`, for one token. Nothing is transferred."""
+        whole = {**body, **self.meeting(), "bootstrap_host": NO_TRANSFER}
+        async with self._session.post(f"{self.prefill.url}/generate", json=whole) as answer:
+            return await answer.text()
 
     def meeting(self) -> dict[str, Any]:
         """What tells both servers where they meet for one request."""
