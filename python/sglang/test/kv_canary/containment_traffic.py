@@ -149,6 +149,7 @@ KINDS_OF_FAULTS = 9
 class PairPool(Pool):
     """Of a prefill and a decode server: the latter has no prefix cache."""
 
+    on_decode: bool = True  # whether the decode server has faults
     has_cache: bool = False
     has_chunks: bool = False
 
@@ -177,6 +178,8 @@ class PairPool(Pool):
         # A decode server does not know what its first forward must be fed with.
         later = {**of_decode[-1].args, "min_prefix": 30}
         of_decode[-1] = replace(of_decode[-1], args=later)
+        if not self.on_decode:
+            return of_prefill
         return [
             kind for both in zip(of_prefill, of_decode, strict=False) for kind in both
         ] + of_decode[4:]
@@ -219,6 +222,7 @@ class Balance:
         default_factory=list
     )  # wrong ones, delivered by streams that were ended
     problems: list[str] = field(default_factory=list)
+    reason: str = "kv-canary"  # in each error
 
     async def add(
         self,
@@ -261,7 +265,7 @@ class Balance:
     ) -> None:
         if answer.tokens:
             self.tokens_left.append(len(answer.tokens) - _common(answer, right))
-        if rid not in ended or "kv-canary" not in str(answer.error):
+        if rid not in ended or self.reason not in str(answer.error):
             self.problems.append(f"{done.fault.name}: {rid} got {answer.error!r}")
 
 

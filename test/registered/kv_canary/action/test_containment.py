@@ -232,7 +232,7 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
         ({"pp_size": 2}, "pipeline stages"),
-        ({"disaggregation_mode": "decode"}, "a decode server"),
+        ({"disaggregation_mode": "decode"}, None),
     ],
     ids=str,
 )

@@ -35,7 +35,8 @@ def test_a_layout_survives_the_wire():
 
 
 def test_a_peer_that_knows_no_drafts():
-    assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == LAYOUT
+    earlier = replace(LAYOUT, heeds_damage=0)
+    assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == earlier
     assert LAYOUT.draft_groups == 0
 
 

@@ -87,8 +87,8 @@ class DamageDesk:
     """
 
     recorder: FlightRecorder
-    # Whether a forward checks an arrival whose request waits for it. Damage fails its transfer, so it is no reader.
-    is_awaited: Callable[[int], bool] = lambda _: False
+    # bool[n] for rows of the ring: found in arrivals whose requests wait for it. Damage fails their transfers.
+    are_awaited: Callable[[np.ndarray], np.ndarray] | None = None
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
@@ -107,7 +107,8 @@ class DamageDesk:
             return
         rows = rows[(rows[:, Column.REASONS] & ~int(_REPORTED_ONLY)) != 0]
         rows = rows[(rows[:, Column.REASONS] & int(Reason.DOUBLE_FREE)) == 0]
-        rows = rows[~self._are(self.is_awaited, rows)]
+        if self.are_awaited is not None:
+            rows = rows[~self.are_awaited(rows)]
         if not len(rows):
             return
         arrived = self._are(self._is_arrival, rows)
