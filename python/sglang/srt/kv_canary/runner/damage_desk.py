@@ -114,7 +114,7 @@ class DamageDesk:
         arrived = self._are(self._is_arrival, rows)
         slots, bad = self._slots(rows[~arrived])
         # What has arrived wrong was not changed by this memory.
-        slots = (*slots, *self._slots(rows[arrived])[0])
+        slots = (*slots, *self._slots(rows[arrived], were_here=False)[0])
         found = Damage(tuple(self._readers(rows)), slots, bad)
         if found != Damage():
             self._pending.append(found)
@@ -153,7 +153,7 @@ class DamageDesk:
                 yield Reader(request, row, forward, start, reason_names(reasons))
 
     def _slots(
-        self, rows: np.ndarray
+        self, rows: np.ndarray, were_here: bool = True
     ) -> tuple[tuple[DamagedSlot, ...], tuple[tuple[str, int], ...]]:
         rows = rows[_mask(rows[:, Column.TAG], _is_covered)]
         columns = (
@@ -177,7 +177,13 @@ class DamageDesk:
                 before = slots.get((full, writer))
                 if before is None or alone:
                     slots[full, writer] = DamagedSlot(full, writer, alone)
-            known = changed and slot > 0 and is_writer_intact(writer) and content != UNKNOWN
+            known = (
+                were_here
+                and changed
+                and slot > 0
+                and is_writer_intact(writer)
+                and content != UNKNOWN
+            )
             if known and self._has_changed_twice(tag, slot, (tag.half, writer, content)):
                 bad[_allocator_kind(tag.kind), slot] = None
         for full, writer in slots:
