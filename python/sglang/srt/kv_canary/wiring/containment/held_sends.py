@@ -6,6 +6,7 @@ SGLang sends it as soon as the prefill has a result. Then nothing can be taken b
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,15 @@ class HeldSends:
     """
 
     rounds_of_peers: int
+    send: Callable[[Any], None]  # the last part of a request's KV, as SGLang does
+    _at_once: Any | None = None
     _round: int = 0
     _held: dict[int, _Held] = field(default_factory=dict)  # id(request) -> it
 
     def must_wait(self, request: Any) -> bool:
-        """Whether the last part of the KV of `request` must not go yet. If so, `go_on` returns it later."""
+        """Whether the last part of the KV of `request` must not go yet. If so, `go_on` sends it later."""
+        if request is self._at_once:
+            return False
         now = time.monotonic()
         held = self._held.get(id(request)) or _Held(request, now)
         if now - held.since < AT_MOST_S and self._is_open(held):
@@ -45,18 +50,29 @@ class HeldSends:
         self._held.pop(id(request), None)
         return False
 
+    def send_at_once(self, request: Any) -> None:
+        """If the last part of its KV waits: another rank has failed the transfer, and the peer waits for all parts."""
+        if self._held.pop(id(request), None) is None:
+            return
+        self._at_once = request
+        try:
+            self.send(request)
+        finally:
+            self._at_once = None
+
     def begin_round(self) -> None:
         """The requests of a step have arrived, and findings of other ranks with them."""
         self._round += 1
 
-    def go_on(self) -> list[Any]:
-        """Requests whose last part may go now: ask about them again."""
+    def go_on(self) -> None:
+        """Send what may go now."""
         self._held = {
             key: held
             for key, held in self._held.items()
             if release().row_of(held.request) is not None
         }
-        return [held.request for held in self._held.values()]
+        for held in tuple(self._held.values()):
+            self.send(held.request)
 
     def _is_open(self, held: _Held) -> bool:
         """Whether a finding about the request may come, or waits to be acted on."""

@@ -8,6 +8,7 @@ request that is being received, or waits, when SGLang would begin to decode it: 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,10 @@ from ..context import context
 from .abort import message
 from .terms import Terms
 
-__all__ = ["fail_naming", "for_decode_server", "for_prefill_server"]
+WAIT_AT_MOST_S = 1.0  # for this rank's part of a transfer that another rank has failed
+_POLL_S = 0.001
+
+__all__ = ["await_end", "fail_naming", "for_decode_server", "for_prefill_server", "raise_naming"]
 
 
 def for_prefill_server(terms: Terms) -> Terms:
@@ -73,7 +77,10 @@ def _fail_sending(request: Any, why: str) -> bool:
     If it had, another rank may still fail it. Then the error says why.
     """
     sender = request.disagg_kv_sender
-    fail_naming(sender, message(why))
+    raise_when_sent = functools.partial(
+        _raise_when_sent, sender.failure_exception, sender.poll, request
+    )
+    sender.failure_exception = functools.partial(raise_naming, raise_when_sent, message(why))
     request.skip_radix_cache_insert = True
     if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
         return False
@@ -88,12 +95,32 @@ def _poll_failing(original: Callable[[], int]) -> int:
     return KVPoll.Failed if status == KVPoll.Success else status
 
 
+def _raise_when_sent(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
+    """SGLang frees the slots next. This rank may still read them for the transfer, which another rank has failed."""
+    if context.held_sends is not None:
+        context.held_sends.send_at_once(request)
+    await_end(poll)
+    original()
+
+
+def await_end(poll: Callable[[], int]) -> int:
+    """The status of a transfer when this rank's part is over. It is, soon: no other rank waits for long."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    until = time.monotonic() + WAIT_AT_MOST_S
+    while (status := poll()) in (KVPoll.WaitingForInput, KVPoll.Transferring):
+        if time.monotonic() > until:
+            break
+        time.sleep(_POLL_S)
+    return status
+
+
 def fail_naming(party: Any, why: str) -> None:
     """Let SGLang's error of a failed transfer say `why`. `party`: its sender or receiver."""
-    party.failure_exception = functools.partial(_raise_naming, party.failure_exception, why)
+    party.failure_exception = functools.partial(raise_naming, party.failure_exception, why)
 
 
-def _raise_naming(original: Callable[[], None], why: str) -> None:
+def raise_naming(original: Callable[[], None], why: str) -> None:
     """That of NIXL, and of a rank that has not failed itself, does not say what was recorded."""
     try:
         original()

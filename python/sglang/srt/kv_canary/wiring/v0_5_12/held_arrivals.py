@@ -13,12 +13,15 @@ from typing import Any
 from ...config import Action
 from ...reports.safe_text import safe_text
 from ..arrivals import address_of, arrival_of, take_in
+from ..containment.abort import message
+from ..containment.pairs import await_end, raise_naming
 from ..context import context
 from ..guard import attempt
 from .abort import fail_transfer
 
 __all__ = ["hold", "was_held"]
 
+_ELSEWHERE = "this request's KV is right on this tensor-parallel rank, and another one has failed its transfer"
 _WRAPPED = "_kv_canary_polled"  # of a receiver: it is asked here
 _HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it received; 0: not checked
 
@@ -31,8 +34,10 @@ def hold(scheduler: Any, waiting: Any) -> None:
     receiver = waiting.kv_receiver
     if not hasattr(receiver, _WRAPPED):
         setattr(receiver, _WRAPPED, True)
-        receiver.poll = functools.partial(
-            _poll_held, receiver.poll, scheduler, waiting.req, receiver
+        poll, request = receiver.poll, waiting.req
+        receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver)
+        receiver.failure_exception = functools.partial(
+            _raise_when_over, receiver.failure_exception, poll, request
         )
 
 
@@ -47,10 +52,8 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
     status = original()
     if status != KVPoll.Success:
         return status
-    room, where = request.bootstrap_room, address_of(request)
-    if damage := context.notices.damage(room):
-        context.notices.take(room)
-        return _fail(receiver, request, f"on the prefill server {where}: {safe_text(damage)}")
+    if damage := _damage_at_sender(request):
+        return _fail(receiver, request, damage)
     if context.target.config.action is not Action.ABORT:
         return status
     verdict = attempt(_verdict, scheduler, request, receiver)
@@ -59,8 +62,23 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
         return KVPoll.Transferring if waits else status
     if not verdict:
         return status
+    where = address_of(request)
     what = f"the KV that arrived from the prefill server {where} is damaged"
     return _fail(receiver, request, what)
+
+
+def _damage_at_sender(request: Any) -> str:
+    damage = context.notices.damage(request.bootstrap_room)
+    return damage and f"on the prefill server {address_of(request)}: {safe_text(damage)}"
+
+
+def _raise_when_over(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
+    """SGLang frees the slots next. On another rank the transfer has ended, on this one KV may still come into them."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if await_end(poll) == KVPoll.Success:
+        raise_naming(original, message(_damage_at_sender(request) or _ELSEWHERE))
+    original()
 
 
 def _fail(receiver: Any, request: Any, what: str) -> int:

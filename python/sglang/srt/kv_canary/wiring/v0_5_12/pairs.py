@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +46,9 @@ def _around_send(
 
 
 @guarded_aside
-def _before_inflight_queue(scheduler: Any, *_: Any, **__: Any) -> None:
+def _before_inflight_queue(*_: Any, **__: Any) -> None:
     if context.held_sends is not None:
-        for request in context.held_sends.go_on():
-            scheduler.send_kv_chunk(request, last_chunk=True)
+        context.held_sends.go_on()
 
 
 @guarded_aside
@@ -60,7 +60,9 @@ def _before_bootstrap(_: Any, request: Any, *__: Any, **___: Any) -> None:
 def hold_sends(scheduler: Any) -> None:
     """On a prefill server whose requests can end."""
     if context.containment is not None and scheduler.server_args.disaggregation_mode == "prefill":
-        context.held_sends = HeldSends(2 if context.containment.bell is not None else 0)
+        rounds = 0 if context.containment.bell is None else 2
+        send = functools.partial(scheduler.send_kv_chunk, last_chunk=True)
+        context.held_sends = HeldSends(rounds, send)
 
 
 _MIXIN = f"{PREFILL}.SchedulerDisaggregationPrefillMixin"
