@@ -35,8 +35,9 @@ def test_a_layout_survives_the_wire():
 
 
 def test_a_peer_that_knows_no_drafts():
-    earlier = replace(LAYOUT, heeds_damage=0)
-    assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == earlier
+    assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == LAYOUT
+    heeding = replace(LAYOUT, heeds_damage=1)
+    assert TransferLayout.from_wire(heeding.to_wire()) == heeding
     assert LAYOUT.draft_groups == 0
 
 

@@ -48,9 +48,7 @@ class TransferLayout:
         groups, drafts = tuple(groups), tuple(drafts)
         index = _CONTENT.index(content)
         layout = cls(VERSION, page_size, index, tp_size, pp_size, _layers(groups), _halves(groups))
-        return replace(
-            layout, draft_groups=_halves(drafts), draft_layers=_layers(drafts), heeds_damage=1
-        )
+        return replace(layout, draft_groups=_halves(drafts), draft_layers=_layers(drafts))
 
     def to_wire(self) -> list[int]:
         """Numbers below 2^32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from ..errors import startup_error
@@ -77,14 +78,15 @@ def _refuse_beside_images(scheduler: Any) -> None:
 
 
 def _layout(page_size: int) -> TransferLayout:
-    target = context.target
-    return TransferLayout.of(
+    target, answers = context.target, release().transfers
+    layout = TransferLayout.of(
         target.groups,
         page_size,
         target.config.content_mode,
-        *release().transfers.parallelism(),
+        *answers.parallelism(),
         [group for draft in context.drafts for group in draft.groups],
     )
+    return replace(layout, heeds_damage=int(answers.heeds_damage))
 
 
 def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
