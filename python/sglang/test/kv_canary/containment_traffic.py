@@ -223,6 +223,7 @@ class Balance:
     )  # wrong ones, delivered by streams that were ended
     problems: list[str] = field(default_factory=list)
     reason: str = "kv-canary"  # in each error
+    reason_of_prefill: str = ""  # in each error after a fault on a prefill server
 
     async def add(
         self,
@@ -265,7 +266,8 @@ class Balance:
     ) -> None:
         if answer.tokens:
             self.tokens_left.append(len(answer.tokens) - _common(answer, right))
-        if rid not in ended or self.reason not in str(answer.error):
+        reasons = (self.reason, self.reason_of_prefill if done.fault.on_prefill else "")
+        if rid not in ended or any(reason not in str(answer.error) for reason in reasons):
             self.problems.append(f"{done.fault.name}: {rid} got {answer.error!r}")
 
 

@@ -51,6 +51,7 @@ class PairBase(ServesPair, ContainmentBase):
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
     }
     pool: ClassVar = PairPool()
+    reason_of_prefill: ClassVar = "kv-canary: on the prefill server"
     count: ClassVar[int] = ROUNDS if LONG else KINDS_OF_PAIR_FAULTS
 
     def teardown_method(self) -> None:
@@ -74,6 +75,9 @@ class PairBase(ServesPair, ContainmentBase):
         super().test_exactly_the_readers_of_damage_end()
         assert self.serving.alive, self.serving.stderr
         assert [e for s in servers(self.serving) for e in s.events("internal_error")] == []
+        # What a prefill server's forwards find is known before the KV has gone.
+        actions = self.serving.prefill.events("containment")
+        assert [e["answered"] for e in actions if e["rank"] == 0 and e["answered"]] == []
 
 
 @refused_on_newer_releases
@@ -122,6 +126,7 @@ class TestTwoRanks(PairBase):
     flags: ClassVar = {**PairBase.flags, "tp_size": 2}
     env: ClassVar = {**PairBase.env, **TWO_RANKS}
     pool: ClassVar = PairPool(size=64, ranks=((1,), (0,), (0, 1)))
+    reason_of_prefill: ClassVar = ""  # rank 0 answers, and may have received its part in time
 
 
 class TwoToOne(PdServing):
@@ -138,6 +143,19 @@ class TestTwoRanksPrefill(PairBase):
     pool: ClassVar = PairPool(size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,)))
 
 
+class ReportingDecode(PdServing):
+    decode_env: ClassVar = {"SGLANG_KV_CANARY_ACTION": "report"}
+
+
+@long_form
+@refused_on_newer_releases
+class TestReportingDecode(PairBase):
+    """It heeds what the prefill server says, and would serve what it finds itself."""
+
+    transport: ClassVar = ReportingDecode
+    pool: ClassVar = PairPool(on_decode=False)
+
+
 class UncheckedDecode(PdServing):
     decode_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
 
@@ -150,6 +168,7 @@ class TestUncheckedDecode(PairBase):
     transport: ClassVar = UncheckedDecode
     pool: ClassVar = PairPool(on_decode=False)
     reason: ClassVar = "Failed to get kvcache from prefill instance"
+    reason_of_prefill: ClassVar = ""
 
     def settle(self) -> dict[str, Any]:
         """The decode server takes no commands."""
