@@ -17,6 +17,7 @@ from .containment_traffic import (
     Round,
     rounds,
     serve,
+    servers,
 )
 
 __all__ = ["LONG", "ROUNDS", "ContainmentBase"]
@@ -34,11 +35,13 @@ class ContainmentBase(CanaryE2EBase):
     env: ClassVar = ENV
     pool: ClassVar = Pool()
     count: ClassVar[int] = ROUNDS
+    reason: ClassVar[str] = "kv-canary"  # in the error of each request that ends
+    reason_of_prefill: ClassVar[str] = ""  # in that of each one that a prefill server has ended
     ties: ClassVar[int | None] = None  # at most so many; None: as many as there are
 
     def actions(self) -> list[dict[str, Any]]:
         self.settle()
-        return self.serving.events("containment")
+        return [each for server in servers(self.serving) for each in server.events("containment")]
 
     def serve_clean(self, plan: list[Round]) -> list[dict[str, Answer]]:
         async def all_of_them() -> list[dict[str, Answer]]:
@@ -56,7 +59,8 @@ class ContainmentBase(CanaryE2EBase):
 
     def test_exactly_the_readers_of_damage_end(self) -> None:
         plan = list(rounds(self.count, pool=self.pool))
-        clean, balance = self.serve_clean(plan), Balance()
+        clean, balance = self.serve_clean(plan), Balance(reason=self.reason)
+        balance.reason_of_prefill = self.reason_of_prefill
         self.expect_violations()
         for each, right in zip(plan, clean, strict=True):
             answers = self.run(serve(self.serving, each, faulty=True))

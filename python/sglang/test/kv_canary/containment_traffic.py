@@ -20,19 +20,24 @@ from sglang_kv_canary.testing.scripted_models import write_attentive_llama
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.traffic import random_tokens
 
+from .pd_serving import PdServing
+
 __all__ = [
     "BYTES",
     "ENV",
     "FLAGS",
     "KINDS_OF_FAULTS",
+    "KINDS_OF_PAIR_FAULTS",
     "Answer",
     "Balance",
     "Fault",
+    "PairPool",
     "Pool",
     "Round",
     "differing",
     "rounds",
     "serve",
+    "servers",
 ]
 
 _MHA = MODES["mha"]
@@ -62,6 +67,7 @@ class Fault:
     name: str
     args: Mapping[str, Any]
     victims: frozenset[str]  # request ids that may read the damage: nobody else
+    on_prefill: bool = False  # of a prefill and a decode server, the former has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,49 @@ class Pool:
 KINDS_OF_FAULTS = 9
 
 
+@dataclass(frozen=True, slots=True)
+class PairPool(Pool):
+    """Of a prefill and a decode server: the latter has no prefix cache."""
+
+    on_decode: bool = True  # whether the decode server has faults
+    has_cache: bool = False
+    has_chunks: bool = False
+
+    def kinds(
+        self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
+    ) -> list[Fault]:
+        flip = {"half": self.half, "count": self.size}
+        second_chunk = {"rid": loners[2], "mode": "EXTEND"}
+
+        def on_prefill(name: str, victims: Iterable[str], **args: Any) -> Fault:
+            return Fault(name, args, frozenset(victims), on_prefill=True)
+
+        of_prefill = [
+            # in a cached prefix
+            on_prefill("flip_bytes", family, cached=list(prefix), position=11, **flip),
+            # in a chunk that has been sent
+            on_prefill("flip_bytes", [loners[2]], position=20, **second_chunk, **flip),
+            # in a page table, between two chunks
+            on_prefill(
+                "padding_slot", [loners[2]], position=9, keep=self.keeps_rows, **second_chunk
+            ),
+            # what a prompt without chunks is fed with: its only forward
+            on_prefill("wrong_token", [loners[0]], rid=loners[0], mode="EXTEND", min_prefix=0),
+        ]
+        of_decode = Pool.kinds(self, family, loners, prefix)
+        # A decode server does not know what its first forward must be fed with.
+        later = {**of_decode[-1].args, "min_prefix": 30}
+        of_decode[-1] = replace(of_decode[-1], args=later)
+        if not self.on_decode:
+            return of_prefill
+        return [
+            kind for both in zip(of_prefill, of_decode, strict=False) for kind in both
+        ] + of_decode[4:]
+
+
+KINDS_OF_PAIR_FAULTS = 10
+
+
 def rounds(count: int, seed: int = 0, pool: Pool | None = None) -> Iterator[Round]:
     """`count` rounds, each with the next kind of fault. Equal arguments give equal rounds."""
     rng = random.Random(seed)
@@ -173,6 +222,8 @@ class Balance:
         default_factory=list
     )  # wrong ones, delivered by streams that were ended
     problems: list[str] = field(default_factory=list)
+    reason: str = "kv-canary"  # in each error
+    reason_of_prefill: str = ""  # in each error after a fault on a prefill server
 
     async def add(
         self,
@@ -181,7 +232,8 @@ class Balance:
         clean: Mapping[str, Answer],
         answers: Mapping[str, Answer],
     ) -> None:
-        actions = [a for a in server.events("containment") if a["rank"] == 0]
+        events = [a for each in servers(server) for a in each.events("containment")]
+        actions = [a for a in events if a["rank"] == 0]
         ended = {rid for action in actions for rid in action["aborted"]} & set(answers)
         listed = {rid for action in actions for rid in action["answered"]} & set(answers)
         for asked in done.requests:
@@ -214,7 +266,8 @@ class Balance:
     ) -> None:
         if answer.tokens:
             self.tokens_left.append(len(answer.tokens) - _common(answer, right))
-        if rid not in ended or "kv-canary" not in str(answer.error):
+        reasons = (self.reason, self.reason_of_prefill if done.fault.on_prefill else "")
+        if rid not in ended or any(reason not in str(answer.error) for reason in reasons):
             self.problems.append(f"{done.fault.name}: {rid} got {answer.error!r}")
 
 
@@ -249,8 +302,11 @@ async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -
         "return_logprob": True,
         "token_ids_logprob": choices,
     }
-    async with server._session.post(f"{server.url}/generate", json=body) as reply:
-        likely = (await reply.json())["meta_info"]["output_token_ids_logprobs"][0]
+    if isinstance(server, PdServing):
+        reply = await server.foretell(body)
+    else:
+        _, reply = await _exchange(server, body)
+    likely = json.loads(reply)["meta_info"]["output_token_ids_logprobs"][0]
     first, second = (logprob for logprob, *_ in likely)
     return abs(first - second)
 
@@ -266,7 +322,8 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
     prefix = "" if faulty else f"clean{next(_clean_rounds)}-"
     await server.generate(f"{prefix}r{done.number}-warm", list(done.warm), 1)
     ranks = done.ranks if faulty else ()
-    injections = [server.send(done.fault.name, rank, **done.fault.args) for rank in ranks]
+    faulty_one = server.prefill if done.fault.on_prefill else server
+    injections = [faulty_one.send(done.fault.name, rank, **done.fault.args) for rank in ranks]
     if "cached" in done.fault.args:
         for injection in injections:
             await injection.executed()
@@ -274,6 +331,19 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
     for injection in injections:
         await injection.executed()
     return {asked.request_id: a for asked, a in zip(done.requests, answers, strict=True)}
+
+
+def servers(server: CanaryServer) -> tuple[CanaryServer, ...]:
+    """All servers behind `server`."""
+    return (server, server.prefill) if isinstance(server, PdServing) else (server,)
+
+
+async def _exchange(server: CanaryServer, body: Mapping[str, Any]) -> tuple[int, str]:
+    """HTTP status and text of the answer."""
+    if isinstance(server, PdServing):
+        return await server.exchange(body)
+    async with server._session.post(f"{server.url}/generate", json=body) as reply:
+        return reply.status, await reply.text()
 
 
 async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
@@ -284,13 +354,12 @@ async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
         "sampling_params": {"temperature": 0.0, "max_new_tokens": asked.count, "ignore_eos": True},
         "stream": asked.stream,
     }
-    async with server._session.post(f"{server.url}/generate", json=body) as reply:
-        text = await reply.text()
+    status, text = await _exchange(server, body)
     if asked.stream:
         return _of_stream(text)
     values = json.loads(text)
-    if reply.status != 200:
-        return Answer((), f"HTTP {reply.status}: {text}")
+    if status != 200:
+        return Answer((), f"HTTP {status}: {text}")
     return Answer(tuple(values["output_ids"]))
 
 

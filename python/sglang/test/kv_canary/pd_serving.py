@@ -32,6 +32,7 @@ from .checkout import REPO
 from .cpu_cores import bind_each_rank
 
 HOST = "127.0.0.1"
+NO_TRANSFER = "2.2.2.2"  # SGLang's name for no decode server at all
 LIBRARIES = REPO / ".transport"
 # In the order in which they need each other.
 _NEEDED = ("nl-3.so.200", "nl-route-3.so.200", "ibverbs.so.1", "rdmacm.so.1", "numa.so.1")
@@ -192,6 +193,23 @@ class PdServing(CanaryServer):
         """The answers of the prefill and of the decode server."""
         whole = {**body, **self.meeting()}
         return await asyncio.gather(*(self._post(server, whole) for server in (self.prefill, self)))
+
+    async def exchange(self, body: Mapping[str, Any]) -> tuple[int, str]:
+        """HTTP status and text of the decode server's answer to `body`, which both servers get."""
+        whole = {**body, **self.meeting()}
+
+        async def told(server: CanaryServer) -> tuple[int, str]:
+            async with self._session.post(f"{server.url}/generate", json=whole) as answer:
+                return answer.status, await answer.text()
+
+        _, answer = await asyncio.gather(told(self.prefill), told(self))
+        return answer
+
+    async def foretell(self, body: Mapping[str, Any]) -> str:
+        """The text of the prefill server's answer to `body`, for one token. Nothing is transferred."""
+        whole = {**body, **self.meeting(), "bootstrap_host": NO_TRANSFER}
+        async with self._session.post(f"{self.prefill.url}/generate", json=whole) as answer:
+            return await answer.text()
 
     def meeting(self) -> dict[str, Any]:
         """What tells both servers where they meet for one request."""

@@ -23,8 +23,15 @@ from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 if release().has_own_canary:
     pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
 
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.fake.conn import FakeKVSender
+from sglang_kv_canary.runner.damage_desk import Reader
 from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported_only
+from sglang_kv_canary.wiring.containment.pairs import for_prefill_server
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
+from sglang_kv_canary.wiring.containment.verdict import Verdict
+from sglang_kv_canary.wiring.v0_5_12.action import TERMS
+from sglang_kv_canary.wiring.v0_5_12.pairs import for_server_of
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -216,6 +223,106 @@ def test_first_positions_that_only_the_device_knows_are_not_above_the_true_ones(
     assert _starts_of(batch) == [6]
 
 
+def on_prefill(rig: ContainmentRig, rid: str, row: int, room: int) -> Req:
+    """A request of a prefill server whose KV is being sent."""
+    request = rig.request(rid, row, ROWS[rid])
+    request.bootstrap_room = room
+    request.disagg_kv_sender = FakeKVSender(None, "", room, [], 0)
+    rig.scheduler.running_batch.reqs.remove(request)
+    rig.scheduler.disagg_prefill_inflight_queue.append(request)
+    context.sent_chunks.note(room, rid, 0, "")
+    return request
+
+
+@pytest.fixture
+def prefill(rig: ContainmentRig) -> ContainmentRig:
+    rig.scheduler.disagg_prefill_inflight_queue = []
+    rig.containment.terms = for_prefill_server(TERMS)
+    return rig
+
+
+def test_a_prefill_server_fails_a_transfer_that_is_not_over(prefill: ContainmentRig) -> None:
+    ada, cat = (on_prefill(prefill, rid, row, row) for row, rid in ((1, "ada"), (3, "cat")))
+    forward = prefill.forward(ada, cat)
+    prefill.act(read(ada, forward))
+    for request in (ada, cat):
+        request.disagg_kv_sender.send(None)
+    assert ada.disagg_kv_sender.poll() == KVPoll.Failed
+    with pytest.raises(RuntimeError, match="kv-canary: this request has read damaged KV cache"):
+        ada.disagg_kv_sender.failure_exception()
+    assert context.sent_chunks.let_go(1).startswith("this request has read damaged")
+    assert ada.skip_radix_cache_insert
+    # The others go on
+    assert cat.disagg_kv_sender.poll() == KVPoll.Success
+    assert context.sent_chunks.let_go(3) == ""
+    prefill.act(read(ada, forward))  # its damage is found again
+    assert +prefill.containment.desk.outcomes == {"aborted": 1}
+
+
+def test_what_a_prefill_server_has_sent_is_answered(prefill: ContainmentRig) -> None:
+    """Also that of a request that holds the same damage."""
+    ada, bob = (on_prefill(prefill, rid, row, row) for row, rid in ((1, "ada"), (2, "bob")))
+    forward = prefill.forward(ada, bob)
+    for room in (1, 2):
+        assert context.sent_chunks.let_go(room) == ""
+    prefill.act(read(ada, forward), slots=(DamagedSlot(3, 0, changed=True),))
+    assert +prefill.containment.desk.outcomes == {"answered": 2}
+    ada.disagg_kv_sender.send(None)
+    assert ada.disagg_kv_sender.poll() == KVPoll.Success
+
+
+def test_a_rank_that_has_sent_its_part_does_not_answer_for_the_others() -> None:
+    here, there = Verdict(answered={"ada": 7}), Verdict(running={"ada": "damage"})
+    together = Verdict.of_all([here, there])
+    assert (dict(together.running), dict(together.answered)) == ({"ada": "damage"}, {})
+
+
+def on_decode(rig: ContainmentRig) -> None:
+    rig.scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[])
+    rig.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(retracted_queue=[])
+    rig.containment.terms = for_server_of(
+        SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="decode")), TERMS
+    )
+
+
+def test_a_decode_server_ends_who_holds_damage_and_does_not_run_yet(rig: ContainmentRig) -> None:
+    """In the end: SGLang frees its slots when its transfer is over."""
+    on_decode(rig)
+    ada, bob, cat = (rig.request(rid, row, slots) for row, (rid, slots) in enumerate(ROWS.items()))
+    rig.scheduler.running_batch.reqs = [ada]
+    rig.scheduler.disagg_decode_transfer_queue.queue = [SimpleNamespace(req=bob)]
+    rig.scheduler.waiting_queue = [cat]
+    rig.act(read(ada, rig.forward(ada)), slots=(DamagedSlot(3, 0, changed=True),))
+    assert ada.to_finish is not None
+    assert bob.to_finish is not None
+    assert cat.to_finish is None
+    rig.act(slots=(DamagedSlot(22, 0, changed=True),))
+    assert cat.to_finish is not None
+
+
+def test_a_decode_server_ends_who_waits_in_host_memory(rig: ContainmentRig) -> None:
+    on_decode(rig)
+    told: list[Any] = []
+    rig.scheduler.enable_hicache_storage = False
+    rig.scheduler.send_to_tokenizer = SimpleNamespace(send_output=lambda *a: told.append(a))
+    ada, bob = (rig.request(rid, row) for row, rid in ((1, "ada"), (2, "bob")))
+    forward = rig.forward(ada)
+    retracted = rig.scheduler.disagg_decode_prealloc_queue.retracted_queue
+    for request in (ada, bob):
+        rig.containment.note_finished(request)
+        rig.scheduler.running_batch.reqs.remove(request)
+        request.req_pool_idx, request.is_retracted = None, True
+        request.kv_cache_cpu = [torch.zeros(8)]
+        retracted.append(request)
+    rig.act(Reader("ada", 1, forward, 0, ("CONTENT",)))
+    assert retracted == [bob]
+    assert not hasattr(ada, "kv_cache_cpu")
+    assert hasattr(bob, "kv_cache_cpu")
+    assert [(answer.rid, answer.finished_reason["status_code"]) for answer, _ in told] == [
+        ("ada", 500)
+    ]
+
+
 def args(**changed: Any) -> SimpleNamespace:
     known = {"disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dp_size": 1, "nnodes": 1}
     known |= {"scheduler_recv_interval": 1, "enable_dp_attention": False}
@@ -232,7 +339,7 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
         ({"pp_size": 2}, "pipeline stages"),
-        ({"disaggregation_mode": "decode"}, "a decode server"),
+        ({"disaggregation_mode": "decode"}, None),
     ],
     ids=str,
 )

@@ -12,6 +12,8 @@ from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.origin import Origin
+from sglang_kv_canary.runner.arrival_desk import ArrivalDesk
 from sglang_kv_canary.runner.damage_desk import (
     MAX_CHANGES,
     Damage,
@@ -108,6 +110,48 @@ def test_slot_0_is_never_dropped(desk: DamageDesk):
     unmapped = finding(REASONS=Reason.UNMAPPED_SLOT, SLOT=0, FULL_SLOT=0, WRITER=0)
     damage = found(desk, unmapped)
     assert (len(damage.readers), damage.slots) == (1, ())
+
+
+ARRIVAL = 4
+
+
+@pytest.fixture
+def receiving(desk: DamageDesk) -> DamageDesk:
+    """Forward ARRIVAL checks what has arrived in row 1."""
+    desk.recorder.begin_step([(1, "ada")], origins={1: Origin("prefill server", ())})
+    desk.recorder.note_forward(ARRIVAL, Mode.ARRIVAL.name)
+    desk.recorder.end_step()
+    return desk
+
+
+def test_what_arrives_wrong_is_no_bad_memory(receiving: DamageDesk) -> None:
+    for content in (78, 79):
+        damage = found(receiving, finding(READER_FORWARD=ARRIVAL, EXPECTED_CONTENT=content))
+        assert (len(damage.readers), damage.bad_memory) == (1, ())
+    assert found(receiving, finding(EXPECTED_CONTENT=80), finding()).bad_memory
+
+
+def test_who_waits_for_its_arrival_has_read_nothing(receiving: DamageDesk) -> None:
+    """Unless the prefix is wrong that its row has from the cache: others have it, too."""
+    arrivals = ArrivalDesk(None, None, None)
+    receiving.are_awaited = arrivals.are_awaited
+    arrivals.await_findings(ARRIVAL, first=12)
+    rows = [
+        finding(READER_FORWARD=ARRIVAL, STORED_POSITION=12),
+        finding(READER_FORWARD=ARRIVAL, EXPECTED_POSITION=13, STORED_POSITION=3),
+        finding(READER_FORWARD=ARRIVAL),  # of the whole row
+    ]
+    for row in rows:
+        assert found(receiving, row) == Damage()
+        arrivals.note_findings(row[None])
+    arrivals.note_known(ARRIVAL)
+    assert arrivals.verdict(ARRIVAL) == {1}
+    cached = finding(READER_FORWARD=ARRIVAL, STORED_POSITION=11)
+    assert [r.request_id for r in found(receiving, cached).readers] == ["ada"]
+    arrivals.forget(ARRIVAL)
+    arrivals.await_findings(ARRIVAL, first=12)
+    arrivals.note_findings(cached[None])
+    assert arrivals.verdict(ARRIVAL) == set()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ def test_a_layout_survives_the_wire():
 
 def test_a_peer_that_knows_no_drafts():
     assert TransferLayout.from_wire(LAYOUT.to_wire()[:8]) == LAYOUT
+    heeding = replace(LAYOUT, heeds_damage=1)
+    assert TransferLayout.from_wire(heeding.to_wire()) == heeding
     assert LAYOUT.draft_groups == 0
 
 
@@ -217,6 +219,54 @@ def test_the_prompt_is_looked_at_once_for_all_chunks():
     assert sent.images_of(7, "another", 64) is None
     assert sent.images_of(7, "one", 0) is None  # again, perhaps with other images
     assert sent.images_of(8, "one", 64) is None
+
+
+def test_a_request_that_must_fail_is_named_with_its_last_part():
+    sent = SentChunks()
+    assert sent.fail(7, "r-7", "damage")  # before its first chunk
+    sent.note(7, "r-7", 0, "")
+    sent.note(7, "r-7", 64, "")
+    assert not sent.has_gone(7, "r-7")
+    assert sent.let_go(7) == "damage"
+    said = sent.complete(NOTICE, 7)
+    assert (said.damage, said.chunks) == ("damage", (0, 64))
+    assert Notice.from_wire(said.to_wire()) == said
+    assert sent.fail(7, "r-7", "more damage")  # it is failed already
+    assert not sent.has_gone(7, "r-7")  # nobody may use it
+
+
+def test_after_its_last_part_a_request_cannot_fail():
+    sent = SentChunks()
+    sent.note(7, "r-7", 0, "")
+    assert sent.let_go(7) == ""
+    assert sent.has_gone(7, "r-7")
+    assert not sent.fail(7, "r-7", "damage")
+    assert sent.let_go(7) == sent.complete(NOTICE, 7).damage == ""
+
+
+def test_the_next_request_in_a_room_is_not_failed():
+    sent = SentChunks()
+    assert sent.fail(7, "r-7", "damage")
+    sent.note(7, "r-8", 0, "")
+    assert sent.let_go(7) == ""
+    assert sent.fail(7, "r-7", "damage")
+    sent.forget(7)  # a client may use the id again, too
+    sent.note(7, "r-7", 0, "")
+    assert sent.let_go(7) == ""
+    assert sent.let_go(8) == ""
+
+
+def test_damage_on_one_rank_is_damage_to_the_request():
+    one = replace(NOTICE, request="r-7")
+    wrong = replace(one, damage="damage")
+    assert one.merge(wrong).damage == wrong.merge(one).damage == "damage"
+    assert replace(wrong, images="a").merge(replace(one, images="b")).damage == "damage"
+    assert wrong.merge(replace(one, request="r-8")).damage == ""  # another user of the room
+    board = NoticeBoard()
+    board.put(7, one)
+    assert (board.damage(7), board.damage(8)) == ("", "")
+    board.put(7, wrong)
+    assert board.damage(7) == "damage"
 
 
 def test_images_beside_another_feature_are_refused():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +15,10 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import RECORD_BYTES
 from sglang_kv_canary.transfer.layout import TransferLayout, transferred_records
+from sglang_kv_canary.transfer.notice import Notice, SentChunks
 from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.mooncake import MOONCAKE
 from sglang_kv_canary.wiring.record_sender import Block, RecordSender
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -30,10 +34,12 @@ class _Lost(Exception):
 
 @pytest.fixture
 def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
-    """A sender with a `write`, whose peers are `alike`, `other`, and `none` without a canary."""
+    """A sender with a `write`, whose peers are `alike`, `other`, `older`, and `none` without a canary."""
     rig = ManagerRig()
     monkeypatch.setattr(context, "managers", [rig.manager])
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
+    layout = replace(layout, heeds_damage=1)
+    monkeypatch.setattr(context, "sent_chunks", SentChunks())
 
     def peer(layouts: list[list[int]]) -> SimpleNamespace:
         return SimpleNamespace(
@@ -46,13 +52,18 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
     kv_manager = SimpleNamespace(
         decode_kv_args_table={
             **{name: peer([layout.to_wire()]) for name in ("alike", "other")},
+            "older": peer([replace(layout, heeds_damage=0).to_wire()]),
             "none": peer([]),
         },
         local_ip="127.0.0.1",
         bootstrap_port=2,
         kv_args=SimpleNamespace(engine_rank=0),
     )
-    return lambda write: RecordSender(kv_manager, layout, write, (_Lost,))
+
+    def sender(write: Callable[..., int], kv_manager: SimpleNamespace, layout: TransferLayout):
+        return RecordSender(kv_manager, layout, write, (_Lost,))
+
+    return functools.partial(sender, kv_manager=kv_manager, layout=layout)
 
 
 def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSender]) -> None:
@@ -79,6 +90,35 @@ def test_a_peer_without_a_canary_gets_nothing(
         assert sender.send("none", *PAGES) == 0
         assert sender.notice("none", 7) is None
     assert caplog.text.count("has no canary of this kind") == 1
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+@pytest.mark.parametrize("peer", ["alike", "older", "none"])
+def test_mooncake_fails_what_a_peer_cannot_be_told_of(
+    peer: str, damaged: bool, sender_of: Callable[..., RecordSender]
+) -> None:
+    """Whoever knows what such a notice means gets one, and SGLang's success."""
+    told: list[Notice] = []
+    manager, layout = sender_of.keywords["kv_manager"], sender_of.keywords["layout"]
+    manager.AUX_DATA_HEADER, manager._transfer_data = b"AUX", None
+    for name in ("send_kvcache", "send_kvcache_slice", "maybe_send_extra"):
+        setattr(manager, name, lambda *_: 0)
+    manager.send_aux = lambda *_: 0
+    socket = SimpleNamespace(send_multipart=lambda message: told.append(message[-1]))
+    manager._connect = lambda *_, **__: socket
+    manager._send_multipart_locked = lambda _, message, **__: told.append(message[-1])
+    MOONCAKE.attach_sender(manager, layout)
+    context.sent_chunks.note(5, "r-5", 0, "")
+    assert not damaged or context.sent_chunks.fail(5, "r-5", "damage")
+    request = SimpleNamespace(
+        mooncake_session_id=peer, room=5, endpoint="127.0.0.1", dst_port=1, dst_state_indices=[]
+    )
+    must_fail = damaged and peer != "alike"
+    assert manager.send_aux(request) == (-1 if must_fail else 0)
+    assert [Notice.from_wire(data).damage for data in told] == (
+        [] if peer == "none" else ["damage" if damaged else ""]
+    )
+    assert context.sent_chunks.has_gone(5, "r-5") is not damaged
 
 
 def test_the_status_of_the_transport_counts(sender_of: Callable[..., RecordSender]) -> None:
@@ -149,6 +189,8 @@ def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
         **sends, conclude_transfer=lambda **what: ended.append(what), transfer_infos=None
     )
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
+    layout = replace(layout, heeds_damage=1)
+    monkeypatch.setattr(context, "sent_chunks", SentChunks())
     NIXL.attach_sender(kv_manager, layout)
     for _ in range(2):
         kv_manager.conclude_transfer(status=KVPoll.Success, bootstrap_room=7)

@@ -152,6 +152,14 @@ def states_of(group: CanaryBufferGroup) -> dict[int, int]:
     return {slot: unpack_writer(word)[3] for slot, word in enumerate(writers, 1)}
 
 
+def _tokens_to_go(request: Any) -> int:
+    if getattr(request, "disagg_kv_sender", None) is not None:
+        return (
+            MIN_TOKENS_TO_GO  # SGLang lets a prefill server produce one, and another server goes on
+        )
+    return request.sampling_params.max_new_tokens - len(request.output_ids)
+
+
 def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
     """The requests of `forward_batch`; `requests` are the scheduler's requests in batch order."""
     prefixes = forward_batch.extend_prefix_lens_cpu
@@ -168,7 +176,7 @@ def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
             row=int(row_of(request)),
             request_id=request.rid,
             prefix=int(prefix),
-            tokens_to_go=request.sampling_params.max_new_tokens - len(request.output_ids),
+            tokens_to_go=_tokens_to_go(request),
         )
         for index, (request, prefix) in enumerate(zip(requests, prefixes, strict=True))
     )

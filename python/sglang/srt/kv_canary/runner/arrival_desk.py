@@ -29,6 +29,8 @@ class ArrivalDesk:
     note_launch: Callable[[str], int]
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of OUTCOMES
     _damaged: dict[int, set[int]] = field(default_factory=dict)  # forward -> rows, of awaited ones
+    # Of the same forwards, the first position that has arrived. What lies before it was in the prefix cache.
+    _firsts: dict[int, int] = field(default_factory=dict)
     _known: int = 0  # everything that forwards up to this one have found has been handed over
 
     def warm_up(self) -> None:
@@ -49,18 +51,30 @@ class ArrivalDesk:
             self.outcomes["checked" if part[0].has_records else "taken_over"] += len(part)
         return forward
 
-    def await_findings(self, forward: int) -> None:
-        """Keep what `forward` finds, for `verdict`."""
+    def await_findings(self, forward: int, first: int) -> None:
+        """Keep what `forward` finds from position `first` on, for `verdict`."""
         self._damaged.setdefault(forward, set())
+        self._firsts[forward] = first
+
+    def are_awaited(self, rows: np.ndarray) -> np.ndarray:
+        """bool[n]: which `rows` int64[n, len(Column)] count for a verdict that somebody asks for."""
+        mine = np.zeros(len(rows), dtype=bool)
+        expected = rows[:, Column.EXPECTED_POSITION]
+        # Of changed bytes, the record is right. A position that is not known is below 0.
+        position = np.where(expected < 0, rows[:, Column.STORED_POSITION], expected)
+        for forward, first in self._firsts.items():
+            is_cached = (position >= 0) & (position < first)
+            mine |= (rows[:, Column.READER_FORWARD] == forward) & ~is_cached
+        return mine
 
     def note_findings(self, rows: np.ndarray) -> None:
         """`rows` int64[n, len(Column)] of the ring are reported."""
         if not self._damaged or not len(rows):
             return
+        rows = rows[self.are_awaited(rows)]
         readers = np.unique(rows[:, (Column.READER_FORWARD, Column.READER_ROW)], axis=0)
         for forward, row in readers.tolist():
-            if forward in self._damaged:
-                self._damaged[forward].add(row)
+            self._damaged[forward].add(row)
 
     def note_known(self, forward: int) -> None:
         """Everything that forwards up to `forward` have found has been handed to `note_findings`."""
@@ -75,6 +89,7 @@ class ArrivalDesk:
     def forget(self, forward: int) -> None:
         """Nobody asks for the verdict on `forward` any more."""
         self._damaged.pop(forward, None)
+        self._firsts.pop(forward, None)
 
     def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
         """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""

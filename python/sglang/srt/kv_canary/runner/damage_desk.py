@@ -87,6 +87,8 @@ class DamageDesk:
     """
 
     recorder: FlightRecorder
+    # bool[n] for rows of the ring: found in arrivals whose requests wait for it. Damage fails their transfers.
+    are_awaited: Callable[[np.ndarray], np.ndarray] | None = None
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
@@ -105,9 +107,15 @@ class DamageDesk:
             return
         rows = rows[(rows[:, Column.REASONS] & ~int(_REPORTED_ONLY)) != 0]
         rows = rows[(rows[:, Column.REASONS] & int(Reason.DOUBLE_FREE)) == 0]
+        if self.are_awaited is not None:
+            rows = rows[~self.are_awaited(rows)]
         if not len(rows):
             return
-        found = Damage(tuple(self._readers(rows)), *self._slots(rows))
+        arrived = self._are(self._is_arrival, rows)
+        slots, bad = self._slots(rows[~arrived])
+        # What has arrived wrong was not changed by this memory.
+        slots = (*slots, *self._slots(rows[arrived], were_here=False)[0])
+        found = Damage(tuple(self._readers(rows)), slots, bad)
         if found != Damage():
             self._pending.append(found)
             self.on_found()
@@ -124,6 +132,17 @@ class DamageDesk:
         """What `peek` returned is dealt with."""
         self._pending = []
 
+    @staticmethod
+    def _are(test: Callable[[int], bool], rows: np.ndarray) -> np.ndarray:
+        """bool[n]: whether `test` holds of the forward that found each of `rows`."""
+        forwards = rows[:, Column.READER_FORWARD]
+        chosen = [forward for forward in np.unique(forwards).tolist() if test(forward)]
+        return np.isin(forwards, chosen)
+
+    def _is_arrival(self, forward: int) -> bool:
+        step = self.recorder.step_of(forward)
+        return step is not None and bool(step.origins)
+
     def _readers(self, rows: np.ndarray) -> Iterable[Reader]:
         rows = rows[_mask(rows[:, Column.TAG], _reads)]
         columns = (Column.READER_FORWARD, Column.READER_ROW, Column.REASONS)
@@ -134,7 +153,7 @@ class DamageDesk:
                 yield Reader(request, row, forward, start, reason_names(reasons))
 
     def _slots(
-        self, rows: np.ndarray
+        self, rows: np.ndarray, were_here: bool = True
     ) -> tuple[tuple[DamagedSlot, ...], tuple[tuple[str, int], ...]]:
         rows = rows[_mask(rows[:, Column.TAG], _is_covered)]
         columns = (
@@ -158,7 +177,13 @@ class DamageDesk:
                 before = slots.get((full, writer))
                 if before is None or alone:
                     slots[full, writer] = DamagedSlot(full, writer, alone)
-            known = changed and slot > 0 and is_writer_intact(writer) and content != UNKNOWN
+            known = (
+                were_here
+                and changed
+                and slot > 0
+                and is_writer_intact(writer)
+                and content != UNKNOWN
+            )
             if known and self._has_changed_twice(tag, slot, (tag.half, writer, content)):
                 bad[_allocator_kind(tag.kind), slot] = None
         for full, writer in slots:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..buffer_group import CanaryBufferGroup, Side
@@ -330,9 +331,18 @@ class CanaryManager:
 
     def expect_action(self) -> DamageDesk:
         """Findings are asked for at step boundaries, to act on them."""
-        self.damage = DamageDesk(self.recorder)
+        self.damage = DamageDesk(self.recorder, self._are_awaited)
         self.violations.listeners.append(self.damage.note_findings)
         return self.damage
+
+    def _are_awaited(self, rows: np.ndarray) -> np.ndarray:
+        if self.arrivals is None:
+            return np.zeros(len(rows), dtype=bool)
+        return self.arrivals.are_awaited(rows)
+
+    def has_handed_over(self, forward: int) -> bool:
+        """Whether everything that forwards up to `forward` have found has been handed to the listeners."""
+        return self._copied_forward >= forward and not self.violations.busy
 
     def settle_slots(self) -> None:
         """Apply the allocator's events now, on the current stream, after those that forwards have applied.
@@ -346,8 +356,9 @@ class CanaryManager:
     def note_arrivals(self, arrivals: Sequence[Arrival], awaited: bool = False) -> int:
         """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.
 
-        Its records become this runner's own. What came without records is taken over unchecked. `awaited`: its
-        findings are asked for, see `ArrivalDesk.verdict`. Returns the number of the last forward, 0 without one.
+        Its records become this runner's own. What came without records is taken over unchecked. `awaited`: what is
+        found in the only one is asked for, see `ArrivalDesk.verdict`. Returns the number of the last forward, 0 without
+        one.
         """
         if self.arrivals is None or not (self._checking and self.armed):
             return 0
@@ -355,9 +366,13 @@ class CanaryManager:
         self._tell_observers("after_arrivals", self)
         self.owes_copy = True
         if awaited:
-            self.arrivals.await_findings(forward)
+            self.arrivals.await_findings(forward, self._first_awaited(arrivals[0]))
             self._start_copy(at_once=True)
         return forward
+
+    def _first_awaited(self, arrival: Arrival) -> int:
+        """Damage before it is that of the prefix cache, on which a desk acts."""
+        return 0 if self.damage is None else arrival.first
 
     def note_loaded(self, prefix: LoadedPrefix) -> bool:
         """Slots of `prefix` are being filled, by no forward. On the current stream: that of the forwards.

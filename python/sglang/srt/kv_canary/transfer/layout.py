@@ -32,6 +32,7 @@ class TransferLayout:
     groups: int  # two bits per pool kind: its number of halves
     draft_groups: int = 0  # the same of the draft model's pools; 0: none
     draft_layers: int = 0
+    heeds_damage: int = 0  # 1: a notice with `damage` fails the request on arrival
 
     @classmethod
     def of(

@@ -34,6 +34,7 @@ class Notice:
     chunks: tuple[int, ...] = ()  # first position of each chunk
     # A digest of the tokens that stand for images, as the sender numbers them: "" without images. None: not said
     images: str | None = None
+    damage: str = ""  # why the sender has failed the request: its KV must not be used
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -56,7 +57,8 @@ class Notice:
                 raise ValueError("chunks that do not follow each other")
             images = said.get("images")
             images = None if images is None else str(images)[:_LONGEST_TEXT]
-            return cls(texts[0], *flags, texts[1], draft, request, chunks, images)
+            damage = str(said.get("damage", ""))[:_LONGEST_TEXT]
+            return cls(texts[0], *flags, texts[1], draft, request, chunks, images, damage)
         except (
             KeyError,
             TypeError,
@@ -75,8 +77,12 @@ class Notice:
         It names the request: a room that is used again may still have the notice of a request that failed.
         """
         images = {self.images, other.images} - {None}
-        if self.request == other.request and len(images) > 1:
-            return replace(other, has_records=False, has_draft_records=False, why=_DIFFER)
+        is_same = self.request == other.request
+        damage = other.damage or (self.damage if is_same else "")
+        if is_same and len(images) > 1:
+            return replace(
+                other, has_records=False, has_draft_records=False, why=_DIFFER, damage=damage
+            )
         return replace(
             self,
             has_records=self.has_records and other.has_records,
@@ -86,6 +92,7 @@ class Notice:
             request=other.request or self.request,
             chunks=other.chunks or self.chunks,
             images=self.images if other.images is None else other.images,
+            damage=damage,
         )
 
 
@@ -111,6 +118,12 @@ class NoticeBoard:
         except ValueError as error:
             logger.warning("kv-canary: a notice of a prefill server is ignored: %r", error)
 
+    def damage(self, room: int) -> str:
+        """Why a sender has failed the request of `room`. "": none has."""
+        with self._lock:
+            notice = self._notices.get(room)
+        return "" if notice is None else notice.damage
+
     def take(self, room: int) -> Notice | None:
         """None: the sender said nothing, so it has no canary."""
         with self._lock:
@@ -123,6 +136,8 @@ class _Sent:
     images: str | None = None
     obstacle: str = ""
     chunks: tuple[int, ...] = ()
+    damage: str = ""  # why its transfer fails
+    has_gone: bool = False  # a decode rank has been told that the KV is complete
 
 
 _NOTHING = _Sent()
@@ -152,9 +167,46 @@ class SentChunks:
                 chunks = ()
             if len(chunks) < _MOST_CHUNKS and first not in chunks[-1:]:
                 chunks = (*chunks, first)
-            self._requests[room] = _Sent(request, images, obstacle, chunks)
-            if len(self._requests) > MAX_NOTICES:
-                self._requests.popitem(last=False)
+            is_same = before.request == request
+            damage, has_gone = (before.damage, before.has_gone) if is_same else ("", False)
+            self._put(room, _Sent(request, images, obstacle, chunks, damage, has_gone))
+
+    def fail(self, room: int, request: str, why: str) -> bool:
+        """The transfer of `request` must fail. False: its last part has gone already, and nothing is done."""
+        request = request[:_LONGEST_TEXT]
+        with self._lock:
+            before = self._requests.pop(room, _NOTHING)
+            if before.request != request:
+                before = _Sent(request)
+            if not before.has_gone:
+                before = replace(before, damage=before.damage or why[:_LONGEST_TEXT])
+            self._put(room, before)
+            return not before.has_gone or before.damage != ""
+
+    def has_gone(self, room: int, request: str) -> bool:
+        """Whether a decode rank may use the KV of `request`."""
+        with self._lock:
+            sent = self._requests.get(room, _NOTHING)
+        return sent.request == request[:_LONGEST_TEXT] and sent.has_gone and not sent.damage
+
+    def forget(self, room: int) -> None:
+        """Another request uses `room` from now on."""
+        with self._lock:
+            self._requests.pop(room, None)
+
+    def let_go(self, room: int) -> str:
+        """The last part of the KV of `room` goes now. Why its transfer must fail; "": it need not."""
+        with self._lock:
+            sent = self._requests.get(room)
+            if sent is None:
+                return ""
+            self._requests[room] = replace(sent, has_gone=True)
+            return sent.damage
+
+    def _put(self, room: int, sent: _Sent) -> None:
+        self._requests[room] = sent
+        if len(self._requests) > MAX_NOTICES:
+            self._requests.popitem(last=False)
 
     def images_of(self, room: int, request: str, first: int) -> str | None:
         """As noted with an earlier chunk of `request` than that from position `first` on. None without one."""
@@ -167,7 +219,13 @@ class SentChunks:
         """`notice` about the request of `room`, with what was noted of it."""
         with self._lock:
             sent = self._requests.get(room, _NOTHING)
-        notice = replace(notice, request=sent.request, chunks=sent.chunks, images=sent.images)
+        notice = replace(
+            notice,
+            request=sent.request,
+            chunks=sent.chunks,
+            images=sent.images,
+            damage=sent.damage,
+        )
         if not sent.obstacle:
             return notice
         return replace(notice, has_records=False, has_draft_records=False, why=sent.obstacle)

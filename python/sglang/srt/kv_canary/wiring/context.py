@@ -84,6 +84,7 @@ class CanaryContext:
     containment: Any | None = (
         None  # SGLANG_KV_CANARY_ACTION=abort; None: findings are reported only
     )
+    held_sends: Any | None = None  # of a prefill server with a containment
     # The first position that each request of a batch computes; None: nobody asks
     starts_of: Callable[[Any], list[int]] | None = None
     states: Any | None = None  # what follows states of linear-attention layers; None: nothing does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from ..errors import startup_error
@@ -22,10 +23,12 @@ from .record_sender import TRANSFERS
 from .releases import release
 from .transfer_refusals import BESIDE_IMAGES, is_beside_images
 
+__all__ = ["COPY", "DECODE", "PREFILL", "transfer_hooks"]
+
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
 _NO_NAME = "that server does not know the name of the request's LoRA adapter"
-_COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
+COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
 
 def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
@@ -87,14 +90,15 @@ def _refuse_cached_windows(args: Any, pool: Any) -> None:
 
 
 def _layout(page_size: int) -> TransferLayout:
-    target = context.target
-    return TransferLayout.of(
+    target, answers = context.target, release().transfers
+    layout = TransferLayout.of(
         target.groups,
         page_size,
         target.config.content_mode,
-        *release().transfers.parallelism(),
+        *answers.parallelism(),
         [group for draft in context.drafts for group in draft.groups],
     )
+    return replace(layout, heeds_damage=int(answers.heeds_damage))
 
 
 def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:
@@ -126,7 +130,7 @@ def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
 def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> None:
     # The prefill server does not know yet where to write: what is there is about an earlier user of the room.
     # A request that resumes has had its notice.
-    if _COPY not in request.__dict__:
+    if COPY not in request.__dict__:
         context.notices.take(request.bootstrap_room)
     knows_adapter(request)  # learns the name while the adapter is loaded
     for manager in context.managers:
@@ -138,7 +142,7 @@ def _before_offload(request: Any, *_: Any, **__: Any) -> None:
     """A retracted request's KV waits in host memory. Its records do, too."""
     manager, row = context.target, release().row_of(request)
     if manager is not None and manager.arrivals is not None and row is not None:
-        setattr(request, _COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
+        setattr(request, COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
 
 
 @guarded
@@ -148,7 +152,7 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     arrivals = []
     with on_forward_stream(queue.scheduler, context.target):
         for request in requests:
-            copy = request.__dict__.pop(_COPY, None)
+            copy = request.__dict__.pop(COPY, None)
             arrival = as_arrival(request, Notice("", copy is not None, copy is not None))
             if copy is not None:
                 context.target.arrivals.copy_in(arrival.row, arrival.length, copy)
@@ -158,9 +162,9 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
 
 DECODE = "sglang.srt.disaggregation.decode"
 _QUEUE = f"{DECODE}.DecodePreallocQueue"
-_PREFILL = "sglang.srt.disaggregation.prefill"
-_PREFILL_QUEUE = f"{_PREFILL}.PrefillBootstrapQueue"
-_SEND = f"{_PREFILL}.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
+PREFILL = "sglang.srt.disaggregation.prefill"
+_PREFILL_QUEUE = f"{PREFILL}.PrefillBootstrapQueue"
+_SEND = f"{PREFILL}.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
 
 
 def transfer_hooks(

@@ -7,12 +7,14 @@ from typing import Any
 
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
+from .context import context
 from .record_sender import RecordSender, wrap_method
 from .releases import release
 from .transfer_answers import Transport
 
 __all__ = ["MOONCAKE"]
 
+_FAILED = -1  # a status with which SGLang fails the transfer
 HEADER = b"KV_CANARY"  # of our messages, which SGLang's receiver reads as those of AUX_DATA
 
 
@@ -35,7 +37,10 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
     def send_aux(original: Callable[..., int], request: Any, *args: Any, **more: Any) -> int:
         session = request.mooncake_session_id
-        sender.contained(session, _announce, kv_manager, sender, request)
+        must_fail = context.sent_chunks.let_go(request.room)
+        tells = sender.contained(session, _announce, kv_manager, sender, request)
+        if must_fail and not tells:
+            return _FAILED
         return original(request, *args, **more)
 
     for name in ("send_kvcache", "send_kvcache_slice"):
@@ -44,17 +49,18 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "send_aux", send_aux)
 
 
-def _announce(kv_manager: Any, sender: RecordSender, request: Any) -> None:
-    """Tell the decode rank about the records of `request` (a TransferInfo)."""
+def _announce(kv_manager: Any, sender: RecordSender, request: Any) -> bool:
+    """Tell the decode rank about the records of `request` (a TransferInfo). Returns whether it heeds damage."""
     notice = sender.notice(request.mooncake_session_id, request.room)
     if notice is None:
-        return
+        return False
     from sglang.srt.utils.network import NetworkAddress
 
     address = NetworkAddress(request.endpoint, request.dst_port)
     room = str(request.room).encode("ascii")
     message = [kv_manager.AUX_DATA_HEADER, HEADER, room, notice.to_wire()]
     release().transfers.send(kv_manager, address, message)
+    return sender.heeds_damage(request.mooncake_session_id)
 
 
 def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:

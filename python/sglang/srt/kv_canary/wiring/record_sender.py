@@ -38,6 +38,7 @@ class _Peer:
     # Of its record buffers that ours go to: the target's, then the draft's. None: records are not sent
     pointers: Sequence[int] | None
     notice: Notice | None  # None: it has no canary, so it is told nothing
+    heeds_damage: bool = False  # it fails requests whose notice says why
 
 
 class RecordSender:
@@ -82,7 +83,12 @@ class RecordSender:
         notice = self._peer(peer).notice
         if notice is not None and peer in self._broken:
             notice = Notice(notice.server, False, False, self._broken[peer])
+        context.sent_chunks.let_go(room)
         return notice and context.sent_chunks.complete(notice, room)
+
+    def heeds_damage(self, peer: str) -> bool:
+        """Whether the decode rank fails a request whose notice says why."""
+        return self._peer(peer).heeds_damage
 
     def contained(self, peer: str, function: Callable[..., T], *args: Any) -> T | None:
         """The result of `function`. None after an error of ours, with which the transfer's threads must not end.
@@ -166,9 +172,10 @@ class RecordSender:
         draft = obstacle is None and self._layout.shares_draft_with(theirs)
         notice = Notice(name, obstacle is None, content is None, obstacle or content or "", draft)
         if obstacle is not None:
-            return _Peer(registration, None, notice)
+            return _Peer(registration, None, notice, bool(theirs.heeds_damage))
         pointers = registration.dst_state_data_ptrs[-1]
-        return _Peer(registration, pointers if draft else pointers[: self._of_target], notice)
+        pointers = pointers if draft else pointers[: self._of_target]
+        return _Peer(registration, pointers, notice, bool(theirs.heeds_damage))
 
 
 def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:

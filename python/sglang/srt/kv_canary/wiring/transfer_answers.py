@@ -35,3 +35,4 @@ class TransferAnswers:
     parallelism: Callable[[], tuple[int, int]]  # sizes of attention TP and of PP, of this server
     # (Mooncake's manager of a prefill rank, address, message): to a decode rank, before the transfer's status
     send: Callable[[Any, Any, Sequence[bytes]], None]
+    heeds_damage: bool = False  # a decode server fails requests whose notice says why

@@ -11,12 +11,16 @@ STATUS = HTTPStatus.INTERNAL_SERVER_ERROR
 _TYPE = "InternalServerError"
 
 
-def end_running(request: Any, what: str) -> None:
-    """End `request` when its forward in flight has a result. It leaves nothing in the prefix cache."""
+def end_running(request: Any, what: str) -> bool:
+    """End `request` when its forward in flight has a result. It leaves nothing in the prefix cache.
+
+    Returns whether its answer had not gone out yet.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     request.to_finish = FINISH_ABORT(message(what), STATUS, _TYPE)
     request.skip_radix_cache_insert = True
+    return True
 
 
 def reason_of_waiting(what: str) -> dict[str, Any]:

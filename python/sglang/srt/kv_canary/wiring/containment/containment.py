@@ -23,7 +23,7 @@ from ...runner.manager import CanaryManager
 from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
 from ..releases import release
-from .abort import end_running, reason_of_waiting
+from .abort import reason_of_waiting
 from .owned_slots import OwnedSlots
 from .prefixes import Computed, NoPrefixes, Prefixes
 from .terms import Terms
@@ -78,6 +78,8 @@ class Containment:
     owned: OwnedSlots
     terms: Terms
     speaks: bool = True  # False: another rank logs what all do
+    has_peers: bool = False  # other ranks may end what this one takes for answered
+    bell: None = None  # of a single rank; see AgreedContainment
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
     # Ids of requests that are dealt with, and the last forward that can be theirs. A client may use an id again.
@@ -111,15 +113,17 @@ class Containment:
                 attempt_aside(self.prefixes.pin, gone)
         self.owned.disturbed |= verdict.disturbs
         # First, because no later error may let a wrong answer go out
-        ended = (*self._end_running(verdict, by_id), *self._end_waiting(verdict))
+        running, late = self._end_running(verdict, by_id)
+        ended = (*running, *self._end_waiting(verdict))
         newest = self.manager.recorder.newest
-        self._remember({**dict.fromkeys(ended, newest), **verdict.answered})
+        answered = {**dict.fromkeys(late, newest), **verdict.answered}
+        self._remember({**dict.fromkeys(ended, newest), **answered})
         slots = None if everything else verdict.slots
         dropped = attempt_aside(self._drop, slots, live, verdict.computed) or 0
         bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
         if bad:
             attempt_aside(self._admit_only_what_fits)
-        self._tell(ended, tuple(verdict.answered), dropped, bad)
+        self._tell(ended, tuple(answered), dropped, bad)
 
     def tidy(self) -> None:
         """Free what no request holds any more, and withhold what has been freed."""
@@ -151,7 +155,7 @@ class Containment:
             request.output_ids,
             request.extra_key,
             getattr(request, "cache_salt", None),
-            request.finished(),
+            self.terms.has_ended(request),
             self.prefixes.remember(request),
         )
         self._recent.append(gone)
@@ -252,24 +256,33 @@ class Containment:
             if (row := release().row_of(request)) is not None and not request.finished()
         ]
 
-    def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> list[str]:
-        """Ids of those that end now."""
-        ended = [rid for rid in verdict.running if rid in by_id and by_id[rid].to_finish is None]
-        for rid in ended:
-            end_running(by_id[rid], verdict.running[rid])
+    def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """Ids of those that end now, and of those whose answers have gone out."""
+        ended: list[str] = []
+        late: list[str] = []
+        for rid, why in verdict.running.items():
+            request = by_id.get(rid)
+            if request is None or request.to_finish is not None or rid in self._ending:
+                continue
+            in_time = self.terms.end_running(request, why)
+            (ended if in_time or self.has_peers else late).append(rid)
         self._ending |= set(ended)
-        return ended
+        return ended, late
+
+    def _retracted(self) -> dict[str, Any]:
+        """Requests that wait after a retraction, by id."""
+        return {r.rid: r for r in self.terms.retracted(self.scheduler) if r.is_retracted}
 
     def _without_a_row(self) -> Iterator[Any]:
         """Requests that had one."""
-        yield from (r for r in self.scheduler.waiting_queue if r.is_retracted)
+        yield from self._retracted().values()
         yield from self._recent
 
     def _end_waiting(self, verdict: Verdict) -> list[str]:
-        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        waiting = self._retracted()
         ended = [rid for rid in verdict.waiting if rid in waiting]
         for rid in ended:
-            self.scheduler.waiting_queue.remove(waiting[rid])
+            self.terms.retracted(self.scheduler).remove(waiting[rid])
             reason = reason_of_waiting(verdict.waiting[rid])
             self.terms.answer_waiting(self.scheduler, waiting[rid], reason)
         return ended
@@ -310,7 +323,7 @@ class Containment:
         """The readers that were found, and all who hold what these have computed, or bytes that have changed."""
         live = self._live()
         by_id = {each.request.rid: each for each in live}
-        waiting = {r.rid: r for r in self.scheduler.waiting_queue if r.is_retracted}
+        waiting = self._retracted()
         ends: dict[str, str] = {}
         retracted: dict[str, str] = {}
         answered: dict[str, int] = {}
@@ -325,13 +338,21 @@ class Containment:
             if (end := self._end_of(reader)) is not None:
                 answered[reader.request_id] = end
             elif found is not None and _has_read(found, reader):
-                ends[reader.request_id] = _why(reader)
+                if self.terms.is_answered(found.request):
+                    answered[reader.request_id] = reader.forward
+                else:
+                    ends[reader.request_id] = _why(reader)
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
             else:
                 answered[reader.request_id] = reader.forward
         changed = {slot.slot for slot in damage.slots if slot.changed}
         suspect = self._spread(changed, tainted, live, ends, computed)
+        for each in live:
+            if each.request.rid in ends and self.terms.is_answered(each.request):
+                del ends[each.request.rid]
+                if not self._is_known(each.request.rid, self.manager.recorder.newest):
+                    answered[each.request.rid] = self.manager.recorder.newest
         for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
             found = by_id.get(reader.request_id)
             suspect.update(

@@ -19,6 +19,7 @@ __all__ = [
     "around_check_pool",
     "around_recv_requests",
     "before_eviction",
+    "before_row_free",
 ]
 
 
@@ -29,6 +30,8 @@ def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any
     with containment.receiving():
         requests = original(*a, **k)
     _between_steps(containment)
+    if context.held_sends is not None:
+        context.held_sends.begin_round()
     return requests
 
 
@@ -44,7 +47,7 @@ def _around_broadcast(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
 
 
 @guarded_aside
-def _before_row_free(_: Any, request: Any, *__: Any, **___: Any) -> None:
+def before_row_free(_: Any, request: Any, *__: Any, **___: Any) -> None:
     if context.containment is not None and release().row_of(request) is not None:
         context.containment.note_finished(request)
 
@@ -100,6 +103,6 @@ HOOKS = (
     ),
     HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
     HookSpec(
-        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", _before_row_free, HookType.BEFORE, ACTION
+        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", before_row_free, HookType.BEFORE, ACTION
     ),
 )

@@ -57,6 +57,7 @@ def install_containment(
         owned=OwnedSlots(allocator, manager.plan_input.req_to_token),
         terms=terms,
         speaks=ranks is None or ranks.rank == 0,
+        has_peers=ranks is not None,
     )
     if ranks is None:
         context.containment = alone
@@ -67,8 +68,6 @@ def install_containment(
 
 def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> str | None:
     """Where an action would be wrong or is not known to be right. None: findings end their readers."""
-    if args.disaggregation_mode != "null":
-        return "a decode server ends requests whose KV arrives damaged. Other findings on this server are reported only"
     if args.pp_size > 1:
         return f"{_REPORTED} pipeline stages act in different steps"
     if args.enable_dp_attention and args.tp_size != args.dp_size:

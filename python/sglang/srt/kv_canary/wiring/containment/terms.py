@@ -6,16 +6,38 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .abort import end_running
+
 __all__ = ["Terms"]
+
+
+def _waiting_queue(scheduler: Any) -> list[Any]:
+    return scheduler.waiting_queue
+
+
+def _is_finished(request: Any) -> bool:
+    return request.finished()
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of one family of releases."""
+    """Of one family of releases, and of one kind of server."""
 
     length_of: Callable[[Any], int]  # slots in a request's row
-    # Of a scheduler: requests of its batches, in flight or not, and the one whose prompt is prefilled in chunks. May
-    # have a request twice, or None.
+    # Of a scheduler: all requests that hold slots, and the one whose prompt is prefilled in chunks. May have a request
+    # twice, None, or one without slots.
     requests_of: Callable[[Any], Iterable[Any]]
     # (scheduler, request, finish reason): tell the client that a request ends, which waits with no slots
     answer_waiting: Callable[[Any, Any, dict[str, Any]], None]
+    # (request, why): end one that holds slots. Returns whether its answer had not gone out yet.
+    end_running: Callable[[Any, str], bool] = end_running
+    # Of a scheduler: the list with the requests that wait after a retraction, among others
+    retracted: Callable[[Any], list[Any]] = _waiting_queue
+    # Whether the answer of a request that holds slots has gone out
+    is_answered: Callable[[Any], bool] = _never
+    # Whether a request that gives its row back has ended. Otherwise it was retracted.
+    has_ended: Callable[[Any], bool] = _is_finished

@@ -42,6 +42,8 @@ class Verdict:
             for rid, forward in part.answered.items():
                 answered[rid] = max(forward, answered.get(rid, forward))
             bad.update(dict.fromkeys(part.bad_memory))
+        for rid in running.keys() & answered.keys():
+            del answered[rid]
         return cls(
             running,
             waiting,

@@ -119,6 +119,7 @@ RELEASE = Release(
         "until_0_5_17.rows",
         "v0_5_12.scheduler",
         "v0_5_12.action",
+        "v0_5_12.pairs",
         "v0_5_12.speculative",
         "v0_5_12.swa_location",
         "token_oracle",

@@ -22,6 +22,7 @@ from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from .hicached_prefixes import around_store_node
+from .pairs import for_server_of, hold_sends
 from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 
@@ -30,7 +31,9 @@ from .session_prefixes import session_of
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     if is_asked_for():
         prefixes = prefixes_of_server(scheduler, _requests_of)
-        install_containment(scheduler, prefixes, TERMS, _why_not(scheduler.server_args))
+        terms = for_server_of(scheduler, TERMS)
+        install_containment(scheduler, prefixes, terms, _why_not(scheduler.server_args))
+        hold_sends(scheduler)
 
 
 def _why_not(args: Any) -> str | None:
@@ -38,6 +41,8 @@ def _why_not(args: Any) -> str | None:
         return "findings are reported only, because no test has run it with streaming sessions over HiCache"
     if args.speculative_algorithm is not None and why_draft_is_unchecked(args) is not None:
         return "findings are reported only, because no test has run it with DFLASH or multi-layer EAGLE"
+    if args.disaggregation_mode != "null" and args.enable_hierarchical_cache:
+        return "findings are reported only, because no test has run it with HiCache beside disaggregation"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...config import Action
 from ..context import context
 from ..disaggregation import DECODE, transfer_hooks
 from ..guard import guarded
@@ -19,8 +18,7 @@ __all__ = ["HOOKS"]
 
 @guarded
 def _before_pop_transferred(queue: Any, *_: Any, **__: Any) -> None:
-    manager = context.target
-    if manager is not None and manager.config.action is Action.ABORT:
+    if context.active:
         for waiting in queue.queue:
             hold(queue.scheduler, waiting)
 

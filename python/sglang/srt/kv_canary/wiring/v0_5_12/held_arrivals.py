@@ -1,4 +1,8 @@
-"""Requests that wait until what they received has been checked: SGLANG_KV_CANARY_ACTION=abort."""
+"""Requests that do not begin with damaged KV.
+
+With SGLANG_KV_CANARY_ACTION=abort here, they wait until what they received has been checked. With it on the prefill
+server, that server says which requests have read damage there.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,34 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...config import Action
+from ...reports.safe_text import safe_text
 from ..arrivals import address_of, arrival_of, take_in
+from ..containment.abort import message
+from ..containment.pairs import await_end, raise_naming
 from ..context import context
 from ..guard import attempt
 from .abort import fail_transfer
 
 __all__ = ["hold", "was_held"]
 
+_ELSEWHERE = "this request's KV is right on this tensor-parallel rank, and another one has failed its transfer"
+_WRAPPED = "_kv_canary_polled"  # of a receiver: it is asked here
 _HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it received; 0: not checked
 
 
 def hold(scheduler: Any, waiting: Any) -> None:
-    """Let `waiting`, a DecodeRequest, succeed only when what it received is known to be right.
+    """Let `waiting`, a DecodeRequest, succeed only with KV that is right, as far as its server or this one checks it.
 
     Damage fails its transfer. SGLang then ends the request alone, on all ranks, and caches nothing of it.
     """
     receiver = waiting.kv_receiver
-    if not hasattr(receiver, _HELD):
-        setattr(receiver, _HELD, None)
-        receiver.poll = functools.partial(
-            _poll_held, receiver.poll, scheduler, waiting.req, receiver
+    if not hasattr(receiver, _WRAPPED):
+        setattr(receiver, _WRAPPED, True)
+        poll, request = receiver.poll, waiting.req
+        receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver)
+        receiver.failure_exception = functools.partial(
+            _raise_when_over, receiver.failure_exception, poll, request
         )
 
 
@@ -40,16 +52,39 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
     status = original()
     if status != KVPoll.Success:
         return status
+    if damage := _damage_at_sender(request):
+        return _fail(receiver, request, damage)
+    if context.target.config.action is not Action.ABORT:
+        return status
     verdict = attempt(_verdict, scheduler, request, receiver)
     if verdict is None:  # also after an internal error, with which serving goes on
-        waits = getattr(receiver, _HELD) is not None and context.target.armed
+        waits = getattr(receiver, _HELD, None) is not None and context.target.armed
         return KVPoll.Transferring if waits else status
     if not verdict:
         return status
     where = address_of(request)
-    fail_transfer(
-        receiver, request, f"the KV that arrived from the prefill server {where} is damaged"
-    )
+    what = f"the KV that arrived from the prefill server {where} is damaged"
+    return _fail(receiver, request, what)
+
+
+def _damage_at_sender(request: Any) -> str:
+    damage = context.notices.damage(request.bootstrap_room)
+    return damage and f"on the prefill server {address_of(request)}: {safe_text(damage)}"
+
+
+def _raise_when_over(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
+    """SGLang frees the slots next. On another rank the transfer has ended, on this one KV may still come into them."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if await_end(poll) == KVPoll.Success:
+        raise_naming(original, message(_damage_at_sender(request) or _ELSEWHERE))
+    original()
+
+
+def _fail(receiver: Any, request: Any, what: str) -> int:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    fail_transfer(receiver, request, what)
     context.target.arrivals.outcomes["aborted"] += 1
     del receiver.poll  # SGLang's own again: the failure is known
     return KVPoll.Failed
@@ -58,7 +93,7 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
 def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
     """Whether what arrived is damaged. None: not known yet."""
     manager = context.target
-    forward = getattr(receiver, _HELD)
+    forward = getattr(receiver, _HELD, None)
     if forward is None:
         arrival = arrival_of(scheduler, request)
         forward = take_in(scheduler, [request], [arrival], awaited=arrival.has_records)

@@ -46,4 +46,5 @@ TRANSFERS = TransferAnswers(
     is_fake=_is_fake,
     parallelism=_parallelism,
     send=_send,
+    heeds_damage=True,
 )

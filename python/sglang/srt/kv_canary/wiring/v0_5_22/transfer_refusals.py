@@ -55,7 +55,8 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
     Refusal(
         "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
         lambda args: _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
-        "requests whose KV arrives damaged are ended on 0.5.12.post1 only.",
+        "these releases free the slots of a failed transfer after an exchange with the prefill server, and take back "
+        "prefills whose decode server is not ready. No run has ended requests there: they end on 0.5.12.post1 only.",
         "Unset SGLANG_KV_CANARY_ACTION.",
     ),
 )

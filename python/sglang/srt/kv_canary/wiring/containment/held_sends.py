@@ -1,0 +1,88 @@
+"""On a prefill server: the last part of a request's KV goes when it is known what its forwards have found.
+
+SGLang sends it as soon as the prefill has a result. Then nothing can be taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..context import context
+from ..releases import release
+
+__all__ = ["HeldSends"]
+
+AT_MOST_S = 5.0  # after an internal error, what is waited for may never come
+
+
+@dataclass(slots=True)
+class _Held:
+    request: Any
+    since: float
+    known_in: int | None = None  # the round in which all findings about it were known
+
+
+@dataclass(slots=True)
+class HeldSends:
+    """One per scheduler. Used from its thread.
+
+    `rounds_of_peers`: how many rounds of the scheduler's loop a finding of another rank may take to get here.
+    """
+
+    rounds_of_peers: int
+    send: Callable[[Any], None]  # the last part of a request's KV, as SGLang does
+    _at_once: Any | None = None
+    _round: int = 0
+    _held: dict[int, _Held] = field(default_factory=dict)  # id(request) -> it
+
+    def must_wait(self, request: Any) -> bool:
+        """Whether the last part of the KV of `request` must not go yet. If so, `go_on` sends it later."""
+        if request is self._at_once:
+            return False
+        now = time.monotonic()
+        held = self._held.get(id(request)) or _Held(request, now)
+        if now - held.since < AT_MOST_S and self._is_open(held):
+            self._held[id(request)] = held
+            return True
+        self._held.pop(id(request), None)
+        return False
+
+    def send_at_once(self, request: Any) -> None:
+        """If the last part of its KV waits: another rank has failed the transfer, and the peer waits for all parts."""
+        if self._held.pop(id(request), None) is None:
+            return
+        self._at_once = request
+        try:
+            self.send(request)
+        finally:
+            self._at_once = None
+
+    def begin_round(self) -> None:
+        """The requests of a step have arrived, and findings of other ranks with them."""
+        self._round += 1
+
+    def go_on(self) -> None:
+        """Send what may go now."""
+        self._held = {
+            key: held
+            for key, held in self._held.items()
+            if release().row_of(held.request) is not None
+        }
+        for held in tuple(self._held.values()):
+            self.send(held.request)
+
+    def _is_open(self, held: _Held) -> bool:
+        """Whether a finding about the request may come, or waits to be acted on."""
+        manager = context.target
+        if not manager.armed:
+            return False
+        if held.known_in is None:
+            manager.drain()
+            last = manager.recorder.last_of(held.request.rid)
+            if last is not None and not manager.has_handed_over(last[0].forward):
+                return True
+            held.known_in = self._round
+        return manager.damage.is_waiting or self._round < held.known_in + self.rounds_of_peers

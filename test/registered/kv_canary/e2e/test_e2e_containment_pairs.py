@@ -1,0 +1,189 @@
+"""SGLANG_KV_CANARY_ACTION=abort on a prefill and a decode server: exactly the requests that read damage end."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ContainmentBase
+from sglang_kv_canary_rigs.containment_traffic import (
+    ENV,
+    FLAGS,
+    KINDS_OF_PAIR_FAULTS,
+    PairPool,
+    servers,
+)
+from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
+from sglang_kv_canary_rigs.pd_serving import (
+    OverNixl,
+    PdServing,
+    ServesPair,
+    nothing_to_synchronize,
+)
+
+if release().transfers is None:
+    reason = "this release refuses disaggregation; lifted by make test"
+    pytest.skip(reason, allow_module_level=True)
+
+register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
+
+long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+
+
+def _ranks_of(server: CanaryServer) -> int:
+    return server.server_args.get("tp_size", 1)
+
+
+class PairBase(ServesPair, ContainmentBase):
+    """Both servers' leak checks stay on. Each error names the canary, whichever server has found the damage."""
+
+    flags: ClassVar = {**FLAGS, "log_level": "warning"}
+    env: ClassVar = {
+        **ENV,
+        # A slot that is lost to one side would hold the other one up.
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+    }
+    pool: ClassVar = PairPool()
+    reason_of_prefill: ClassVar = "kv-canary: on the prefill server"
+    count: ClassVar[int] = ROUNDS if LONG else KINDS_OF_PAIR_FAULTS
+
+    def teardown_method(self) -> None:
+        ContainmentBase.teardown_method(self)
+
+    def settle_prefill(self) -> dict[str, Any]:
+        prefill = self.serving.prefill
+        for _ in range(2):
+            sent = [prefill.send("counters", rank) for rank in range(_ranks_of(prefill))]
+            answers = [each.answer() for each in sent]
+        return answers[0]["counters"]
+
+    def settle(self) -> dict[str, Any]:
+        self.settle_prefill()
+        return super().settle()
+
+    def violations(self) -> list[dict[str, Any]]:
+        return [*super().violations(), *self.serving.prefill.events("violation")]
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        super().test_exactly_the_readers_of_damage_end()
+        assert self.serving.alive, self.serving.stderr
+        assert [e for s in servers(self.serving) for e in s.events("internal_error")] == []
+        # What a prefill server's forwards find is known before the KV has gone.
+        actions = self.serving.prefill.events("containment")
+        assert [e["answered"] for e in actions if e["rank"] == 0 and e["answered"]] == []
+
+
+@refused_on_newer_releases
+class TestPair(PairBase):
+    pass
+
+
+@long_form
+@refused_on_newer_releases
+class TestWithoutOverlap(PairBase):
+    flags: ClassVar = {**PairBase.flags, "disable_overlap_schedule": True}
+
+
+@long_form
+@refused_on_newer_releases
+class TestRetraction(PairBase):
+    """SGLang retracts a request in every 20th step. Its KV waits in host memory."""
+
+    env: ClassVar = {
+        **PairBase.env,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "20",
+    }
+    plugins: ClassVar = () if torch.cuda.is_available() else (nothing_to_synchronize,)
+
+
+class Caching(PdServing):
+    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
+
+
+@long_form
+@refused_on_newer_releases
+class TestPrefixCache(PairBase):
+    """On the decode server, too. Requests that are being received hold prefixes of it."""
+
+    transport: ClassVar = Caching
+    pool: ClassVar = PairPool(has_cache=True)
+
+
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@long_form
+@refused_on_newer_releases
+class TestTwoRanks(PairBase):
+    flags: ClassVar = {**PairBase.flags, "tp_size": 2}
+    env: ClassVar = {**PairBase.env, **TWO_RANKS}
+    pool: ClassVar = PairPool(size=64, ranks=((1,), (0,), (0, 1)))
+    reason_of_prefill: ClassVar = ""  # rank 0 answers, and may have received its part in time
+
+
+class TwoToOne(PdServing):
+    prefill_flags: ClassVar = {"tp_size": 2}
+    prefill_env: ClassVar = TWO_RANKS
+
+
+@long_form
+@refused_on_newer_releases
+class TestTwoRanksPrefill(PairBase):
+    """One of them has damage. Nothing of the other one may arrive after the decode server has ended the request."""
+
+    transport: ClassVar = TwoToOne
+    pool: ClassVar = PairPool(size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,)))
+
+
+class ReportingDecode(PdServing):
+    decode_env: ClassVar = {"SGLANG_KV_CANARY_ACTION": "report"}
+
+
+@long_form
+@refused_on_newer_releases
+class TestReportingDecode(PairBase):
+    """It heeds what the prefill server says, and would serve what it finds itself."""
+
+    transport: ClassVar = ReportingDecode
+    pool: ClassVar = PairPool(on_decode=False)
+
+
+class UncheckedDecode(PdServing):
+    decode_flags: ClassVar = {"kv_canary": "none", "kv_canary_real_data": "none"}
+
+
+@long_form
+@refused_on_newer_releases
+class TestUncheckedDecode(PairBase):
+    """The transport itself fails what a decode server without a canary must not use."""
+
+    transport: ClassVar = UncheckedDecode
+    pool: ClassVar = PairPool(on_decode=False)
+    reason: ClassVar = "Failed to get kvcache from prefill instance"
+    reason_of_prefill: ClassVar = ""
+
+    def settle(self) -> dict[str, Any]:
+        """The decode server takes no commands."""
+        return self.settle_prefill()
+
+    def violations(self) -> list[dict[str, Any]]:
+        self.settle()
+        return self.serving.prefill.events("violation")
+
+
+@long_form
+@refused_on_newer_releases
+class TestNixl(PairBase):
+    transport: ClassVar = OverNixl
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
