@@ -146,6 +146,7 @@ class CanaryConfig:
     host_sweep_budget_bytes: int = default_of("HOST_SWEEP_BUDGET_BYTES")
     perturb_dir: str = default_of("PERTURB_DIR")  # "" is off
     token_oracle: bool = default_of("TOKEN_ORACLE")
+    compile_server: bool = default_of("COMPILE_SERVER")
 
     @property
     def enabled(self) -> bool:

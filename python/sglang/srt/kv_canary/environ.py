@@ -20,6 +20,7 @@ from .errors import CanaryConfigError
 from .seam_guard import BUILTIN_ENV
 
 __all__ = [
+    "COMPILE_SERVER",
     "ENV_PREFIX",
     "PERTURB_DIR",
     "SETTINGS",
@@ -130,6 +131,13 @@ PERTURB_DIR = EnvSetting(
     path_kind="folder",
 )
 
+COMPILE_SERVER = EnvSetting(
+    "COMPILE_SERVER",
+    EnvBool,
+    False,
+    "Experimental: 1 compiles the kernels in processes of their own while SGLang starts. On the one GPU where it has "
+    "run, the server started without it, as with 0.",
+)
 TOKEN_ORACLE = EnvSetting(
     "TOKEN_ORACLE",
     EnvBool,
@@ -308,6 +316,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
     ),
     PERTURB_DIR,
     TOKEN_ORACLE,
+    COMPILE_SERVER,
 )
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}

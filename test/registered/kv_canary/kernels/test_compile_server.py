@@ -9,10 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
+from sglang_kv_canary.kernels.triton.compile_server import capability_of
 from sglang_kv_canary.testing import consts
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 
@@ -197,14 +200,14 @@ def test_what_nobody_predicted_is_compiled_by_the_server_too(tmp_path) -> None:
     assert run(program, tmp_path) == ["done"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        ("server = start(target='80')", "for another GPU"),
-        ("server = start(target='nothing')", "failed: ValueError"),
-        ("server = start()\n    kill_at_first_answer(server)", "the compile server has ended"),
-    ],
-)
+FAULTS = [
+    ("server = start(target='80')", "for another GPU"),
+    ("server = start(target='nothing')", "failed: ValueError"),
+    ("server = start()\n    kill_at_first_answer(server)", "the compile server has ended"),
+]
+
+
+@pytest.mark.parametrize(("fault", "why"), FAULTS[: volume(1, len(FAULTS))])
 def test_threads_compile_what_the_server_does_not(fault, why, tmp_path) -> None:
     program = f"""
     import signal, threading
@@ -244,6 +247,14 @@ def test_a_server_that_is_gone_is_not_asked(tmp_path) -> None:
     assert run(program, tmp_path) == ["done"]
 
 
+def test_the_driver_says_what_gpu_it_compiles_for() -> None:
+    if torch.cuda.is_available():
+        assert capability_of(0) == "".join(map(str, torch.cuda.get_device_capability(0)))
+    else:
+        with pytest.raises(RuntimeError, match="does not say what GPU 0 is: .*libcuda"):
+            capability_of(0)
+
+
 def runs(pid: int) -> bool:
     """False for what has ended, also where nobody asks for its status."""
     try:
@@ -259,7 +270,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", list(ENDINGS)[: volume(1, len(ENDINGS))])
 def test_nothing_of_the_server_is_left_after(ending, tmp_path) -> None:
     """Here while it compiles, which takes seconds."""
     program = f"""

@@ -9,6 +9,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
+from sglang_kv_canary.environ import COMPILE_SERVER
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2, write_tiny_llama
 
@@ -54,6 +55,7 @@ def run(tmp_path_factory):
         environment = {
             **os.environ,
             COMPILES_ENV: "1",
+            COMPILE_SERVER.name: "1",
             "TRITON_CACHE_DIR": str(script.parent / "cache"),
             "TMPDIR": str(script.parent),
         }
@@ -205,6 +207,11 @@ def test_the_server_runs_until_the_schedulers_are_ready(run) -> None:
     for other in (make_args(llama), make_args(llama, device="cuda", kv_canary="none")):
         around(other)[0].wait_for_ready()
         assert not made
+
+    os.environ["SGLANG_KV_CANARY_COMPILE_SERVER"] = "0"
+    around(args)[0].wait_for_ready()
+    assert not made
+    os.environ["SGLANG_KV_CANARY_COMPILE_SERVER"] = "1"
 
     # What cannot be predicted is compiled later.
     args.model_path = "/nowhere"

@@ -60,9 +60,9 @@ def fingerprint(
 
 
 def _of_whole_rows(sources: Sources, slots: torch.Tensor) -> torch.Tensor:
-    """Mode `all` in words of 4 bytes, all layers at once where they are evenly spaced.
+    """Mode `all` in words of 4 bytes. Evenly spaced layers are read at once.
 
-    NumPy, because torch would wake its threads for each of many short operations.
+    By NumPy: torch wakes its threads for each short operation.
     """
     numbers = slots.numpy()
     total = np.full(len(numbers), record.to_signed64(record.CONTENT_BASE)).view(np.uint64)

@@ -1,6 +1,7 @@
 """Compiles the kernels while SGLang starts: the main process runs a compile server until all schedulers are ready.
 
-Nothing depends on it. Whatever goes wrong here, the scheduler processes compile by themselves.
+Only with SGLANG_KV_CANARY_COMPILE_SERVER=1. Nothing depends on it. Whatever goes wrong here, the scheduler processes
+compile by themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compile_folder import FOLDER_ENV
 from ..config import is_asked_for
+from ..environ import COMPILE_SERVER, read_settings
 from .context import context
 from .hook_spec import HookSpec, HookType
 from .releases import release
@@ -52,9 +54,11 @@ def _after_launch(result: Any, cls: type, server_args: Any, *args: Any, **kwargs
 
 
 def _start(server_args: Any) -> CompileServerProcess | None:
-    """None where there is nothing to compile."""
+    """None where there is nothing to compile, or nobody has asked for it."""
+    if not (is_asked_for(server_args) and read_settings()[COMPILE_SERVER.config_field]):
+        return None
     args = release().settled(server_args)
-    if not is_asked_for(server_args) or not str(args.device).startswith("cuda"):
+    if not str(args.device).startswith("cuda"):
         return None
     from ..kernels.triton.compile_requests import CompileServerProcess
     from ..kernels.triton.kernel_launcher import CAN_SKIP
@@ -82,7 +86,8 @@ def _request_what_will_be_needed(server: CompileServerProcess, server_args: Any)
 
 
 def _stop(server: CompileServerProcess) -> None:
-    logger.debug("kv-canary: the compile server said: %s", server.log())
+    if server.has_ended:
+        logger.warning("kv-canary: the compile server has ended by itself: %s", server.log())
     server.stop()
 
 

@@ -133,6 +133,11 @@ class CompileServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """By itself, before `stop`."""
+        return self._process.poll() is not None
+
     def log(self) -> str:
         """What it has printed."""
         return (self.folder / "log").read_text()

@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,6 @@ LONGEST_S = 300.0  # for one variant; then it counts as failed
 IDLE_S = 3600.0  # without a request; the main process may have lost it
 NICENESS = 5  # SGLang's own start comes first
 _PR_SET_PDEATHSIG = 1
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # of CUdevice_attribute
 
 
 class CompileServer:
@@ -115,33 +115,16 @@ def target_of(text: str):
 
 
 def capability_of(gpu: int) -> str:
-    """The compute capability of visible GPU number `gpu`, such as "90". Creates no context.
+    """The compute capability of visible GPU number `gpu`, such as "90". Raises RuntimeError without a GPU.
 
-    In a process of its own: what has talked to the driver should not be forked. Raises RuntimeError without a GPU.
+    A fresh process asks the driver. A fork gets no answer once its parent has talked to it, as torch may.
     """
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.write(write, _ask_driver(gpu).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    if not text:
-        raise RuntimeError(f"the CUDA driver does not say what GPU {gpu} is")
-    return text
-
-
-def _ask_driver(gpu: int) -> str:
-    cuda = ctypes.CDLL("libcuda.so.1")
-    device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
-    results = [cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(device), gpu)]
-    for attribute, number in zip((_CAPABILITY_MAJOR, _CAPABILITY_MINOR), numbers, strict=True):
-        results.append(cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device))
-    return "" if any(results) else f"{numbers[0].value * 10 + numbers[1].value}"
+    command = [sys.executable, "-S", str(Path(__file__).with_name("ask_driver.py")), str(gpu)]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode or not asked.stdout:
+        said = asked.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"the CUDA driver does not say what GPU {gpu} is: {said}")
+    return asked.stdout
 
 
 def main(folder: str, processes: str, parent: str, lock: str, gpu: str, target: str) -> None:
