@@ -251,7 +251,7 @@ def test_the_driver_says_what_gpu_it_compiles_for() -> None:
     if torch.cuda.is_available():
         assert capability_of(0) == "".join(map(str, torch.cuda.get_device_capability(0)))
     else:
-        with pytest.raises(RuntimeError, match="does not say what GPU 0 is: .*libcuda"):
+        with pytest.raises(RuntimeError, match="does not say what GPU 0 is"):
             capability_of(0)
 
 
