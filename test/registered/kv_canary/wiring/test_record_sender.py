@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import RECORD_BYTES
@@ -19,7 +22,7 @@ from sglang_kv_canary.transfer.notice import Notice, SentChunks
 from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
-from sglang_kv_canary.wiring.record_sender import Block, RecordSender
+from sglang_kv_canary.wiring.record_sender import Block, RecordSender, _runs
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
@@ -80,6 +83,19 @@ def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSe
     ]
     notice = sender.notice("alike", 7)
     assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_runs_are_contiguous_on_both_sides_and_as_long_as_possible(
+    pages: list[tuple[int, int]],
+) -> None:
+    sources, targets = (np.array(side, dtype=np.int32) for side in zip(*pages, strict=True))
+    runs = list(zip(*(column.tolist() for column in _runs(sources, targets)), strict=True))
+    sent = [(source + i, target + i) for source, target, count in runs for i in range(count)]
+    assert sent == pages
+    for (source, target, count), (next_source, next_target, _) in itertools.pairwise(runs):
+        assert (next_source, next_target) != (source + count, target + count)
 
 
 def test_a_peer_without_a_canary_gets_nothing(

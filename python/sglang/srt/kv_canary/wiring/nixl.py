@@ -49,11 +49,13 @@ def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
 def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
     """Returns when `blocks` have arrived."""
     here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    sources = [(source, size, here) for source, _, size in blocks]
-    targets = [(target, size, there) for _, target, size in blocks]
+    source, target, size = np.array(blocks, np.uint64).T
     agent = kv_manager.agent
     # SGLang registers all states as memory of the device.
-    sides = (agent.get_xfer_descs(np.array(side, np.uint64), "VRAM") for side in (sources, targets))
+    sides = (
+        agent.get_xfer_descs(np.stack([side, size, np.full_like(size, gpu)], axis=1), "VRAM")
+        for side, gpu in ((source, here), (target, there))
+    )
     handle = agent.initialize_xfer("WRITE", *sides, peer)
     state = agent.transfer(handle)
     while state not in ("DONE", "ERR"):

@@ -116,16 +116,14 @@ class RecordSender:
         pointers = self._peer(peer).pointers
         if pointers is None or peer in self._broken or not len(source_pages):
             return 0
-        from sglang.srt.disaggregation.common.utils import group_concurrent_contiguous
-
-        runs = list(zip(*group_concurrent_contiguous(source_pages, target_pages), strict=True))
+        firsts, there, lengths = _runs(source_pages, target_pages)
         size = self._page_bytes
-        blocks = [
-            (records.data_ptr() + size * source[0], target + size * first[0], size * len(source))
-            for (space, records), target in zip(self._buffers, pointers, strict=False)
-            if space is kind
-            for source, first in runs
-        ]
+        blocks: list[Block] = []
+        for (space, records), target in zip(self._buffers, pointers, strict=False):
+            if space is kind:
+                sources, targets = records.data_ptr() + size * firsts, target + size * there
+                sizes = (size * lengths).tolist()
+                blocks += zip(sources.tolist(), targets.tolist(), sizes, strict=True)
         return self._write(peer, blocks) if blocks else 0
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
@@ -176,6 +174,20 @@ class RecordSender:
         pointers = registration.dst_state_data_ptrs[-1]
         pointers = pointers if draft else pointers[: self._of_target]
         return _Peer(registration, pointers, notice, bool(theirs.heeds_damage))
+
+
+def _runs(
+    source_pages: np.ndarray, target_pages: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first source page, first target page, pages) int64[n] of each run that is contiguous on both sides.
+
+    SGLang's own function makes a list of each run, which takes milliseconds for a long prompt in scattered slots.
+    """
+    sources, targets = (np.asarray(pages, np.int64) for pages in (source_pages, target_pages))
+    is_first = np.ones(len(sources), dtype=bool)
+    is_first[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
+    at = np.flatnonzero(is_first)
+    return sources[at], targets[at], np.diff(at, append=len(sources))
 
 
 def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:
