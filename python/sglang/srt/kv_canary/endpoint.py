@@ -7,7 +7,7 @@ from enum import IntFlag
 
 from .buffer_group import CanaryBufferGroup, PoolKind, Side
 
-_TAGS_PER_KIND = 8
+TAGS_PER_KIND = 8
 
 
 HALVES = ("K", "V")
@@ -32,7 +32,7 @@ class CanaryLaunchTag:
 
     @property
     def id(self) -> int:
-        return self.kind.index * _TAGS_PER_KIND + HALVES.index(self.half) * 4 + self.side.index
+        return self.kind.index * TAGS_PER_KIND + HALVES.index(self.half) * 4 + self.side.index
 
     @property
     def name(self) -> str:
@@ -48,14 +48,14 @@ class CanaryLaunchTag:
     @classmethod
     def from_id(cls, tag_id: int) -> CanaryLaunchTag:
         """Raises ValueError for an id without a tag."""
-        kind, rest = divmod(tag_id, _TAGS_PER_KIND)
+        kind, rest = divmod(tag_id, TAGS_PER_KIND)
         half, side = divmod(rest, 4)
         if not 0 <= kind < len(PoolKind) or side >= len(Side):
             raise ValueError(f"{tag_id} is not a launch tag id")
         return cls(list(PoolKind)[kind], HALVES[half], list(Side)[side])
 
 
-NUM_TAGS = len(PoolKind) * _TAGS_PER_KIND
+NUM_TAGS = len(PoolKind) * TAGS_PER_KIND
 _FREE = "FREE_"
 
 

@@ -98,6 +98,43 @@ def test_of_damage_that_stays_a_part_is_looked_at_each_step_and_all_of_it_is_cou
     assert 0 < more <= MOST_TAKEN < len(slots)
 
 
+def test_rows_that_come_while_the_ring_is_copied_are_counted_as_overwritten() -> None:
+    ring = Ring()
+    ring.append(0, Reason.TOKEN)
+    ring.step()
+    rows, later = ring.log.rows.clone(), torch.tensor([1 + CAPACITY + 3])
+    ring.manager._on_rows((torch.tensor([2]), rows, later), None)
+    assert ring.manager.overwritten == 3
+    assert ring.manager._fetched == 4
+
+
+def test_floods_that_take_turns_hide_nothing() -> None:
+    """Two floods of an even number of parts: what is new on a slot that is damaged already stays among the repeats."""
+    ring, floods = Ring(1024), [list(range(1, 401)), list(range(501, 901))]
+    for _ in range(3):
+        for slots in floods:
+            _flood(ring, slots, 1)
+    known = ring.reporter.distinct
+    for _ in range(40):
+        for tag, slots in enumerate(floods):
+            for place, slot in enumerate(slots):
+                again = tag == 0 and place in (200, 201)
+                ring.append(4 if again else 0, Reason.CONTENT, slot)
+            ring.step()
+            ring.manager.name_waiting(idle=True)
+    assert ring.reporter.distinct == known + 2
+
+
+def test_a_slot_that_was_right_until_now_is_never_left_out_of_a_flood() -> None:
+    ring, slots = Ring(1024), list(range(1, 601))
+    _flood(ring, slots, 4)
+    for new in range(1001, 1020):
+        known = ring.reporter.causes
+        _flood(ring, [*slots, new], 1)
+        assert ring.reporter.causes == known + 1
+        _flood(ring, slots, 1)
+
+
 def test_what_is_new_in_a_flood_is_taken_within_some_steps_and_then_all_of_it() -> None:
     ring, slots = Ring(1024), list(range(1, 601))
     _flood(ring, slots, 4)

@@ -293,7 +293,7 @@ def test_a_cached_window_is_refused():
     )
     swa = make_swa_pool().pool
     _refuse_cached_windows(args, make_mha_pool())
-    with pytest.raises(CanaryStartupError, match="sliding window is sent whole"):
+    with pytest.raises(CanaryStartupError, match="takes the whole window for sent"):
         _refuse_cached_windows(args, swa)
     args.disaggregation_decode_enable_radix_cache = False
     _refuse_cached_windows(args, swa)

@@ -200,6 +200,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,
     },
+    "PD disaggregation over NIXL with HiCache or a prefix cache on the decode server": {
+        **_DECODES,
+        "disaggregation_transfer_backend": "nixl",
+        "disaggregation_decode_enable_radix_cache": True,
+    },
     "PD disaggregation that receives into host memory": {
         **_DECODES,
         "disaggregation_decode_host_receive_threshold": 0.5,
@@ -285,6 +290,7 @@ NOT_BY_AN_ARGUMENT = {
     *(
         [
             "PD disaggregation over NIXL on 0.5.22",
+            "PD disaggregation with HiCache on the prefill server of 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
             "PD disaggregation with a multimodal model and another feature",
@@ -318,7 +324,12 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
 def test_nixl_is_refused_where_nothing_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
-    args = SimpleNamespace(disaggregation_mode="decode", disaggregation_transfer_backend="nixl")
+    args = SimpleNamespace(
+        disaggregation_mode="decode",
+        disaggregation_transfer_backend="nixl",
+        enable_hierarchical_cache=False,
+        disaggregation_decode_enable_radix_cache=False,
+    )
 
     def refused() -> list[str]:
         return [
@@ -333,6 +344,25 @@ def test_nixl_is_refused_where_nothing_has_run_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.delattr(CommonKVManager, "handle_chunk_ready")  # as in 0.5.22
     assert refused() == ["PD disaggregation over NIXL on 0.5.22"]
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.skipif(SGLANG == "0.5.22", reason="refused there")
+def test_prefixes_that_are_sent_while_they_load_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as Prefill
+
+    name = "PD disaggregation with HiCache on the prefill server of 0.5.22"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = SimpleNamespace(disaggregation_mode="prefill", enable_hierarchical_cache=True)
+    assert not case.predicate(args)
+    as_in_0_5_22 = lambda self, req: None  # noqa: E731
+    monkeypatch.setattr(Prefill, "maybe_send_cached_prefix_chunk", as_in_0_5_22)
+    assert case.predicate(args)
+    monkeypatch.setenv("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
+    assert not case.predicate(args)
 
 
 @has_seam

@@ -101,6 +101,7 @@ def _rows(layers: Sources, slots: np.ndarray) -> np.ndarray:
     """uint32[layers, n, words of a row]: a copy of the bytes of `slots` int64[n]."""
     source = layers[0]
     storage, page = source.data.untyped_storage(), source.page_size
+    _refuse_beyond(layers, slots, storage)
     flat = torch.empty(0, dtype=torch.int32).set_(storage).numpy().view(np.uint32)
     distance = layers[1].address - source.address if len(layers) > 1 else 0
     shape = (len(layers), int(slots.max()) // page + 1, page, source.row_bytes // _UNIT)
@@ -110,7 +111,19 @@ def _rows(layers: Sources, slots: np.ndarray) -> np.ndarray:
     return whole[:, slots // page, slots % page]
 
 
-@lru_cache(maxsize=64)
+def _refuse_beyond(layers: Sources, slots: np.ndarray, storage: torch.UntypedStorage) -> None:
+    """Raises IndexError for a slot that the host pool does not have: a view of NumPy's checks no bounds."""
+    last = max(layers, key=lambda source: source.address)
+    end = last.address - storage.data_ptr() + last.row_bytes
+    end += int(last.start_of(slots.max()))
+    if slots.min() < 0 or end > storage.nbytes():
+        raise IndexError(
+            f"kv-canary: expected slots of a host pool of {storage.nbytes()} bytes, got slots {slots.min()} to "
+            f"{slots.max()}, which end at byte {end}"
+        )
+
+
+@lru_cache(maxsize=4096)
 def _keys(first: int, layers: int, words: int) -> np.ndarray:
     """uint64[layers, 1, words]: the keys of sources `first`, `first` + 1, ..., see `record.CONTENT_BASE`."""
     numbers = torch.arange(words)

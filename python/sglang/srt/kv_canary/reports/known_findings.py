@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..endpoint import TAGS_PER_KIND
 from ..record import MIX_INCREMENT, Column, mix64
 from .cause import Cause
 from .flight_recorder import FlightRecorder
@@ -114,6 +115,32 @@ class KnownFindings:
         last[found[rows]] = rows  # the last of several assignments stays
         for index in np.flatnonzero(counts).tolist():
             yield Repeats(self._index.causes[index], int(counts[index]), int(last[index]))
+
+
+class KnownSlots:
+    """Slots that findings are about. Asked for a thousand rows at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, np.ndarray] = {}  # index of the pool kind -> bool by slot
+
+    def note(self, row: np.ndarray) -> None:
+        """`row` int64[len(Column)] of the ring is a finding about its slot."""
+        kind, slot = int(row[Column.TAG]) // TAGS_PER_KIND, max(0, int(row[Column.SLOT]))
+        known = self._known.get(kind)
+        if known is None or slot >= len(known):
+            grown = np.zeros(1 << (slot + 1).bit_length(), dtype=bool)
+            grown[: 0 if known is None else len(known)] = False if known is None else known
+            known = self._known[kind] = grown
+        known[slot] = True
+
+    def lacks(self, rows: np.ndarray) -> np.ndarray:
+        """bool[n]: which of `rows` int64[n, len(Column)] are about other slots."""
+        kinds, slots = rows[:, Column.TAG] // TAGS_PER_KIND, rows[:, Column.SLOT].clip(min=0)
+        lacks = np.ones(len(rows), dtype=bool)
+        for kind, known in self._known.items():
+            mine = (kinds == kind) & (slots < len(known))
+            lacks[mine] = ~known[slots[mine]]
+        return lacks
 
 
 def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:

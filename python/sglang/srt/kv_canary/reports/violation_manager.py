@@ -114,7 +114,7 @@ class ViolationManager:
         total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
         first = max(self._fetched, later_total - rows.shape[0])
         sequences = np.arange(first, total)
-        fetched = _taken_from_ring(rows, first, total)
+        fetched = _taken_from_ring(rows, first, max(first, total))
         fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
         self.overwritten += first - self._fetched + len(overwritten)
         waits = len(self._unsettled) > 0

@@ -16,13 +16,13 @@ import numpy as np
 
 from ..config import CanaryMode
 from ..errors import CanaryViolationError
-from ..record import Column
+from ..record import MIX_INCREMENT, Column, mix64
 from .cause import MAX_EVENTS, Cause, CauseKey
 from .event_sink import EventSink
 from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
-from .known_findings import KnownFindings, Repeats, finding_keys
+from .known_findings import KnownFindings, KnownSlots, Repeats, finding_keys
 from .neighbours import Halves, Neighbours
 from .scene import Taker
 from .scenes import Scenes
@@ -80,6 +80,7 @@ class ViolationReporter:
         self._scenes = Scenes(taker)
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
+        self._damaged = KnownSlots()
         self._causes: dict[CauseKey, Cause] = {}
         self._neighbours = Neighbours({} if halves is None else halves)
         self._unread: dict[int, _Unread] = {}  # new findings, oldest first
@@ -129,17 +130,20 @@ class ViolationReporter:
                 self._unread[key] = _Unread(rows[index], recorder)
 
     def _part_of_flood(self, rows: np.ndarray) -> np.ndarray:
-        """Every k-th of `rows` while nothing new is found, at most MOST_TAKEN: damage that stays is found each step.
+        """All of `rows`, or fewer while damage that stays is found in each step, and nothing new.
 
-        The part rotates, so what is new and stays is taken within k steps. The others count as repeats of no cause.
+        Those about slots that no finding was about are always among them. Of the others it is every k-th, about
+        MOST_TAKEN, from a place without a pattern. What is left out counts as repeats of no cause.
         """
         parts = -(-len(rows) // MOST_TAKEN)
         if parts <= 1 or not self._only_repeats:
             return rows
         self._turn += 1
-        taken = rows[self._turn % parts :: parts]
-        self.repeats += len(rows) - len(taken)
-        return taken
+        taken = self._damaged.lacks(rows)
+        taken[mix64(self._turn * MIX_INCREMENT) % parts :: parts] = True
+        rows_taken = rows[taken]
+        self.repeats += len(rows) - len(rows_taken)
+        return rows_taken
 
     def _count_repeats(self, repeats: Repeats, forward: int) -> None:
         cause = repeats.cause
@@ -157,6 +161,7 @@ class ViolationReporter:
             cause = self._fold(decode_row(unread.row, unread.recorder), unread.recorder)
             cause.findings += unread.repeats
             self._known.add(key, cause)
+            self._damaged.note(unread.row)
             touched[cause.number] = cause
         return list(touched.values())
 

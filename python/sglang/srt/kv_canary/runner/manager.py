@@ -363,11 +363,11 @@ class CanaryManager:
         if self.arrivals is None or not (self._checking and self.armed):
             return 0
         forward = self.arrivals.note(arrivals)
-        self._tell_observers("after_arrivals", self)
         self.owes_copy = True
         if awaited:
             self.arrivals.await_findings(forward, self._first_awaited(arrivals[0]))
             self._start_copy(at_once=True)
+        self._tell_observers("after_arrivals", self)
         return forward
 
     def _first_awaited(self, arrival: Arrival) -> int:
@@ -558,6 +558,11 @@ class CanaryManager:
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
         self.owes_copy = not self._copy.start(point, at_once)
+
+    def copy_what_is_owed(self) -> None:
+        """Copy the counters, if work was launched after the last copy. A paused server has no step that would."""
+        if self.owes_copy:
+            self._attempt(self._start_copy, True)
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived. `wait` blocks until all have (idle and shutdown only)."""

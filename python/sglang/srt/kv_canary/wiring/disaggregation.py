@@ -83,8 +83,8 @@ def _refuse_cached_windows(args: Any, pool: Any) -> None:
     cached = args.disaggregation_mode == "decode" and args.disaggregation_decode_enable_radix_cache
     if cached and type(pool).__name__ == "SWAKVPool":
         raise startup_error(
-            "the sliding window is sent whole, also into slots of cached tokens that other requests read: their "
-            "records would change under them. Remove --disaggregation-decode-enable-radix-cache.",
+            "SGLang sends what is not cached of a sliding window, and the check of arrivals takes the whole window for "
+            "sent. Remove --disaggregation-decode-enable-radix-cache.",
             TRANSFERS,
         )
 

@@ -183,7 +183,9 @@ def _runs(
 
     SGLang's own function makes a list of each run, which takes milliseconds for a long prompt in scattered slots.
     """
-    sources, targets = (np.asarray(pages, np.int64) for pages in (source_pages, target_pages))
+    count = min(len(source_pages), len(target_pages))
+    sides = (source_pages[:count], target_pages[:count])
+    sources, targets = (np.asarray(pages, np.int64) for pages in sides)
     is_first = np.ones(len(sources), dtype=bool)
     is_first[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
     at = np.flatnonzero(is_first)

@@ -28,7 +28,7 @@ _KNOWN_TRITON = ("3.6",)
 CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
 _ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 _INT32 = range(-(2**31), 2**31)
-# Profilers add functions to them
+# Profilers add functions to them, or put others in their places.
 _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
@@ -92,6 +92,13 @@ class _Rest:
         return (num_warps, *variant), plain
 
 
+def _has_hooks() -> bool:
+    enter, exit_ = _HOOKS
+    known = knobs.runtime
+    is_known = known.launch_enter_hook is enter and known.launch_exit_hook is exit_
+    return not is_known or bool(enter.calls or exit_.calls)
+
+
 class _CompiledLaunch:
     """A compiled variant of a kernel. A call launches it on the current stream of its device.
 
@@ -120,8 +127,7 @@ class _CompiledLaunch:
 
     def __call__(self, programs: int, plain: Sequence[Any]) -> None:
         """`plain`: all arguments in order, pointers as integers."""
-        enter, exit_ = _HOOKS
-        if self._launch is None or enter.calls or exit_.calls:
+        if self._launch is None or _has_hooks():
             self._compiled[(programs, 1, 1)](*plain)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)

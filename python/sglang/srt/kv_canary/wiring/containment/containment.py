@@ -262,7 +262,9 @@ class Containment:
         late: list[str] = []
         for rid, why in verdict.running.items():
             request = by_id.get(rid)
-            if request is None or request.to_finish is not None or rid in self._ending:
+            if request is None or rid in self._ending:
+                continue
+            if self.terms.heeds_aborts and request.to_finish is not None:
                 continue
             in_time = self.terms.end_running(request, why)
             (ended if in_time or self.has_peers else late).append(rid)

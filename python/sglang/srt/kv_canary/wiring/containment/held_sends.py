@@ -5,6 +5,7 @@ SGLang sends it as soon as the prefill has a result. Then nothing can be taken b
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +16,18 @@ from ..releases import release
 
 __all__ = ["HeldSends"]
 
+logger = logging.getLogger(__name__)
+
 AT_MOST_S = 5.0  # after an internal error, what is waited for may never come
+AT_LEAST_ROUNDS = 10  # in which the answer may come: one round may take longer than that
+SAY_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
 class _Held:
     request: Any
     since: float
+    since_round: int
     known_in: int | None = None  # the round in which all findings about it were known
 
 
@@ -34,6 +40,8 @@ class HeldSends:
 
     rounds_of_peers: int
     send: Callable[[Any], None]  # the last part of a request's KV, as SGLang does
+    given_up: int = 0  # requests whose KV went before their findings were known
+    _say_again: float = 0.0
     _at_once: Any | None = None
     _round: int = 0
     _held: dict[int, _Held] = field(default_factory=dict)  # id(request) -> it
@@ -43,12 +51,26 @@ class HeldSends:
         if request is self._at_once:
             return False
         now = time.monotonic()
-        held = self._held.get(id(request)) or _Held(request, now)
-        if now - held.since < AT_MOST_S and self._is_open(held):
+        held = self._held.pop(id(request), None) or _Held(request, now, self._round)
+        if not self._is_open(held):
+            return False
+        rounds = self._round - held.since_round
+        if now - held.since < AT_MOST_S or rounds < AT_LEAST_ROUNDS:
             self._held[id(request)] = held
             return True
-        self._held.pop(id(request), None)
+        self._say_given_up(now)
         return False
+
+    def _say_given_up(self, now: float) -> None:
+        self.given_up += 1
+        if now >= self._say_again:
+            self._say_again = now + SAY_EVERY_S
+            logger.warning(
+                "kv-canary: the KV of a request was sent before all findings about it were known, after %.0f s "
+                "(requests so far: %d). If it is damaged, its answer is wrong",
+                AT_MOST_S,
+                self.given_up,
+            )
 
     def send_at_once(self, request: Any) -> None:
         """If the last part of its KV waits: another rank has failed the transfer, and the peer waits for all parts."""
@@ -80,6 +102,7 @@ class HeldSends:
         if not manager.armed:
             return False
         if held.known_in is None:
+            manager.copy_what_is_owed()
             manager.drain()
             last = manager.recorder.last_of(held.request.rid)
             if last is not None and not manager.has_handed_over(last[0].forward):

@@ -36,6 +36,7 @@ def for_prefill_server(terms: Terms) -> Terms:
         end_running=_fail_sending,
         is_answered=_has_gone,
         has_ended=_always,  # nothing is retracted
+        heeds_aborts=False,
     )
 
 
@@ -97,9 +98,14 @@ def _poll_failing(original: Callable[[], int]) -> int:
 
 def _raise_when_sent(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
     """SGLang frees the slots next. This rank may still read them for the transfer, which another rank has failed."""
+    from sglang.srt.disaggregation.base import KVPoll
+
     if context.held_sends is not None:
         context.held_sends.send_at_once(request)
     await_end(poll)
+    # NIXL leaves it at success. A request that uses the room again would take that for its own.
+    sender = request.disagg_kv_sender
+    sender.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
     original()
 
 

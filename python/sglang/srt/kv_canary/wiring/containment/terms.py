@@ -39,5 +39,7 @@ class Terms:
     retracted: Callable[[Any], list[Any]] = _waiting_queue
     # Whether the answer of a request that holds slots has gone out
     is_answered: Callable[[Any], bool] = _never
+    # Whether SGLang ends a running request that its client has aborted. A prefill server sends its KV all the same.
+    heeds_aborts: bool = True
     # Whether a request that gives its row back has ended. Otherwise it was retracted.
     has_ended: Callable[[Any], bool] = _is_finished

@@ -37,7 +37,7 @@ def hold(scheduler: Any, waiting: Any) -> None:
         poll, request = receiver.poll, waiting.req
         receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver)
         receiver.failure_exception = functools.partial(
-            _raise_when_over, receiver.failure_exception, poll, request
+            _raise_when_over, receiver.failure_exception, poll, request, receiver
         )
 
 
@@ -72,12 +72,20 @@ def _damage_at_sender(request: Any) -> str:
     return damage and f"on the prefill server {address_of(request)}: {safe_text(damage)}"
 
 
-def _raise_when_over(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
-    """SGLang frees the slots next. On another rank the transfer has ended, on this one KV may still come into them."""
+def _raise_when_over(
+    original: Callable[[], None], poll: Callable[[], int], request: Any, receiver: Any
+) -> None:
+    """SGLang frees the slots next. On another rank the transfer has ended, on this one KV may still come into them.
+
+    Only where a canary may have failed it. A transfer that has failed by itself fails as without the canary.
+    """
     from sglang.srt.disaggregation.base import KVPoll
 
-    if await_end(poll) == KVPoll.Success:
-        raise_naming(original, message(_damage_at_sender(request) or _ELSEWHERE))
+    damage = _damage_at_sender(request)
+    if damage or context.target.config.action is Action.ABORT:
+        is_right_here = getattr(receiver, _HELD, None) == 0
+        if await_end(poll) == KVPoll.Success and (damage or is_right_here):
+            raise_naming(original, message(damage or _ELSEWHERE))
     original()
 
 

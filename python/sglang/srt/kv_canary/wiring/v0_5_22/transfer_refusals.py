@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -15,6 +16,15 @@ __all__ = ["MORE_TRANSFERS"]
 
 def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
+
+
+def _sends_while_loading() -> bool:
+    """Whether SGLang sends a cached prefix that HiCache still loads: 0.5.22 does (sgl-project/sglang#44070)."""
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+
+    send = SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk
+    waits = "allow_send" in inspect.signature(send).parameters
+    return not waits and envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
 
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
@@ -33,6 +43,26 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         lambda args: args.disaggregation_mode == "decode" and args.enable_hierarchical_cache,
         "the prefill server leaves out what host memory has here. A damaged page could not be computed again.",
         "Remove --enable-hierarchical-cache.",
+    ),
+    Refusal(
+        "PD disaggregation with HiCache on the prefill server of 0.5.22",
+        lambda args: (
+            args.disaggregation_mode == "prefill"
+            and args.enable_hierarchical_cache
+            and _sends_while_loading()
+        ),
+        "that release sends a cached prefix while it is still being loaded, bytes and records alike.",
+        "Set SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0, or install 0.5.23.",
+    ),
+    Refusal(
+        "PD disaggregation over NIXL with HiCache or a prefix cache on the decode server",
+        lambda args: (
+            _transfers(args)
+            and args.disaggregation_transfer_backend == "nixl"
+            and (args.enable_hierarchical_cache or args.disaggregation_decode_enable_radix_cache)
+        ),
+        "over NIXL these releases send cached prefixes without a wait for what loads them. No run has checked it.",
+        "Set --disaggregation-transfer-backend mooncake, or remove the cache.",
     ),
     Refusal(
         "PD disaggregation that receives into host memory",
