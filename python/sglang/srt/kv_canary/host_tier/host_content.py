@@ -112,13 +112,13 @@ def _rows(layers: Sources, slots: np.ndarray) -> np.ndarray:
 
 
 def _refuse_beyond(layers: Sources, slots: np.ndarray, storage: torch.UntypedStorage) -> None:
-    """Raises IndexError for a slot that the host pool does not have: a view of NumPy's checks no bounds."""
+    """Raises IndexError for slots beyond the pool. A view of NumPy checks no bounds."""
     last = max(layers, key=lambda source: source.address)
     end = last.address - storage.data_ptr() + last.row_bytes
     end += int(last.start_of(slots.max()))
     if slots.min() < 0 or end > storage.nbytes():
         raise IndexError(
-            f"kv-canary: expected slots of a host pool of {storage.nbytes()} bytes, got slots {slots.min()} to "
+            f"kv-canary: expected slots of a host pool of {storage.nbytes()} bytes. Got {slots.min()} to "
             f"{slots.max()}, which end at byte {end}"
         )
 
