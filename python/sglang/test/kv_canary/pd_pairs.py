@@ -14,6 +14,7 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 
+from .hicache_serving import hits
 from .pd_serving import (
     DAMAGES,
     DROP_WINDOW,
@@ -87,6 +88,15 @@ class Pair(ServesPair, CanaryE2EBase):
         if fresh and reason == "UNWRITTEN_SINCE_ALLOC":
             reason = "NEVER_WRITTEN"
         return self.assert_violation(reason, reader=fault)
+
+    def with_hits(
+        self, name: str, prompt: list[int], tier: str = "host", **more: Any
+    ) -> tuple[list[int], int]:
+        """The answer, and how many tokens of the prompt the prefill server has got from `tier`."""
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling, **more}
+        prefill, decode = self.run(self.serving.ask_both(body))
+        return decode["output_ids"], hits(prefill, tier)
 
     def written(self) -> int:
         """0 on a server that has not run a forward: it has no counters yet."""

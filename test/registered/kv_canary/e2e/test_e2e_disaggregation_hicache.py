@@ -8,7 +8,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.hicache_serving import PROMPT, STORAGE, Pages, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import PROMPT, STORAGE, Pages, prompts
 from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import SWEPT, Pair
 from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
@@ -26,18 +26,11 @@ PLUGINS = (*(() if release().has_own_canary else FILL_INS), transit_faults)
 class HiCachePair(Pair):
     plugins: ClassVar = PLUGINS
 
-    def answer(self, name: str, prompt: list[int], tier: str = "host") -> tuple[list[int], int]:
-        """The answer, and how many tokens of the prompt the prefill server has got from `tier`."""
-        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
-        prefill, decode = self.run(self.serving.ask_both(body))
-        return decode["output_ids"], hits(prefill, tier)
-
     def twice(self, name: str) -> int:
         """Six prompts, and again when others have pushed them out of the device pool. Tokens from host memory."""
         asked = prompts(name, 6)
-        first = [self.answer(f"{name}-{i}-a", p)[0] for i, p in enumerate(asked)]
-        again = [self.answer(f"{name}-{i}-b", p) for i, p in enumerate(asked)]
+        first = [self.with_hits(f"{name}-{i}-a", p)[0] for i, p in enumerate(asked)]
+        again = [self.with_hits(f"{name}-{i}-b", p) for i, p in enumerate(asked)]
         assert [answer for answer, _ in again] == first
         return sum(found for _, found in again)
 
@@ -64,7 +57,7 @@ class TestOnThePrefillServer(HiCachePair):
 
     def store(self, name: str, prompt: list[int]) -> list[str]:
         """Serve `prompt`, wait until it is in storage, and let both servers forget it. Returns its keys."""
-        self.first, _ = self.answer(f"{name}-a", prompt)
+        self.first, _ = self.with_hits(f"{name}-a", prompt)
         keys = self.pages.keys(prompt)
         self.serving.wait_for(lambda: self.pages.have(keys), "all pages were stored")
         assert self.run(self.serving.flush())
@@ -80,7 +73,7 @@ class TestOnThePrefillServer(HiCachePair):
         (prompt,) = prompts("stored", 1)
         self.store("stored", prompt)
         before = self.checked_on_arrival()
-        assert self.answer("stored-b", prompt, "storage") == (self.first, PROMPT - 1)
+        assert self.with_hits("stored-b", prompt, "storage") == (self.first, PROMPT - 1)
         assert self.checked_on_arrival() - before >= PROMPT
         self.assert_no_violations()
 
@@ -89,7 +82,7 @@ class TestOnThePrefillServer(HiCachePair):
         (prompt,) = prompts("flipped", 1)
         keys = self.store("flipped", prompt)
         self.pages.flip(keys[60], 5)
-        assert self.answer("flipped-b", prompt, "storage") == (self.first, 60)
+        assert self.with_hits("flipped-b", prompt, "storage") == (self.first, 60)
         prefill = self.serving.prefill
         self.serving.wait_for(lambda: prefill.events("violation"), "the page is reported")
         (event,) = self.found_on_prefill()
@@ -101,9 +94,9 @@ class TestOnThePrefillServer(HiCachePair):
         self.expect_violations()
         asked = prompts("damaged", 6)
         for i, prompt in enumerate(asked):
-            self.answer(f"damaged-{i}", prompt)
+            self.with_hits(f"damaged-{i}", prompt)
         with self.serving.damaging("drop_layer"):
-            assert self.answer("damaged", asked[0])[1] == PROMPT - 1
+            assert self.with_hits("damaged", asked[0])[1] == PROMPT - 1
         event = self.assert_violation("CONTENT", reader="damaged")
         assert event["reader"]["mode"] == "ARRIVAL"
 
@@ -133,7 +126,7 @@ class TestOnBothServers(HiCachePair):
 
     def test_damage_in_the_decode_servers_host_memory(self) -> None:
         (prompt,) = prompts("swept", 1)
-        self.answer("swept", prompt)
+        self.with_hits("swept", prompt)
         self.twice("others")  # push it out of the device pool
         done = self.inject("flip_host_bytes", cached=prompt).answer()
         self.serving.wait_for(lambda: self.serving.events("violation")[self._seen :], "it is found")

@@ -17,7 +17,7 @@ from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
-from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages, prompts
 from sglang_kv_canary_rigs.pd_pairs import HEALTH, PAUSED_TOKENS, RETRACTS, SWEPT, Pair
 from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
@@ -160,6 +160,14 @@ class TestLoraWithHiCache(TestLora):
         cls.pages = Pages()
         cls.env = {**cls.env, **cls.pages.env}
         super().setup_class()
+
+    def test_prefixes_of_an_adapter_come_from_host_memory(self) -> None:
+        asked = prompts("host", 8)
+        first = [self.with_hits(f"{i}-a", p, lora_path="red")[0] for i, p in enumerate(asked)]
+        again = [self.with_hits(f"{i}-b", p, lora_path="red") for i, p in enumerate(asked)]
+        assert [answer for answer, _ in again] == first
+        assert sum(found for _, found in again) > 0
+        self.assert_no_violations()
 
     @classmethod
     def teardown_class(cls) -> None:
