@@ -4,7 +4,7 @@
 
 With --warm all starts share one cache, which two starts fill that are not counted.
 
-Engines log at "error". `--engine '{"log_level": "info"}'` shows what the canary says of its kernels on stderr: how many
+Engines log at "error". `--engine '{"log_level": "info"}'` shows what the canary says of its kernels on stderr: which
 variants were not predicted, and how long the scheduler process waited for the compile server.
 
 The first start of a machine also reads SGLang and torch from its disk. So one start without the canary comes first and

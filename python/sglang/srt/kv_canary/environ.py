@@ -134,9 +134,8 @@ PERTURB_DIR = EnvSetting(
 COMPILE_SERVER = EnvSetting(
     "COMPILE_SERVER",
     EnvBool,
-    False,
-    "Experimental: 1 compiles the kernels in processes of their own while SGLang starts. On the one GPU where it has "
-    "run, the server started without it, as with 0.",
+    True,
+    "1 compiles the kernels in processes of their own while SGLang starts, 0 in threads of the scheduler process.",
 )
 TOKEN_ORACLE = EnvSetting(
     "TOKEN_ORACLE",

@@ -1,6 +1,6 @@
 """Compiles the kernels while SGLang starts: the main process runs a compile server until all schedulers are ready.
 
-Only with SGLANG_KV_CANARY_COMPILE_SERVER=1. Nothing depends on it. Whatever goes wrong here, the scheduler processes
+SGLANG_KV_CANARY_COMPILE_SERVER=0 turns it off. Nothing depends on it. Whatever goes wrong here, the scheduler processes
 compile by themselves.
 """
 
@@ -54,7 +54,7 @@ def _after_launch(result: Any, cls: type, server_args: Any, *args: Any, **kwargs
 
 
 def _start(server_args: Any) -> CompileServerProcess | None:
-    """None where there is nothing to compile, or nobody has asked for it."""
+    """None where there is nothing to compile, or where it is off."""
     if not (is_asked_for(server_args) and read_settings()[COMPILE_SERVER.config_field]):
         return None
     args = release().settled(server_args)

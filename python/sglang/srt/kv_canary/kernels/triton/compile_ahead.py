@@ -91,9 +91,8 @@ class CompileAhead:
         self.active = False
         self.smaller_batches = False  # also the variants of all smaller batches
         self.requests: CompileRequests | None = None  # None: threads compile
-        self.asked = self.unforeseen = (
-            0  # variants asked of the server, and those that nobody had predicted
-        )
+        self.asked = 0  # variants, of the server
+        self.unforeseen: list[str] = []  # kernels of those that nobody had predicted
         self.waited_s = 0.0  # for the server
         self._looked_for_server = False
         self._begun: list[Begun] = []
@@ -133,7 +132,8 @@ class CompileAhead:
             return begun
         try:
             self.asked += 1
-            self.unforeseen += not self.requests.knows(begun.variant)
+            if not self.requests.knows(begun.variant):
+                self.unforeseen.append(begun.variant.kernel)
             self.requests.ask([begun.variant], NEEDED)
             self._begun.append(begun)
         except OSError as error:
@@ -162,11 +162,11 @@ class CompileAhead:
         """Give the threads back. What they compile now they complete."""
         if self.asked:
             logger.info(
-                "kv-canary: asked the compile server for %d variants of kernels, %d of them not predicted, and waited "
-                "%.1f s for it",
+                "kv-canary: asked the compile server for %d variants of kernels, and waited %.1f s for it. "
+                "Not predicted: %s",
                 self.asked,
-                self.unforeseen,
                 self.waited_s,
+                ", ".join(self.unforeseen) or "none",
             )
         self.requests = None
         self._begun.clear()
