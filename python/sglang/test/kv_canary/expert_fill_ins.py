@@ -111,8 +111,23 @@ def _run_local_experts(layer: Any, dispatch_output: _Tokens) -> torch.Tensor:
     tokens, ids, weights = dispatch_output
     total = torch.zeros_like(tokens)
     first = layer.moe_ep_rank * layer.num_local_experts
+    limit = layer.moe_runner_config.swiglu_limit  # DeepSeek-V4
     for expert in range(layer.num_local_experts):
         chosen = torch.where(ids == first + expert, weights, 0).sum(1, keepdim=True)
-        gate, up = (tokens @ layer.w13_weight[expert].T).chunk(2, -1)
-        total += chosen * ((silu(gate) * up) @ layer.w2_weight[expert].T)
+        gate, up = (tokens @ _weight(layer, "w13_weight", expert, tokens.dtype).T).chunk(2, -1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        down = _weight(layer, "w2_weight", expert, tokens.dtype)
+        total += chosen * ((silu(gate) * up) @ down.T)
     return total
+
+
+def _weight(layer: Any, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """Matrix [out, in] of one expert. FP8 has one scale for each block."""
+    weight, scales = getattr(layer, name)[expert], getattr(layer, f"{name}_scale_inv", None)
+    if scales is None:
+        return weight
+    for dim in (0, 1):
+        block = -(-weight.shape[dim] // scales.shape[dim + 1])
+        scales = scales.repeat_interleave(block, dim + 1)
+    return (weight.float() * scales[expert]).to(dtype)

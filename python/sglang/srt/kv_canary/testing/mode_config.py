@@ -64,6 +64,15 @@ _CPU = {
     "mem_fraction_static": 0.99,
 }
 _CUDA = {"device": "cuda", "dtype": "bfloat16", "attention_backend": "triton"}
+# What DeepSeek-V4 would compile although it holds no KV. Attention, compressor and indexer are those of production.
+DSV4_ENV = {
+    "SGLANG_DSV4_FP4_EXPERTS": "0",  # the experts' weights are FP8
+    # FP8 products by SGLang's compiled kernels. DeepGEMM compiles one for each shape, and at start-up for each batch.
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+    # Otherwise a C++ extension is built with torch's headers, for one product.
+    "SGLANG_OPT_BF16_FP32_GEMM_ALGO": "torch",
+}
 
 MODES: dict[str, ModeConfig] = {
     "mha": ModeConfig(
@@ -149,8 +158,9 @@ MODES: dict[str, ModeConfig] = {
             "context_length": consts.DSV4_CONTEXT_LENGTH,
             "max_running_requests": consts.DSV4_RUNNING_REQUESTS,
         },
-        cuda_args={"device": "cuda", "dtype": "bfloat16"},  # SGLang chooses backend and page size
-        env={"SGLANG_DSV4_FP4_EXPERTS": "0"},  # the experts' weights are FP8
+        # SGLang chooses backend and page size.
+        cuda_args={"device": "cuda", "dtype": "bfloat16", "cuda_graph_bs": [1, 2, 4, 8]},
+        env=DSV4_ENV,
     ),
 }
 

@@ -1,0 +1,126 @@
+"""DeepSeek-V4 as it is deployed: tensor parallelism, data-parallel attention, DeepEP and EAGLE with its MTP layer.
+
+Without DeepEP, its exchange of tokens runs in plain torch, and without CUDA graphs (`expert_fill_ins`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
+from sglang_kv_canary.testing.mode_config import MODES, why_dsv4_cannot_be_served
+from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs.expert_fill_ins import deepep_in_plain_torch
+
+register_cuda_ci(est_time=500, suite="stage-b-test-2-gpu-large")
+
+MISSING = why_dsv4_cannot_be_served()
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU"),
+]
+
+RANKS = (0, 1)
+TARGET_KINDS = ("SWA", "C4", "C4_INDEXER", "C128")
+# The MTP layer has no compressed rows.
+KINDS = {"target": TARGET_KINDS, "draft": ("SWA",)}
+DEEPEP = find_spec("deep_ep") is not None
+# DeepEP's own way of computing experts needs DeepGEMM. In `normal` mode SGLang captures no graph.
+EXPERTS = {
+    "deepep_mode": "auto" if DEEPEP else "normal",
+    "disable_cuda_graph": not DEEPEP,
+}
+_DSV4 = MODES["dsv4"]
+MODES["dsv4_ranks"] = replace(
+    _DSV4,
+    name="dsv4_ranks",
+    server_args={
+        **_DSV4.server_args,
+        "tp_size": len(RANKS),
+        "dp_size": len(RANKS),
+        "enable_dp_attention": True,
+        "chunked_prefill_size": len(RANKS) * consts.DSV4_CHUNK,  # SGLang divides it by the ranks
+        "max_running_requests": len(RANKS) * consts.DSV4_RUNNING_REQUESTS,
+        "disable_custom_all_reduce": True,  # another kernel to compile at start-up
+        "moe_a2a_backend": "deepep",
+        **EXPERTS,
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    },
+    env={**_DSV4.env, "SGLANG_ENABLE_JIT_DEEPGEMM": "1" if DEEPEP else "0"},
+)
+
+
+class TestDsv4OnRanks(CanaryE2EBase):
+    """First clean traffic, then a flipped byte of each kind of row on each rank."""
+
+    mode_name = "dsv4_ranks"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
+    }
+    plugins: ClassVar = () if DEEPEP else (deepep_in_plain_torch,)
+
+    def counters_of(self, rank: int, role: str) -> dict[str, Any]:
+        return self.serving.send("counters", rank, role).answer()["counters"]
+
+    def test_clean_while_both_ranks_draft_and_verify(self) -> None:
+        shape = FamilyShape(
+            64,
+            seed=41,
+            families=consts.DSV4_RUNNING_REQUESTS,
+            prefix_max=consts.DSV4_PREFIX_MAX,
+            own_max=consts.DSV4_OWN_MAX,
+            long_answer=consts.DSV4_LONG_ANSWER,
+        )
+        report = self.run(drive_families(self.serving, shape))
+        assert report.requests == shape.requests
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert {event["runner"] for event in self.serving.events("health")} == {*KINDS}
+        for rank in RANKS:
+            for role, kinds in KINDS.items():
+                counters = self.counters_of(rank, role)
+                for tag in (f"{side}_K_{kind}" for side in ("HEAD", "TAIL") for kind in kinds):
+                    of = counters[tag]
+                    assert of["checked"] == of["eligible"] > 0, (rank, role, tag)
+                    assert tag.startswith("HEAD") or of["written"] > 0, (rank, role, tag)
+
+    @pytest.mark.parametrize("kind", TARGET_KINDS)
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_flipped_byte_is_found_on_its_rank(self, rank: int, kind: str) -> None:
+        # The window of 127 tokens holds position 260, however many of the answer's 24 tokens are there.
+        place = {"position": 260} if kind == "SWA" else {}
+        injection = self.inject(
+            "flip_bytes", rank, kind=kind, mode="TARGET_VERIFY", min_prefix=300, **place
+        )
+        rng = random.Random(f"{rank}{kind}")
+        self.generate_together(
+            [(f"{kind}-{rank}-{i}", random_tokens(rng, 300), 24) for i in range(4)]
+        )
+        done = injection.answer()
+        assert self.reported_in_forwards("CONTENT") == {f"TAIL_K_{kind}"}
+        found = {(e["runner"], e["rank"], e["dp_rank"]) for e in self.violations()}
+        assert found == {("target", rank, rank)}
+        self.assert_all_explained(done)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
