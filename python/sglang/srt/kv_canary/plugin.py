@@ -58,8 +58,10 @@ def _register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from .wiring import collect_hooks
+    from .wiring.patch_scan import search_once
 
     hooks = collect_hooks()
+    search_once()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.fn, hook.hook_type)
     context.registration.hooks = hooks
