@@ -242,7 +242,7 @@ def _spread(times: list[tuple[float, float]]) -> str:
 
 def _break_down(part: str, folder: Path, times: Times) -> None:
     for role in ("prefill", "decode") if part == "ttft" else ("",):
-        files = {name: folder / f"{name} {role}".strip() for name in ("off", "on")}
+        files = {n: folder / f"{n} {role}".strip() for n in times if n != "off2"}
         parts = {name: halves(read_spans(file), times[name]) for name, file in files.items()}
         named = {
             f"{n} {half}": figures for n, some in parts.items() for half, figures in some.items()

@@ -83,7 +83,13 @@ _CANARY = (
     "wiring.disaggregation.take_in",
 )
 _IDLE = f"{_SCHEDULER}.on_idle"
-_HAS_NEWS = ("process_input_requests", "pop_preallocated", "pop_transferred")  # most calls: none
+# Polled: most calls have none
+_HAS_NEWS = (
+    "process_input_requests",
+    "get_new_batch_prefill",
+    "pop_preallocated",
+    "pop_transferred",
+)
 Span = tuple[str, float, float]
 
 
@@ -211,6 +217,9 @@ def _load_stream(controller: Any) -> Any:
 
 
 def read_spans(path: Path) -> list[Span]:
+    """None, if the server was never idle."""
+    if not path.exists():
+        return []
     return [tuple(json.loads(line)) for line in path.read_text().splitlines()]
 
 
