@@ -2,13 +2,14 @@
 
     python benchmark/kv_canary/bench_disaggregation.py [--parts wire,ttft,load] [--model DIR] [--pairs 10]
         [--requests 10] [--seconds 300] [--prompt 200] [--backend nixl] [--engine '{"mem_fraction_static": 0.2}']
-        [--prefill '{}'] [--decode '{"base_gpu_id": 1}'] [--hicache '{"hicache_ratio": 2.5}'] [--noise]
+        [--prefill '{}'] [--decode '{"base_gpu_id": 1}'] [--hicache '{"hicache_ratio": 2.5}'] [--noise] [--breakdown]
 
 Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start at once, before the first is
 measured, and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time,
 and its figure is their median. `off2` is `off` once more (--noise): how far it is from `off` is the noise. Content is
 `all`. Prints a JSON line for each pair and part, and last mean and median of the pairs' ratios with their 95 %
-intervals (bootstrap). After `--seconds` of measuring no pair of that part begins.
+intervals (bootstrap). After `--seconds` of measuring no pair of that part begins. `--breakdown` adds tables of where
+the time of a request goes, of the faster and of the slower half of all requests (`spans.py`). Noting it costs time.
 
 wire   bytes that the prefill server gives to the transport, by what they are
 ttft   seconds until the decode server has answered with one token. The prefill, the transfer and the check are in it
@@ -25,7 +26,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,6 +39,7 @@ from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary_rigs.hicache_serving import ask, hits
 from sglang_kv_canary_rigs.pd_serving import PdServing, load_transport
+from sglang_kv_canary_rigs.spans import SPAN_FILE, halves, note_spans, read_spans, table
 from sglang_kv_canary_rigs.wire_bytes import (
     KV,
     NOTICES,
@@ -56,6 +58,7 @@ CACHED = 5  # prompts of which all are in host memory
 ON_DEVICE = 3  # of them
 
 Measure = Callable[[Any, str, list[int]], float]  # (server, request id, prompt): seconds
+Times = dict[str, list[tuple[float, float]]]  # of each server's requests, start and end
 
 
 def variants(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -81,17 +84,31 @@ def _pool_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def pair_of_servers(
-    options: argparse.Namespace, flags: Mapping[str, Any], folder: Path, counts: bool = False
+    options: argparse.Namespace,
+    flags: Mapping[str, Any],
+    folder: Path,
+    name: str = "on",
+    plugins: Sequence[Callable[[], None]] = (),
 ) -> PdServing:
     class Pair(PdServing):
         backend = options.backend
         prefill_flags = options.prefill
         decode_flags = options.decode
-        prefill_env: ClassVar = {WIRE_FILE: str(folder / "wire")}
-        decode_env: ClassVar = {WIRE_FILE: str(folder / "unused")}
+        prefill_env: ClassVar = {
+            WIRE_FILE: str(folder / "wire"),
+            SPAN_FILE: str(folder / f"{name} prefill"),
+        }
+        decode_env: ClassVar = {
+            WIRE_FILE: str(folder / "unused"),
+            SPAN_FILE: str(folder / f"{name} decode"),
+        }
 
     flags = {**flags, "disable_radix_cache": True, **options.engine}
-    return Pair(mode_of(options), flags, plugins=(count_bytes,) if counts else ())
+    return Pair(mode_of(options), flags, plugins=(*plugins, *spans_of(options)))
+
+
+def spans_of(options: argparse.Namespace) -> tuple[Callable[[], None], ...]:
+    return (note_spans,) if options.breakdown else ()
 
 
 def first_token(serving: PdServing, name: str, prompt: list[int]) -> float:
@@ -109,7 +126,9 @@ def first_token(serving: PdServing, name: str, prompt: list[int]) -> float:
 def wire(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        serving = stack.enter_context(pair_of_servers(options, CANARY, folder, counts=True))
+        serving = stack.enter_context(
+            pair_of_servers(options, CANARY, folder, plugins=(count_bytes,))
+        )
         for i, prompt in enumerate(_prompts("wire", options.requests, options)):
             first_token(serving, f"wire-{i}", prompt)
         sent = bytes_sent(folder / "wire")
@@ -134,14 +153,14 @@ def ttft(options: argparse.Namespace) -> None:
     with ExitStack() as servers:
         folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         pairs = {
-            name: pair_of_servers(options, flags, folder)
+            name: pair_of_servers(options, flags, folder, name)
             for name, flags in variants(options).items()
         }
         start_together(servers, pairs)
         for i, prompt in enumerate(_prompts("ttft-warm", WARM_UP, options)):
             for serving in pairs.values():
                 first_token(serving, f"warm-{i}", prompt)
-        _compare("ttft", pairs, first_token, options)
+        _compare("ttft", pairs, first_token, options, folder)
 
 
 def load(options: argparse.Namespace) -> None:
@@ -149,11 +168,13 @@ def load(options: argparse.Namespace) -> None:
     pool = {**SMALL_POOL, "max_total_tokens": ON_DEVICE * options.prompt + 20}
     cached = _prompts("load", CACHED, options)
     with ExitStack() as servers:
+        folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         single = {
             name: CanaryServer(
                 mode_of(options),
                 {**options.engine, **pool, **options.hicache, **flags},
-                plugins=FILL_INS,
+                env={SPAN_FILE: str(folder / name)},
+                plugins=(*FILL_INS, *spans_of(options)),
             )
             for name, flags in variants(options).items()
         }
@@ -162,7 +183,7 @@ def load(options: argparse.Namespace) -> None:
             for i, prompt in enumerate(cached):
                 for serving in single.values():
                     ask(serving, f"{name}-{i}", prompt)
-        _compare("load", single, load_back, options, cached)
+        _compare("load", single, load_back, options, folder, cached)
 
 
 def start_together(stack: ExitStack, servers: Mapping[str, Any]) -> None:
@@ -198,13 +219,35 @@ def _compare(
     servers: Mapping[str, Any],
     measure: Measure,
     options: argparse.Namespace,
+    folder: Path,
     prompts: list[list[int]] | None = None,
 ) -> None:
-    """`prompts` take turns. None: every prompt is another one."""
-    lines = list(_turns(part, servers, measure, options, prompts))
+    """`prompts` take turns. None: every prompt is another one. `folder`: where servers write their spans."""
+    times: Times = {name: [] for name in servers}
+    lines = list(_turns(part, servers, measure, options, prompts, times))
     for name in servers:
         if name != "off":
             _summary(part, name, lines)
+        print(f"{part} {name}: {_spread(times[name])}")
+    if options.breakdown:
+        time.sleep(1)  # idle servers write what they have noted
+        _break_down(part, folder, times)
+
+
+def _spread(times: list[tuple[float, float]]) -> str:
+    milliseconds = [1000 * (end - start) for start, end in times]
+    tenths = statistics.quantiles(milliseconds, n=10, method="inclusive")
+    return "tenths of requests, ms: " + " ".join(f"{tenth:.1f}" for tenth in tenths)
+
+
+def _break_down(part: str, folder: Path, times: Times) -> None:
+    for role in ("prefill", "decode") if part == "ttft" else ("",):
+        files = {n: folder / f"{n} {role}".strip() for n in times if n != "off2"}
+        parts = {name: halves(read_spans(file), times[name]) for name, file in files.items()}
+        named = {
+            f"{n} {half}": figures for n, some in parts.items() for half, figures in some.items()
+        }
+        print(f"\n{part} {role}\n{table(named)}", flush=True)
 
 
 def _turns(
@@ -213,6 +256,7 @@ def _turns(
     measure: Measure,
     options: argparse.Namespace,
     prompts: list[list[int]] | None,
+    times: Times,
 ) -> Iterator[dict[str, float]]:
     """Seconds of each server in each pair. Servers take turns by request, so that the machine's drift hits all."""
     names, end = list(servers), time.monotonic() + options.seconds
@@ -225,7 +269,9 @@ def _turns(
         for i, prompt in enumerate(itertools.islice(others, options.requests)):
             first = (pair + i) % len(names)
             for name in names[first:] + names[:first]:
+                start = time.perf_counter()
                 seconds[name].append(measure(servers[name], f"{part}-{pair}-{i}", prompt))
+                times[name].append((start, time.perf_counter()))
         line = {name: statistics.median(values) for name, values in seconds.items()}
         print(json.dumps({"part": part, "pair": pair, **line}), flush=True)
         yield line
@@ -266,6 +312,7 @@ def main() -> None:
     for name in ("engine", "prefill", "decode", "hicache"):
         parser.add_argument(f"--{name}", type=json.loads, default={}, help="further flags, JSON")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--breakdown", action="store_true")
     options = parser.parse_args()
     load_transport()
     parts = {"wire": wire, "ttft": ttft, "load": load}

@@ -64,6 +64,25 @@ def test_records_arrive_after_the_frees_before_them(rig: HiCacheRig) -> None:
     assert not rig.settle()
 
 
+def test_bytes_are_on_their_way_before_records_are_read(
+    rig: HiCacheRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the canary does then costs no time: the load takes longer."""
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    copy, read = rig.host_pool.load_to_device_per_layer, []
+
+    def note(*args: object) -> None:
+        read.append(rig.tier.loaded)
+        copy(*args)
+
+    monkeypatch.setattr(rig.host_pool, "load_to_device_per_layer", note)
+    rig.load(2, host)
+    assert (set(read), rig.tier.loaded) == ({0}, 20)
+    rig.decode([2])
+    assert not rig.settle()
+
+
 def test_without_the_records_the_prefix_would_be_reported(rig: HiCacheRig) -> None:
     rig.extend(1, TOKENS)
     host = rig.write_back(1, 20)

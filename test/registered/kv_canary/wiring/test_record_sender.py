@@ -6,9 +6,11 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,9 @@ from sglang_kv_canary.transfer.notice import Notice, SentChunks
 from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
-from sglang_kv_canary.wiring.record_sender import Block, RecordSender, _runs
+from sglang_kv_canary.wiring.record_sender import RecordSender, _runs, at_once
+from sglang_kv_canary.wiring.v0_5_12.nixl import _is_only_sender
+from sglang_kv_canary.wiring.v0_5_22.nixl import _Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
@@ -37,7 +41,7 @@ class _Lost(Exception):
 
 @pytest.fixture
 def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
-    """A sender with a `write`, whose peers are `alike`, `other`, `older`, and `none` without a canary."""
+    """A sender with a `post`, whose peers are `alike`, `other`, `older`, and `none` without a canary."""
     rig = ManagerRig()
     monkeypatch.setattr(context, "managers", [rig.manager])
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
@@ -63,15 +67,20 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
         kv_args=SimpleNamespace(engine_rank=0),
     )
 
-    def sender(write: Callable[..., int], kv_manager: SimpleNamespace, layout: TransferLayout):
-        return RecordSender(kv_manager, layout, write, (_Lost,))
+    def sender(post: Callable[..., Any], kv_manager: SimpleNamespace, layout: TransferLayout):
+        return RecordSender(kv_manager, layout, post, (_Lost,))
 
     return functools.partial(sender, kv_manager=kv_manager, layout=layout)
 
 
 def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSender]) -> None:
-    written: list[Sequence[Block]] = []
-    sender = sender_of(lambda peer, blocks: written.append(blocks) or 0)
+    written: list[Sequence[tuple[int, int, int]]] = []
+
+    def post(_: str, blocks: np.ndarray) -> Callable[[], int]:
+        written.append([tuple(block) for block in blocks.tolist()])
+        return at_once
+
+    sender = sender_of(post)
     assert sender.send("alike", *PAGES) == 0
     here = [records.data_ptr() for _, records in transferred_records(context.target.groups)]
     assert written == [
@@ -101,7 +110,7 @@ def test_runs_are_contiguous_on_both_sides_and_as_long_as_possible(
 def test_a_peer_without_a_canary_gets_nothing(
     sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender = sender_of(lambda *_: pytest.fail("nothing is written"))
+    sender = sender_of(lambda *_: pytest.fail("nothing is posted"))
     for _ in range(2):
         assert sender.send("none", *PAGES) == 0
         assert sender.notice("none", 7) is None
@@ -138,20 +147,20 @@ def test_mooncake_fails_what_a_peer_cannot_be_told_of(
 
 
 def test_the_status_of_the_transport_counts(sender_of: Callable[..., RecordSender]) -> None:
-    assert sender_of(lambda *_: -3).send("alike", *PAGES) == -3
+    assert sender_of(lambda *_: lambda: -3).send("alike", *PAGES) == -3
 
 
 def test_errors_of_the_transport_are_sglangs(sender_of: Callable[..., RecordSender]) -> None:
     """It fails the request, and the next one is sent with records."""
-    answers = iter([_Lost("the peer is gone"), 0])
+    answers = iter([_Lost("the peer is gone"), at_once])
 
-    def write(*_: object) -> int:
+    def post(*_: object) -> Callable[[], int]:
         answer = next(answers)
         if isinstance(answer, _Lost):
             raise answer
         return answer
 
-    sender = sender_of(write)
+    sender = sender_of(post)
     with pytest.raises(_Lost):
         sender.send("alike", *PAGES)
     assert sender.send("alike", *PAGES) == 0
@@ -163,13 +172,13 @@ def test_after_an_error_of_ours_kv_goes_on_without_records(
 ) -> None:
     calls: list[str] = []
 
-    def write(peer: str, _: object) -> int:
+    def post(peer: str, _: object) -> Callable[[], int]:
         calls.append(peer)
         if peer == "alike":
             raise KeyError("ours")
-        return 0
+        return at_once
 
-    sender = sender_of(write)
+    sender = sender_of(post)
     assert [sender.send("alike", *PAGES) for _ in range(2)] == [0, 0]
     assert calls == ["alike"]
     notice = sender.notice("alike", 7)
@@ -191,6 +200,97 @@ def test_a_peer_that_nixl_has_dropped_is_no_error_of_ours(known: bool) -> None:
         nixl._raise_if_dropped(agent, "alike", error)
 
 
+class _Agent:
+    """NIXL's, with transfers that are under way until they have been asked for `asked` times, and then `end`."""
+
+    def __init__(self, **ends: str) -> None:
+        self.ends = ends
+        self.asked: list[str] = []
+
+    def check_xfer_state(self, handle: str) -> str:
+        self.asked.append(handle)
+        return "PROC" if self.asked.count(handle) < 3 else self.ends[handle]
+
+
+def test_kv_is_posted_while_records_are_under_way() -> None:
+    agent = _Agent(records="DONE", kv="DONE")
+    arrive = nixl.waiting_in(agent)("records")
+
+    def post_kv() -> str:
+        assert agent.asked == []
+        return "kv"
+
+    assert nixl.beside(arrive, agent, post_kv) == "kv"
+    assert agent.asked == ["records"] * 3  # and SGLang waits for its own
+
+
+def test_after_an_error_of_kv_no_record_is_under_way() -> None:
+    agent = _Agent(records="DONE")
+
+    def post_kv() -> str:
+        raise KeyError("SGLang's")
+
+    with pytest.raises(KeyError):
+        nixl.beside(nixl.waiting_in(agent)("records"), agent, post_kv)
+    assert agent.asked == ["records"] * 3
+
+
+def test_after_an_error_of_records_no_kv_is_under_way() -> None:
+    agent = _Agent(records="ERR", kv="DONE")
+    arrive = nixl.waiting_in(agent)("records")
+    with pytest.raises(nixl._TransferFailed):
+        nixl.beside(arrive, agent, lambda: "kv")
+    assert agent.asked == ["records"] * 3 + ["kv"] * 3
+
+
+def test_nobody_is_told_of_records_that_may_not_have_come() -> None:
+    agent = _Agent()  # it knows no such transfer
+    with pytest.raises(nixl._TransferFailed):
+        nixl.waiting_in(agent)("records")()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "pp", "cp", "expected"),
+    [
+        (1, 1, 1, 1, True),
+        (1, 2, 1, 1, True),
+        (2, 1, 1, 1, False),
+        (1, 1, 2, 1, False),
+        (1, 1, 1, 2, False),
+    ],
+)
+def test_several_senders_of_a_peer_write_records_first(
+    mine: int, theirs: int, pp: int, cp: int, expected: bool
+) -> None:
+    """Any rank's metadata lets the peer see success, as far as its KV has come."""
+    kv_manager = SimpleNamespace(
+        decode_kv_args_table={"peer": SimpleNamespace(decode_tp_size=theirs)},
+        attn_tp_size=mine,
+        pp_size=pp,
+        attn_cp_size=cp,
+    )
+    assert _is_only_sender(kv_manager, "peer") is expected
+
+
+def test_newer_releases_wait_for_records_with_kv() -> None:
+    waits: list[tuple[list[str], bool]] = []
+    awaited = _Awaited()
+    assert awaited.posted("records")() == 0
+
+    def await_handles(handles: list[str], *, failure_seen: bool) -> tuple[bool, bool]:
+        waits.append((handles, failure_seen))
+        return True, False
+
+    other = threading.Thread(
+        target=lambda: awaited.with_records(await_handles, ["other"], failure_seen=False)
+    )
+    other.start()
+    other.join()
+    for handles in (["kv", "aux"], []):
+        assert awaited.with_records(await_handles, handles, failure_seen=True) == (True, False)
+    assert waits == [(["other"], False), (["kv", "aux", "records"], True), ([], True)]
+
+
 def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,7 +302,10 @@ def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
     monkeypatch.setattr(context, "managers", [rig.manager])
     sends = dict.fromkeys(("send_kvcache", "send_kvcache_slice", "maybe_send_extra"), print)
     kv_manager = SimpleNamespace(
-        **sends, conclude_transfer=lambda **what: ended.append(what), transfer_infos=None
+        **sends,
+        _await_handles=print,
+        conclude_transfer=lambda **what: ended.append(what),
+        transfer_infos=None,
     )
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
     layout = replace(layout, heeds_damage=1)

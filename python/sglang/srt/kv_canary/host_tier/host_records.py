@@ -75,6 +75,12 @@ class HostRecords:
         with self._lock:
             return self._records[slots]
 
+    def present(self, slots: torch.Tensor) -> torch.Tensor:
+        """bool[n]: whether `slots` int64[n] have records. Waits for copies from the device."""
+        self._settle(wait=True)
+        with self._lock:
+            return self._records.words[:, 0, WORD_WRITER][slots] != 0
+
     def part(self, first: int, stop: int) -> SlotRecords:
         """A copy of the records of the slots [first, stop), as far as their copies have arrived."""
         self._settle(wait=False)

@@ -123,15 +123,24 @@ class HostTier:
         the slot loses its record.
         Of large loads every k-th slot is compared, in turn.
         """
-        records = self.records.get(host_slots)
-        missing = ~records.present
-        wrong = self._damaged(host_slots, records, self._check_budget_bytes, missing)
+        missing = ~self.records.present(host_slots)
+        wrong = torch.zeros_like(missing)
+        at = (self._turn(len(missing)) & ~missing).nonzero()[:, 0]
+        if self.content and len(at):
+            slots = host_slots[at]
+            wrong[at] = self._damaged(slots, self.records.get(slots))
         bad = (missing | wrong).nonzero()
-        count = int(bad[0]) if len(bad) else len(records)
+        count = int(bad[0]) if len(bad) else len(missing)
         if wrong.any():
             self.records.clear(host_slots[wrong])
-        self.refused += len(records) - count
+        self.refused += len(missing) - count
         return count
+
+    def _turn(self, count: int) -> torch.Tensor:
+        """bool[count]: which slots of a load are compared now, as far as the budget goes."""
+        k = slots_between_visits(count, max(1, self._check_budget_bytes // self.bytes_per_slot))
+        self._checks += 1
+        return torch.arange(count) % k == turn_of(self._checks, k)
 
     def compare(self, first: int, stop: int) -> int:
         """Compare the bytes of the host slots [first, stop) with their records. Returns how many there were."""
@@ -139,7 +148,7 @@ class HostTier:
         slots = torch.arange(first, min(stop, self.records.num_slots))
         present = records.present
         slots, records = slots[present], records[present]
-        wrong = self._damaged(slots, records, None, torch.zeros_like(slots, dtype=torch.bool))
+        wrong = self._damaged(slots, records)
         if wrong.any():
             self.records.clear(slots[wrong])
         return len(slots)
@@ -149,24 +158,12 @@ class HostTier:
         """What a comparison of one slot reads."""
         return max(1, content_bytes_per_slot(self.group, self.mode)) if self.content else 1
 
-    def _damaged(
-        self,
-        host_slots: torch.Tensor,
-        records: SlotRecords,
-        budget_bytes: int | None,
-        skipped: torch.Tensor,
-    ) -> torch.Tensor:
-        """bool[n]: slots whose bytes differ from their records, as far as `budget_bytes` (None: all) go."""
-        wrong = torch.zeros(len(records), dtype=torch.bool)
-        if not self.content:
-            return wrong
-        turn = ~skipped
-        if budget_bytes is not None:
-            k = slots_between_visits(len(records), max(1, budget_bytes // self.bytes_per_slot))
-            self._checks += 1
-            turn &= torch.arange(len(records)) % k == turn_of(self._checks, k)
+    def _damaged(self, host_slots: torch.Tensor, records: SlotRecords) -> torch.Tensor:
+        """bool[n]: slots whose bytes differ from their records."""
+        every = torch.ones(len(records), dtype=torch.bool)
+        wrong = torch.zeros_like(every)
         for index, sources in enumerate(self.content):
-            wrong |= self.differing(sources, index, host_slots, records, turn, HOST, None)
+            wrong |= self.differing(sources, index, host_slots, records, every, HOST, None)
         return wrong
 
     def differing(

@@ -140,25 +140,14 @@ def _after_load(device_slots: Any, controller: Any, *args: Any, **kwargs: Any) -
         context.target.ledger.awaits_load_back = True
 
 
-def _records_for(tier: HostTier, controller: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [
-        (op.device_indices, tier.records_for(op.host_indices, op.device_indices))
-        for op in controller.load_queue
-    ]
-
-
-def _arrive(
-    tier: HostTier,
-    page_size: int,
-    loads: list[tuple[torch.Tensor, torch.Tensor]],
-    stream: Any,
-) -> None:
+def _arrive(tier: HostTier, page_size: int, loads: Sequence[Any], stream: Any) -> None:
+    """`loads`: HiCache's operations, whose bytes are being copied on `stream`."""
     ledger = context.target.ledger
-    for device_slots, words in loads:
-        context.slots_filled(
-            device_slots, page_size, "load from host memory", "start_loading", None
-        )
-        ledger.record_load_back(tier.load_back(device_slots, words, stream))
+    for load in loads:
+        slots = load.device_indices
+        context.slots_filled(slots, page_size, "load from host memory", "start_loading", None)
+        words = tier.records_for(load.host_indices, slots)
+        ledger.record_load_back(tier.load_back(slots, words, stream))
     ledger.awaits_load_back = False
 
 
@@ -196,11 +185,11 @@ def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ..
         tier = context.host_tier
         if tier is None or not controller.load_queue:
             return original(controller)
-        loads = attempt(_records_for, tier, controller)
+        loads = list(controller.load_queue)
         producer = original(controller)
-        if loads is not None:
-            stream = _unless_cpu(controller, streams.to_device)
-            attempt(_arrive, tier, controller.page_size, loads, stream)
+        # The device copies bytes meanwhile. No page leaves host memory before that is over.
+        stream = _unless_cpu(controller, streams.to_device)
+        attempt(_arrive, tier, controller.page_size, loads, stream)
         return producer
 
     return (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
 from .context import context
-from .record_sender import RecordSender, wrap_method
+from .record_sender import Arrive, RecordSender, wrap_method
 from .releases import release
 from .transfer_answers import Transport
 
@@ -19,7 +21,12 @@ HEADER = b"KV_CANARY"  # of our messages, which SGLang's receiver reads as those
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    sender = RecordSender(kv_manager, layout, kv_manager._transfer_data)
+    def post(session: str, blocks: np.ndarray) -> Arrive:
+        """Mooncake's call returns when they have arrived."""
+        status = kv_manager._transfer_data(session, list(zip(*blocks.T.tolist(), strict=True)))
+        return lambda: status
+
+    sender = RecordSender(kv_manager, layout, post)
 
     def send_pages(
         original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any

@@ -1,43 +1,87 @@
-"""NIXL writes the records of pages before their KV: SGLang's own transfers are posted when the records have arrived.
+"""NIXL writes the records of pages while SGLang prepares and posts their KV, as a transfer of its own.
 
-SGLang polls its transfers later, together, and NIXL's completion of one says nothing about another.
+NIXL's completion of one transfer says nothing about another. So a release says who waits for both.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ..transfer.layout import TransferLayout
-from .record_sender import Block, RecordSender
+from .record_sender import Arrive, RecordSender
 
-__all__ = ["sender_over_nixl"]
+__all__ = ["beside", "sender_over_nixl", "waiting_in"]
+
+Posted = Callable[[Any], Arrive]  # of the handle of a transfer
 
 
 class _TransferFailed(RuntimeError):
     """SGLang fails the request, as it does when NIXL reports an error of a transfer of KV."""
 
 
-def sender_over_nixl(kv_manager: Any, layout: TransferLayout) -> RecordSender:
+def sender_over_nixl(kv_manager: Any, layout: TransferLayout, posted: Posted) -> RecordSender:
     """For `kv_manager`, a NixlKVManager of a prefill rank. Peers have the names of their agents."""
-    from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
+    errors = _errors()
 
-    errors = (_TransferFailed, *_NIXL_TRANSPORT_ERRORS)
-
-    def write(peer: str, blocks: Sequence[Block]) -> int:
+    def post(peer: str, blocks: np.ndarray) -> Arrive:
         try:
-            _write(kv_manager, peer, blocks)
+            return posted(_post(kv_manager, peer, blocks))
         except errors:
             raise
         except Exception as error:
             _raise_if_dropped(kv_manager.agent, peer, error)
             raise
-        return 0
 
-    return RecordSender(kv_manager, layout, write, errors)
+    return RecordSender(kv_manager, layout, post, errors)
+
+
+def waiting_in(agent: Any) -> Posted:
+    """The sender waits, where its release has no function that waits for all transfers of a chunk."""
+
+    def posted(handle: Any) -> Arrive:
+        def arrive() -> int:
+            try:
+                state = _settle(agent, handle)
+            except Exception as error:  # the peer has been told that records come
+                raise _TransferFailed("kv-canary: NIXL does not say what records did") from error
+            if state == "ERR":
+                raise _TransferFailed("kv-canary: NIXL reports an error of a transfer of records")
+            return 0
+
+        return arrive
+
+    return posted
+
+
+def beside(arrive: Arrive, agent: Any, post_kv: Callable[[], Any]) -> Any:
+    """What `post_kv` returns, the handle of SGLang's own transfer, when the records have arrived, too.
+
+    After an error of either, none of both writes any more: the slots of the request go to others.
+    """
+    try:
+        handle = post_kv()
+    except BaseException:
+        with suppress(*_errors()):  # SGLang's own error counts
+            arrive()
+        raise
+    try:
+        arrive()
+    except _errors():
+        with suppress(Exception):
+            _settle(agent, handle)
+        raise
+    return handle
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
+
+    return (_TransferFailed, *_NIXL_TRANSPORT_ERRORS)
 
 
 def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
@@ -46,10 +90,10 @@ def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
         raise _TransferFailed("kv-canary: NIXL has dropped the decode rank") from error
 
 
-def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
-    """Returns when `blocks` have arrived."""
+def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
+    """Start to write `blocks`, see RecordSender. Returns the transfer's handle."""
     here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    source, target, size = np.array(blocks, np.uint64).T
+    source, target, size = blocks.T
     agent = kv_manager.agent
     # SGLang registers all states as memory of the device.
     sides = (
@@ -57,10 +101,13 @@ def _write(kv_manager: Any, peer: str, blocks: Sequence[Block]) -> None:
         for side, gpu in ((source, here), (target, there))
     )
     handle = agent.initialize_xfer("WRITE", *sides, peer)
-    state = agent.transfer(handle)
-    while state not in ("DONE", "ERR"):
+    if agent.transfer(handle) == "ERR":
+        raise _TransferFailed("kv-canary: NIXL cannot begin a transfer of records")
+    return handle
+
+
+def _settle(agent: Any, handle: Any) -> str:
+    """Returns when the transfer is over: DONE, or ERR."""
+    while (state := agent.check_xfer_state(handle)) not in ("DONE", "ERR"):
         time.sleep(0)  # as SGLang waits for its own
-        state = agent.check_xfer_state(handle)
-    if state == "ERR":
-        raise _TransferFailed("kv-canary: NIXL reports an error of a transfer of records")
-    agent.release_xfer_handle(handle)
+    return state

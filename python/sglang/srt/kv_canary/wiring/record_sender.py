@@ -21,12 +21,14 @@ from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .context import context
 
-__all__ = ["TRANSFERS", "Block", "RecordSender", "wrap_method"]
+__all__ = ["TRANSFERS", "Arrive", "RecordSender", "at_once", "wrap_method"]
 
 logger = logging.getLogger(__name__)
 
 TRANSFERS = "KV that arrives from prefill servers"
-Block = tuple[int, int, int]  # address here, address at the peer, bytes
+Arrive = Callable[
+    [], int
+]  # waits until blocks have arrived. Returns the transport's status, 0 for success
 T = TypeVar("T")
 
 
@@ -44,20 +46,21 @@ class _Peer:
 class RecordSender:
     """Sends the records of this prefill rank. Used from the transfer's threads.
 
-    `write(peer, blocks)` returns the transport's status, 0 for success, or raises one of `transport_errors`, which
-    SGLang handles as those of its own transfers. Peers are named as in SGLang's `decode_kv_args_table`.
+    `post(peer, blocks)` starts to write `blocks`, uint64[n, 3] of (address here, address at the peer, bytes). It and
+    what it returns may raise one of `transport_errors`, which SGLang handles as those of its own transfers. Peers are
+    named as in SGLang's `decode_kv_args_table`.
     """
 
     def __init__(
         self,
         kv_manager: Any,
         layout: TransferLayout,
-        write: Callable[[str, Sequence[Block]], int],
+        post: Callable[[str, np.ndarray], Arrive],
         transport_errors: tuple[type[Exception], ...] = (),
     ) -> None:
         self._manager = kv_manager
         self._layout = layout
-        self._write = write
+        self._post = post
         self._transport_errors = transport_errors
         target = transferred_records(context.target.groups)
         drafts = [group for draft in context.drafts for group in draft.groups]
@@ -68,11 +71,17 @@ class RecordSender:
         # Peer -> its first error. It stays, so that no request goes with a part of its records
         self._broken: dict[str, str] = {}
 
+    def start(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> Arrive:
+        """Start to send the records of these full pages, int[n] each.
+
+        What is returned must be called, also after an error of SGLang: slots of a failed request go to others.
+        """
+        pages = (source_pages, target_pages, PoolKind.FULL)
+        return self.contained(peer, self._start, peer, *pages) or at_once
+
     def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
-        """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
-        return (
-            self.contained(peer, self._send, peer, source_pages, target_pages, PoolKind.FULL) or 0
-        )
+        """Send these records. Returns the transport's status, 0 for success."""
+        return self.start(peer, source_pages, target_pages)()
 
     def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""
@@ -110,21 +119,20 @@ class RecordSender:
                 )
             return None
 
-    def _send(
+    def _start(
         self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
-    ) -> int:
+    ) -> Arrive:
         pointers = self._peer(peer).pointers
         if pointers is None or peer in self._broken or not len(source_pages):
-            return 0
+            return at_once
         firsts, there, lengths = _runs(source_pages, target_pages)
         size = self._page_bytes
-        blocks: list[Block] = []
-        for (space, records), target in zip(self._buffers, pointers, strict=False):
-            if space is kind:
-                sources, targets = records.data_ptr() + size * firsts, target + size * there
-                sizes = (size * lengths).tolist()
-                blocks += zip(sources.tolist(), targets.tolist(), sizes, strict=True)
-        return self._write(peer, blocks) if blocks else 0
+        blocks = [
+            np.stack([records.data_ptr() + size * firsts, target + size * there, size * lengths], 1)
+            for (space, records), target in zip(self._buffers, pointers, strict=False)
+            if space is kind
+        ]
+        return self._post(peer, np.concatenate(blocks).astype(np.uint64)) if blocks else at_once
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         from sglang.srt.disaggregation.base.conn import StateType
@@ -135,7 +143,7 @@ class RecordSender:
             return 0
         count = min(len(indices[at]), len(targets[at]))
         pages = (np.asarray(side[at][:count], np.int32) for side in (indices, targets))
-        return self._send(peer, *pages, PoolKind.SWA)
+        return self._start(peer, *pages, PoolKind.SWA)()
 
     def _peer(self, name: str) -> _Peer:
         registration = self._manager.decode_kv_args_table[name]
@@ -174,6 +182,11 @@ class RecordSender:
         pointers = registration.dst_state_data_ptrs[-1]
         pointers = pointers if draft else pointers[: self._of_target]
         return _Peer(registration, pointers, notice, bool(theirs.heeds_damage))
+
+
+def at_once() -> int:
+    """The `Arrive` of what has arrived, or of nothing."""
+    return 0
 
 
 def _runs(

@@ -1,17 +1,19 @@
 """NIXL from 0.5.23 on: the prefill rank tells the decode rank when its transfers are done. 0.5.22 is refused.
 
-A notice about records is a message before that one, through the same socket.
+A notice about records is a message before that one, through the same socket. SGLang waits for the transfers of records
+with its own of a chunk.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
 from ..nixl import sender_over_nixl
-from ..record_sender import RecordSender, wrap_method
+from ..record_sender import Arrive, RecordSender, at_once, wrap_method
 from ..transfer_answers import Transport
 
 __all__ = ["NIXL", "tells_of_success"]
@@ -28,8 +30,27 @@ def tells_of_success() -> bool:
     return hasattr(CommonKVManager, _READS_FIRST)
 
 
+class _Awaited(threading.local):
+    """Transfers of records that a thread has posted, and for which it has not waited yet."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def posted(self, handle: Any) -> Arrive:
+        self._handles.append(handle)
+        return at_once
+
+    def with_records(
+        self, original: Callable[..., Any], handles: Sequence[Any], *args: Any, **more: Any
+    ) -> Any:
+        """SGLang waits for all transfers of a chunk, and fails the request with any of them."""
+        records, self._handles = self._handles, []
+        return original([*handles, *records], *args, **more)
+
+
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    sender = sender_over_nixl(kv_manager, layout)
+    awaited = _Awaited()
+    sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
     def send_kv(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
@@ -55,6 +76,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
             sender.contained(_ANY_PEER, _announce_to_all, kv_manager, sender, room)
         return original(**what)
 
+    wrap_method(kv_manager, "_await_handles", awaited.with_records)
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)
     wrap_method(kv_manager, "maybe_send_extra", send_state)
