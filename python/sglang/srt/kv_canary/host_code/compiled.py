@@ -41,9 +41,9 @@ def compile_module() -> ModuleType:
 
 
 def begin_to_compile() -> threading.Thread:
-    """Compile in a thread, and use the functions once they are there. Until then, and without a compiler, Python does it.
+    """Compile in a thread, and use the functions once they are there. The thread is started once in a process.
 
-    The thread is started once in a process.
+    Until then, and without a compiler, Python does the work.
     """
     global _thread
     with _lock:
