@@ -25,7 +25,7 @@ from sglang_kv_canary.host_code import compiled, twins
 from sglang_kv_canary.host_code.interface import NAMES, HostCode
 from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
 
-register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
 C = compiled.compile_module()
 INT64 = st.integers(-(2**63), 2**63 - 1)
