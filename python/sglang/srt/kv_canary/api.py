@@ -10,6 +10,7 @@ from .buffer_group import CanaryBufferGroup
 from .capacities import CanaryLaunchCapacities
 from .config import CanaryConfig, ContentMode
 from .errors import startup_error
+from .host_code import begin_to_compile
 from .observers import build_observers
 from .plan.plan_input import PlanInput
 from .plan.speculation import SpeculationShape, checks_draft, why_draft_is_unchecked
@@ -55,6 +56,7 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
+    begin_to_compile()
     if model_runner.is_draft_worker and not checks_draft(server_args):
         _say_what_of_the_draft_is_checked(server_args, model_runner)
         return None

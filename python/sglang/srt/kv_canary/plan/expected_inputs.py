@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from ..host_code import HOST
+from ..host_code.twins import SPAN_WORDS
+
 TAIL_TOKENS = 32  # prefix tokens compared per request when the token check is `tail`
-SPAN_WORDS = 5
 
 
 def words_of_lists(batch_size: int, new_tokens: int) -> int:
@@ -28,9 +29,8 @@ class RowStart(IntEnum):
     DECODES = -3  # KEEP, and the request's first new token is the one sampled for it
 
 
-@dataclass(frozen=True, slots=True)
-class KnownTokens:
-    """What the host knows about one request of a batch.
+class KnownTokens(NamedTuple):
+    """What the host knows about one request of a batch. A tuple, as `host_code` takes it.
 
     The token at position p is known iff first <= p < first + len(tokens). `start` >= 0: the request is new in its
     row, with `start` cached tokens whose chain is `start_chain`. Otherwise `start` is a RowStart.
@@ -67,29 +67,19 @@ class ExpectedTokens:
         prefill by 0.25 %.
         """
         device = torch.device(device)
-        flat = array("q")  # reads lists faster than numpy, and that is three times as fast as torch
-        spans = array("q")
-        for k in known:
-            spans.extend((len(flat), k.first, len(k.tokens), int(k.start), k.start_chain))
-            if type(k.tokens) is list:
-                flat.fromlist(k.tokens)  # twice as fast
-            else:
-                flat.extend(k.tokens)
-        if not flat and all(k.start == RowStart.KEEP for k in known):
+        count = sum([len(k.tokens) for k in known])
+        if not count and all(k.start == RowStart.KEEP for k in known):
             return cls.nothing(len(known), device)
         # One copy for both: it does not wait, but each copy costs host time.
-        words = len(spans)
-        size = words + max(1, (len(flat) + 1) // 2)
+        words = SPAN_WORDS * len(known)
+        size = words + max(1, (count + 1) // 2)
         host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        packed_words = host.numpy()
-        packed_words[:words] = spans
-        # Tokens keep their low 32 bits.
-        packed_words[words:].view(np.int32)[: len(flat)] = np.frombuffer(flat, dtype=np.int64)
+        HOST.pack_lists(list(known), host.data_ptr(), size)
         if memory is not None and size <= memory.shape[0]:
             packed = memory[:size].copy_(host, non_blocking=True)
         else:
             packed = host.to(device, non_blocking=True)
-        tokens_of = packed[words:].view(torch.int32)[: max(1, len(flat))]
+        tokens_of = packed[words:].view(torch.int32)[: max(1, count)]
         return cls(tokens_of, packed[:words].view(-1, SPAN_WORDS))
 
     @classmethod

@@ -21,19 +21,52 @@ MAX_RELEASES = 8  # of a row that are remembered
 
 
 @dataclass(slots=True)
+class Batch:
+    """The requests of a step, one after the other, as they were at its launch."""
+
+    rows: tuple[int | None, ...]  # None: a request without a row
+    ids: tuple[str, ...]
+
+    def by_row(self) -> dict[int, str]:
+        """Request id of each row, in batch order."""
+        requests = dict(zip(self.rows, self.ids, strict=True))
+        requests.pop(None, None)
+        return requests
+
+
+@dataclass(slots=True)
 class StepRecord:
-    """One scheduler step: the requests of its batch, in batch order."""
+    """One scheduler step. What only findings ask for is worked out when one does: there is no time in each step."""
 
     step: int
-    requests: dict[int, str]  # request row -> request id
-    moot_rows: set[int] = field(default_factory=set)
-    rewritten_rows: set[int] = field(default_factory=set)
+    named: dict[int, str] | Batch  # row -> request id, in batch order
+    released: set[int] = field(
+        default_factory=set
+    )  # given back while it was in flight, of any request
+    rewritten: set[int] = field(default_factory=set)  # re-pointed in that time, of any request
     in_flight: bool = True
     # Without a result it is over as soon as a later step's arrives.
     has_result: bool = True
     origins: Mapping[int, Origin] = field(default_factory=dict)  # row -> where its KV came from
     # row -> first position that the step computes; empty unless an action asks for it
     starts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> dict[int, str]:
+        """Request id of each row, in batch order."""
+        if type(self.named) is Batch:
+            self.named = self.named.by_row()
+        return self.named
+
+    @property
+    def moot_rows(self) -> set[int]:
+        """Rows of its requests that were given back while it was in flight."""
+        return self.released & self.requests.keys() if self.released else self.released
+
+    @property
+    def rewritten_rows(self) -> set[int]:
+        """Rows of its requests that were re-pointed while it was in flight."""
+        return self.rewritten & self.requests.keys() if self.rewritten else self.rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +119,7 @@ class FlightRecorder:
 
     def begin_step(
         self,
-        requests: Mapping[int, str] | Iterable[tuple[int, str]],
+        requests: Batch | Mapping[int, str] | Iterable[tuple[int, str]],
         origins: Mapping[int, Origin] | None = None,
         starts: Mapping[int, int] | None = None,
     ) -> StepRecord:
@@ -97,7 +130,8 @@ class FlightRecorder:
         """
         steps = self._steps
         steps.count += 1
-        steps.current = StepRecord(steps.count, dict(requests))
+        named = requests if type(requests) is Batch else dict(requests)
+        steps.current = StepRecord(steps.count, named)
         if origins is not None:
             steps.current.origins, steps.current.has_result = origins, False
         if starts is not None:
@@ -141,19 +175,17 @@ class FlightRecorder:
             steps = self._steps.released[row] = deque(maxlen=MAX_RELEASES)
         steps.append(self._steps.count)
         for step in self._steps.in_flight:
-            if row in step.requests:
-                step.moot_rows.add(row)
+            step.released.add(row)
 
     def row_rewritten(self, row: int) -> None:
         """The host re-points a living request's row to equal slots of the prefix cache."""
         for step in self._steps.in_flight:
-            if row in step.requests:
-                step.rewritten_rows.add(row)
+            step.rewritten.add(row)
 
     def forget_in_flight(self) -> None:
         """Some row events went unnoticed. Everything that forwards in flight see is moot."""
         for step in self._steps.in_flight:
-            step.moot_rows.update(step.requests)
+            step.released.update(step.requests)
 
     def find(self, forward: int) -> ForwardRecord | None:
         return self._forwards.get(forward)

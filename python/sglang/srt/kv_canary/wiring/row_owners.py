@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .releases import release
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """A request, and how its row was filled."""
 
     request: weakref.ref[Any]

@@ -18,6 +18,8 @@ import triton
 from triton import knobs
 
 from ...capacities import MOST_REQUESTS
+from ...host_code import HOST
+from ...host_code.twins import ALIGNED
 from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 
@@ -26,8 +28,6 @@ __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
 CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
-_ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
-_INT32 = range(-(2**31), 2**31)
 # Profilers add functions to them, or put others in their places.
 _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
@@ -42,7 +42,10 @@ class Pointer:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
-        self.variant = (tensor.dtype, self.address % _ALIGNED == 0)
+        self.variant = (tensor.dtype, self.address % ALIGNED == 0)
+
+
+_TYPES = (Pointer, torch.Tensor)  # see `host_code.twins.launch_arguments`
 
 
 def pointer_to(tensor: torch.Tensor | None) -> Pointer | None:
@@ -66,30 +69,29 @@ class FixedArguments:
 class _Rest:
     """Where the arguments that change go, and the variants that their launches have had."""
 
-    __slots__ = ("_names", "_only_types", "_places", "_plain", "compiled", "count")
+    __slots__ = ("_shape", "compiled", "count")
 
     def __init__(self, launcher: KernelLauncher, fixed: Mapping[str, Any], names: Iterable[str]):
         """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
         changing = set(names)
         self.count = len(changing)
         at = [i for i, name in enumerate(launcher.names) if name in changing]
-        self._names = [launcher.names[i] for i in at]
-        self._places = at
-        self._only_types = [launcher.only_types[i] for i in at]
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
-        _, self._plain = variant_of(fixed_values, launcher.only_types)
+        _, plain = variant_of(fixed_values, launcher.only_types)
+        self._shape = (
+            tuple(launcher.names[i] for i in at),
+            tuple(launcher.only_types[i] for i in at),
+            tuple(at),
+            plain,
+            _TYPES,
+        )
         self.compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
 
     def fill(
         self, num_warps: int, arguments: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], list[Any]]:
         """(what tells the variants of these launches apart, all arguments with pointers as integers)."""
-        values = [arguments[name] for name in self._names]
-        variant, changing = variant_of(values, self._only_types)
-        plain = self._plain.copy()
-        for place, value in zip(self._places, changing, strict=True):
-            plain[place] = value
-        return (num_warps, *variant), plain
+        return HOST.launch_arguments(*self._shape, num_warps, arguments)
 
 
 def _has_hooks() -> bool:
@@ -231,21 +233,9 @@ def variant_of(
 
     Of a tensor: its dtype and whether it is aligned. Of an integer: its type where `only_types`, else its value.
     """
-    variant: list[Any] = []
-    plain: list[Any] = []
-    for value, only_type in zip(values, only_types, strict=True):
-        if value is None:
-            variant.append(None)
-        elif type(value) is Pointer:
-            variant.append(value.variant)
-            value = value.address
-        elif type(value) is int:
-            variant.append(-(2**31) <= value < 2**31 if only_type else value)
-        elif isinstance(value, torch.Tensor):
-            pointer = value.data_ptr()
-            variant.append((value.dtype, pointer % _ALIGNED == 0))
-            value = pointer
-        else:
-            variant.append(value in _INT32 if only_type else value)
-        plain.append(value)
-    return tuple(variant), plain
+    count = len(values)
+    places = tuple(range(count))
+    variant, plain = HOST.launch_arguments(
+        places, tuple(only_types), places, [None] * count, _TYPES, 0, dict(enumerate(values))
+    )
+    return variant[1:], plain

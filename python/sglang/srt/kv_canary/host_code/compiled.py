@@ -1,0 +1,98 @@
+"""Compiles `host_code.c` with the compiler that Triton needs for its own launchers, and keeps it in Triton's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .. import record
+from . import twins
+from .interface import HOST
+
+logger = logging.getLogger(__name__)
+
+MODULE = "kv_canary_host_code"
+_CONSTANTS = ("CHAIN_MULTIPLIER", "MIX_INCREMENT", "MIX_MULTIPLIER_1", "MIX_MULTIPLIER_2")
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def source() -> str:
+    """The C source, with the constants of the record."""
+    defines = [f"#define {name} UINT64_C({getattr(record, name)})" for name in _CONSTANTS]
+    text = Path(__file__).with_name("host_code.c").read_text(encoding="utf-8")
+    return "\n".join([*defines, text])
+
+
+def compile_module() -> ModuleType:
+    """The compiled module, from Triton's cache if it is there. Raises whatever the compiler or the loader raises.
+
+    A module that does not do what its twins do raises RuntimeError.
+    """
+    from triton.runtime.build import compile_module_from_src
+
+    module = compile_module_from_src(source(), MODULE)
+    _refuse_if_different(module)
+    return module
+
+
+def begin_to_compile() -> threading.Thread:
+    """Compile in a thread, and use the functions once they are there. The thread is started once in a process.
+
+    Until then, and without a compiler, Python does the work.
+    """
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = threading.Thread(
+                target=_use_compiled, name="kv-canary-host-code", daemon=True
+            )
+            _thread.start()
+        return _thread
+
+
+def _use_compiled() -> None:
+    try:
+        HOST.use(compile_module())
+    except Exception as error:  # no compiler, no header, a cache that cannot be written, ...
+        logger.warning(
+            "kv-canary: its host code runs in Python, which takes longer, because the C code could not be "
+            "compiled: %s: %s. It needs what Triton needs: a C compiler and the header Python.h",
+            type(error).__name__,
+            error,
+        )
+
+
+def _refuse_if_different(module: ModuleType) -> None:
+    """A cache may hold another module under this key."""
+    for name, arguments in _SAMPLES.items():
+        expected, found = (_answer(functions, name, arguments) for functions in (twins, module))
+        if expected != found:
+            raise RuntimeError(f"{name} in C returned {found}, expected {expected}")
+
+
+_TOKENS = [7, 0, -1, 2**31, 2**40 + 5]
+_WORDS = 2 * twins.SPAN_WORDS + 3
+_SAMPLES = {
+    "chain_of_tokens": (_TOKENS, -9, 1000, 4),
+    "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
+    "launch_arguments": (
+        ("a", "b", "c"),
+        (True, True, False),
+        (0, 3, 1),
+        ["fixed"] * 4,
+        (bytes, bytearray),
+        4,
+        {"a": 2**31, "b": None, "c": 5},
+    ),
+}
+
+
+def _answer(functions: ModuleType, name: str, arguments: tuple[Any, ...]) -> Any:
+    memory = (ctypes.c_int64 * _WORDS)()
+    place = (ctypes.addressof(memory), _WORDS) if name == "pack_lists" else ()
+    return getattr(functions, name)(*arguments, *place), bytes(memory)

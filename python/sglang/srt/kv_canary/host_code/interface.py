@@ -1,0 +1,27 @@
+"""The functions that the hot path calls. They are looked up at each call, because they are exchanged while it runs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import twins
+
+NAMES = ("chain_of_tokens", "launch_arguments", "pack_lists")
+
+
+class HostCode:
+    """The functions of `twins`, or those of the compiled module."""
+
+    __slots__ = (*NAMES, "in_c")
+
+    def __init__(self) -> None:
+        self.use(twins)
+
+    def use(self, module: ModuleType) -> None:
+        """Take the functions from `module`. A call under way goes on with those that it has."""
+        for name in NAMES:
+            setattr(self, name, getattr(module, name))
+        self.in_c = module is not twins
+
+
+HOST = HostCode()

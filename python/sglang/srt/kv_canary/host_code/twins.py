@@ -1,0 +1,131 @@
+"""The functions of `host_code.c` in Python and NumPy. They define what the C code does, and serve where it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import record
+
+SPAN_WORDS = 5
+ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
+
+_MIN_POWERS = 4096
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_INCREMENT = np.uint64(record.MIX_INCREMENT)
+_MULTIPLIERS = np.uint64(record.MIX_MULTIPLIER_1), np.uint64(record.MIX_MULTIPLIER_2)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int, count: int) -> int:
+    """Chain after the first `count` of `tokens` (negative: all), at positions first, first + 1, ...; int64.
+
+    chain = anchor A^n + sum over i of mix(token[i], first + i) A^(n-1-i), see `record`. `anchor` int64.
+    Raises TypeError and OverflowError for tokens that are no int64.
+    """
+    if 0 <= count < len(tokens):
+        tokens = tokens[:count]
+    count = len(tokens)
+    if not count:
+        return anchor
+    known = powers(count)
+    numbers = np.array(array("q", tokens), dtype=np.int64)  # numpy takes longer for a list
+    links = first_links(numbers, np.arange(first, first + count)).view(np.uint64)
+    carried = record.to_unsigned64(anchor) * int(known[count])
+    return record.to_signed64(carried + int(np.dot(links, known[count - 1 :: -1])))
+
+
+def first_links(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int64[n]: the chain one step after 0, for int64[n] `tokens` and `positions`."""
+    identity = tokens.view(np.uint64) & _LOW
+    identity |= positions.view(np.uint64) << _HALF
+    _mix64(identity)
+    return identity.view(np.int64)
+
+
+def _mix64(x: np.ndarray) -> None:
+    """`record.mix64` of every element, in place: each new array costs a short list as much as the arithmetic."""
+    x += _INCREMENT
+    shifted = x >> _SHIFTS[0]
+    x ^= shifted
+    x *= _MULTIPLIERS[0]
+    x ^= np.right_shift(x, _SHIFTS[1], out=shifted)
+    x *= _MULTIPLIERS[1]
+    x ^= np.right_shift(x, _SHIFTS[2], out=shifted)
+
+
+def powers(count: int) -> np.ndarray:
+    """uint64[more than `count`] of powers of the chain's multiplier."""
+    return _powers(max(_MIN_POWERS, 1 << count.bit_length()))
+
+
+@lru_cache
+def _powers(count: int) -> np.ndarray:
+    found = np.full(count + 1, record.CHAIN_MULTIPLIER, dtype=np.uint64)
+    found[0] = 1
+    return np.multiply.accumulate(found)
+
+
+def pack_lists(known: list[tuple[int, Sequence[int], int, int]], address: int, words: int) -> int:
+    """Write (offset, first, count, start, start chain) of each of `known`, and then all tokens, to memory.
+
+    `known`: (first, tokens, start, start chain), int64 each. The memory has `words` int64 from `address` on. Tokens
+    are int32 there: their low 32 bits. Returns how many there are. Raises ValueError if they do not fit.
+    """
+    spans, flat = (
+        array("q"),
+        array("q"),
+    )  # reads lists faster than numpy, and that is three times as fast as torch
+    for first, tokens, start, start_chain in known:
+        spans.extend((len(flat), first, len(tokens), int(start), start_chain))
+        if type(tokens) is list:
+            flat.fromlist(tokens)  # twice as fast
+        else:
+            flat.extend(array("q", tokens))
+    room = 2 * (words - len(spans))
+    if not address or len(flat) > room:
+        raise ValueError(f"expected room for {len(flat)} tokens, got {room}")
+    out = np.frombuffer((ctypes.c_int64 * words).from_address(address), dtype=np.int64)
+    out[: len(spans)] = spans
+    out[len(spans) :].view(np.int32)[: len(flat)] = np.frombuffer(flat, dtype=np.int64)
+    return len(flat)
+
+
+def launch_arguments(
+    names: tuple[str, ...],
+    only_types: tuple[bool, ...],
+    places: tuple[int, ...],
+    plain: list[Any],
+    types: tuple[type, type],
+    num_warps: int,
+    arguments: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """(what tells the variants of a launch apart, all of its arguments with pointers as integers).
+
+    `arguments` has the values of `names`. They go to `places` of a copy of `plain`. `types`: (class of tensors that
+    were looked at, with `address` and `variant`; class of tensors). Of a tensor counts its dtype and whether it is
+    aligned. Of an integer counts whether it has 32 bits where `only_types`, else its value.
+    """
+    pointer, tensor = types
+    variant: list[Any] = [num_warps]
+    filled = plain.copy()
+    for name, only_type, place in zip(names, only_types, places, strict=True):
+        value = arguments[name]
+        if value is None:
+            variant.append(None)
+        elif type(value) is pointer:
+            variant.append(value.variant)
+            value = value.address
+        elif isinstance(value, tensor):
+            address = value.data_ptr()
+            variant.append((value.dtype, address % ALIGNED == 0))
+            value = address
+        else:
+            variant.append(bool(-(2**31) <= value < 2**31) if only_type else value)
+        filled[place] = value
+    return tuple(variant), filled

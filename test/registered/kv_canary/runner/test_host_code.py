@@ -1,0 +1,309 @@
+"""The host's loops in C and in Python: equal results, bad input, references, and a machine without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.host_code import compiled, twins
+from sglang_kv_canary.host_code.interface import NAMES, HostCode
+from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
+
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
+
+C = compiled.compile_module()
+INT64 = st.integers(-(2**63), 2**63 - 1)
+TOKENS = st.lists(st.one_of(st.integers(0, 200_000), INT64), max_size=70)
+AS = (list, tuple, lambda tokens: array("q", tokens), lambda tokens: np.array(tokens, np.int64))
+TYPES = (Pointer, torch.Tensor)
+BOTH = pytest.mark.parametrize("code", [twins, C], ids=["python", "c"])
+
+
+# Equal results
+
+
+@given(TOKENS, st.sampled_from(AS), INT64, st.integers(0, 2**31), st.integers(-2, 80))
+def test_chains_are_equal(
+    tokens: list[int], kind: Callable[..., Any], anchor: int, first: int, count: int
+) -> None:
+    arguments = kind(tokens), anchor, first, count
+    assert C.chain_of_tokens(*arguments) == twins.chain_of_tokens(*arguments)
+
+
+def test_chains_of_other_sequences_are_equal() -> None:
+    kinds = (np.int32, np.int64)
+    for tokens in (*(np.arange(40, dtype=kind)[::3] for kind in kinds), [np.int64(3), 4], range(9)):
+        assert C.chain_of_tokens(tokens, 1, 2, -1) == twins.chain_of_tokens(tokens, 1, 2, -1)
+
+
+def _packed(code: ModuleType, known: list[Any], words: int) -> tuple[int, bytes]:
+    memory = (ctypes.c_int64 * (words + 1))()
+    memory[words] = 77
+    count = code.pack_lists(known, ctypes.addressof(memory), words)
+    assert memory[words] == 77
+    return count, bytes(memory)
+
+
+ENTRY = st.builds(
+    lambda first, tokens, kind, start, chain: (first, kind(tokens), start, chain),
+    INT64,
+    TOKENS,
+    st.sampled_from(AS),
+    INT64,
+    INT64,
+)
+
+
+@given(st.lists(ENTRY, max_size=5), st.integers(0, 3))
+def test_packed_lists_are_equal(known: list[Any], spare: int) -> None:
+    words = twins.SPAN_WORDS * len(known) + (sum(len(k[1]) for k in known) + 1) // 2 + spare + 1
+    assert _packed(C, known, words) == _packed(twins, known, words)
+
+
+_buffer = torch.zeros(64, dtype=torch.int8)
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([2**31 - 1, 2**31, -(2**31), -(2**31) - 1]),
+    st.integers(0, 20).map(lambda offset: _buffer[offset:]),
+    st.integers(0, 20).map(lambda offset: Pointer(_buffer[offset:])),
+    st.sampled_from([np.int64(5), np.int64(2**40), 1.0, 1.5]),
+)
+
+
+@given(st.lists(st.tuples(VALUES, st.booleans(), st.integers(0, 9)), max_size=8), st.integers(1, 8))
+def test_launch_arguments_are_equal(items: list[tuple[Any, bool, int]], warps: int) -> None:
+    names = tuple(f"a{i}" for i in range(len(items)))
+    plain = [object() for _ in range(10)]
+    arguments = dict(zip(names, (value for value, _, _ in items), strict=True))
+    types, places = tuple(item[1] for item in items), tuple(item[2] for item in items)
+    before = plain.copy()
+    shape = names, types, places, plain, TYPES, warps, {**arguments, "unknown": 3}
+    key, filled = C.launch_arguments(*shape)
+    assert plain == before
+    expected_key, expected = twins.launch_arguments(*shape)
+    assert (key, filled) == (expected_key, expected)
+    assert [type(part) for part in key] == [type(part) for part in expected_key]
+
+
+# Bad input
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [([1, 1.5], TypeError), ([2**63], OverflowError), ([None], TypeError), (["a"], TypeError)],
+)
+def test_tokens_that_are_no_int64_raise(
+    code: ModuleType, tokens: list[Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        code.chain_of_tokens(tokens, 0, 0, -1)
+    with pytest.raises(error):
+        _packed(code, [(0, tokens, 0, 0)], 20)
+
+
+@BOTH
+@pytest.mark.parametrize("words", [0, 4, 5, 9, 10, 11])
+def test_lists_that_do_not_fit_raise(code: ModuleType, words: int) -> None:
+    with pytest.raises(ValueError, match="expected room"):
+        _packed(code, [(0, [1, 2, 3], 0, 0), (0, [4], 0, 0)], words)
+
+
+@BOTH
+def test_no_memory_raises(code: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected room"):
+        code.pack_lists([(0, [1], 0, 0)], 0, 100)
+
+
+@BOTH
+def test_entries_of_another_length_raise(code: ModuleType) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _packed(code, [(0, [1], 0)], 20)
+
+
+@BOTH
+def test_launch_arguments_that_are_missing_raise(code: ModuleType) -> None:
+    with pytest.raises(KeyError, match="b"):
+        code.launch_arguments(("a", "b"), (True, True), (0, 1), [0, 0], TYPES, 4, {"a": 1})
+    with pytest.raises(IndexError):
+        code.launch_arguments(("a",), (True,), (2,), [0, 0], TYPES, 4, {"a": 1})
+    with pytest.raises(ValueError, match=r"names|zip\(\)"):
+        code.launch_arguments(("a",), (True, False), (0,), [0, 0], TYPES, 4, {"a": 1})
+
+
+def test_c_refuses_arguments_of_other_types() -> None:
+    for call in (
+        lambda: C.chain_of_tokens([1], 0),
+        lambda: C.chain_of_tokens(3, 0, 0, -1),
+        lambda: C.pack_lists((), 0, 0),
+        lambda: C.pack_lists([3], *_memory()),
+        lambda: C.launch_arguments((), (), (), (), TYPES, 4, {}),
+        lambda: C.launch_arguments((), (), (), [], TYPES[:1], 4, {}),
+    ):
+        with pytest.raises(TypeError):
+            call()
+
+
+_words = (ctypes.c_int64 * 20)()
+
+
+def _memory() -> tuple[int, int]:
+    return ctypes.addressof(_words), 20
+
+
+class _Clears:
+    """An integer that empties the list which holds it, when it is read."""
+
+    def __init__(self, tokens: list[Any]) -> None:
+        self._tokens = tokens
+
+    def __index__(self) -> int:
+        self._tokens.clear()
+        return 1
+
+
+def test_a_list_that_shrinks_while_it_is_read_raises() -> None:
+    for call in (
+        lambda tokens: C.chain_of_tokens(tokens, 0, 0, -1),
+        lambda tokens: C.pack_lists([(0, tokens, 0, 0)], *_memory()),
+    ):
+        tokens: list[Any] = [1]
+        tokens += [_Clears(tokens), 3]
+        with pytest.raises(ValueError, match="removed while they were read"):
+            call(tokens)
+
+
+# References
+
+
+def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    tokens, numbers = [10**6 + i for i in range(40)], np.arange(40)
+    bad = [*tokens, None]
+    known = [(0, tokens[:5], 10**7, 10**8), (3, tokens[:7], -1, 0)]
+    tensor = torch.zeros(8)
+    arguments = {"a": 10**9, "b": tensor, "c": Pointer(tensor), "d": 1.5}
+    names = tuple(arguments)
+    shape = names, (True, False, False, True), (0, 1, 2, 3), [object()] * 4, TYPES, 4
+    yield "chain", lambda: C.chain_of_tokens(tokens, 10**10, 0, -1)
+    yield "chain of a buffer", lambda: C.chain_of_tokens(numbers, 0, 0, -1)
+    yield "chain fails", lambda: C.chain_of_tokens(bad, 0, 0, -1)
+    yield "pack", lambda: C.pack_lists(known, *_memory())
+    yield "pack fails", lambda: C.pack_lists([(0, bad[-2:], 0, 0)], *_memory())
+    yield "pack has no room", lambda: C.pack_lists([(0, tokens, 0, 0)], *_memory())
+    yield "arguments", lambda: C.launch_arguments(*shape, arguments)
+    yield "arguments fail", lambda: C.launch_arguments(*shape, {"a": 10**9, "b": tensor})
+    places = (0, 1, 2, 9)
+    yield (
+        "a place fails",
+        lambda: C.launch_arguments(names, shape[1], places, *shape[3:], arguments),
+    )
+
+
+@pytest.mark.parametrize(("name", "call"), list(_calls()))
+def test_nothing_is_leaked(name: str, call: Callable[[], object]) -> None:
+    def many() -> None:
+        for _ in range(2000):
+            try:
+                call()
+            except (TypeError, ValueError, KeyError, IndexError):
+                continue
+
+    held = [cell.cell_contents for cell in call.__closure__ or ()]
+    many()
+    gc.collect()
+    references = [sys.getrefcount(thing) for thing in (*held, None, True, torch.float32)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        many()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    after = [sys.getrefcount(thing) for thing in (*held, None, True, torch.float32)]
+    assert grown < 2000, f"{grown} bytes in 2000 calls"
+    assert max(abs(a - b) for a, b in zip(after, references, strict=True)) < 100
+
+
+# With and without a compiler
+
+SCRIPT = """
+import logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+from sglang_kv_canary.host_code import HOST, begin_to_compile
+for _ in range(2):
+    begin_to_compile().join()
+from sglang_kv_canary.plan.host_chain import chain_of_tokens
+print(HOST.in_c, chain_of_tokens([1, 2, 3], 5))
+"""
+
+
+def _in_process(tmp_path: Path, **environment: str) -> tuple[str, str]:
+    """(what SCRIPT prints, what it logs) with an empty cache."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CC", "PATH")}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        env={**kept, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_process_with_a_compiler_runs_c_and_says_nothing(tmp_path: Path) -> None:
+    printed, said = _in_process(tmp_path, PATH=os.environ["PATH"])
+    assert printed == f"True {twins.chain_of_tokens([1, 2, 3], 5, 0, -1)}"
+    assert "kv-canary" not in said
+    assert list((tmp_path / "cache").rglob(f"{compiled.MODULE}*.so"))
+    # The next process finds it in the cache.
+    assert _in_process(tmp_path, PATH=os.environ["PATH"], CC="/bin/false") == (printed, said)
+
+
+def test_a_process_without_a_compiler_says_so_once_and_runs_python(tmp_path: Path) -> None:
+    printed, said = _in_process(tmp_path, PATH=str(tmp_path))
+    assert printed == f"False {twins.chain_of_tokens([1, 2, 3], 5, 0, -1)}"
+    assert said.count("WARNING kv-canary: its host code runs in Python") == 1
+    assert "Failed to find C compiler" in said
+
+
+def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
+    printed, said = _in_process(tmp_path, PATH=os.environ["PATH"], CC="/bin/false")
+    assert printed.startswith("False")
+    assert "CalledProcessError" in said
+
+
+def test_a_module_that_differs_is_refused() -> None:
+    for name in NAMES:
+        functions = {other: getattr(C, other) for other in NAMES}
+        functions[name] = lambda *_: (0, [])
+        with pytest.raises(RuntimeError, match=name):
+            compiled._refuse_if_different(SimpleNamespace(**functions))
+    compiled._refuse_if_different(C)
+
+
+def test_functions_are_exchanged_together() -> None:
+    host = HostCode()
+    assert (host.in_c, host.pack_lists) == (False, twins.pack_lists)
+    host.use(C)
+    assert host.in_c
+    assert all(getattr(host, name) is getattr(C, name) for name in NAMES)
