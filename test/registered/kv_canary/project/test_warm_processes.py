@@ -254,6 +254,22 @@ def test_what_waits_for_messages_gets_them_and_takes_no_core() -> None:
         assert seconds < 0.5, "of at least one"
 
 
+# What is imported before
+
+IMPORTS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+before = set(sys.modules)
+load_plugins()
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_a_plugin_finds_the_modules_of_the_canary_imported() -> None:
+    """Each process of a server would import some hundred of them."""
+    assert FreshProcesses().run(IMPORTS, env={"SGLANG_PLUGINS": "kv_canary"}).result == []
+
+
 # SGLang's hooks
 
 STALE = """
