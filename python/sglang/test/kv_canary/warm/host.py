@@ -76,6 +76,7 @@ OURS_LEFT_OUT = {"__main__", "analysis", "cli", "demo", "fault_table", "selftest
 READ_AGAIN = {
     "SGLANG_TEST_RETRACT": ("sglang.srt.managers.scheduler", "TEST_RETRACT"),
     "SGLANG_TEST_RETRACT_INTERVAL": ("sglang.srt.managers.scheduler", "TEST_RETRACT_INTERVAL"),
+    "SGLANG_TBO_DEBUG": ("sglang.srt.batch_overlap.two_batch_overlap", "_tbo_debug"),
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": (
         "sglang.srt.managers.tokenizer_manager",
         "_REQUEST_STATE_WAIT_TIMEOUT",
@@ -88,6 +89,8 @@ FOLDERS = {
     "PWD",
     "OLDPWD",
 }  # read once more by `_settle_in`, or by nobody that matters
+# Read whenever plugins are loaded. Imports load those of platforms only, and there are none.
+PLUGINS = {"SGLANG_PLUGINS"}
 MOST_BYTES, MOST_FDS = 1 << 20, 64
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -215,7 +218,7 @@ def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
         gc.enable()
         os.environ.__class__ = plain
     changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
-    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS}, changed
+    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS - PLUGINS}, changed
 
 
 # Host and helpers
