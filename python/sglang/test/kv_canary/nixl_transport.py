@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,8 @@ import numpy as np
 import torch
 
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
+WAIT_US = 2000  # at most, of the progress thread; released: 0, and it takes a core
+_STARTS = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__"
 _REGISTERS = "sglang.srt.disaggregation.nixl.conn.NixlKVManager.register_buffer_to_engine"
 # Loopback, and one thread a server for transfers in place of eight.
 ENV = {
@@ -22,11 +26,26 @@ ENV = {
 
 
 def host_memory() -> None:
-    """A plugin: SGLang registers KV as memory of a GPU, which UCX refuses for that of the host."""
+    """A plugin: SGLang registers KV as memory of a GPU, which UCX refuses for that of the host.
+
+    NIXL's progress thread then also waits for events, where it would ask for them all the time.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if not torch.cuda.is_available():
         HookRegistry.register(_REGISTERS, _without_gpu, HookType.BEFORE)
+        HookRegistry.register(_STARTS, _wait_for_events, HookType.BEFORE)
+
+
+def _wait_for_events(*_: Any, **__: Any) -> None:
+    bindings = sys.modules[importlib.import_module("nixl._api").nixl_agent.__module__].nixlBind
+    released = bindings.nixlAgentConfig
+    delay = released.pthrDelay
+
+    class Waiting(released):
+        pthrDelay = property(delay.fget, lambda self, us: delay.fset(self, us or WAIT_US))
+
+    bindings.nixlAgentConfig = Waiting
 
 
 def _without_gpu(kv_manager: Any) -> None:

@@ -10,9 +10,11 @@ from typing import ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import CanaryServer
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary_rigs.quiet_idle import names_nothing_while_idle
+from sglang_kv_canary_rigs.volume import FULL_VOLUME
 from sglang_kv_canary_rigs.warm import FreshServer
 
 register_cpu_ci(est_time=50, suite="stage-a-test-cpu")
@@ -22,7 +24,7 @@ LINE = "kv_canary violation: launch_tag=TAIL_K_FULL fail_reason=CONTENT "
 
 
 class TestSigterm(CanaryE2EBase):
-    transport = FreshServer
+    transport = FreshServer if FULL_VOLUME else CanaryServer
     ends_server = True
     plugins: ClassVar = (names_nothing_while_idle,)
     env: ClassVar = {"SGLANG_KV_CANARY_LOG_EVERY_S": "1e9"}

@@ -254,6 +254,40 @@ def test_what_waits_for_messages_gets_them_and_takes_no_core() -> None:
         assert seconds < 0.5, "of at least one"
 
 
+# What is compiled at its first call
+
+COMPILED = """
+import sys
+from types import FunctionType
+import sglang.srt.layers.moe.topk, sglang.srt.sampling.sampling_batch_info
+modules = [module for name, module in [*sys.modules.items()] if name.startswith("sglang.")]
+found = [value for module in modules for value in [*vars(module).values()] if isinstance(value, FunctionType)]
+print(sum("_torchdynamo_orig_callable" in vars(value) for value in found))
+"""
+
+
+def test_functions_that_sglang_compiles_run_as_they_are_written() -> None:
+    """A rank would compile each of them for seconds, or for a minute."""
+    assert int(fresh_python(COMPILED, env={})) > 5
+    assert FreshProcesses().run(COMPILED).result == 0
+
+
+# What is imported before
+
+IMPORTS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+before = set(sys.modules)
+load_plugins()
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_a_plugin_finds_the_modules_of_the_canary_imported() -> None:
+    """Each process of a server would import some hundred of them."""
+    assert FreshProcesses().run(IMPORTS, env={"SGLANG_PLUGINS": "kv_canary"}).result == []
+
+
 # SGLang's hooks
 
 STALE = """

@@ -21,8 +21,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import util
+from pathlib import Path
 from typing import Any, ClassVar
 
 import setproctitle
@@ -35,17 +37,46 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.models.registry",
 )
-# Some releases lack some of them.
+# What every server imports later. Some releases lack some of them, and some need what is not installed.
 IMPORTED_WHERE_THEY_ARE = (
+    "openai_harmony",
+    "sglang.srt.arg_groups.hisparse_hook",
+    "sglang.srt.disaggregation.common.staging_handler",
+    "sglang.srt.disaggregation.fake.conn",
+    "sglang.srt.distributed.device_communicators.custom_all_reduce",
+    "sglang.srt.distributed.device_communicators.hpu_communicator",
+    "sglang.srt.distributed.device_communicators.npu_communicator",
+    "sglang.srt.distributed.device_communicators.pymscclpp",
+    "sglang.srt.distributed.device_communicators.pynccl",
+    "sglang.srt.distributed.device_communicators.shm_broadcast",
+    "sglang.srt.distributed.device_communicators.torch_symm_mem",
+    "sglang.srt.distributed.device_communicators.xpu_communicator",
+    "sglang.srt.dllm.algorithm",
+    "sglang.srt.entrypoints.openai.serving_responses",
+    "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.mem_cache.hi_mamba_radix_cache",
     "sglang.srt.mem_cache.hiradix_cache",
+    "sglang.srt.mem_cache.pool_host",
+    "sglang.srt.mem_cache.unified_radix_cache",
+    "sglang.srt.speculative.dflash_info",
     "sglang.srt.speculative.eagle_worker",
     "sglang.srt.speculative.eagle_worker_v2",
+    "sglang.srt.speculative.ngram_info",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
+    "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.auto",
 )
+# The canary's own modules, which a process with its plugin imports. None does anything at import.
+OURS = "sglang_kv_canary"
+OURS_LEFT_OUT = {"__main__", "analysis", "cli", "demo", "fault_table", "selftest"}
 # Constants that SGLang reads from the environment at import. A child reads them again.
 READ_AGAIN = {
     "SGLANG_TEST_RETRACT": ("sglang.srt.managers.scheduler", "TEST_RETRACT"),
     "SGLANG_TEST_RETRACT_INTERVAL": ("sglang.srt.managers.scheduler", "TEST_RETRACT_INTERVAL"),
+    "SGLANG_TBO_DEBUG": ("sglang.srt.batch_overlap.two_batch_overlap", "_tbo_debug"),
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": (
         "sglang.srt.managers.tokenizer_manager",
         "_REQUEST_STATE_WAIT_TIMEOUT",
@@ -58,6 +89,8 @@ FOLDERS = {
     "PWD",
     "OLDPWD",
 }  # read once more by `_settle_in`, or by nobody that matters
+# Read whenever plugins are loaded. Imports load those of platforms only, and there are none.
+PLUGINS = {"SGLANG_PLUGINS"}
 MOST_BYTES, MOST_FDS = 1 << 20, 64
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -161,6 +194,15 @@ class _Watched(os._Environ):
         return super().__getitem__(key)
 
 
+def _further_modules() -> Iterator[str]:
+    yield from IMPORTED_WHERE_THEY_ARE
+    (folder,) = importlib.import_module(OURS).__path__
+    for path in sorted(Path(folder).rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if not OURS_LEFT_OUT.intersection(parts) and parts[-1] != "__init__":
+            yield ".".join((OURS, *parts))
+
+
 def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
     """The variables that were read with their values, and those that were set."""
     before, plain = dict(os.environ), type(os.environ)
@@ -169,14 +211,14 @@ def _import_everything() -> tuple[dict[str, str | None], dict[str, str]]:
     try:
         for name in IMPORTED:
             importlib.import_module(name)
-        for name in IMPORTED_WHERE_THEY_ARE:
-            if importlib.util.find_spec(name):
+        for name in _further_modules():
+            with suppress(ImportError):  # also what is written for another release
                 importlib.import_module(name)
     finally:
         gc.enable()
         os.environ.__class__ = plain
     changed = {k: v for k, v in os.environ.items() if before.get(k) != v}
-    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS}, changed
+    return {name: os.environ.get(name) for name in _Watched.names - FOLDERS - PLUGINS}, changed
 
 
 # Host and helpers

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import IO, ClassVar
 
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
 from sglang_kv_canary.testing.serving import CanaryServer
 
 from . import host as protocol
@@ -168,6 +170,8 @@ def _after_options(args: Sequence[str]) -> list[str]:
 @cache
 def shared() -> WarmProcesses:
     """Those of this process, until its end."""
+    # Imports read it, and servers get it from the harness: all others have the same.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache_dir())
     warm = WarmProcesses()
     atexit.register(warm.__exit__)
     return warm.__enter__()

@@ -1,16 +1,18 @@
 """What makes SGLang's processes cheaper, and changes nothing that they decide.
 
 An idle scheduler waits for its next message, and a controller of data parallelism for its own. As released, both ask
-again without a pause, which takes a core each. A small function of tensor parallelism runs as it is written, not
-compiled.
+again without a pause, which takes a core each. The machine's cores are listed once. Functions that are compiled at
+their first call run as they are written.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from module_index import ModuleIndex
@@ -27,19 +29,46 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import hook_registry
 
+    logging.Logger.setLevel = _unless_it_has_it(logging.Logger.setLevel)
     hook_registry._propagate_patch = ModuleIndex().propagate
     Scheduler.maybe_sleep_on_idle = _wait_for_a_message
     Scheduler.on_idle = _sleeping_while_others_work(Scheduler.on_idle)
-    _leave_uncompiled("sglang.srt.layers.vocab_parallel_embedding", "get_masked_input_and_mask")
+    _leave_functions_uncompiled()
+    _ask_once("sglang.srt.utils.common", "parse_lscpu_topology")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
 
 
-def _leave_uncompiled(module: str, name: str) -> None:
-    """A function that only tensor parallelism calls, and that each rank would compile for a second or two."""
-    compiled = getattr(sys.modules.get(module), name, None)
-    plain = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if plain is not None:
-        setattr(sys.modules[module], name, plain)
+def _unless_it_has_it(set_level: Callable[..., None]) -> Callable[..., None]:
+    """Each call goes through thousands of loggers. SGLang sets the levels of dozens again that imports have set."""
+
+    @functools.wraps(set_level)
+    def set_another(self: logging.Logger, level: int | str) -> None:
+        if level != self.level:
+            set_level(self, level)
+
+    return set_another
+
+
+def _ask_once(module: str, name: str) -> None:
+    """A function that runs a program, twice per rank, to learn of the machine what does not change."""
+    ask = getattr(sys.modules[module], name)
+    try:
+        told = tuple(ask())
+    except RuntimeError:  # the program is missing; every caller hears that
+        return
+    setattr(sys.modules[module], name, lambda: [*told])
+
+
+def _leave_functions_uncompiled() -> None:
+    """Those that SGLang decorates with torch.compile: each rank would compile one for seconds, or for a minute.
+
+    `--enable-torch-compile` still compiles the model, with them in it.
+    """
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("sglang."):
+            for attribute, value in [*vars(module).items()]:
+                if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+                    setattr(module, attribute, value._torchdynamo_orig_callable)
 
 
 def _wait_for_a_message(scheduler: Any) -> None:
