@@ -19,7 +19,6 @@ from sglang_kv_canary_rigs.containment_traffic import (
     PairPool,
     servers,
 )
-from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import (
     OverNixl,
     PdServing,
@@ -80,19 +79,16 @@ class PairBase(ServesPair, ContainmentBase):
         assert [e["answered"] for e in actions if e["rank"] == 0 and e["answered"]] == []
 
 
-@refused_on_newer_releases
 class TestPair(PairBase):
     pass
 
 
 @long_form
-@refused_on_newer_releases
 class TestWithoutOverlap(PairBase):
     flags: ClassVar = {**PairBase.flags, "disable_overlap_schedule": True}
 
 
 @long_form
-@refused_on_newer_releases
 class TestRetraction(PairBase):
     """SGLang retracts a request in every 20th step. Its KV waits in host memory."""
 
@@ -109,7 +105,6 @@ class Caching(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestPrefixCache(PairBase):
     """On the decode server, too. Requests that are being received hold prefixes of it."""
 
@@ -121,7 +116,6 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @long_form
-@refused_on_newer_releases
 class TestTwoRanks(PairBase):
     flags: ClassVar = {**PairBase.flags, "tp_size": 2}
     env: ClassVar = {**PairBase.env, **TWO_RANKS}
@@ -135,7 +129,6 @@ class TwoToOne(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestTwoRanksPrefill(PairBase):
     """One of them has damage. Nothing of the other one may arrive after the decode server has ended the request."""
 
@@ -148,7 +141,6 @@ class ReportingDecode(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestReportingDecode(PairBase):
     """It heeds what the prefill server says, and would serve what it finds itself."""
 
@@ -161,7 +153,6 @@ class UncheckedDecode(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestUncheckedDecode(PairBase):
     """The transport itself fails what a decode server without a canary must not use."""
 
@@ -180,7 +171,6 @@ class TestUncheckedDecode(PairBase):
 
 
 @long_form
-@refused_on_newer_releases
 class TestNixl(PairBase):
     transport: ClassVar = OverNixl
 

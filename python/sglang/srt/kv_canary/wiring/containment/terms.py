@@ -19,6 +19,10 @@ def _is_finished(request: Any) -> bool:
     return request.finished()
 
 
+def _nobody(_: Any) -> tuple[Any, ...]:
+    return ()
+
+
 def _never(_: Any) -> bool:
     return False
 
@@ -43,3 +47,5 @@ class Terms:
     heeds_aborts: bool = True
     # Whether a request that gives its row back has ended. Otherwise it was retracted.
     has_ended: Callable[[Any], bool] = _is_finished
+    # Of a scheduler: requests that have ended, and keep their slots until nothing is written to them any more
+    leaving: Callable[[Any], Iterable[Any]] = _nobody

@@ -17,12 +17,13 @@ from ..containment.hooks import (
 )
 from ..containment.hooks import HOOKS as SHARED
 from ..containment.install import install_containment, is_asked_for
+from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from .hicached_prefixes import around_store_node
-from .pairs import for_server_of, hold_sends
+from .pairs import for_server_of
 from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 

@@ -13,18 +13,22 @@ from ..containment.hooks import (
 )
 from ..containment.hooks import HOOKS as SHARED
 from ..containment.install import install_containment, is_asked_for
+from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from .namespaces import Namespaces, prefixes_of
+from .pairs import for_server_of
 
 
 @guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     if is_asked_for():
-        install_containment(scheduler, prefixes_of(scheduler), TERMS, _why_not(scheduler))
+        terms = for_server_of(scheduler, TERMS)
+        install_containment(scheduler, prefixes_of(scheduler), terms, _why_not(scheduler))
+        hold_sends(scheduler)
 
 
 def _why_not(scheduler: Any) -> str | None:
@@ -40,6 +44,8 @@ def _why_not(scheduler: Any) -> str | None:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
+    elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
+        why = "optimistic prefills are taken back and run again, and no test has run it with them"
     else:
         return None
     return f"findings are reported only, because on this release {why}"
