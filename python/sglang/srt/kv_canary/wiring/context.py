@@ -74,7 +74,9 @@ class CanaryContext:
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
     sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
-    is_of_pair: bool = False  # a prefill or a decode server that ends requests: its chains start as its peer's
+    is_of_pair: bool = (
+        False  # a prefill or a decode server that ends requests: its chains start as its peer's
+    )
     adapters: AdapterNames | None = None  # with LoRA on a server of a prefill-decode pair
     # Requests by (peer, what of their KV is not checked)
     told: Counter[tuple[str, str]] = field(default_factory=Counter)

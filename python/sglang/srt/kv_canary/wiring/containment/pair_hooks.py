@@ -44,9 +44,8 @@ def _before_bootstrap(_: Any, request: Any, *__: Any, **___: Any) -> None:
 def hold_sends(scheduler: Any) -> None:
     """On a prefill server whose requests can end."""
     if context.containment is not None and scheduler.server_args.disaggregation_mode == "prefill":
-        rounds = 0 if context.containment.bell is None else 2
         send = functools.partial(scheduler.send_kv_chunk, last_chunk=True)
-        context.held_sends = HeldSends(rounds, send)
+        context.held_sends = HeldSends(context.containment.bell, send)
 
 
 _MIXIN = f"{PREFILL}.SchedulerDisaggregationPrefillMixin"
