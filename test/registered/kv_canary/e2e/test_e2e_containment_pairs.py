@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing import CanaryServer, consts
+from sglang_kv_canary.testing.hicache_mode import ON_CPU
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ContainmentBase
 from sglang_kv_canary_rigs.containment_traffic import (
@@ -32,6 +35,9 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
+not_on_newer_releases = pytest.mark.skipif(
+    release().has_own_canary, reason="findings are reported only there"
+)
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 
 
@@ -134,6 +140,38 @@ class TestTwoRanksPrefill(PairBase):
 
     transport: ClassVar = TwoToOne
     pool: ClassVar = PairPool(size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,)))
+
+
+@long_form
+@not_on_newer_releases
+class TestPages(PairBase):
+    flags: ClassVar = {**PairBase.flags, "page_size": consts.PAGE_SIZE}
+    # SGLang's page allocator is a Triton kernel.
+    env: ClassVar = {**PairBase.env, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (quick_interpreter,) if ON_CPU else ()
+
+
+@long_form
+@not_on_newer_releases
+class TestSlidingWindow(PairBase):
+    mode_name = "swa"
+
+
+@long_form
+class TestMla(PairBase):
+    mode_name = "mla"
+    pool: ClassVar = PairPool(half="K", size=64)
+
+
+@long_form
+class TestMlaTwoRanksPrefill(PairBase):
+    """One of them sends nothing. What it finds ends the request all the same."""
+
+    mode_name = "mla"
+    transport: ClassVar = TwoToOne
+    pool: ClassVar = PairPool(
+        half="K", size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,), (0,), (1,), (0,), (1,))
+    )
 
 
 class ReportingDecode(PdServing):

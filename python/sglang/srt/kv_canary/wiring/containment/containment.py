@@ -23,7 +23,6 @@ from ...runner.manager import CanaryManager
 from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
 from ..releases import release
-from .abort import reason_of_waiting
 from .owned_slots import OwnedSlots
 from .prefixes import Computed, NoPrefixes, Prefixes
 from .terms import Terms
@@ -289,8 +288,8 @@ class Containment:
         ended = [rid for rid in verdict.waiting if rid in waiting]
         for rid in ended:
             self.terms.retracted(self.scheduler).remove(waiting[rid])
-            reason = reason_of_waiting(verdict.waiting[rid])
-            attempt_aside(self.terms.answer_waiting, self.scheduler, waiting[rid], reason)
+            why = verdict.waiting[rid]
+            attempt_aside(self.terms.end_waiting, self.scheduler, waiting[rid], why)
         return ended
 
     def _drop(

@@ -22,6 +22,9 @@ from .pairs import fail_naming, raise_naming
 __all__ = ["hold", "was_held"]
 
 _ELSEWHERE = "this request's KV is right on this tensor-parallel rank, and another one has failed its transfer"
+_PERHAPS = (
+    "it may be damage. The log of the tensor-parallel rank that has failed the transfer says why"
+)
 _WRAPPED = "_kv_canary_polled"  # of a receiver: it is asked here
 _HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it received; 0: not checked
 _COUNTED = "_kv_canary_counted"  # of a receiver: its failure is one of ours
@@ -92,12 +95,23 @@ def _raise_when_over(
         forward = getattr(receiver, _HELD, None)
         if forward:  # nobody asks for its verdict any more
             context.target.arrivals.forget(forward)
-        is_right_here = await_end(poll) == KVPoll.Success and forward == 0
+        status = await_end(poll)
+        is_right_here = status == KVPoll.Success and forward == 0
         if damage:
             _count(receiver)
         if damage or is_right_here:
             raise_naming(original, message(damage or _ELSEWHERE))
+        if status != KVPoll.Failed:
+            _raise_hinting(original)
     original()
+
+
+def _raise_hinting(original: Callable[[], None]) -> None:
+    """SGLang says that it is another rank, and not why."""
+    try:
+        original()
+    except Exception as error:
+        raise RuntimeError(f"{error}. {message(_PERHAPS)}") from error
 
 
 def _fail(receiver: Any, request: Any, what: str) -> int:

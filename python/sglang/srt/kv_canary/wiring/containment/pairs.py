@@ -15,7 +15,13 @@ from typing import Any
 from ..context import context
 from .terms import Terms
 
-__all__ = ["fail_naming", "for_decode_server", "for_prefill_server", "raise_naming"]
+__all__ = [
+    "fail_naming",
+    "for_decode_server",
+    "for_prefill_server",
+    "poll_failing",
+    "raise_naming",
+]
 
 
 def for_prefill_server(terms: Terms, end_running: Callable[[Any, str], bool]) -> Terms:
@@ -43,14 +49,14 @@ def for_decode_server(
         yield from scheduler.waiting_queue
         yield from (waiting.req for waiting in scheduler.disagg_decode_transfer_queue.queue)
 
-    def answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+    def end_waiting(scheduler: Any, request: Any, why: str) -> None:
         forget_copy(scheduler, request)
-        terms.answer_waiting(scheduler, request, reason)
+        terms.end_waiting(scheduler, request, why)
 
     return replace(
         terms,
         requests_of=requests_of,
-        answer_waiting=answer_waiting,
+        end_waiting=end_waiting,
         retracted=_retracted,
         leaving=leaving,
     )
@@ -62,6 +68,14 @@ def _retracted(scheduler: Any) -> list[Any]:
 
 def _has_gone(request: Any) -> bool:
     return context.sent_chunks.has_gone(request.bootstrap_room, request.rid)
+
+
+def poll_failing(original: Callable[[], int]) -> int:
+    """The status of a transfer that must not succeed."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    status = original()
+    return KVPoll.Failed if status == KVPoll.Success else status
 
 
 def fail_naming(party: Any, why: str) -> None:

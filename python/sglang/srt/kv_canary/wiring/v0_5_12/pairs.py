@@ -14,7 +14,12 @@ from typing import Any
 from ..containment.abort import message
 from ..containment.hooks import ACTION
 from ..containment.pair_hooks import INFLIGHT_QUEUE
-from ..containment.pairs import for_decode_server, for_prefill_server, raise_naming
+from ..containment.pairs import (
+    for_decode_server,
+    for_prefill_server,
+    poll_failing,
+    raise_naming,
+)
 from ..containment.terms import Terms
 from ..context import context
 from ..disaggregation import COPY, DECODE
@@ -56,15 +61,8 @@ def _fail_sending(request: Any, why: str) -> bool:
     request.skip_radix_cache_insert = True
     if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
         return False
-    sender.poll = functools.partial(_poll_failing, sender.poll)
+    sender.poll = functools.partial(poll_failing, sender.poll)
     return True
-
-
-def _poll_failing(original: Callable[[], int]) -> int:
-    from sglang.srt.disaggregation.base import KVPoll
-
-    status = original()
-    return KVPoll.Failed if status == KVPoll.Success else status
 
 
 def _raise_when_sent(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:

@@ -6,11 +6,18 @@ waits for another one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ..containment.abort import message
-from ..containment.pairs import fail_naming, for_decode_server, for_prefill_server
+from ..containment.abort import end_running, message
+from ..containment.pairs import (
+    fail_naming,
+    for_decode_server,
+    for_prefill_server,
+    poll_failing,
+)
 from ..containment.terms import Terms
 from ..context import context
 from ..disaggregation import COPY
@@ -27,12 +34,32 @@ def for_server_of(scheduler: Any, terms: Terms) -> Terms:
         return for_prefill_server(terms, _fail_sending)
     if mode != "decode":
         return terms
-    return for_decode_server(terms, _forget_copy, _leaving)
+    decode = for_decode_server(terms, _forget_copy, _leaving)
+    end_waiting = functools.partial(_end_waiting, decode.end_waiting)
+    return replace(decode, retracted=_retracted, end_waiting=end_waiting)
 
 
 def status_now(poll: Callable[[], int]) -> int:
     """The status of a failed transfer, whose slots SGLang frees once nothing is written to them."""
     return poll()
+
+
+def _retracted(scheduler: Any) -> list[Any]:
+    """Those whose KV is in host memory, and those whose KV the prefill server computes again."""
+    queue = scheduler.disagg_decode_prealloc_queue
+    again = [waiting.req for waiting in queue.queue if waiting.is_rebootstrap]
+    return [*queue.retracted_queue, *queue.held_rebootstrap_reqs, *again]
+
+
+def _end_waiting(
+    original: Callable[[Any, Any, str], None], scheduler: Any, request: Any, why: str
+) -> None:
+    retracted = scheduler.disagg_decode_prealloc_queue.retracted_queue
+    if request in retracted:
+        retracted.remove(request)
+        original(scheduler, request, why)
+    else:
+        end_running(request, why)  # when SGLang would go on to decode it
 
 
 def _leaving(scheduler: Any) -> list[Any]:
@@ -54,9 +81,13 @@ def _fail_sending(request: Any, why: str) -> bool:
 
     If it had, another rank may still fail it. Then the error says why.
     """
-    fail_naming(request.disagg_kv_sender, message(why))
+    sender = request.disagg_kv_sender
+    fail_naming(sender, message(why))
     request.skip_radix_cache_insert = True
-    return context.sent_chunks.fail(request.bootstrap_room, request.rid, why)
+    if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
+        return False
+    sender.poll = functools.partial(poll_failing, sender.poll)  # one that sends nothing may succeed
+    return True
 
 
 def fail_damaged(kv_manager: Any) -> None:
