@@ -19,6 +19,7 @@ if "v0_5_22.action" not in release().hook_modules:
     )
 
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.fake.conn import FakeKVSender
 from sglang_kv_canary.wiring.v0_5_22.action import TERMS
 from sglang_kv_canary.wiring.v0_5_22.namespace import as_sent
 from sglang_kv_canary.wiring.v0_5_22.namespaces import Namespaces
@@ -48,6 +49,27 @@ def test_the_transfer_of_a_request_that_has_read_damage_fails_and_says_why() -> 
     assert [told["status"] for told in manager.told] == [KVPoll.Failed, KVPoll.Success]
     assert manager.told[0]["failure_reason"] == "kv-canary: damage"
     assert not context.sent_chunks.fail(2, "bob", "late")  # it has gone
+
+
+@pytest.mark.parametrize(("host", "status"), [("2.2.2.2", "Failed"), ("10.0.0.1", "Success")])
+def test_a_sender_fails_by_itself_only_if_there_is_no_decode_server(host: str, status: str) -> None:
+    """A rank that sends nothing succeeds at once. If it failed, the part of another rank would never go."""
+    request = SimpleNamespace(
+        rid="ada",
+        bootstrap_room=1,
+        bootstrap_host=host,
+        disagg_kv_sender=FakeKVSender(None, "", 1),
+    )
+    terms = for_server_of(_server("prefill"), TERMS)
+    assert terms.end_running(request, "damage")
+    request.disagg_kv_sender.send(None)
+    assert request.disagg_kv_sender.poll() == getattr(KVPoll, status)
+    with pytest.raises(RuntimeError, match="kv-canary: damage"):
+        request.disagg_kv_sender.failure_exception()
+
+
+def _server(mode: str) -> Any:
+    return SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode=mode))
 
 
 def test_a_failure_of_another_kind_stays_what_it_is() -> None:

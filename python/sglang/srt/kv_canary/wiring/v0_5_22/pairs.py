@@ -22,6 +22,7 @@ from ..containment.terms import Terms
 from ..context import context
 from ..disaggregation import COPY
 from ..record_sender import wrap_method
+from ..releases import release
 
 __all__ = ["fail_damaged", "for_server_of", "status_now"]
 
@@ -84,10 +85,10 @@ def _fail_sending(request: Any, why: str) -> bool:
     sender = request.disagg_kv_sender
     fail_naming(sender, message(why))
     request.skip_radix_cache_insert = True
-    if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
-        return False
-    sender.poll = functools.partial(poll_failing, sender.poll)  # one that sends nothing may succeed
-    return True
+    # A rank that sends nothing has succeeded at once. It must not fail before another one has told the decode server.
+    if release().transfers.is_fake(request, None):
+        sender.poll = functools.partial(poll_failing, sender.poll)  # nobody else would fail it
+    return context.sent_chunks.fail(request.bootstrap_room, request.rid, why)
 
 
 def fail_damaged(kv_manager: Any) -> None:
