@@ -28,7 +28,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         Coverage.PARTLY,
-        "MHA pools with pages of one slot; not with HiCache or sessions; over disaggregation on 0.5.23; "
+        "MHA and MLA pools with pages of one slot; not with HiCache or sessions; also over disaggregation; "
         f"{NO_GPU}; see docs/operate.md",
     ),
     PathSupport(

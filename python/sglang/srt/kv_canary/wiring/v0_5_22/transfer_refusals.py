@@ -87,12 +87,6 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Remove --enable-pd-role-switch.",
     ),
     Refusal(
-        "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort on 0.5.22",
-        lambda args: _ends_requests(args) and not tells_of_success(),
-        "no run has ended requests over disaggregation on that release.",
-        "Unset SGLANG_KV_CANARY_ACTION, or install 0.5.23.",
-    ),
-    Refusal(
         "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
         lambda args: (
             _ends_requests(args) and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
