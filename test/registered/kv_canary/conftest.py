@@ -102,6 +102,7 @@ def events_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 ON_NEWER_RELEASES = (
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_containment.py",
+    "e2e/test_e2e_containment_pairs.py",
     "e2e/test_e2e_context_parallel.py",
     "e2e/test_e2e_disaggregation.py",
     "e2e/test_e2e_disaggregation_images.py",
@@ -136,6 +137,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_live_questions.py",
     "wiring/test_model_forward.py",
     "wiring/test_namespaces.py",
+    "wiring/test_pairs_of_newer_releases.py",
     "wiring/test_seam.py",
     "wiring/test_swa_location.py",
 )

@@ -27,7 +27,6 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
 from sglang_kv_canary.runner.damage_desk import Reader
 from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported_only
-from sglang_kv_canary.wiring.containment.pairs import for_prefill_server
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary.wiring.containment.verdict import Verdict
 from sglang_kv_canary.wiring.v0_5_12.action import TERMS
@@ -237,8 +236,22 @@ def on_prefill(rig: ContainmentRig, rid: str, row: int, room: int) -> Req:
 @pytest.fixture
 def prefill(rig: ContainmentRig) -> ContainmentRig:
     rig.scheduler.disagg_prefill_inflight_queue = []
-    rig.containment.terms = for_prefill_server(TERMS)
+    rig.containment.terms = for_server_of(_server("prefill"), TERMS)
     return rig
+
+
+def _server(mode: str) -> Any:
+    return SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode=mode))
+
+
+def test_an_error_while_a_reader_is_ended_spares_nobody_else(prefill: ContainmentRig) -> None:
+    ada, cat = (on_prefill(prefill, rid, row, row) for row, rid in ((1, "ada"), (3, "cat")))
+    ada.disagg_kv_sender = None
+    forward = prefill.forward(ada, cat)
+    prefill.act(read(ada, forward), read(cat, forward))
+    assert context.sent_chunks.let_go(3).startswith("this request has read damaged")
+    assert +prefill.desk.outcomes == {"aborted": 1}
+    assert prefill.manager.errors.total == 1
 
 
 def test_a_prefill_server_fails_a_transfer_that_is_not_over(prefill: ContainmentRig) -> None:
@@ -280,9 +293,7 @@ def test_a_rank_that_has_sent_its_part_does_not_answer_for_the_others() -> None:
 def on_decode(rig: ContainmentRig) -> None:
     rig.scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[])
     rig.scheduler.disagg_decode_prealloc_queue = SimpleNamespace(retracted_queue=[])
-    rig.containment.terms = for_server_of(
-        SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="decode")), TERMS
-    )
+    rig.containment.terms = for_server_of(_server("decode"), TERMS)
 
 
 def test_a_decode_server_ends_who_holds_damage_and_does_not_run_yet(rig: ContainmentRig) -> None:

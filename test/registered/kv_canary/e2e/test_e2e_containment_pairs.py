@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing import CanaryServer, consts
+from sglang_kv_canary.testing.hicache_mode import ON_CPU
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ContainmentBase
 from sglang_kv_canary_rigs.containment_traffic import (
@@ -19,7 +22,6 @@ from sglang_kv_canary_rigs.containment_traffic import (
     PairPool,
     servers,
 )
-from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_serving import (
     OverNixl,
     PdServing,
@@ -33,6 +35,9 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
+not_on_newer_releases = pytest.mark.skipif(
+    release().has_own_canary, reason="findings are reported only there"
+)
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
 
 
@@ -80,19 +85,16 @@ class PairBase(ServesPair, ContainmentBase):
         assert [e["answered"] for e in actions if e["rank"] == 0 and e["answered"]] == []
 
 
-@refused_on_newer_releases
 class TestPair(PairBase):
     pass
 
 
 @long_form
-@refused_on_newer_releases
 class TestWithoutOverlap(PairBase):
     flags: ClassVar = {**PairBase.flags, "disable_overlap_schedule": True}
 
 
 @long_form
-@refused_on_newer_releases
 class TestRetraction(PairBase):
     """SGLang retracts a request in every 20th step. Its KV waits in host memory."""
 
@@ -109,7 +111,6 @@ class Caching(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestPrefixCache(PairBase):
     """On the decode server, too. Requests that are being received hold prefixes of it."""
 
@@ -121,7 +122,6 @@ TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @long_form
-@refused_on_newer_releases
 class TestTwoRanks(PairBase):
     flags: ClassVar = {**PairBase.flags, "tp_size": 2}
     env: ClassVar = {**PairBase.env, **TWO_RANKS}
@@ -135,7 +135,6 @@ class TwoToOne(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestTwoRanksPrefill(PairBase):
     """One of them has damage. Nothing of the other one may arrive after the decode server has ended the request."""
 
@@ -143,12 +142,45 @@ class TestTwoRanksPrefill(PairBase):
     pool: ClassVar = PairPool(size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,)))
 
 
+@long_form
+@not_on_newer_releases
+class TestPages(PairBase):
+    flags: ClassVar = {**PairBase.flags, "page_size": consts.PAGE_SIZE}
+    # SGLang's page allocator is a Triton kernel.
+    env: ClassVar = {**PairBase.env, **(INTERPRETED if ON_CPU else {})}
+    plugins: ClassVar = (quick_interpreter,) if ON_CPU else ()
+
+
+@long_form
+@not_on_newer_releases
+class TestSlidingWindow(PairBase):
+    mode_name = "swa"
+    # By default SGLang reserves so many slots for answers that requests decode one after the other.
+    flags: ClassVar = {**PairBase.flags, "num_reserved_decode_tokens": 16}
+
+
+@long_form
+class TestMla(PairBase):
+    mode_name = "mla"
+    pool: ClassVar = PairPool(half="K", size=64)
+
+
+@long_form
+class TestMlaTwoRanksPrefill(PairBase):
+    """One of them sends nothing. What it finds ends the request all the same."""
+
+    mode_name = "mla"
+    transport: ClassVar = TwoToOne
+    pool: ClassVar = PairPool(
+        half="K", size=64, on_decode=False, ranks=((1,), (0,), (1,), (0,), (0,), (1,), (0,), (1,))
+    )
+
+
 class ReportingDecode(PdServing):
     decode_env: ClassVar = {"SGLANG_KV_CANARY_ACTION": "report"}
 
 
 @long_form
-@refused_on_newer_releases
 class TestReportingDecode(PairBase):
     """It heeds what the prefill server says, and would serve what it finds itself."""
 
@@ -161,7 +193,6 @@ class UncheckedDecode(PdServing):
 
 
 @long_form
-@refused_on_newer_releases
 class TestUncheckedDecode(PairBase):
     """The transport itself fails what a decode server without a canary must not use."""
 
@@ -180,7 +211,6 @@ class TestUncheckedDecode(PairBase):
 
 
 @long_form
-@refused_on_newer_releases
 class TestNixl(PairBase):
     transport: ClassVar = OverNixl
 

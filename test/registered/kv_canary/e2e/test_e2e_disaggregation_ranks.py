@@ -136,9 +136,9 @@ class TestDpAttentionToOneRank(BetweenRanks):
 
 @long_on_newer_releases
 class TestOneRankToDpAttention(BetweenRanks):
-    """A request whose KV arrives damaged is ended on its rank, where the release can."""
+    """A request whose KV arrives damaged is ended on its rank."""
 
-    ends_damaged: ClassVar = not release().has_own_canary and not LONG
+    ends_damaged: ClassVar = not LONG
     mode_name: ClassVar = "mla_dp"
     env: ClassVar = {**HEALTH, **({"SGLANG_KV_CANARY_ACTION": "abort"} if ends_damaged else {})}
     transport: ClassVar = FromOne

@@ -37,16 +37,16 @@ class Ring:
         self.reporter = ViolationReporter(CanaryMode.LOG, EventSink("", 0), 1e9)
         self.manager = ViolationManager(self.log, FlightRecorder(), self.reporter)
 
-    def append(self, tag: int, reasons: int, slot: int = 0) -> None:
+    def append(self, tag: int, reasons: int, slot: int = 0, forward: int = 0) -> None:
         sequence = int(self.log.total)
         row = np.zeros(VIOLATION_COLUMNS, dtype=np.int64)
-        columns = [Column.SEQUENCE, Column.TAG, Column.REASONS, Column.SLOT]
-        row[columns] = sequence, tag, reasons, slot
+        columns = [Column.SEQUENCE, Column.TAG, Column.REASONS, Column.SLOT, Column.READER_FORWARD]
+        row[columns] = sequence, tag, reasons, slot, forward
         self.log.rows[sequence % len(self.log.rows)] = torch.from_numpy(row)
         self.log.total.add_(1)
 
-    def step(self) -> None:
-        self.manager.observe_total(int(self.log.total))
+    def step(self, forward: int = 0) -> None:
+        self.manager.observe_total(int(self.log.total), forward)
         self.manager.step()
 
 
@@ -96,6 +96,31 @@ def test_of_damage_that_stays_a_part_is_looked_at_each_step_and_all_of_it_is_cou
     _flood(ring, slots, 1)
     more = sum(cause.findings for cause in reporter._causes.values()) - looked_at
     assert 0 < more <= MOST_TAKEN < len(slots)
+
+
+def test_what_earlier_forwards_have_found_is_known_while_later_ones_find_more() -> None:
+    """A request's KV waits for the findings of its own forwards, and not for those of all others."""
+    ring = Ring()
+    manager, recorder = ring.manager, ring.manager._recorder
+    for forward in (5, 6):  # their results are not in
+        recorder.begin_step([(1, "chat")])
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+    ring.append(0, Reason.TOKEN, forward=6)
+    ring.step(forward=6)
+    assert manager.busy
+    assert manager.handed_over() == 5
+    manager.observe_total(2, 7)  # a row that is not fetched yet
+    assert manager.handed_over() == 5
+
+
+def test_a_forward_whose_rows_are_being_fetched_is_not_known() -> None:
+    ring = Ring()
+    ring.append(0, Reason.TOKEN, forward=3)
+    ring.manager.observe_total(1, 3)
+    assert ring.manager.handed_over() == 0
+    ring.manager.step()
+    assert ring.manager.handed_over() == 3
 
 
 def test_rows_that_come_while_the_ring_is_copied_are_counted_as_overwritten() -> None:

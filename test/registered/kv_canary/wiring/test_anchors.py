@@ -82,9 +82,7 @@ def test_servers_that_name_an_adapter_alike_share_its_anchor(
         anchors.append([anchor_of_key(key) for key in (*keys, None, "salt", "0" * 32)])
         requests = [(f"{key}{adapter}", adapter) for adapter in refs for key in ("", "salt")]
         requests += [(None, None), ("salt", None), ("0" * 32, None)]
-        shared = [
-            shared_key(SimpleNamespace(extra_key=key, lora_id=adapter)) for key, adapter in requests
-        ]
+        shared = [shared_key(SimpleNamespace(lora_id=adapter), key) for key, adapter in requests]
         assert [anchor_of(key) for key in shared] == anchors[-1]
         refs.clear()  # unloaded: what is cached keeps its anchor
         assert [anchor_of_key(key) for key in keys] == anchors[-1][:4]

@@ -294,7 +294,7 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
             "PD disaggregation with a multimodal model and another feature",
-            "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
+            "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
         ]
         if release().transfers
         else []
@@ -443,19 +443,22 @@ def test_no_request_is_ended_on_a_release_that_has_no_action() -> None:
 
 
 @has_seam
-def test_no_request_is_ended_because_its_kv_arrives_damaged() -> None:
+def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
     if release().transfers is None:
         pytest.skip("this release refuses disaggregation; lifted by make test SGLANG=0.5.23")
     load_plugins()
-    name = "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort"
+    name = "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV"
     case = next(c for c in release().refusals() if c.name == name)
     alone, decodes = (
         ServerArgs(model_path="dummy", device="cpu", **more) for more in ({}, _DECODES)
     )
-    assert not case.predicate(decodes)
     with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
-        assert case.predicate(decodes)
-        assert not case.predicate(alone)
+        assert not case.predicate(decodes)
+    with envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.override(False):
+        assert not case.predicate(decodes)
+        with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
+            assert case.predicate(decodes)
+            assert not case.predicate(alone)
 
 
 @has_seam

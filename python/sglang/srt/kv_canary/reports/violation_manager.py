@@ -22,6 +22,7 @@ from .violation_reporter import ViolationReporter
 
 logger = logging.getLogger(__name__)
 
+MAX_TOTALS = 256  # summaries that are remembered while their rows are being fetched
 _NO_ROWS = np.empty((0, VIOLATION_COLUMNS), dtype=np.int64)
 
 
@@ -39,6 +40,9 @@ class ViolationManager:
         self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
+        # (forward, total) of summaries: what forwards up to it have found are the first `total` rows
+        self._totals: deque[tuple[int, int]] = deque(maxlen=MAX_TOTALS)
+        self._fetched_of = 0  # all rows of forwards up to this one have been fetched
         self._unsettled = _NO_ROWS
         # Of tag and reasons, int64[n], ascending; the first one is never found
         self._pairs = np.array([-1])
@@ -54,9 +58,22 @@ class ViolationManager:
         # A violation may have several reasons.
         self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
 
-    def observe_total(self, total: int) -> None:
-        """A summary arrived: `total` rows have been appended since the start."""
+    def observe_total(self, total: int, forward: int) -> None:
+        """A summary arrived: `total` rows have been appended since the start, by forwards up to `forward`."""
         self._seen_total = max(self._seen_total, total)
+        self._totals.append((forward, total))
+
+    def handed_over(self) -> int:
+        """The forward up to which all findings have been passed to the listeners.
+
+        Findings of later forwards do not matter, so who waits for it does not wait for their readers.
+        """
+        while self._totals and self._totals[0][1] <= self._fetched:
+            self._fetched_of = self._totals.popleft()[0]
+        if not len(self._unsettled):
+            return self._fetched_of
+        first = int(self._unsettled[:, Column.READER_FORWARD].min())
+        return min(self._fetched_of, first - 1)
 
     def found(self, finding: Finding | StateFinding, forward: int) -> None:
         """Something is wrong outside the device pool. `forward`: the last one launched. Any thread may call this."""

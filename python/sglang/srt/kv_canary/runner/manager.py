@@ -149,7 +149,6 @@ class CanaryManager:
         self.damage: DamageDesk | None = None  # None: findings are reported only
         # What is checked of the states of linear-attention layers, JSON-ready; None: the model has none
         self.states: dict[str, Any] | None = None
-        self._copied_forward = 0  # forwards launched before the last copy that arrived
         self._events_applied: torch.cuda.Event | None = None
         self._found = 0  # violations, as of the last summary
         self._finding = False  # that summary had more than the one before
@@ -342,7 +341,7 @@ class CanaryManager:
 
     def has_handed_over(self, forward: int) -> bool:
         """Whether everything that forwards up to `forward` have found has been handed to the listeners."""
-        return self._copied_forward >= forward and not self.violations.busy
+        return self.violations.handed_over() >= forward
 
     def settle_slots(self) -> None:
         """Apply the allocator's events now, on the current stream, after those that forwards have applied.
@@ -576,8 +575,8 @@ class CanaryManager:
         attempts.run(self._copy.deliver, wait=wait)
         if self.violations.busy:
             attempts.run(self.violations.step, wait=wait)
-        if self.arrivals is not None and not self.violations.busy:
-            self.arrivals.note_known(self._copied_forward)
+        if self.arrivals is not None:
+            self.arrivals.note_known(self.violations.handed_over())
         attempts.run(self.violations.name_waiting, idle=wait)
         attempts.raise_first()
 
@@ -626,8 +625,7 @@ class CanaryManager:
         summary = Summary.from_host(host[0], point, self.forward_ct)
         self._finding = summary.violations > self._found
         self._found = summary.violations
-        self._copied_forward = point.forward_ct
-        self.violations.observe_total(summary.violations)
+        self.violations.observe_total(summary.violations, point.forward_ct)
         self._tell_observers("on_summary", self, summary)
 
     # What it is

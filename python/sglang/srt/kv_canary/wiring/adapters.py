@@ -10,9 +10,9 @@ from .context import context
 __all__ = ["anchor_of_key", "knows_adapter", "shared_key"]
 
 
-def shared_key(request: Any) -> str | None:
-    """The request's `extra_key` as SGLang has it, with the name of its LoRA adapter in place of the id."""
-    names, key = context.adapters, request.extra_key
+def shared_key(request: Any, key: str | None) -> str | None:
+    """`key`, the `extra_key` of `request`, with the name of its LoRA adapter in place of the id."""
+    names = context.adapters
     return key if names is None else names.of_request(key, request.lora_id)
 
 

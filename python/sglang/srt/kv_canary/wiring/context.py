@@ -74,6 +74,9 @@ class CanaryContext:
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
     sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
+    is_of_pair: bool = (
+        False  # a prefill or a decode server that ends requests: its chains start as its peer's
+    )
     adapters: AdapterNames | None = None  # with LoRA on a server of a prefill-decode pair
     # Requests by (peer, what of their KV is not checked)
     told: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -85,6 +88,8 @@ class CanaryContext:
         None  # SGLANG_KV_CANARY_ACTION=abort; None: findings are reported only
     )
     held_sends: Any | None = None  # of a prefill server with a containment
+    # Until when this rank waits for its parts of transfers that other ranks have failed. None: it does not wait yet
+    await_ends_until: float | None = None
     # The first position that each request of a batch computes; None: nobody asks
     starts_of: Callable[[Any], list[int]] | None = None
     states: Any | None = None  # what follows states of linear-attention layers; None: nothing does

@@ -46,7 +46,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         session = request.mooncake_session_id
         must_fail = context.sent_chunks.let_go(request.room)
         tells = sender.contained(session, _announce, kv_manager, sender, request)
-        if must_fail and not tells:
+        if must_fail and not (tells or release().transfers.fails_damaged):
             return _FAILED
         return original(request, *args, **more)
 

@@ -36,3 +36,5 @@ class TransferAnswers:
     # (Mooncake's manager of a prefill rank, address, message): to a decode rank, before the transfer's status
     send: Callable[[Any, Any, Sequence[bytes]], None]
     heeds_damage: bool = False  # a decode server fails requests whose notice says why
+    # A prefill rank ends the transfer of a request that has read damage as failed, for every decode server
+    fails_damaged: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from typing import Any
 
 from .rank_group import RankGroup
 
-__all__ = ["Bell", "BellMark"]
+__all__ = ["Bell", "BellMark", "memory_size"]
 
 _RUNG = b"\x01"
+_NUMBER = struct.Struct("=q")
 
 
 class BellMark:
@@ -25,24 +27,25 @@ class BellMark:
 
 
 class Bell:
-    """One per scheduler process. `memory` has one byte for each rank."""
+    """One per scheduler process. `memory` has `memory_size(ranks.size)` bytes: one of each rank, then its number."""
 
     def __init__(self, ranks: RankGroup, memory: mmap.mmap) -> None:
-        self._memory, self._rank = memory, ranks.rank
+        self._memory, self._rank, self._size = memory, ranks.rank, ranks.size
+        self._known = 0
         self._receiving = False
         self._heard = False
 
     @classmethod
     def hang(cls, ranks: RankGroup) -> Bell | None:
         """All ranks must ask. None, on all of them: they share no memory, because they are on several hosts."""
-        path = _new_file(ranks.size) if ranks.rank == 0 else ""
+        path = _new_file(memory_size(ranks.size)) if ranks.rank == 0 else ""
         path = ranks.gather(path)[0]
-        memory = _mapped(path, ranks.size)
+        memory = _mapped(path, memory_size(ranks.size))
         # A file of the same name on another host would be mapped, too. So each rank shows that it is the same one.
         if memory is not None:
             memory[ranks.rank] = ranks.rank + 1 & 0xFF
         everywhere = all(ranks.gather(memory is not None))
-        seen = everywhere and bytes(memory) == bytes(r + 1 & 0xFF for r in range(ranks.size))
+        seen = everywhere and memory[: ranks.size] == bytes(r + 1 & 0xFF for r in range(ranks.size))
         everywhere = all(ranks.gather(seen))
         if ranks.rank == 0 and path:
             os.unlink(path)
@@ -63,6 +66,21 @@ class Bell:
             self._memory[self._rank] = 0
         return heard
 
+    def say_known(self, number: int) -> None:
+        """What this rank has found about requests up to `number` is known, and has rung the bell."""
+        if number > self._known:
+            self._known = number
+            self._memory[self._place(self._rank)] = _NUMBER.pack(number)
+
+    def known_everywhere(self) -> int:
+        """The number up to which all ranks have said so."""
+        places = (self._place(rank) for rank in range(self._size))
+        return min(_NUMBER.unpack(self._memory[place])[0] for place in places)
+
+    def _place(self, rank: int) -> slice:
+        at = memory_size(rank, self._size)
+        return slice(at, at + _NUMBER.size)
+
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """While the scheduler receives the requests of a step."""
@@ -78,13 +96,19 @@ class Bell:
         """Around SGLang's broadcast of the requests from rank 0."""
         if not self._receiving:
             return original(data, *a, **k)
-        if self._rank == 0 and self._memory.find(_RUNG) >= 0:
+        if self._rank == 0 and self._memory.find(_RUNG, 0, self._size) >= 0:
             data = [*data, BellMark()]
         received = original(data, *a, **k)
         if received and isinstance(received[-1], BellMark):
             self._heard = True
             return received[:-1]
         return received
+
+
+def memory_size(numbers: int, ranks: int | None = None) -> int:
+    """Bytes of `ranks` bells, as many as `numbers` if None, and of `numbers` numbers behind them."""
+    bells = numbers if ranks is None else ranks
+    return -(-bells // _NUMBER.size) * _NUMBER.size + numbers * _NUMBER.size
 
 
 def _new_file(size: int) -> str:

@@ -23,7 +23,6 @@ from ...runner.manager import CanaryManager
 from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
 from ..releases import release
-from .abort import reason_of_waiting
 from .owned_slots import OwnedSlots
 from .prefixes import Computed, NoPrefixes, Prefixes
 from .terms import Terms
@@ -245,15 +244,18 @@ class Containment:
 
     def _held_rows(self, released: Any = None) -> list[tuple[int, int]]:
         """(row, length) of all requests but `released`."""
-        live = [each for each in self._live() if each.request is not released]
-        return [(each.row, each.length) for each in live]
+        held = [*self._live(), *self._with_rows(self.terms.leaving(self.scheduler))]
+        return [(each.row, each.length) for each in held if each.request is not released]
 
     def _live(self) -> list[_Live]:
         found = {id(r): r for r in self.terms.requests_of(self.scheduler) if r is not None}
+        return self._with_rows(request for request in found.values() if not request.finished())
+
+    def _with_rows(self, requests: Iterable[Any]) -> list[_Live]:
         return [
             _Live(request, row, self.terms.length_of(request))
-            for request in found.values()
-            if (row := release().row_of(request)) is not None and not request.finished()
+            for request in requests
+            if (row := release().row_of(request)) is not None
         ]
 
     def _end_running(self, verdict: Verdict, by_id: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -266,8 +268,9 @@ class Containment:
                 continue
             if self.terms.heeds_aborts and request.to_finish is not None:
                 continue
-            in_time = self.terms.end_running(request, why)
-            (ended if in_time or self.has_peers else late).append(rid)
+            in_time = attempt_aside(self.terms.end_running, request, why)
+            if in_time is not None:  # an error spares nobody else
+                (ended if in_time or self.has_peers else late).append(rid)
         self._ending |= set(ended)
         return ended, late
 
@@ -285,8 +288,8 @@ class Containment:
         ended = [rid for rid in verdict.waiting if rid in waiting]
         for rid in ended:
             self.terms.retracted(self.scheduler).remove(waiting[rid])
-            reason = reason_of_waiting(verdict.waiting[rid])
-            self.terms.answer_waiting(self.scheduler, waiting[rid], reason)
+            why = verdict.waiting[rid]
+            attempt_aside(self.terms.end_waiting, self.scheduler, waiting[rid], why)
         return ended
 
     def _drop(

@@ -32,7 +32,7 @@ def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any
     _between_steps(containment)
     if context.held_sends is not None:
         context.held_sends.begin_round()
-        attempt_aside(context.held_sends.go_on)  # a paused server does not come to its queue
+        context.held_sends.go_on()  # a paused server does not come to its queue
     return requests
 
 

@@ -19,6 +19,10 @@ def _is_finished(request: Any) -> bool:
     return request.finished()
 
 
+def _nobody(_: Any) -> tuple[Any, ...]:
+    return ()
+
+
 def _never(_: Any) -> bool:
     return False
 
@@ -31,11 +35,11 @@ class Terms:
     # Of a scheduler: all requests that hold slots, and the one whose prompt is prefilled in chunks. May have a request
     # twice, None, or one without slots.
     requests_of: Callable[[Any], Iterable[Any]]
-    # (scheduler, request, finish reason): tell the client that a request ends, which waits with no slots
-    answer_waiting: Callable[[Any, Any, dict[str, Any]], None]
+    # (scheduler, request, why): end one that waits with no slots, and has left its queue
+    end_waiting: Callable[[Any, Any, str], None]
     # (request, why): end one that holds slots. Returns whether its answer had not gone out yet.
     end_running: Callable[[Any, str], bool] = end_running
-    # Of a scheduler: the list with the requests that wait after a retraction, among others
+    # Of a scheduler: a list with the requests that wait after a retraction, among others
     retracted: Callable[[Any], list[Any]] = _waiting_queue
     # Whether the answer of a request that holds slots has gone out
     is_answered: Callable[[Any], bool] = _never
@@ -43,3 +47,5 @@ class Terms:
     heeds_aborts: bool = True
     # Whether a request that gives its row back has ended. Otherwise it was retracted.
     has_ended: Callable[[Any], bool] = _is_finished
+    # Of a scheduler: requests that have ended, and keep their slots until nothing is written to them any more
+    leaving: Callable[[Any], Iterable[Any]] = _nobody

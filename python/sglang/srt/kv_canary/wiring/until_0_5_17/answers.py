@@ -16,7 +16,7 @@ row_of = attrgetter("req_pool_idx")
 
 def namespace_of(request: Any) -> str | None:
     """LoRA and cache salt."""
-    return shared_key(request)
+    return shared_key(request, request.extra_key)
 
 
 def cached_slots(tree_cache: Any, token_ids: Any) -> list[int]:

@@ -120,6 +120,7 @@ RELEASE = Release(
         "v0_5_12.scheduler",
         "v0_5_12.action",
         "v0_5_12.pairs",
+        "containment.pair_hooks",
         "v0_5_12.speculative",
         "v0_5_12.swa_location",
         "token_oracle",

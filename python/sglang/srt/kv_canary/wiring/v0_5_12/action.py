@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...plan.speculation import why_draft_is_unchecked
+from ..containment.abort import reason_of_waiting
 from ..containment.hooks import (
     ACTION,
     after_clear,
@@ -17,12 +18,13 @@ from ..containment.hooks import (
 )
 from ..containment.hooks import HOOKS as SHARED
 from ..containment.install import install_containment, is_asked_for
+from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from .hicached_prefixes import around_store_node
-from .pairs import for_server_of, hold_sends
+from .pairs import for_server_of
 from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 
@@ -53,12 +55,13 @@ def _requests_of(scheduler: Any) -> Iterator[Any]:
     yield scheduler.chunked_req
 
 
-def _answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+def _end_waiting(scheduler: Any, request: Any, why: str) -> None:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if scheduler.enable_hicache_storage:
         scheduler.tree_cache.release_aborted_request(request.rid)
+    reason = reason_of_waiting(why)
     answer = AbortReq(finished_reason=reason, rid=request.rid)
     scheduler.send_to_tokenizer.send_output(answer, request)
     if session_of(request) is not None:  # its next turn may begin
@@ -82,7 +85,7 @@ def _before_turn_is_kept(_: Any, request: Any, *__: Any, **___: Any) -> None:
         context.containment.note_finished(request)
 
 
-TERMS = Terms(lambda request: request.kv_allocated_len, _requests_of, _answer_waiting)
+TERMS = Terms(lambda request: request.kv_allocated_len, _requests_of, _end_waiting)
 _MEM_CACHE = "sglang.srt.mem_cache"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntimeCheckerMixin"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..containment.held_arrivals import hold, was_held
 from ..context import context
 from ..disaggregation import DECODE, transfer_hooks
 from ..guard import guarded
@@ -11,7 +12,7 @@ from ..hook_spec import HookSpec, HookType
 from ..record_sender import TRANSFERS
 from ..scheduler import ENDED
 from ..until_0_5_17.rows import before_row_free
-from .held_arrivals import hold, was_held
+from .pairs import await_end
 
 __all__ = ["HOOKS"]
 
@@ -20,7 +21,7 @@ __all__ = ["HOOKS"]
 def _before_pop_transferred(queue: Any, *_: Any, **__: Any) -> None:
     if context.active:
         for waiting in queue.queue:
-            hold(queue.scheduler, waiting)
+            hold(queue.scheduler, waiting, await_end)
 
 
 HOOKS = (

@@ -1,28 +1,45 @@
-"""Hooks for SGLANG_KV_CANARY_ACTION=abort on servers of prefill-decode disaggregation."""
+"""SGLANG_KV_CANARY_ACTION=abort on servers of prefill-decode disaggregation, as this release fails transfers.
+
+It frees the slots of a failed transfer at once, on all ranks. So a rank waits until its own part is over.
+"""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ..containment.held_sends import HeldSends
-from ..containment.hooks import ACTION, before_row_free
-from ..containment.pairs import for_decode_server, for_prefill_server
+from ..containment.abort import message
+from ..containment.hooks import ACTION
+from ..containment.pair_hooks import INFLIGHT_QUEUE
+from ..containment.pairs import (
+    for_decode_server,
+    for_prefill_server,
+    poll_failing,
+    raise_naming,
+)
 from ..containment.terms import Terms
 from ..context import context
-from ..disaggregation import COPY, DECODE, PREFILL
-from ..guard import attempt_aside, guarded_aside
+from ..disaggregation import COPY, DECODE
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["HOOKS", "for_server_of", "hold_sends"]
+# For this rank's parts of all transfers that another rank has failed in one look through a queue
+WAIT_AT_MOST_S = 1.0
+_POLL_S = 0.001
+
+__all__ = ["HOOKS", "await_end", "for_server_of"]
 
 
 def for_server_of(scheduler: Any, terms: Terms) -> Terms:
     """`terms` of a plain server, for the kind of server that `scheduler` is."""
     mode = scheduler.server_args.disaggregation_mode
     if mode == "prefill":
-        return for_prefill_server(terms)
+        # Nothing is retracted, and a request whose client has aborted it is sent all the same.
+        return replace(
+            for_prefill_server(terms, _fail_sending), has_ended=lambda _: True, heeds_aborts=False
+        )
     return for_decode_server(terms, _forget_copy) if mode == "decode" else terms
 
 
@@ -31,50 +48,57 @@ def _forget_copy(_: Any, request: Any) -> None:
     request.__dict__.pop(COPY, None)
 
 
-def _around_send(
-    original: Callable[..., Any],
-    scheduler: Any,
-    request: Any,
-    last_chunk: bool = False,
-    *a: Any,
-    **k: Any,
-) -> Any:
-    held = context.held_sends
-    if last_chunk and held is not None and attempt_aside(held.must_wait, request):
-        return None
-    return original(scheduler, request, last_chunk, *a, **k)
+def _fail_sending(request: Any, why: str) -> bool:
+    """Fail the transfer of `request` at its end. Returns whether its last part had not gone yet.
+
+    If it had, another rank may still fail it. Then the error says why.
+    """
+    sender = request.disagg_kv_sender
+    raise_when_sent = functools.partial(
+        _raise_when_sent, sender.failure_exception, sender.poll, request
+    )
+    sender.failure_exception = functools.partial(raise_naming, raise_when_sent, message(why))
+    request.skip_radix_cache_insert = True
+    if not context.sent_chunks.fail(request.bootstrap_room, request.rid, why):
+        return False
+    sender.poll = functools.partial(poll_failing, sender.poll)
+    return True
 
 
-@guarded_aside
-def _before_inflight_queue(*_: Any, **__: Any) -> None:
+def _raise_when_sent(original: Callable[[], None], poll: Callable[[], int], request: Any) -> None:
+    """SGLang frees the slots next. This rank may still read them for the transfer, which another rank has failed."""
+    from sglang.srt.disaggregation.base import KVPoll
+
     if context.held_sends is not None:
-        context.held_sends.go_on()
+        context.held_sends.send_at_once(request)
+    await_end(poll)
+    # NIXL leaves it at success. A request that uses the room again would take that for its own.
+    sender = request.disagg_kv_sender
+    sender.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
+    original()
 
 
-@guarded_aside
-def _before_bootstrap(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    if context.containment is not None:
-        context.sent_chunks.forget(request.bootstrap_room)
+def await_end(poll: Callable[[], int]) -> int:
+    """The status of a transfer when this rank's part is over. It is, soon: no other rank waits for long.
+
+    Failed transfers that SGLang comes to in one look through its queue share the time.
+    """
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if context.await_ends_until is None:
+        context.await_ends_until = time.monotonic() + WAIT_AT_MOST_S
+    while (status := poll()) in (KVPoll.WaitingForInput, KVPoll.Transferring):
+        if time.monotonic() > context.await_ends_until:
+            break
+        time.sleep(_POLL_S)
+    return status
 
 
-def hold_sends(scheduler: Any) -> None:
-    """On a prefill server whose requests can end."""
-    if context.containment is not None and scheduler.server_args.disaggregation_mode == "prefill":
-        rounds = 0 if context.containment.bell is None else 2
-        send = functools.partial(scheduler.send_kv_chunk, last_chunk=True)
-        context.held_sends = HeldSends(rounds, send)
+def _before_queue(*_: Any, **__: Any) -> None:
+    context.await_ends_until = None
 
 
-_MIXIN = f"{PREFILL}.SchedulerDisaggregationPrefillMixin"
-HOOKS = (
-    HookSpec(f"{_MIXIN}.send_kv_chunk", _around_send, HookType.AROUND, ACTION),
-    HookSpec(
-        f"{_MIXIN}.process_disagg_prefill_inflight_queue",
-        _before_inflight_queue,
-        HookType.BEFORE,
-        ACTION,
-    ),
-    HookSpec(f"{PREFILL}.PrefillBootstrapQueue.add", _before_bootstrap, HookType.BEFORE, ACTION),
-    # No subclass of the pool that other servers have
-    HookSpec(f"{DECODE}.DecodeReqToTokenPool.free", before_row_free, HookType.BEFORE, ACTION),
+HOOKS = tuple(
+    HookSpec(target, _before_queue, HookType.BEFORE, ACTION)
+    for target in (INFLIGHT_QUEUE, f"{DECODE}.DecodeTransferQueue.pop_transferred")
 )

@@ -25,7 +25,7 @@ from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
-from .namespace import namespace
+from .namespace import as_sent, namespace
 from .pools import UNIFIED_POOLS
 from .transfers import TRANSFERS
 from .unified_allocator_methods import UNIFIED_ALLOCATORS
@@ -46,7 +46,10 @@ def _refusals() -> tuple[Refusal, ...]:
 
 
 def _namespace_of(request: Any) -> str | None:
-    return namespace(shared_key(request), request.cache_salt)
+    key = request.extra_key
+    if key and context.is_of_pair:
+        key = as_sent(key)
+    return namespace(shared_key(request, key), request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -122,6 +125,7 @@ RELEASE = Release(
         "v0_5_22.scheduler",
         "v0_5_22.unified_allocator",
         "v0_5_22.action",
+        "containment.pair_hooks",
         "from_0_5_17.server_args",
         "from_0_5_17.speculative",
         "from_0_5_17.swa_location",

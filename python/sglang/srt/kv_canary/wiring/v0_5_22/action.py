@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..containment.abort import reason_of_waiting
 from ..containment.hooks import (
     ACTION,
     after_clear,
@@ -13,18 +14,22 @@ from ..containment.hooks import (
 )
 from ..containment.hooks import HOOKS as SHARED
 from ..containment.install import install_containment, is_asked_for
+from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
 from ..guard import guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from .namespaces import Namespaces, prefixes_of
+from .pairs import for_server_of
 
 
 @guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     if is_asked_for():
-        install_containment(scheduler, prefixes_of(scheduler), TERMS, _why_not(scheduler))
+        terms = for_server_of(scheduler, TERMS)
+        install_containment(scheduler, prefixes_of(scheduler), terms, _why_not(scheduler))
+        hold_sends(scheduler)
 
 
 def _why_not(scheduler: Any) -> str | None:
@@ -40,6 +45,14 @@ def _why_not(scheduler: Any) -> str | None:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
+    elif args.disaggregation_mode != "null" and scheduler.spec_algorithm.is_eagle():
+        why = "no test has run it with speculation beside disaggregation"
+    elif args.disaggregation_mode != "null" and (args.enable_lora or args.lora_paths):
+        why = "no test has run it with LoRA beside disaggregation"
+    elif args.disaggregation_mode != "null" and scheduler.model_config.is_multimodal:
+        why = "no test has run it with images beside disaggregation"
+    elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
+        why = "optimistic prefills are taken back and run again, and no test has run it with them"
     else:
         return None
     return f"findings are reported only, because on this release {why}"
@@ -54,13 +67,13 @@ def _requests_of(scheduler: Any) -> Iterator[Any]:
     yield scheduler.chunked_req
 
 
-def _answer_waiting(scheduler: Any, request: Any, reason: dict[str, Any]) -> None:
+def _end_waiting(scheduler: Any, request: Any, why: str) -> None:
     from sglang.srt.managers.scheduler import _make_abort_req
 
     scheduler._release_aborted_request(request)
     send = getattr(scheduler, "send_abort_output", None)  # from 0.5.23 on
     send = send or scheduler.ipc_channels.send_to_tokenizer.send_output
-    send(_make_abort_req(request, finished_reason=reason), request)
+    send(_make_abort_req(request, finished_reason=reason_of_waiting(why)), request)
 
 
 @guarded_aside
@@ -70,7 +83,7 @@ def _before_queue(_: Any, request: Any, *__: Any, **___: Any) -> None:
         prefixes.admit(request)
 
 
-TERMS = Terms(lambda request: request.kv.kv_allocated_len, _requests_of, _answer_waiting)
+TERMS = Terms(lambda request: request.kv.kv_allocated_len, _requests_of, _end_waiting)
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"

@@ -28,7 +28,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         Coverage.PARTLY,
-        f"MHA pools with pages of one slot; not with HiCache or sessions; {NO_GPU}; see docs/operate.md",
+        "MHA and MLA pools with pages of one slot; not with HiCache or sessions; also over disaggregation; "
+        f"{NO_GPU}; see docs/operate.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",

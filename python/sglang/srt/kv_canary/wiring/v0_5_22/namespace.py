@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["namespace"]
+__all__ = ["END", "OURS", "as_sent", "namespace"]
+
+END = "\x1f"  # of what is ours in an extra key
+OURS = f"{END}kv-canary "  # begins it
 
 
 def namespace(extra_key: str | None, cache_salt: str | None) -> str | None:
     """As the anchor of a chain takes it. None: the default namespace."""
     return extra_key if cache_salt is None else f"{extra_key or ''}\n{cache_salt}"
+
+
+def as_sent(extra_key: str | None) -> str | None:
+    """The extra key that a request came with. Its peer of a prefill-decode pair drops its own cache at other times."""
+    if not extra_key or not extra_key.startswith(OURS):
+        return extra_key
+    return extra_key.removeprefix(OURS).partition(END)[2] or None

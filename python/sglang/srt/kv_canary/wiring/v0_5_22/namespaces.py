@@ -16,10 +16,9 @@ import torch
 
 from ..containment.prefixes import Computed, NoPrefixes, Prefixes
 from ..releases import release
+from .namespace import END, OURS
 
 __all__ = ["Namespaces", "prefixes_of"]
-
-_END = "\x1f"
 
 
 def prefixes_of(scheduler: Any) -> Prefixes | None:
@@ -35,7 +34,18 @@ def prefixes_of(scheduler: Any) -> Prefixes | None:
 def _mark_of(scheduler: Any) -> str:
     """The same on all ranks. Clients that do not know the seed cannot fill a namespace before it is in use."""
     seed = release().settled(scheduler.server_args).random_seed
-    return f"{_END}kv-canary {blake2b(str(seed).encode(), digest_size=8).hexdigest()} "
+    return f"{OURS}{blake2b(str(seed).encode(), digest_size=8).hexdigest()} "
+
+
+def _without_a_row(scheduler: Any) -> Iterable[Any]:
+    """Requests that have not looked at the cache yet. Of those with a row, `admit` changes nothing."""
+    yield from scheduler.waiting_queue
+    if scheduler.disagg_prefill_bootstrap_queue is not None:
+        yield from scheduler.disagg_prefill_bootstrap_queue.queue
+    if (decode := scheduler.disagg_decode_prealloc_queue) is not None:
+        yield from (waiting.req for waiting in decode.queue)
+        yield from decode.retracted_queue
+        yield from decode.held_rebootstrap_reqs
 
 
 @dataclass(slots=True)
@@ -64,21 +74,21 @@ class Namespaces:
             if not len(wanted) or not bool(torch.isin(cached, wanted).any()):
                 return 0
         self.epoch += 1
-        for request in self.scheduler.waiting_queue:
+        for request in _without_a_row(self.scheduler):
             self.admit(request)
         return len(cached)
 
     @property
     def default_key(self) -> str | None:
         """The extra key of requests that come without one."""
-        return f"{self.mark}{self.epoch}{_END}" if self.epoch else None
+        return f"{self.mark}{self.epoch}{END}" if self.epoch else None
 
     def admit(self, request: Any) -> None:
         """Before `request` waits for its prefill. It cannot hit what has been dropped."""
         if self.epoch and release().row_of(request) is None:
             key = request.extra_key or ""
             if key.startswith(self.mark):
-                key = key.removeprefix(self.mark).partition(_END)[2]
+                key = key.removeprefix(self.mark).partition(END)[2]
             request.extra_key = f"{self.default_key}{key}"
 
     def holds(self, request: Any) -> bool:

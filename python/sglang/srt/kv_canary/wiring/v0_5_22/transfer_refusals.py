@@ -18,6 +18,10 @@ def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
 
 
+def _ends_requests(args: Any) -> bool:
+    return _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT
+
+
 def _sends_while_loading() -> bool:
     """Whether SGLang sends a cached prefix that HiCache still loads: 0.5.22 does (sgl-project/sglang#44070)."""
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -83,10 +87,11 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Remove --enable-pd-role-switch.",
     ),
     Refusal(
-        "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort",
-        lambda args: _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT,
-        "these releases free the slots of a failed transfer after an exchange with the prefill server, and take back "
-        "prefills whose decode server is not ready. No run has ended requests there: they end on 0.5.12.post1 only.",
-        "Unset SGLANG_KV_CANARY_ACTION.",
+        "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
+        lambda args: (
+            _ends_requests(args) and not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get()
+        ),
+        "a decode server frees the slots of a failed transfer while prefill ranks may still write to them.",
+        "Unset SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.",
     ),
 )

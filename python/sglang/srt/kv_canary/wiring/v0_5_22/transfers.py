@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ..transfer_answers import TransferAnswers, Transport
+
+if TYPE_CHECKING:
+    from ...transfer.layout import TransferLayout
 
 __all__ = ["TRANSFERS"]
 
@@ -13,13 +17,23 @@ __all__ = ["TRANSFERS"]
 def _mooncake() -> Transport:
     from ..mooncake import MOONCAKE
 
-    return MOONCAKE
+    return _failing_damaged(MOONCAKE)
 
 
 def _nixl() -> Transport:
     from .nixl import NIXL
 
-    return NIXL
+    return _failing_damaged(NIXL)
+
+
+def _failing_damaged(transport: Transport) -> Transport:
+    def attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
+        from .pairs import fail_damaged
+
+        fail_damaged(kv_manager)
+        transport.attach_sender(kv_manager, layout)
+
+    return replace(transport, attach_sender=attach_sender)
 
 
 def _is_fake(request: Any, _: Any) -> bool:
@@ -46,4 +60,5 @@ TRANSFERS = TransferAnswers(
     is_fake=_is_fake,
     parallelism=_parallelism,
     send=_send,
+    fails_damaged=True,
 )

@@ -13,23 +13,28 @@ from typing import Any
 from ...config import Action
 from ...reports.safe_text import safe_text
 from ..arrivals import address_of, arrival_of, take_in
-from ..containment.abort import message
-from ..containment.pairs import await_end, raise_naming
 from ..context import context
 from ..guard import attempt
-from .abort import fail_transfer
+from ..releases import release
+from .abort import message
+from .pairs import fail_naming, raise_naming
 
 __all__ = ["hold", "was_held"]
 
 _ELSEWHERE = "this request's KV is right on this tensor-parallel rank, and another one has failed its transfer"
+_PERHAPS = (
+    "it may be damage. The log of the tensor-parallel rank that has failed the transfer says why"
+)
 _WRAPPED = "_kv_canary_polled"  # of a receiver: it is asked here
 _HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it received; 0: not checked
+_COUNTED = "_kv_canary_counted"  # of a receiver: its failure is one of ours
 
 
-def hold(scheduler: Any, waiting: Any) -> None:
+def hold(scheduler: Any, waiting: Any, await_end: Callable[[Callable[[], int]], int]) -> None:
     """Let `waiting`, a DecodeRequest, succeed only with KV that is right, as far as its server or this one checks it.
 
     Damage fails its transfer. SGLang then ends the request alone, on all ranks, and caches nothing of it.
+    `await_end`: the status of a failed transfer, by its poll, once SGLang may free its slots on this rank.
     """
     receiver = waiting.kv_receiver
     if not hasattr(receiver, _WRAPPED):
@@ -37,7 +42,7 @@ def hold(scheduler: Any, waiting: Any) -> None:
         poll, request = receiver.poll, waiting.req
         receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver)
         receiver.failure_exception = functools.partial(
-            _raise_when_over, receiver.failure_exception, poll, request, receiver
+            _raise_when_over, receiver.failure_exception, poll, await_end, request, receiver
         )
 
 
@@ -73,9 +78,13 @@ def _damage_at_sender(request: Any) -> str:
 
 
 def _raise_when_over(
-    original: Callable[[], None], poll: Callable[[], int], request: Any, receiver: Any
+    original: Callable[[], None],
+    poll: Callable[[], int],
+    await_end: Callable[[Callable[[], int]], int],
+    request: Any,
+    receiver: Any,
 ) -> None:
-    """SGLang frees the slots next. On another rank the transfer has ended, on this one KV may still come into them.
+    """On another rank the transfer has ended, on this one KV may still come into its slots.
 
     Only where a canary may have failed it. A transfer that has failed by itself fails as without the canary.
     """
@@ -83,19 +92,45 @@ def _raise_when_over(
 
     damage = _damage_at_sender(request)
     if damage or context.target.config.action is Action.ABORT:
-        is_right_here = getattr(receiver, _HELD, None) == 0
-        if await_end(poll) == KVPoll.Success and (damage or is_right_here):
+        forward = getattr(receiver, _HELD, None)
+        if forward:  # nobody asks for its verdict any more
+            context.target.arrivals.forget(forward)
+        status = await_end(poll)
+        is_right_here = status == KVPoll.Success and forward == 0
+        if damage:
+            _count(receiver)
+        if damage or is_right_here:
             raise_naming(original, message(damage or _ELSEWHERE))
+        if status != KVPoll.Failed:
+            _raise_hinting(original)
     original()
 
 
+def _raise_hinting(original: Callable[[], None]) -> None:
+    """SGLang says that it is another rank, and not why."""
+    try:
+        original()
+    except Exception as error:
+        raise RuntimeError(f"{error}. {message(_PERHAPS)}") from error
+
+
 def _fail(receiver: Any, request: Any, what: str) -> int:
+    """End `request`, whose KV has arrived and is not used yet. All ranks learn of it from SGLang's own poll."""
     from sglang.srt.disaggregation.base import KVPoll
 
-    fail_transfer(receiver, request, what)
-    context.target.arrivals.outcomes["aborted"] += 1
+    receiver.kv_mgr.record_failure(request.bootstrap_room, message(what))
+    receiver.kv_mgr.update_status(request.bootstrap_room, KVPoll.Failed)
+    receiver.conclude_state = KVPoll.Failed
+    fail_naming(receiver, message(what))
+    _count(receiver)
     del receiver.poll  # SGLang's own again: the failure is known
     return KVPoll.Failed
+
+
+def _count(receiver: Any) -> None:
+    if not hasattr(receiver, _COUNTED):
+        setattr(receiver, _COUNTED, True)
+        context.target.arrivals.outcomes["aborted"] += 1
 
 
 def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
@@ -116,4 +151,4 @@ def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
         return None
     manager.arrivals.forget(forward)
     setattr(receiver, _HELD, 0)
-    return request.req_pool_idx in rows
+    return release().row_of(request) in rows
