@@ -238,6 +238,10 @@ CASES = {
         "hicache_write_policy": "write_back",
         "hicache_storage_backend": "file",
     },
+    "PD disaggregation with streaming sessions": {
+        **DECODES,
+        "enable_streaming_session": True,
+    },
     "offload of KV by decode servers": {
         **DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

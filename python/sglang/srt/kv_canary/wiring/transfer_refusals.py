@@ -100,6 +100,13 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Set --dp-size 1, or remove the other.",
     ),
     Refusal(
+        "PD disaggregation with streaming sessions",
+        lambda args: _transfers(args) and args.enable_streaming_session,
+        "SGLang itself: a decode server ends with the first or the second turn. The session of a prefill server holds "
+        "the first token of each answer alone, so it sends the KV of another conversation.",
+        "Remove --enable-streaming-session.",
+    ),
+    Refusal(
         "offload of KV by decode servers",
         lambda args: args.disaggregation_decode_enable_offload_kvcache,
         "SGLang frees the prompt's pages of requests that still read them: use after free, in this release.",
