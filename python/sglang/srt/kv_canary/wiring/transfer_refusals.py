@@ -12,8 +12,8 @@ from .releases import release
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
 
 BESIDE_IMAGES = (
-    "images beside LoRA, speculation, HiCache, pipeline stages or separate encoders, which no run has checked over "
-    "disaggregation yet."
+    "images beside speculation, pipeline stages or separate encoders, which no run has checked over disaggregation "
+    "yet."
 )
 
 
@@ -22,14 +22,7 @@ def _transfers(args: Any) -> bool:
 
 
 def is_beside_images(args: Any) -> bool:
-    return bool(
-        args.enable_lora
-        or args.lora_paths
-        or args.speculative_algorithm is not None
-        or args.enable_hierarchical_cache
-        or args.pp_size > 1
-        or args.language_only
-    )
+    return bool(args.speculative_algorithm is not None or args.pp_size > 1 or args.language_only)
 
 
 TRANSFERS: tuple[Refusal, ...] = (
