@@ -6,12 +6,16 @@ import http.client
 import json
 import random
 import re
+import tempfile
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES
@@ -23,6 +27,23 @@ from sglang_kv_canary.testing.tiny_models import (
 from sglang_kv_canary.testing.traffic import random_tokens
 
 from . import choices_grammar
+
+
+def write_gemma3_checkpoint(folder: str | Path) -> str:
+    """The tiny Gemma 3 that sees images, with weights of transformers' making. Returns the path."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, Gemma3ForConditionalGeneration
+
+    path = Path(write_tiny_gemma3_with_images(folder))
+    with torch.random.fork_rng(), tempfile.TemporaryDirectory() as saved:
+        torch.manual_seed(1)
+        Gemma3ForConditionalGeneration(AutoConfig.from_pretrained(path)).save_pretrained(saved)
+        weights = load_file(Path(saved) / "model.safetensors")
+    # As SGLang, and checkpoints of Gemma 3, name them.
+    tower, whole = "vision_tower.", "vision_tower.vision_model."
+    renamed = {name.replace(tower, whole): weight for name, weight in weights.items()}
+    save_file(renamed, path / "model.safetensors")
+    return str(path)
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -66,6 +87,13 @@ MODES["images"] = replace(
     },
     # SGLang's choice for the vision tower needs FlashAttention 3, which not every build has.
     cuda_args={**_MHA.cuda_args, "mm_attention_backend": "triton_attn"},
+)
+
+MODES["images_weights"] = replace(
+    MODES["images"],
+    name="images_weights",
+    write_model=write_gemma3_checkpoint,
+    server_args={**MODES["images"].server_args, "load_format": "auto"},
 )
 
 

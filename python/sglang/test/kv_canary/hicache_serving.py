@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,6 +77,33 @@ class Pages:
         data = bytearray(path.read_bytes())
         data[offset] ^= 0x01
         path.write_bytes(data)
+
+
+STORAGE_PATH = "/hicache/storage-backend"
+
+
+class AsAdmin:
+    """For a server class before its base class. Attaching a backend takes a key, and then so does flushing."""
+
+    key: ClassVar[str] = "attach-and-detach"
+    url: str
+
+    def admin(self, path: str, method: str, **body: Any) -> str:
+        """The server's message."""
+        request = urllib.request.Request(
+            self.url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.read().decode()
+
+    async def flush(self) -> bool:
+        return "flushed" in self.admin("/flush_cache?timeout=60", "POST")
 
 
 class HiCacheE2E(CanaryE2EBase):

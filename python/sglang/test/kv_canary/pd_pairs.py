@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -23,11 +25,23 @@ from .pd_serving import (
     need_transport,
     transit_faults,
 )
-from .volume import volume
+from .volume import FULL_VOLUME, volume
 
 CHECKED = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
 SWEPT = {**CHECKED, "kv_canary_sweep_interval": 20}
 HEALTH = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+
+# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=300, with both servers in mode raise and without faults.
+LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
+LOG_OR_RAISE = "raise" if LONG else "log"
+BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+FAULTS = pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+
+
+def requests(otherwise: int) -> int:
+    """How many requests clean traffic has: as many as the long form asks for, if it does."""
+    return int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", otherwise))
+
 
 PAUSED_TOKENS = 120  # of a request that is retracted before its end
 RETRACTS = (
@@ -115,6 +129,38 @@ class CleanPair(Pair):
         self.assert_no_violations()
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
+
+
+class OverAPrefixCache:
+    """For a test class before its base class, whose decode server keeps prefixes.
+
+    `damages`: what is found as `reason`. `more`: further fields of the requests.
+    """
+
+    damages: ClassVar[str] = "drop_layer"
+    reason: ClassVar[str] = "CONTENT"
+    more: ClassVar[Mapping[str, Any]] = {}
+
+    def ask_whole(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        """The decode server's whole answer. All of them come from the same rank."""
+        sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling, **self.more}
+        return self.run(self.serving.ask(body))
+
+    @FAULTS
+    def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
+        self.expect_violations()
+        rng = random.Random("behind")
+        prompt, more = random_tokens(rng, 60), random_tokens(rng, 20)
+        length = self.ask_whole("cached", prompt)["meta_info"]["prompt_tokens"]
+        with self.serving.damaging(self.damages):
+            answer = self.ask_whole("behind", [*prompt, *more])
+        assert answer["meta_info"]["cached_tokens"] >= length - 1
+        event = self.assert_violation(self.reason, reader="behind")
+        assert event["reader"]["mode"].endswith("ARRIVAL")  # of a draft model's KV, too
+        # None: the sweep of what was cached
+        assert {e["reader"]["request_id"] for e in self.violations()} - {None} == {"behind"}
+        assert min(e["stored_position"] for e in self.violations()) >= length - 1
 
 
 class DamagedPair(CleanPair):

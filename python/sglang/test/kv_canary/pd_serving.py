@@ -242,6 +242,12 @@ class PdServing(CanaryServer):
         return flushed
 
 
+class CachingServing(PdServing):
+    """The decode server keeps prefixes, and only what follows them is sent."""
+
+    decode_flags: ClassVar[Mapping[str, Any]] = {"disaggregation_decode_enable_radix_cache": True}
+
+
 _REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
 
 

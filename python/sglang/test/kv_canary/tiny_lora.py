@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,23 +16,25 @@ __all__ = ["write_lora"]
 RANK = 4
 
 
-def write_lora(folder: Path, seed: int, scripted: bool = False) -> str:
-    """Write an adapter for the attention of the tiny Llama that changes its answers; returns the path.
+def write_lora(
+    folder: Path, seed: int, scripted: bool = False, of: Mapping[str, Any] = TINY_LLAMA
+) -> str:
+    """Write an adapter for the attention of a tiny model that changes its answers; returns the path.
 
-    `scripted`: for the scripted Llama, whose K and V it changes and no answers.
+    `scripted`: for the scripted Llama, whose K and V it changes and no answers. `of`: the model's config.
     """
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
-    hidden, head = TINY_LLAMA["hidden_size"], TINY_LLAMA["head_dim"]
+    hidden, head = of["hidden_size"], of["head_dim"]
     heads, kv_heads = (
-        1 if scripted else TINY_LLAMA[f"num_{kind}_heads"] for kind in ("attention", "key_value")
+        1 if scripted else of[f"num_{kind}_heads"] for kind in ("attention", "key_value")
     )
     widths = {"q_proj": head * heads, "k_proj": head * kv_heads, "v_proj": head * kv_heads}
     if not scripted:
         widths["o_proj"] = hidden
     weights = {}
-    for layer in range(TINY_LLAMA["num_hidden_layers"]):
+    for layer in range(of["num_hidden_layers"]):
         for name, width in widths.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator)

@@ -27,6 +27,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
     OneSided,
     OneSidedDecode,
     OneSidedPrefill,
+    OverAPrefixCache,
     Pair,
     UncheckedDecode,
     UncheckedPrefill,
@@ -34,6 +35,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
 from sglang_kv_canary_rigs.pd_serving import (
     AGAIN_LATER,
     HOST_COPY,
+    CachingServing,
     PdServing,
     nothing_to_synchronize,
     transit_faults,
@@ -99,25 +101,9 @@ class TestRetraction(CleanPair):
         assert cause["history"][-1]["purpose"] == "arrival"
 
 
-class CachingServing(PdServing):
-    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
-
-
-class TestDecodeRadixCache(CleanPair):
+class TestDecodeRadixCache(OverAPrefixCache, CleanPair):
     transport: ClassVar = CachingServing
     plugins: ClassVar = (transit_faults,)
-
-    def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
-        self.expect_violations()
-        prompt = random_tokens(random.Random("behind"), 60)
-        self.ask("cached", prompt)
-        with self.serving.damaging("drop_layer"):
-            self.ask("behind", [*prompt, *random_tokens(random.Random("more"), 20)])
-        event = self.assert_violation("CONTENT", reader="behind")
-        assert event["reader"]["mode"] == "ARRIVAL"
-        # None: the sweep of what was cached
-        assert {e["reader"]["request_id"] for e in self.violations()} - {None} == {"behind"}
-        assert min(e["stored_position"] for e in self.violations()) >= 60
 
 
 @long_on_newer_releases

@@ -1,6 +1,5 @@
 """Features over disaggregation that are independent of each other, together. Most pairs are run by hand."""
 
-import os
 import random
 import sys
 import tempfile
@@ -15,11 +14,15 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.on_releases import (
+    long_on_newer_releases,
+    refused_on_newer_releases,
+)
+from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, requests
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
-from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase
-from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase, LayersInStepE2EBase
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -27,11 +30,7 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
-# The long form, in mode raise and without faults: KV_CANARY_TEST_TRANSFER_REQUESTS=300
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(10, 40)))
-BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
-finds_faults = pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+REQUESTS = requests(volume(10, 40))
 
 
 @long_on_newer_releases
@@ -41,7 +40,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
     transport: ClassVar = PdServing
     flags: ClassVar = {
         **EagleDpE2EBase.flags,
-        "kv_canary": "raise" if LONG else "log",
+        "kv_canary": LOG_OR_RAISE,
         "log_level": "warning",
     }
     plugins: ClassVar = (transit_faults,)
@@ -52,7 +51,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
 
-    @finds_faults
+    @FAULTS
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:
         self.expect_violations()
         prompt = random_tokens(random.Random("draft"), 2 * 16 + 5)
@@ -100,7 +99,7 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
 
-    @finds_faults
+    @FAULTS
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:
         self.expect_violations()
         with self.serving.damaging("drop_layer"):
@@ -112,10 +111,7 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
 class TestLayers(ServesPair, LayersE2EBase):
     """Multi-layer EAGLE. SGLang sends the KV of the first draft layer, which has no records."""
 
-    flags: ClassVar = {
-        **LayersE2EBase.flags,
-        "kv_canary": TestEagleWithDpAttention.flags["kv_canary"],
-    }
+    flags: ClassVar = {**LayersE2EBase.flags, "kv_canary": LOG_OR_RAISE}
     plugins: ClassVar = (transit_faults,)
 
     def test_clean(self) -> None:
@@ -123,7 +119,7 @@ class TestLayers(ServesPair, LayersE2EBase):
         self.assert_clean()
         assert "not checked on arrival" not in self.serving.stderr
 
-    @finds_faults
+    @FAULTS
     def test_damage_in_transit(self) -> None:
         self.expect_violations()
         prompt = random_tokens(random.Random("layers"), 37)
@@ -131,6 +127,27 @@ class TestLayers(ServesPair, LayersE2EBase):
             self.ask("layers", prompt)
         event = self.assert_violation("POSITION", runner="target", reader="layers")
         assert event["reader"]["mode"] == "ARRIVAL"
+
+
+@refused_on_newer_releases
+@BY_HAND
+class TestLayersWithDpAttention(ServesPair, LayersInStepE2EBase):
+    """The same on two ranks in step, whose padded verifies read what has arrived."""
+
+    flags: ClassVar = {
+        **LayersInStepE2EBase.flags,
+        "kv_canary": LOG_OR_RAISE,
+        "log_level": "warning",
+    }
+    plugins: ClassVar = (transit_faults,)
+
+    def test_clean(self) -> None:
+        self.serve_in_waves("layers", REQUESTS)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked on arrival" not in self.serving.stderr
+
+    test_damage_in_transit = TestLayers.test_damage_in_transit
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """EAGLE over prefill-decode disaggregation: the draft model's KV is transferred with its records, and checked."""
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -15,7 +14,9 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.pd_pairs import FAULTS, LOG_OR_RAISE, LONG, OverAPrefixCache, requests
 from sglang_kv_canary_rigs.pd_serving import (
+    CachingServing,
     PdServing,
     ServesPair,
     nothing_to_synchronize,
@@ -28,8 +29,6 @@ if release().transfers is None:
     pytest.skip(reason, allow_module_level=True)
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
-
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 
 
 class EaglePair(ServesPair, EagleE2EBase):
@@ -98,22 +97,25 @@ class TestEagle3(EaglePair):
         self.assert_healthy()
 
 
-class CachingServing(PdServing):
-    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
-
-
 @pytest.mark.skipif(
     not release().has_own_canary, reason="SGLang refuses both together; lifted by make test"
 )
 @long_on_newer_releases
-class TestPrefixCacheOnTheDecodeServer(EaglePair):
+class TestPrefixCacheOnTheDecodeServer(OverAPrefixCache, EaglePair):
+    """The draft's KV of a cached prefix is not sent, either."""
+
     transport: ClassVar = CachingServing
-    flags: ClassVar = {**EaglePair.flags, "kv_canary": "raise"}
+    flags: ClassVar = {**EaglePair.flags, "kv_canary": LOG_OR_RAISE}
 
     def test_clean(self) -> None:
-        self.converse("cached", rounds=volume(2, 12))
+        self.converse("cached", rounds=max(2, requests(volume(14, 84)) // 7))
         self.assert_no_violations()
         self.assert_healthy()
+
+    @FAULTS
+    def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
+        super().test_damage_in_transit_behind_a_cached_prefix()
+        assert self.found_on_arrival() == {"draft": {"CONTENT"}}
 
 
 class DecodeDrafts(PdServing):

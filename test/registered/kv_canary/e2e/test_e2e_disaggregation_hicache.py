@@ -8,9 +8,16 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.hicache_serving import PROMPT, STORAGE, Pages, prompts
+from sglang_kv_canary_rigs.hicache_serving import (
+    PROMPT,
+    STORAGE,
+    STORAGE_PATH,
+    AsAdmin,
+    Pages,
+    prompts,
+)
 from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
-from sglang_kv_canary_rigs.pd_pairs import SWEPT, Pair
+from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, SWEPT, Pair
 from sglang_kv_canary_rigs.pd_serving import PdServing, transit_faults
 
 if release().transfers is None:
@@ -24,6 +31,7 @@ PLUGINS = (*(() if release().has_own_canary else FILL_INS), transit_faults)
 
 
 class HiCachePair(Pair):
+    flags: ClassVar = {**SWEPT, "kv_canary": LOG_OR_RAISE}
     plugins: ClassVar = PLUGINS
 
     def twice(self, name: str) -> int:
@@ -35,12 +43,33 @@ class HiCachePair(Pair):
         return sum(found for _, found in again)
 
 
+class OnThePrefillServer(HiCachePair):
+    """What is sent has come back from host memory, with its records."""
+
+    def test_from_host_memory(self) -> None:
+        assert self.twice("host") >= 3 * (PROMPT - 1)
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
+    @FAULTS
+    def test_damage_in_transit(self) -> None:
+        self.expect_violations()
+        asked = prompts("damaged", 6)
+        for i, prompt in enumerate(asked):
+            self.with_hits(f"damaged-{i}", prompt)
+        with self.serving.damaging("drop_layer"):
+            assert self.with_hits("damaged", asked[0])[1] == PROMPT - 1
+        event = self.assert_violation("CONTENT", reader="damaged")
+        assert event["reader"]["mode"] == "ARRIVAL"
+
+
 class Stored(PdServing):
     prefill_flags: ClassVar = {**SMALL_POOL, **STORAGE}
 
 
-class TestOnThePrefillServer(HiCachePair):
-    """What is sent has come back from host memory or storage, with its records."""
+class TestOnThePrefillServer(OnThePrefillServer):
+    """Or from storage."""
 
     transport: ClassVar = Stored
 
@@ -63,12 +92,6 @@ class TestOnThePrefillServer(HiCachePair):
         assert self.run(self.serving.flush())
         return keys
 
-    def test_from_host_memory(self) -> None:
-        assert self.twice("host") >= 3 * (PROMPT - 1)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
-
     def test_from_storage(self) -> None:
         (prompt,) = prompts("stored", 1)
         self.store("stored", prompt)
@@ -77,6 +100,7 @@ class TestOnThePrefillServer(HiCachePair):
         assert self.checked_on_arrival() - before >= PROMPT
         self.assert_no_violations()
 
+    @FAULTS
     def test_a_damaged_page_is_not_sent(self) -> None:
         """The prefill server computes it again."""
         (prompt,) = prompts("flipped", 1)
@@ -90,25 +114,43 @@ class TestOnThePrefillServer(HiCachePair):
         assert (event["tier"], event["key"]) == ("file", keys[60])
         self.assert_no_violations()
 
-    def test_damage_in_transit(self) -> None:
-        self.expect_violations()
-        asked = prompts("damaged", 6)
-        for i, prompt in enumerate(asked):
-            self.with_hits(f"damaged-{i}", prompt)
-        with self.serving.damaging("drop_layer"):
-            assert self.with_hits("damaged", asked[0])[1] == PROMPT - 1
-        event = self.assert_violation("CONTENT", reader="damaged")
-        assert event["reader"]["mode"] == "ARRIVAL"
+
+class Optimistic(PdServing):
+    prefill_flags: ClassVar = {
+        **SMALL_POOL,
+        "optimistic_prefill_attempts": 2,
+        "log_level": "info",
+    }
+    prefill_env: ClassVar = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
 
 
-class OnBoth(PdServing):
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="this release has none; lifted by make test"
+)
+@BY_HAND
+class TestOptimisticPrefill(OnThePrefillServer):
+    """Prefills that begin before the decode server is ready. Some yield their slots, and come back from the cache."""
+
+    transport: ClassVar = Optimistic
+
+    def test_from_host_memory(self) -> None:
+        super().test_from_host_memory()
+        assert "optimistic prefill yielded" in self.serving.prefill.stderr
+
+
+class OnBoth(AsAdmin, PdServing):
     prefill_flags: ClassVar = SMALL_POOL
     decode_flags: ClassVar = {
         **SMALL_POOL,
         "disaggregation_decode_enable_radix_cache": True,
         "hicache_write_policy": "write_back",
         "num_reserved_decode_tokens": 16,
+        "admin_api_key": AsAdmin.key,
     }
+
+    async def flush(self) -> bool:
+        async with self._session.post(f"{self.prefill.url}/flush_cache?timeout=60") as answer:
+            return answer.status == 200 and await super().flush()
 
 
 @refused_on_newer_releases
@@ -116,7 +158,7 @@ class TestOnBothServers(HiCachePair):
     """SGLang writes the decode server's prefixes to host memory, and never loads them back there."""
 
     transport: ClassVar = OnBoth
-    flags: ClassVar = {**SWEPT, "kv_canary_sweep_interval": 1}
+    flags: ClassVar = {**HiCachePair.flags, "kv_canary_sweep_interval": 1}
 
     def test_clean_run(self) -> None:
         assert self.twice("both") > 0
@@ -124,6 +166,14 @@ class TestOnBothServers(HiCachePair):
         self.assert_no_violations()
         self.assert_healthy()
 
+    def test_storage_that_is_attached_later(self) -> None:
+        refused = self.serving.admin(STORAGE_PATH, "PUT", hicache_storage_backend="file")
+        assert "does not cover storage on a decode server" in refused
+        (prompt,) = prompts("attached", 1)
+        assert self.with_hits("attached", prompt)[0]
+        self.assert_no_violations()
+
+    @FAULTS
     def test_damage_in_the_decode_servers_host_memory(self) -> None:
         (prompt,) = prompts("swept", 1)
         self.with_hits("swept", prompt)

@@ -1,8 +1,9 @@
 """Images over prefill-decode disaggregation: both servers number an image alike, by its bytes."""
 
-import base64
-import io
+import random
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -10,12 +11,25 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.fill_ins import pageable_memory
+from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
+from sglang_kv_canary.testing.tiny_models import TINY_GEMMA3
+from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
+from sglang_kv_canary_rigs.hicache_serving import hits
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
-from sglang_kv_canary_rigs.pd_pairs import Pair
-from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, transit_faults
-from sglang_kv_canary_rigs.volume import FULL_VOLUME
+from sglang_kv_canary_rigs.pd_images import MORE, TEXT, see, see_both
+from sglang_kv_canary_rigs.pd_pairs import (
+    BY_HAND,
+    FAULTS,
+    LOG_OR_RAISE,
+    SWEPT,
+    OverAPrefixCache,
+    Pair,
+    requests,
+)
+from sglang_kv_canary_rigs.pd_serving import CachingServing, PdServing, Replicas, transit_faults
+from sglang_kv_canary_rigs.tiny_lora import write_lora
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -24,28 +38,11 @@ if release().transfers is None:
 register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
 
 PINNED = () if torch.cuda.is_available() or release().has_own_canary else (pageable_memory,)
-TEXT = "see <start_of_image> and <start_of_image> what now?"
-
-
-def picture(shade: int) -> str:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (40, 40), (shade, 255 - shade, 7)).save(file, "png")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def see(serving: PdServing, name: str, *shades: int) -> dict[str, Any]:
-    body = {
-        "rid": name,
-        "text": TEXT,
-        "image_data": [picture(shade) for shade in shades],
-        "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
-    }
-    return serving.run(serving.ask(body))
+REQUESTS = requests(36)
 
 
 class TestImages(Pair):
+    flags: ClassVar = {**SWEPT, "kv_canary": LOG_OR_RAISE}
     mode_name: ClassVar = feature_serving.MODES["images"].name
     plugins: ClassVar = (*PINNED, transit_faults)
 
@@ -63,6 +60,7 @@ class TestImages(Pair):
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
 
+    @FAULTS
     def test_damage_in_transit(self) -> None:
         self.expect_violations()
         with self.serving.damaging("reverse_slots"):
@@ -71,20 +69,102 @@ class TestImages(Pair):
         assert event["reader"]["mode"] == "ARRIVAL"
 
 
-@pytest.mark.skipif(not FULL_VOLUME, reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
-class TestImagesOnReplicas(TestImages):
-    transport: ClassVar = Replicas
+class ManyImages(TestImages):
+    """With longer texts, so that prefixes end behind an image, and text alone. `adapters`: of the requests."""
+
+    adapters: ClassVar[tuple[str | None, ...]] = (None,)
 
     def test_clean_run(self) -> None:
+        rng = random.Random("images")
         answers: dict[Any, Any] = {}
-        for i, shades in enumerate(12 * [(10, 20), (10, 30), (40, 20)]):
-            answer = see(self.serving, f"see-{i}", *shades)["output_ids"]
-            assert answers.setdefault(shades, answer) == answer
+        for i in range(REQUESTS):
+            shades = rng.choice([(10, 20), (10, 30), (40, 20)])
+            text, name = TEXT + rng.randrange(3) * MORE, rng.choice(self.adapters)
+            more = {"lora_path": name} if name else {}
+            answer = see(self.serving, f"see-{i}", *shades, text=text, **more)["output_ids"]
+            assert answers.setdefault((shades, text, name), answer) == answer
+            if rng.random() < 0.3:
+                self.ask(f"text-{i}", random_tokens(rng, rng.randrange(5, 60)), **more)
         self.assert_no_violations()
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
+
+
+@BY_HAND
+class TestImagesOnReplicas(ManyImages):
+    transport: ClassVar = Replicas
+
+    def test_both_replicas_have_served(self) -> None:
         ranks = {event["dp_rank"] for event in self.serving.events("health")}
         assert ranks == {0, 1}
+
+
+@BY_HAND
+class TestImagesOverAPrefixCache(OverAPrefixCache, ManyImages):
+    transport: ClassVar = CachingServing
+
+    def ask_whole(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        """The prefix ends behind the images, instead of `prompt`."""
+        text = TEXT + MORE * (name == "behind")
+        return see(self.serving, name, 60, 50, text=text)
+
+
+class ImagesOnHost(PdServing):
+    prefill_flags: ClassVar = SMALL_POOL
+
+
+@BY_HAND
+class TestImagesWithHiCache(ManyImages):
+    """Prefixes with images come back from host memory."""
+
+    transport: ClassVar = ImagesOnHost
+    plugins: ClassVar = (*(() if release().has_own_canary else FILL_INS), transit_faults)
+
+    def test_from_host_memory(self) -> None:
+        found = 0
+        first: dict[int, Any] = {}
+        for turn in range(2):
+            for shade in range(100, 200, 10):
+                name = f"host-{turn}-{shade}"
+                prefill, decode = see_both(self.serving, name, shade, 50, text=TEXT + MORE)
+                answer = decode["output_ids"]
+                assert first.setdefault(shade, answer) == answer
+                found += hits(prefill)
+        assert found > 0
+        self.assert_no_violations()
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="refused by name on this release; lifted by make test"
+)
+@BY_HAND
+class TestImagesWithLora(ManyImages):
+    """The chain starts from the adapter's name, and goes on over the numbers of images."""
+
+    mode_name: ClassVar = feature_serving.MODES["images_weights"].name
+    flags: ClassVar = {
+        **TestImages.flags,
+        "enable_lora": True,
+        "lora_backend": "triton" if torch.cuda.is_available() else "torch_native",
+    }
+    adapters: ClassVar = (None, "red")
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._folder = tempfile.TemporaryDirectory(prefix="kv_canary_lora_")
+        path = write_lora(Path(cls._folder.name) / "red", 0, of=TINY_GEMMA3["text_config"])
+        cls.flags = {**cls.flags, "lora_paths": f"red={path}"}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls._folder.cleanup()
+
+    def test_the_adapter_is_at_work(self) -> None:
+        plain = see(self.serving, "plain", 90, 80)["output_ids"]
+        assert see(self.serving, "red", 90, 80, lora_path="red")["output_ids"] != plain
+        self.assert_no_violations()
 
 
 class OtherNumbers(PdServing):

@@ -1,6 +1,5 @@
 """Servers that split the model differently: tokens, positions and chains are checked, the bytes are taken over."""
 
-import os
 import random
 import sys
 from typing import Any, ClassVar
@@ -14,7 +13,21 @@ from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
-from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
+from sglang_kv_canary_rigs.pd_pairs import (
+    BY_HAND,
+    CHECKED,
+    FAULTS,
+    HEALTH,
+    LOG_OR_RAISE,
+    OverAPrefixCache,
+    requests,
+)
+from sglang_kv_canary_rigs.pd_serving import (
+    CachingServing,
+    PdServing,
+    ServesPair,
+    transit_faults,
+)
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -22,24 +35,23 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
-# The long form has all pairs
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
 TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 class Unequal(ServesPair, CanaryE2EBase):
     transport: ClassVar[type[PdServing]]
     says: ClassVar[str]
-    flags: ClassVar = {"kv_canary": "log", "kv_canary_real_data": "all", "log_level": "warning"}
-    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+    flags: ClassVar = {**CHECKED, "kv_canary": LOG_OR_RAISE}
+    env: ClassVar = HEALTH
     plugins: ClassVar = (transit_faults,)
 
     def test_clean_run(self) -> None:
-        self.serve(TrafficShape(12, seed=3, flushes=1, name="clean"))
+        self.serve(TrafficShape(requests(12), seed=3, flushes=1, name="clean"))
         self.assert_no_violations()
         self.assert_healthy()
         assert self.says in self.serving.stderr
 
+    @FAULTS
     @pytest.mark.parametrize("fault", ["reverse_slots", "drop_all"])
     def test_damage_in_transit(self, fault: str) -> None:
         self.expect_violations()
@@ -50,6 +62,7 @@ class Unequal(ServesPair, CanaryE2EBase):
         assert event["reader"]["mode"] == "ARRIVAL"
         assert {e["reader"]["request_id"] for e in self.violations()} == {fault}
 
+    @FAULTS
     def test_bytes_that_change_after_they_were_taken_over(self) -> None:
         injection = self.inject("flip_bytes", half="V", mode="DECODE")
         self.ask("later", random_tokens(random.Random(6), 40), 24)
@@ -73,6 +86,10 @@ class StagesToOne(PdServing):
     prefill_env: ClassVar = bind_each_rank(2)
 
 
+class StagesToACache(StagesToOne):
+    decode_flags: ClassVar = CachingServing.decode_flags
+
+
 class StagesToStages(StagesToOne):
     decode_flags: ClassVar[dict[str, Any]] = StagesToOne.prefill_flags
     decode_env: ClassVar = StagesToOne.prefill_env
@@ -84,7 +101,7 @@ class TestTensorParallelPrefill(Unequal):
     says: ClassVar = "the servers differ in tensor parallelism"
 
 
-@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+@BY_HAND
 class TestTensorParallelDecode(Unequal):
     transport: ClassVar = OneToTwo
     says: ClassVar = "the servers differ in tensor parallelism"
@@ -96,7 +113,16 @@ class TestPipelinePrefill(Unequal):
     says: ClassVar = "the servers differ in pipeline parallelism"
 
 
-@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+@BY_HAND
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
+class TestPipelinePrefillToACache(OverAPrefixCache, Unequal):
+    transport: ClassVar = StagesToACache
+    says: ClassVar = "the servers differ in pipeline parallelism"
+    damages: ClassVar = "reverse_slots"
+    reason: ClassVar = "POSITION"
+
+
+@BY_HAND
 class TestPipeline(ServesPair, CanaryE2EBase):
     """Each stage sends to its counterpart, so the bytes are checked, too."""
 
@@ -106,11 +132,12 @@ class TestPipeline(ServesPair, CanaryE2EBase):
     plugins: ClassVar = (transit_faults,)
 
     def test_clean_run(self) -> None:
-        self.serve(TrafficShape(12, seed=3, flushes=1, name="clean"))
+        self.serve(TrafficShape(requests(12), seed=3, flushes=1, name="clean"))
         self.assert_no_violations()
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
 
+    @FAULTS
     def test_damage_in_transit(self) -> None:
         self.expect_violations()
         with self.serving.damaging("drop_layer"):

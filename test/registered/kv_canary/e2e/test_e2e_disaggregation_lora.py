@@ -1,9 +1,9 @@
 """LoRA over prefill-decode disaggregation: both servers load the adapters, each under ids of its own."""
 
-import os
 import random
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,21 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages, prompts
-from sglang_kv_canary_rigs.pd_pairs import HEALTH, PAUSED_TOKENS, RETRACTS, SWEPT, Pair
-from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, transit_faults
+from sglang_kv_canary_rigs.pd_pairs import (
+    BY_HAND,
+    FAULTS,
+    HEALTH,
+    LOG_OR_RAISE,
+    PAUSED_TOKENS,
+    RETRACTS,
+    SWEPT,
+    OverAPrefixCache,
+    Pair,
+    requests,
+)
+from sglang_kv_canary_rigs.pd_serving import CachingServing, PdServing, Replicas, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
-from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -29,14 +40,9 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
 
-# On 0.5.12.post1 prefixes are also cached on the decode server.
-CACHING = {} if release().has_own_canary else {"disaggregation_decode_enable_radix_cache": True}
 # SGLang pins what it copies. On newer releases all pairs have this fill-in.
 PINNED = () if torch.cuda.is_available() or release().has_own_canary else (pageable_memory,)
-# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=300, with both servers in mode raise and without faults.
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
-BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(60, 100)))
+REQUESTS = requests(volume(60, 100))
 
 
 class TestLora(Pair):
@@ -46,11 +52,15 @@ class TestLora(Pair):
     """
 
     over: ClassVar[type[PdServing]] = PdServing
+    # On 0.5.12.post1 prefixes are also cached on the decode server.
+    caching: ClassVar[Mapping[str, Any]] = (
+        {} if release().has_own_canary else CachingServing.decode_flags
+    )
     later: ClassVar[tuple[str, ...]] = ("blue",)
 
     flags: ClassVar[dict[str, Any]] = {
         **SWEPT,
-        "kv_canary": "raise" if LONG else "log",
+        "kv_canary": LOG_OR_RAISE,
         "enable_lora": True,
         "lora_backend": "triton" if torch.cuda.is_available() else "torch_native",
     }
@@ -73,7 +83,7 @@ class TestLora(Pair):
             decode_flags: ClassVar = {
                 **cls.over.decode_flags,
                 "lora_paths": f"red={cls.adapters['red']}",
-                **CACHING,
+                **cls.caching,
             }
 
         cls.transport = Adapted
@@ -109,7 +119,7 @@ class TestLora(Pair):
         self.assert_healthy()
         assert "not checked" not in self.serving.stderr
 
-    @pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+    @FAULTS
     def test_damage_in_transit(self) -> None:
         self.expect_violations()
         with self.serving.damaging("reverse_slots"):
@@ -121,7 +131,7 @@ class TestLora(Pair):
         requests = {e["reader"]["request_id"] for e in self.violations()}
         assert requests - {None} == {"reverse_slots"}  # None: the sweep of what was cached
 
-    @pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+    @FAULTS
     @pytest.mark.skipif(not release().has_own_canary, reason=RETRACTS)
     def test_kv_that_is_computed_again_without_the_adapter(self) -> None:
         """SGLang's request to the prefill server has no adapter, so the rest of the answer is another one."""
@@ -141,6 +151,14 @@ class TestLoraOnReplicas(TestLora):
 
     over: ClassVar = Replicas
     later: ClassVar = ()
+    test_kv_that_is_computed_again_without_the_adapter = None
+
+
+@BY_HAND
+class TestLoraOverAPrefixCache(OverAPrefixCache, TestLora):
+    caching: ClassVar = CachingServing.decode_flags
+    more: ClassVar = {"lora_path": "red"}
+    # What a pause drops is still cached, under the adapter.
     test_kv_that_is_computed_again_without_the_adapter = None
 
 

@@ -1,9 +1,9 @@
 """Data parallelism over prefill-decode disaggregation: any rank of one server may send to any rank of the other."""
 
 import asyncio
-import os
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +13,28 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.hicache_serving import prompts
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
-from sglang_kv_canary_rigs.pd_pairs import HEALTH, SWEPT, Pair
-from sglang_kv_canary_rigs.pd_serving import HOST, PdServing, Replicas, transit_faults
-from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+from sglang_kv_canary_rigs.pd_pairs import (
+    BY_HAND,
+    FAULTS,
+    HEALTH,
+    LOG_OR_RAISE,
+    LONG,
+    SWEPT,
+    OverAPrefixCache,
+    Pair,
+    requests,
+)
+from sglang_kv_canary_rigs.pd_serving import (
+    HOST,
+    CachingServing,
+    PdServing,
+    Replicas,
+    transit_faults,
+)
+from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -25,31 +42,28 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
-# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=300, with both servers in mode raise and without faults.
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", volume(16, 40)))
-# TestReplicas has all pairs of these.
-BY_HAND = pytest.mark.skipif(not (LONG or FULL_VOLUME), reason="needs KV_CANARY_TEST_FULL_VOLUME=1")
+REQUESTS = requests(volume(16, 40))
 
 
 class BetweenRanks(Pair):
     """First clean traffic. `ranks`: data-parallel ranks of the prefill and of the decode server."""
 
-    flags: ClassVar = {**SWEPT, "kv_canary": "raise" if LONG else "log"}
+    flags: ClassVar = {**SWEPT, "kv_canary": LOG_OR_RAISE}
     plugins: ClassVar = (transit_faults,)
     ranks: ClassVar[tuple[int, int]]
     ends_damaged: ClassVar[bool] = False  # SGLANG_KV_CANARY_ACTION=abort
+    unchecked: ClassVar[bool] = False  # bytes, of servers that split the model differently
 
     def test_clean_run(self) -> None:
         report = self.serve(TrafficShape(REQUESTS, seed=3, flushes=1, name="clean"))
         assert report.requests == REQUESTS
         self.assert_no_violations()
         self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        assert ("not checked" in self.serving.stderr) == self.unchecked
         for server, count in zip((self.serving.prefill, self.serving), self.ranks, strict=True):
             assert {event["dp_rank"] or 0 for event in server.events("active")} == set(range(count))
 
-    @pytest.mark.skipif(LONG, reason="the first finding ends a server in mode raise")
+    @FAULTS
     def test_damage_in_transit(self) -> None:
         """From each rank of the prefill server to each rank of the decode server."""
         self.expect_violations()
@@ -79,11 +93,19 @@ class BetweenRanks(Pair):
         sources, targets = self.ranks
         return [(10 * to + of + 10, to) for of in range(sources) for to in range(targets)]
 
-    async def ask_ranks(self, name: str, room: int, target: int, count: int = 3) -> dict[str, Any]:
+    async def ask_ranks(
+        self,
+        name: str,
+        room: int,
+        target: int,
+        count: int = 3,
+        prompt: Sequence[int] = (),
+    ) -> dict[str, Any]:
         """Have the prefill rank that `room` stands for send to the decode rank `target`."""
         body = {
             "rid": name,
-            "input_ids": random_tokens(random.Random(name), consts.CHUNKED_PREFILL_SIZE + 7),
+            "input_ids": list(prompt)
+            or random_tokens(random.Random(name), consts.CHUNKED_PREFILL_SIZE + 7),
             "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
             **self.serving.meeting(),
             "bootstrap_room": room,
@@ -171,6 +193,45 @@ class TestReplicasToOne(BetweenRanks):
 class TestOneToReplicas(BetweenRanks):
     transport: ClassVar = OneToReplicas
     ranks: ClassVar = (1, 2)
+
+
+class StagesToReplicas(OneToReplicas):
+    prefill_flags: ClassVar = {"pp_size": 2}
+    prefill_env: ClassVar = bind_each_rank(2)
+
+
+@BY_HAND
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
+class TestPipelineToReplicas(BetweenRanks):
+    """Refusals see the arguments of one server. Each replica gets a part of its KV from each stage."""
+
+    transport: ClassVar = StagesToReplicas
+    ranks: ClassVar = (1, 2)
+    unchecked: ClassVar = True
+
+
+class CachingRanks(OverAPrefixCache, BetweenRanks):
+    """First clean traffic. Each decode rank has a prefix cache of its own."""
+
+    ranks: ClassVar = (2, 2)
+
+    def ask_whole(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        return self.run(self.ask_ranks(name, 20 + (name == "behind"), 1, prompt=prompt))
+
+
+@BY_HAND
+class TestDpAttentionOverAPrefixCache(CachingRanks):
+    mode_name: ClassVar = "mla_dp"
+    transport: ClassVar = CachingServing
+
+
+class CachingReplicas(Replicas):
+    decode_flags: ClassVar = {**Replicas.decode_flags, **CachingServing.decode_flags}
+
+
+@BY_HAND
+class TestReplicasOverAPrefixCache(CachingRanks):
+    transport: ClassVar = CachingReplicas
 
 
 class HostReplicas(Replicas):

@@ -16,7 +16,9 @@ from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
+from sglang_kv_canary_rigs.pd_pairs import LONG, requests
 from sglang_kv_canary_rigs.pd_serving import (
+    CachingServing,
     PdServing,
     need_transport,
     no_early_reuse,
@@ -29,9 +31,7 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
-# The long form: KV_CANARY_TEST_TRANSFER_REQUESTS=2000
-LONG = "KV_CANARY_TEST_TRANSFER_REQUESTS" in os.environ
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_TRANSFER_REQUESTS", 40))
+REQUESTS = requests(40)
 SEED = int(os.environ.get("KV_CANARY_TEST_TRANSFER_SEED", 1))
 NEWER = release().has_own_canary
 ABORT_SHARE = 0.12
@@ -83,10 +83,6 @@ class TestMixedTraffic(CanaryE2EBase):
         print(f"{REQUESTS} requests: {dict(served)}")
 
 
-class CachingServing(PdServing):
-    decode_flags: ClassVar = {"disaggregation_decode_enable_radix_cache": True}
-
-
 @pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
 class TestMixedTrafficOverAPrefixCache(TestMixedTraffic):
     """Without retraction on 0.5.12.post1: there such a server ends when a retracted request resumes."""
@@ -130,6 +126,24 @@ class TestMixedTrafficOverHiCache(TestMixedTraffic):
         super().test_nothing_is_reported()
         for server in (self.serving.prefill,) if NEWER else (self.serving.prefill, self.serving):
             assert server.events("host_sweep")
+
+
+class OptimisticServing(PdServing):
+    prefill_flags: ClassVar = {**ON_HOST, "optimistic_prefill_attempts": 2}
+    prefill_env: ClassVar = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.3"}
+
+
+@pytest.mark.skipif(not NEWER, reason="this release has none; lifted by make test")
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficOverOptimisticPrefills(TestMixedTraffic):
+    """Over HiCache. Prefills begin before the decode server is ready, and some yield their slots."""
+
+    transport: ClassVar = OptimisticServing
+    flags: ClassVar = {**TestMixedTraffic.flags, "log_level": "info"}
+
+    def test_nothing_is_reported(self) -> None:
+        super().test_nothing_is_reported()
+        assert "optimistic prefill yielded" in self.serving.prefill.stderr
 
 
 async def _mix(serving: PdServing) -> Counter[str]:

@@ -1,10 +1,7 @@
 """HiCache with the storage backend `file`: records are stored with their pages, and fetched with them."""
 
-import json
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +17,8 @@ from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.hicache_serving import (
     STORAGE,
+    STORAGE_PATH,
+    AsAdmin,
     HiCacheE2E,
     Pages,
     ask,
@@ -31,8 +30,6 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
-
-KEY = "attach-and-detach"
 
 
 class StorageE2E(HiCacheE2E):
@@ -201,36 +198,19 @@ class TestDamage(StorageE2E):
         self.assert_no_violations()
 
 
-class AdminServer(CanaryServer):
-    """Attaching a backend takes a key, and then so does flushing."""
-
-    def admin(self, path: str, method: str, **body: Any) -> str:
-        """The server's message."""
-        request = urllib.request.Request(
-            self.url + path,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-            method=method,
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.read().decode()
-
-    async def flush(self) -> bool:
-        return "flushed" in self.admin("/flush_cache?timeout=60", "POST")
+class AdminServer(AsAdmin, CanaryServer):
+    pass
 
 
 @long_on_newer_releases
 class TestAttach(StorageE2E):
     """A storage backend is attached to a server that runs."""
 
-    flags: ClassVar = {**StorageE2E.flags, "admin_api_key": KEY}
+    flags: ClassVar = {**StorageE2E.flags, "admin_api_key": AsAdmin.key}
     transport = AdminServer
 
     def attach(self, method: str, **body: Any) -> str:
-        return self.serving.admin("/hicache/storage-backend", method, **body)
+        return self.serving.admin(STORAGE_PATH, method, **body)
 
     def test_another_backend_is_not_attached(self) -> None:
         assert "backend detached" in self.attach("DELETE")

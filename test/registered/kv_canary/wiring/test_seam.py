@@ -196,6 +196,10 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "enable_two_batch_overlap": True,
     },
     "PD disaggregation with HiCache on the decode server": {**_DECODES, **_HICACHE},
+    "PD disaggregation with streaming sessions": {
+        **_DECODES,
+        "enable_streaming_session": True,
+    },
     "offload of KV by decode servers": {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,

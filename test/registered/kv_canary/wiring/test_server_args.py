@@ -238,6 +238,10 @@ CASES = {
         "hicache_write_policy": "write_back",
         "hicache_storage_backend": "file",
     },
+    "PD disaggregation with streaming sessions": {
+        **DECODES,
+        "enable_streaming_session": True,
+    },
     "offload of KV by decode servers": {
         **DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,
@@ -279,6 +283,7 @@ NOT_BY_A_FIELD = {
     "PD disaggregation over another backend of NIXL than UCX",
     "PD disaggregation with staging buffers",
     "PD disaggregation with a multimodal model and another feature",
+    "PD disaggregation with a multimodal model and LoRA",
     "HiCache with the unified or C++ radix tree",
 }
 
@@ -378,7 +383,11 @@ def test_disaggregation_of_images_beside_another_feature_is_refused(make_args, t
     check_request(args)
     args.disaggregation_mode = "decode"
     check_request(args)
+    args.disaggregation_mode, args.enable_hierarchical_cache = "prefill", True
+    check_request(args)
     args.enable_lora = True
+    refuses(args, "PD disaggregation with a multimodal model and LoRA")
+    args.enable_lora, args.language_only = False, True
     refuses(args, "PD disaggregation with a multimodal model and another feature")
 
 

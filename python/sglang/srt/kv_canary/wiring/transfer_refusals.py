@@ -12,8 +12,8 @@ from .releases import release
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
 
 BESIDE_IMAGES = (
-    "images beside LoRA, speculation, HiCache, pipeline stages or separate encoders, which no run has checked over "
-    "disaggregation yet."
+    "images beside speculation, pipeline stages or separate encoders, which no run has checked over disaggregation "
+    "yet."
 )
 
 
@@ -22,14 +22,7 @@ def _transfers(args: Any) -> bool:
 
 
 def is_beside_images(args: Any) -> bool:
-    return bool(
-        args.enable_lora
-        or args.lora_paths
-        or args.speculative_algorithm is not None
-        or args.enable_hierarchical_cache
-        or args.pp_size > 1
-        or args.language_only
-    )
+    return bool(args.speculative_algorithm is not None or args.pp_size > 1 or args.language_only)
 
 
 TRANSFERS: tuple[Refusal, ...] = (
@@ -98,6 +91,13 @@ TRANSFERS: tuple[Refusal, ...] = (
         ),
         "transfers between such ranks, which no run has checked yet.",
         "Set --dp-size 1, or remove the other.",
+    ),
+    Refusal(
+        "PD disaggregation with streaming sessions",
+        lambda args: _transfers(args) and args.enable_streaming_session,
+        "SGLang itself: a decode server ends with the first or the second turn. The session of a prefill server holds "
+        "the first token of each answer alone, so it sends the KV of another conversation.",
+        "Remove --enable-streaming-session.",
     ),
     Refusal(
         "offload of KV by decode servers",

@@ -1,0 +1,41 @@
+"""Requests with images to a prefill and a decode server."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+from .pd_serving import PdServing
+
+__all__ = ["MORE", "TEXT", "see", "see_both"]
+
+TEXT = "see <start_of_image> and <start_of_image> what now?"
+MORE = " what now? see and see what now, and then see what now?"
+
+
+def _picture(shade: int) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (40, 40), (shade, 255 - shade, 7)).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def see_both(
+    serving: PdServing, name: str, *shades: int, text: str = TEXT, **more: Any
+) -> list[dict[str, Any]]:
+    """The answers of the prefill and of the decode server. `shades`: of the images, as many as `text` has."""
+    body = {
+        "rid": name,
+        "text": text,
+        "image_data": [_picture(shade) for shade in shades],
+        "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
+        **more,
+    }
+    return serving.run(serving.ask_both(body))
+
+
+def see(serving: PdServing, name: str, *shades: int, **more: Any) -> dict[str, Any]:
+    """The decode server's answer."""
+    return see_both(serving, name, *shades, **more)[1]
