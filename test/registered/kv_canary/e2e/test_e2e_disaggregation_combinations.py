@@ -19,7 +19,7 @@ from sglang_kv_canary_rigs.on_releases import (
     refused_on_newer_releases,
 )
 from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, requests
-from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, transit_faults
+from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, no_early_reuse, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase, LayersInStepE2EBase
 from sglang_kv_canary_rigs.volume import volume
@@ -43,7 +43,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
         "kv_canary": LOG_OR_RAISE,
         "log_level": "warning",
     }
-    plugins: ClassVar = (transit_faults,)
+    plugins: ClassVar = (transit_faults, no_early_reuse)  # some requests are aborted
 
     def test_clean(self) -> None:
         self.serve_in_waves("pd", REQUESTS)
@@ -139,7 +139,7 @@ class TestLayersWithDpAttention(ServesPair, LayersInStepE2EBase):
         "kv_canary": LOG_OR_RAISE,
         "log_level": "warning",
     }
-    plugins: ClassVar = (transit_faults,)
+    plugins: ClassVar = (transit_faults, no_early_reuse)  # some requests are aborted
 
     def test_clean(self) -> None:
         self.serve_in_waves("layers", REQUESTS)

@@ -77,6 +77,8 @@ def _request_what_will_be_needed(server: CompileServerProcess, server_args: Any)
     begin = time.monotonic()
     model_config = ModelConfig.from_server_args(server_args)
     variants = predicted_variants(release().settled(server_args), model_config)
+    if not variants:  # the scheduler processes ask for all
+        return
     CompileRequests(server.folder).ask(variants, PREDICTED)
     logger.info(
         "kv-canary: compiles %d variants of its kernels beside the start (listed in %.1f s)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -92,7 +93,7 @@ class CompileAhead:
         self.smaller_batches = False  # also the variants of all smaller batches
         self.requests: CompileRequests | None = None  # None: threads compile
         self.asked = 0  # variants, of the server
-        self.unforeseen: list[str] = []  # kernels of those that nobody had predicted
+        self.unforeseen: Counter[str] = Counter()  # of those, by kernel, that nobody had predicted
         self.waited_s = 0.0  # for the server
         self._looked_for_server = False
         self._begun: list[Begun] = []
@@ -133,7 +134,7 @@ class CompileAhead:
         try:
             self.asked += 1
             if not self.requests.knows(begun.variant):
-                self.unforeseen.append(begun.variant.kernel)
+                self.unforeseen[begun.variant.kernel] += 1
             self.requests.ask([begun.variant], NEEDED)
             self._begun.append(begun)
         except OSError as error:
@@ -166,7 +167,8 @@ class CompileAhead:
                 "Not predicted: %s",
                 self.asked,
                 self.waited_s,
-                ", ".join(self.unforeseen) or "none",
+                ", ".join(f"{count} of {name}" for name, count in self.unforeseen.items())
+                or "none",
             )
         self.requests = None
         self._begun.clear()
