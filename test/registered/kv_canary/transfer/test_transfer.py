@@ -279,7 +279,7 @@ def test_images_beside_another_feature_are_refused():
     scheduler = SimpleNamespace(server_args=args, model_config=model)
     _refuse_beside_images(scheduler)
     args.pp_size = 2
-    with pytest.raises(CanaryStartupError, match="images beside LoRA"):
+    with pytest.raises(CanaryStartupError, match="images beside speculation, pipeline stages"):
         _refuse_beside_images(scheduler)
     model.is_multimodal = False
     _refuse_beside_images(scheduler)

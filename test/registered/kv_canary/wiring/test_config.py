@@ -62,7 +62,7 @@ def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
         path = str(folder if "folder" in setting.path_kind else folder / "events.jsonl")
         return path, path
     if setting.field_type is EnvBool:
-        return "1", True
+        return ("0", False) if setting.default else ("1", True)
     if setting.field_type is EnvInt:
         number = int(max(7, setting.minimum or 0))
         return str(number), number
