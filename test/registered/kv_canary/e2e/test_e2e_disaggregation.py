@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from typing import ClassVar
 
 import pytest
@@ -204,3 +205,7 @@ class OtherContent(PdServing):
 class TestOtherContent(OneSided):
     transport: ClassVar = OtherContent
     says: ClassVar = "the servers differ in content mode"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

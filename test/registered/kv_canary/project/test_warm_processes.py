@@ -310,7 +310,7 @@ print(json.dumps([len(HookRegistry._patched), stale]))
 
 
 def test_hooks_reach_every_module_that_has_imported_their_target() -> None:
-    """A warm process looks into an index, where SGLang looks through all modules."""
+    """Ours are applied with one search, see `wiring/patch_scan.py`."""
     hooks, stale = FreshProcesses().run(STALE).result
     assert hooks > 40
     assert stale == []

@@ -307,3 +307,7 @@ def test_functions_are_exchanged_together() -> None:
     host.use(C)
     assert host.in_c
     assert all(getattr(host, name) is getattr(C, name) for name in NAMES)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

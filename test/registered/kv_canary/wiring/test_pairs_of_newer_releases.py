@@ -93,6 +93,11 @@ def test_chains_of_a_pair_start_as_if_no_cache_had_been_dropped(key: str | None)
     assert release().namespace_of(request) == request.extra_key
     context.is_of_pair = True
     assert release().namespace_of(request) == key
+    # SGLang sends the decode server's own key when the prefill server computes the request again.
+    again = Namespaces(SimpleNamespace(waiting_queue=[]), "\x1fkv-canary 4567 ", epoch=1)
+    again.admit(request)
+    assert request.extra_key.count("kv-canary") == 2
+    assert as_sent(request.extra_key) == release().namespace_of(request) == key
 
 
 def test_a_decode_server_ends_who_is_to_be_computed_again_and_who_waits_in_host_memory(

@@ -1,6 +1,7 @@
 """The one search for stale bindings finds what SGLang's own search finds, on SGLang's own registry."""
 
 import sys
+from functools import lru_cache, partial
 from types import ModuleType
 
 import pytest
@@ -94,6 +95,75 @@ def test_a_module_that_a_target_imports_is_patched(modules, monkeypatch, tmp_pat
         assert sys.modules[LATE].second() == ["second", "hooked"]
     finally:
         sys.modules.pop(LATE, None)
+
+
+@both
+@pytest.mark.parametrize("wrap", [lru_cache, partial], ids=["lru_cache", "partial"])
+def test_a_target_that_is_no_function(modules, wrap, once) -> None:
+    """SGLang's `is_cuda` and others are such, and other plugins hook them."""
+    source, importer = modules
+    source.cached = importer.cached = wrap(source.first)
+    hook("cached", "second")
+    apply_hooks(once)
+    assert source.cached() == importer.cached() == ["first", "hooked"]
+    assert importer.two() == ["second", "hooked"]
+
+
+@both
+def test_a_module_that_grows_while_hooks_are_applied(modules, monkeypatch, tmp_path, once) -> None:
+    text = f"import {IMPORTER} as grown\nfrom {SOURCE} import second\n\ngrown.late = second\n\ndef early(): return []\n"
+    (tmp_path / f"{LATE}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, importer = modules
+    importer.before_it = lambda: [0]
+    HookRegistry.register(f"{IMPORTER}.before_it", marked, HookType.AFTER)  # applied first
+    hook("second")
+    HookRegistry.register(f"{LATE}.early", marked, HookType.AFTER)
+    try:
+        apply_hooks(once)
+        assert importer.late() == ["second", "hooked"]
+    finally:
+        sys.modules.pop(LATE, None)
+
+
+@both
+def test_a_module_without_attributes_is_left_out(modules, monkeypatch, once) -> None:
+    class Opaque(ModuleType):
+        @property
+        def __dict__(self):
+            raise TypeError("no attributes")
+
+    monkeypatch.setitem(sys.modules, f"{SOURCE}_opaque", Opaque("opaque"))
+    hook("first")
+    apply_hooks(once)
+    assert modules[1].one() == ["first", "hooked"]
+
+
+@both
+def test_a_registry_of_another_plugin(modules, once) -> None:
+    """A subclass with hooks of its own, and a wrapper that came later."""
+
+    class Other(HookRegistry):
+        _hooks, _patched = type(HookRegistry._hooks)(list), set()
+
+    Other.register(f"{SOURCE}.second", marked, HookType.AFTER)
+    hook("first")
+    if once:
+        search_once()
+    calls, inner = [], HookRegistry.__dict__["apply_hooks"]
+
+    def apply_and_count(cls):
+        calls.append(cls)
+        inner.__get__(None, cls)()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HookRegistry, "apply_hooks", classmethod(apply_and_count))
+        Other.apply_hooks()
+        HookRegistry.apply_hooks()
+        HookRegistry.apply_hooks()
+    assert calls == [Other, HookRegistry, HookRegistry]
+    assert modules[1].two() == ["second", "hooked"]
+    assert modules[1].one() == ["first", "hooked"]
 
 
 @both

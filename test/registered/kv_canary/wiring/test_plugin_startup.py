@@ -645,3 +645,7 @@ def test_server_that_starts_shows_the_flags_and_every_active_canary(llama, tmp_p
         "kv_canary_real_data": "none",
         "kv_canary_sweep_interval": 0,
     }
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -212,6 +212,33 @@ class _Agent:
         return "PROC" if self.asked.count(handle) < 3 else self.ends[handle]
 
 
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_transfer_that_cannot_begin_is_an_error_of_the_transport(is_newer: bool) -> None:
+    """From 0.5.23 on SGLang posts: after its own error the decode server keeps the slots for a while."""
+
+    class PostError(RuntimeError):
+        pass
+
+    def post_xfer(handle: str, why: str) -> None:
+        assert agent.transfer(handle) == "ERR"
+        raise PostError(why)
+
+    agent = SimpleNamespace(
+        get_xfer_descs=lambda blocks, kind: (blocks.shape, kind),
+        initialize_xfer=lambda *what: "handle",
+        transfer=lambda handle: "ERR",
+    )
+    kv_manager = SimpleNamespace(
+        agent=agent,
+        kv_args=SimpleNamespace(gpu_id=0),
+        decode_kv_args_table={"peer": SimpleNamespace(gpu_id=1)},
+        **({"_post_xfer": post_xfer} if is_newer else {}),
+    )
+    blocks = np.ones((2, 3), dtype=np.uint64)
+    with pytest.raises(PostError if is_newer else nixl._TransferFailed, match="cannot begin"):
+        nixl._post(kv_manager, "peer", blocks)
+
+
 def test_kv_is_posted_while_records_are_under_way() -> None:
     agent = _Agent(records="DONE", kv="DONE")
     arrive = nixl.waiting_in(agent)("records")

@@ -31,6 +31,7 @@ class ArrivalDesk:
     _damaged: dict[int, set[int]] = field(default_factory=dict)  # forward -> rows, of awaited ones
     # Of the same forwards, the first position that has arrived. What lies before it was in the prefix cache.
     _firsts: dict[int, int] = field(default_factory=dict)
+    _forgotten: set[int] = field(default_factory=set)  # forwards, until they are known
     _known: int = 0  # everything that forwards up to this one have found has been handed over
 
     def warm_up(self) -> None:
@@ -79,6 +80,9 @@ class ArrivalDesk:
     def note_known(self, forward: int) -> None:
         """Everything that forwards up to `forward` have found has been handed to `note_findings`."""
         self._known = max(self._known, forward)
+        for done in [each for each in self._forgotten if each <= self._known]:
+            self._forgotten.discard(done)
+            self._drop(done)
 
     def verdict(self, forward: int) -> frozenset[int] | None:
         """Rows in which the awaited `forward` found damage. None: not known yet."""
@@ -87,7 +91,13 @@ class ArrivalDesk:
         return frozenset(self._damaged.get(forward, ()))
 
     def forget(self, forward: int) -> None:
-        """Nobody asks for the verdict on `forward` any more."""
+        """Nobody asks for the verdict on `forward` any more. What it still finds has no other owner."""
+        if forward > self._known:
+            self._forgotten.add(forward)
+        else:
+            self._drop(forward)
+
+    def _drop(self, forward: int) -> None:
         self._damaged.pop(forward, None)
         self._firsts.pop(forward, None)
 

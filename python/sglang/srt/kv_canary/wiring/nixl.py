@@ -79,9 +79,10 @@ def beside(arrive: Arrive, agent: Any, post_kv: Callable[[], Any]) -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    from sglang.srt.disaggregation.nixl.conn import _NIXL_TRANSPORT_ERRORS
+    from sglang.srt.disaggregation.nixl import conn
 
-    return (_TransferFailed, *_NIXL_TRANSPORT_ERRORS)
+    post = getattr(conn, "_NixlPostError", _TransferFailed)  # from 0.5.23 on
+    return (_TransferFailed, post, *conn._NIXL_TRANSPORT_ERRORS)
 
 
 def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
@@ -101,8 +102,13 @@ def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
         for side, gpu in ((source, here), (target, there))
     )
     handle = agent.initialize_xfer("WRITE", *sides, peer)
-    if agent.transfer(handle) == "ERR":
-        raise _TransferFailed("kv-canary: NIXL cannot begin a transfer of records")
+    why = "kv-canary: NIXL cannot begin a transfer of records"
+    if (post := getattr(kv_manager, "_post_xfer", None)) is not None:
+        post(
+            handle, why
+        )  # from 0.5.23 on: after its error the decode server keeps the slots for a while
+    elif agent.transfer(handle) == "ERR":
+        raise _TransferFailed(why)
     return handle
 
 

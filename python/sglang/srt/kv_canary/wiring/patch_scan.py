@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 
 class Bindings:
-    """Which modules bind which functions and classes. Modules that are imported later are looked at then."""
+    """Which modules bind which functions and classes. Looks again at modules that are new or have grown."""
 
-    def __init__(self) -> None:
-        self._seen: set[str] = set()  # names in sys.modules
+    def __init__(self, search: Callable[[object, object, object], int]) -> None:
+        """`search`: SGLang's own, for targets that are neither function nor class."""
+        self._search = search
+        self._sizes: dict[int, int] = {}  # attributes of a module at the last look, by its id
         # By the id of what is bound.
         self._names: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
 
     def propagate(self, original: object, wrapped: object, source_module: object) -> int:
         """Bind `wrapped` wherever `original` is bound, as `hook_registry._propagate_patch` does. Returns how often."""
+        if not _is_indexed(original):
+            self._sizes.clear()  # what is bound now is new to the index
+            return self._search(original, wrapped, source_module)
         self._look()
         patched = 0
         if isinstance(source_module, ModuleType):  # a later hook may wrap `wrapped`
@@ -42,15 +48,24 @@ class Bindings:
         return patched
 
     def _look(self) -> None:
-        for key in sys.modules.keys() - self._seen:
-            self._seen.add(key)
-            module = sys.modules.get(key)
+        for module in list(sys.modules.values()):
             if not isinstance(module, ModuleType):
                 continue
-            for name, value in list(vars(module).items()):
-                # isinstance() would ask a lazy object for its class, which imports it.
-                if type(value) is FunctionType or issubclass(type(value), type):
+            try:
+                bound = vars(module)
+            except TypeError:
+                continue
+            if self._sizes.get(id(module)) == len(bound):
+                continue
+            self._sizes[id(module)] = len(bound)
+            for name, value in list(bound.items()):
+                if _is_indexed(value):
                     self._names[id(value)].append((module, name))
+
+
+def _is_indexed(value: object) -> bool:
+    # isinstance() would ask a lazy object for its class, which imports it.
+    return type(value) is FunctionType or issubclass(type(value), type)
 
 
 def search_once() -> None:
@@ -62,15 +77,15 @@ def search_once() -> None:
         return
     apply_hooks = registry.__dict__["apply_hooks"]
 
-    def apply_with_one_search() -> None:
-        registry.apply_hooks = apply_hooks
-        search, hook_registry._propagate_patch = (
-            hook_registry._propagate_patch,
-            Bindings().propagate,
-        )
+    def apply_with_one_search(cls: Any) -> None:
+        if registry.__dict__["apply_hooks"] is ours:  # another plugin may have wrapped it since
+            registry.apply_hooks = apply_hooks
+        search = hook_registry._propagate_patch
+        hook_registry._propagate_patch = Bindings(search).propagate
         try:
-            registry.apply_hooks()
+            apply_hooks.__get__(None, cls)()
         finally:
             hook_registry._propagate_patch = search
 
-    registry.apply_hooks = staticmethod(apply_with_one_search)
+    ours = classmethod(apply_with_one_search)
+    registry.apply_hooks = ours

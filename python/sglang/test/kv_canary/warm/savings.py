@@ -15,8 +15,6 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from module_index import ModuleIndex
-
 __all__ = ["install"]
 
 # A message ends the first. Commands and transfers come without one.
@@ -27,10 +25,8 @@ def install() -> None:
     """In this process and in what is forked from it."""
     from sglang.srt.managers.data_parallel_controller import DataParallelController
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins import hook_registry
 
     logging.Logger.setLevel = _unless_it_has_it(logging.Logger.setLevel)
-    hook_registry._propagate_patch = ModuleIndex().propagate
     Scheduler.maybe_sleep_on_idle = _wait_for_a_message
     Scheduler.on_idle = _sleeping_while_others_work(Scheduler.on_idle)
     _leave_functions_uncompiled()

@@ -112,7 +112,12 @@ class CompileServerProcess:
         if processes is None:
             processes = most_processes()
         package = __package__ or ""
-        environment = {**os.environ, COMPILES_ENV: "1", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            COMPILES_ENV: "1",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),  # what the compilers leave half-done goes with it
+        }
         with (
             open(self.folder / _ALIVE, "w") as lock,
             open(self.folder / "log", "w") as log,

@@ -70,6 +70,7 @@ class CompileServer:
             status = 0
         except BaseException as error:
             self._answer(name, f"failed: {type(error).__name__}: {error}")
+            status = 0  # it is answered; the parent would say less
         finally:
             os._exit(status)
 

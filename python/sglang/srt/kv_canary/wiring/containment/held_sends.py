@@ -107,10 +107,15 @@ class HeldSends:
                 self._held.pop(key, None)
                 self._send_now(held.request)
 
+    def _say_known(self, held: _Held) -> None:
+        if self.bell is not None:
+            self.bell.say_known(held.number)
+
     def _is_open(self, held: _Held) -> bool:
         """Whether a finding about the request may come, or waits to be acted on."""
         manager = context.target
         if not manager.armed:
+            self._say_known(held)  # nothing more is found here: nobody waits for it
             return False
         if not held.is_known_here:
             manager.copy_what_is_owed()
@@ -122,7 +127,7 @@ class HeldSends:
         if self.bell is None:
             return manager.damage.is_waiting
         if held.known_in is None:
-            self.bell.say_known(held.number)
+            self._say_known(held)
             if self.bell.known_everywhere() < held.number:
                 return True
             held.known_in = self._round

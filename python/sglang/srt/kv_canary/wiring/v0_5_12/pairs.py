@@ -26,7 +26,8 @@ from ..disaggregation import COPY, DECODE
 from ..hook_spec import HookSpec, HookType
 
 # For this rank's parts of all transfers that another rank has failed in one look through a queue
-WAIT_AT_MOST_S = 1.0
+WAIT_AT_MOST_S = 1.0  # shared by the transfers of one look through a queue
+WAIT_AT_LEAST_S = 0.05  # for each: its own part is nearly over, whoever has used up the shared time
 _POLL_S = 0.001
 
 __all__ = ["HOOKS", "await_end", "for_server_of"]
@@ -85,10 +86,12 @@ def await_end(poll: Callable[[], int]) -> int:
     """
     from sglang.srt.disaggregation.base import KVPoll
 
+    now = time.monotonic()
     if context.await_ends_until is None:
-        context.await_ends_until = time.monotonic() + WAIT_AT_MOST_S
+        context.await_ends_until = now + WAIT_AT_MOST_S
+    until = max(now + WAIT_AT_LEAST_S, context.await_ends_until)
     while (status := poll()) in (KVPoll.WaitingForInput, KVPoll.Transferring):
-        if time.monotonic() > context.await_ends_until:
+        if time.monotonic() > until:
             break
         time.sleep(_POLL_S)
     return status

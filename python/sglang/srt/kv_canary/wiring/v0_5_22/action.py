@@ -26,8 +26,10 @@ from .pairs import for_server_of
 
 @guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    terms = for_server_of(
+        scheduler, TERMS
+    )  # chains of a pair begin alike, with and without the action
     if is_asked_for():
-        terms = for_server_of(scheduler, TERMS)
         install_containment(scheduler, prefixes_of(scheduler), terms, _why_not(scheduler))
         hold_sends(scheduler)
 
@@ -51,6 +53,8 @@ def _why_not(scheduler: Any) -> str | None:
         why = "no test has run it with LoRA beside disaggregation"
     elif args.disaggregation_mode != "null" and scheduler.model_config.is_multimodal:
         why = "no test has run it with images beside disaggregation"
+    elif args.disaggregation_mode != "null" and args.dp_size > 1:
+        why = "no test has run it with data parallelism beside disaggregation"
     elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
         why = "optimistic prefills are taken back and run again, and no test has run it with them"
     else:

@@ -15,6 +15,7 @@ def namespace(extra_key: str | None, cache_salt: str | None) -> str | None:
 
 def as_sent(extra_key: str | None) -> str | None:
     """The extra key that a request came with. Its peer of a prefill-decode pair drops its own cache at other times."""
-    if not extra_key or not extra_key.startswith(OURS):
-        return extra_key
-    return extra_key.removeprefix(OURS).partition(END)[2] or None
+    # A decode server sends the key that it uses itself, when the prefill server computes a request again.
+    while extra_key and extra_key.startswith(OURS):
+        extra_key = extra_key.removeprefix(OURS).partition(END)[2] or None
+    return extra_key
