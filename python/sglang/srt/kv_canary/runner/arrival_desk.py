@@ -80,9 +80,7 @@ class ArrivalDesk:
     def note_known(self, forward: int) -> None:
         """Everything that forwards up to `forward` have found has been handed to `note_findings`."""
         self._known = max(self._known, forward)
-        for done in [each for each in self._forgotten if each <= self._known]:
-            self._forgotten.discard(done)
-            self._drop(done)
+        self._drop_forgotten()
 
     def verdict(self, forward: int) -> frozenset[int] | None:
         """Rows in which the awaited `forward` found damage. None: not known yet."""
@@ -92,14 +90,14 @@ class ArrivalDesk:
 
     def forget(self, forward: int) -> None:
         """Nobody asks for the verdict on `forward` any more. What it still finds has no other owner."""
-        if forward > self._known:
-            self._forgotten.add(forward)
-        else:
-            self._drop(forward)
+        self._forgotten.add(forward)
+        self._drop_forgotten()
 
-    def _drop(self, forward: int) -> None:
-        self._damaged.pop(forward, None)
-        self._firsts.pop(forward, None)
+    def _drop_forgotten(self) -> None:
+        for forward in [each for each in self._forgotten if each <= self._known]:
+            self._forgotten.discard(forward)
+            self._damaged.pop(forward, None)
+            self._firsts.pop(forward, None)
 
     def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
         """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""
