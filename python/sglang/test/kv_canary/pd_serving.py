@@ -426,6 +426,12 @@ class ServesPair:
         super().teardown_method()
         assert self.found_on_prefill() == []
 
+    def assert_clean_and_all_checked(self) -> None:
+        """Nothing was found, each launch tag ran, and the decode server has left nothing unchecked."""
+        self.assert_no_violations()
+        self.assert_healthy()
+        assert "not checked" not in self.serving.stderr
+
     def found_on_prefill(self) -> list[dict[str, Any]]:
         """What the prefill server has reported since the last call."""
         found = self.serving.prefill.events("violation")[self._seen_on_prefill :]

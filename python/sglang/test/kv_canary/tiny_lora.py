@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from sglang_kv_canary.testing.tiny_models import TINY_LLAMA
 
-__all__ = ["write_lora"]
+__all__ = ["WithAdapter", "write_lora"]
 
 RANK = 4
 
@@ -44,3 +45,21 @@ def write_lora(
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(weights, folder / "adapter_model.safetensors")
     return str(folder)
+
+
+class WithAdapter:
+    """For a test class before its base class: its servers have one adapter, "red"."""
+
+    adapter: ClassVar[Mapping[str, Any]] = {}  # how `write_lora` makes it
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._folder = tempfile.TemporaryDirectory(prefix="kv_canary_lora_")
+        path = write_lora(Path(cls._folder.name) / "red", 0, **cls.adapter)
+        cls.flags = {**cls.flags, "lora_paths": f"red={path}"}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls._folder.cleanup()

@@ -2,8 +2,6 @@
 
 import random
 import sys
-import tempfile
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -20,7 +18,7 @@ from sglang_kv_canary_rigs.on_releases import (
 )
 from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, requests
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, no_early_reuse, transit_faults
-from sglang_kv_canary_rigs.tiny_lora import write_lora
+from sglang_kv_canary_rigs.tiny_lora import WithAdapter
 from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase, LayersInStepE2EBase
 from sglang_kv_canary_rigs.volume import volume
 
@@ -47,9 +45,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
 
     def test_clean(self) -> None:
         self.serve_in_waves("pd", REQUESTS)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:
@@ -66,7 +62,7 @@ class TestEagleWithDpAttention(ServesPair, EagleDpE2EBase):
     not release().has_own_canary, reason="SGLang refuses LoRA with EAGLE; lifted by make test"
 )
 @BY_HAND
-class TestEagleWithLora(ServesPair, EagleE2EBase):
+class TestEagleWithLora(WithAdapter, ServesPair, EagleE2EBase):
     """An adapter changes the target's KV. The draft model runs without it, and has the same chains."""
 
     flags: ClassVar = {
@@ -76,17 +72,7 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
     }
     plugins: ClassVar = (transit_faults,)
 
-    @classmethod
-    def setup_class(cls) -> None:
-        cls._folder = tempfile.TemporaryDirectory(prefix="kv_canary_lora_")
-        path = write_lora(Path(cls._folder.name) / "red", 0, scripted=True)
-        cls.flags = {**cls.flags, "lora_paths": f"red={path}"}
-        super().setup_class()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        cls._folder.cleanup()
+    adapter: ClassVar = {"scripted": True}
 
     def test_clean(self) -> None:
         rng = random.Random("lora")
@@ -95,9 +81,7 @@ class TestEagleWithLora(ServesPair, EagleE2EBase):
             prompt, count = rng.choice(prompts), rng.randrange(2, 10)
             answer = self.ask(f"clean-{i}", prompt, count, lora_path=rng.choice((None, "red")))
             assert answer == scripted_answer(prompt, count)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:

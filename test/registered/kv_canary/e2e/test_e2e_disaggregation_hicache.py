@@ -48,9 +48,7 @@ class OnThePrefillServer(HiCachePair):
 
     def test_from_host_memory(self) -> None:
         assert self.twice("host") >= 3 * (PROMPT - 1)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_in_transit(self) -> None:

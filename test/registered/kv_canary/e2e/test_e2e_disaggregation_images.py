@@ -2,8 +2,6 @@
 
 import random
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -29,7 +27,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
     requests,
 )
 from sglang_kv_canary_rigs.pd_serving import CachingServing, PdServing, Replicas, transit_faults
-from sglang_kv_canary_rigs.tiny_lora import write_lora
+from sglang_kv_canary_rigs.tiny_lora import WithAdapter
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -56,9 +54,7 @@ class TestImages(Pair):
                 assert answers.setdefault(shades, answer["output_ids"]) == answer["output_ids"]
                 length = answer["meta_info"]["prompt_tokens"]
                 assert self.checked_on_arrival() - before >= length > 20
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_in_transit(self) -> None:
@@ -85,9 +81,7 @@ class ManyImages(TestImages):
             assert answers.setdefault((shades, text, name), answer) == answer
             if rng.random() < 0.3:
                 self.ask(f"text-{i}", random_tokens(rng, rng.randrange(5, 60)), **more)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
 
 @BY_HAND
@@ -138,7 +132,7 @@ class TestImagesWithHiCache(ManyImages):
     not release().has_own_canary, reason="refused by name on this release; lifted by make test"
 )
 @BY_HAND
-class TestImagesWithLora(ManyImages):
+class TestImagesWithLora(WithAdapter, ManyImages):
     """The chain starts from the adapter's name, and goes on over the numbers of images."""
 
     mode_name: ClassVar = feature_serving.MODES["images_weights"].name
@@ -149,17 +143,7 @@ class TestImagesWithLora(ManyImages):
     }
     adapters: ClassVar = (None, "red")
 
-    @classmethod
-    def setup_class(cls) -> None:
-        cls._folder = tempfile.TemporaryDirectory(prefix="kv_canary_lora_")
-        path = write_lora(Path(cls._folder.name) / "red", 0, of=TINY_GEMMA3["text_config"])
-        cls.flags = {**cls.flags, "lora_paths": f"red={path}"}
-        super().setup_class()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        cls._folder.cleanup()
+    adapter: ClassVar = {"of": TINY_GEMMA3["text_config"]}
 
     def test_the_adapter_is_at_work(self) -> None:
         plain = see(self.serving, "plain", 90, 80)["output_ids"]

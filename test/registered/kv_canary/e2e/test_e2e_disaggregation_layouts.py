@@ -133,9 +133,7 @@ class TestPipeline(ServesPair, CanaryE2EBase):
 
     def test_clean_run(self) -> None:
         self.serve(TrafficShape(requests(12), seed=3, flushes=1, name="clean"))
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_in_transit(self) -> None:

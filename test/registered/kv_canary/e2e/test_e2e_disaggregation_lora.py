@@ -115,9 +115,7 @@ class TestLora(Pair):
         assert len({tuple(answers.get((0, name), ())) for name in names}) == len(names)
         prefill = self.serving.prefill
         self.serving.wait_for(lambda: prefill.events("sweep_pass"), "prefixes were swept")
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     @FAULTS
     def test_damage_in_transit(self) -> None:

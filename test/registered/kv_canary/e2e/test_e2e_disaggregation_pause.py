@@ -32,9 +32,7 @@ class TestPause(Pair):
             assert answer["meta_info"]["num_retractions"] == 1
             assert answer["output_ids"] == whole
             assert self.checked_on_arrival() - before >= 2 * len(prompt)
-        self.assert_no_violations()
-        self.assert_healthy()
-        assert "not checked" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
 
     def test_damage_of_what_is_computed_again(self) -> None:
         self.expect_violations()

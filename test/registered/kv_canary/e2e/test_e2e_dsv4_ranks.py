@@ -87,14 +87,7 @@ class TestDsv4OnRanks(CanaryE2EBase):
         return self.serving.send("counters", rank, role).answer()["counters"]
 
     def test_clean_on_both_ranks(self) -> None:
-        shape = FamilyShape(
-            64,
-            seed=41,
-            families=consts.DSV4_RUNNING_REQUESTS,
-            prefix_max=consts.DSV4_PREFIX_MAX,
-            own_max=consts.DSV4_OWN_MAX,
-            long_answer=consts.DSV4_LONG_ANSWER,
-        )
+        shape = FamilyShape.of_dsv4(64, seed=41)
         report = self.run(drive_families(self.serving, shape))
         assert report.requests == shape.requests
         self.assert_no_violations()

@@ -31,6 +31,18 @@ class FamilyShape:
     own_max: int = consts.OWN_MAX  # maximum tokens that a turn adds
     long_answer: int = consts.LONG_ANSWER
 
+    @classmethod
+    def of_dsv4(cls, requests: int, seed: int) -> FamilyShape:
+        """For the harness mode `dsv4`, whose windows and compressed rows need longer prompts."""
+        return cls(
+            requests,
+            seed,
+            families=consts.DSV4_RUNNING_REQUESTS,
+            prefix_max=consts.DSV4_PREFIX_MAX,
+            own_max=consts.DSV4_OWN_MAX,
+            long_answer=consts.DSV4_LONG_ANSWER,
+        )
+
 
 async def drive_families(client: Client, shape: FamilyShape) -> TrafficReport:
     """Send the traffic; `shape.rounds` rounds with a flush after each."""
