@@ -36,11 +36,12 @@ ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds for what an idle one 
 POLL_S = 0.01
 # A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
 SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
-# Another process could get a port before it is bound: Mooncake takes its ports at random between 15000 and 17000, and
-# Linux assigns those from 32768 on.
-PORTS = range(11_000, 15_000)
+# Another process could get a port before it is bound: Mooncake takes its ports at random from 15000 to 17000, both of
+# them included, and Linux assigns those from 32768 on.
+MOONCAKE_PORTS = range(15_000, 17_001)
+PORTS = range(11_000, MOONCAKE_PORTS.start)
 # With DP attention, a server binds the seven ports from 233 above its own: servers 8 apart never share one.
-SERVER_PORTS = range(17_000, 22_400, 8)
+SERVER_PORTS = range(17_008, 22_400, 8)
 SERVER_PORT_OFFSETS = (0, *range(233, 240), 10_000)  # the last is ServerArgs.grpc_port
 MAX_SHARES = 30  # of the ports; further workers share them
 
