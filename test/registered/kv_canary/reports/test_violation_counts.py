@@ -13,8 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column, Reason
+from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.violation import reason_names, tag_name
@@ -34,7 +36,8 @@ class Ring:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.log = ViolationLog.allocate(capacity, torch.zeros(1, dtype=torch.int64))
-        self.reporter = ViolationReporter(CanaryMode.LOG, EventSink("", 0), 1e9)
+        halves = {PoolKind.FULL: ("K", "V")}
+        self.reporter = ViolationReporter(CanaryMode.LOG, EventSink("", 0), 1e9, halves=halves)
         self.manager = ViolationManager(self.log, FlightRecorder(), self.reporter)
 
     def append(self, tag: int, reasons: int, slot: int = 0, forward: int = 0) -> None:
@@ -177,3 +180,19 @@ def test_what_is_new_in_a_flood_is_taken_within_some_steps_and_then_all_of_it() 
 
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
+
+
+@pytest.mark.parametrize("slots", [range(1, 2), range(1, 601)], ids=["all", "a part"])
+def test_findings_that_a_flood_leaves_out_are_no_evidence(slots: range) -> None:
+    """One record alone is wrong, or those about the others are among what is only counted."""
+    ring, is_flood = Ring(2048), len(slots) > MOST_TAKEN
+    _flood(ring, slots, 8)
+    while not (causes := ring.reporter.causes_about(lambda c: "TOKEN" in c.first.reasons, 1)):
+        for tag in (
+            (0, 1, 4, 5) if is_flood else (0,)
+        ):  # both halves, before the forward and after it
+            ring.append(tag, Reason.TOKEN, slots[-1])
+        _flood(ring, slots, 1)
+    ((cause, _),) = causes
+    guess = ring.reporter._story_of(cause).guess
+    assert (guess.bug is BugClass.RECORDS_DAMAGED) == (not is_flood)

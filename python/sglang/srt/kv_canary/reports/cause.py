@@ -70,6 +70,7 @@ class Cause:
     has_more_readers: bool = False
     findings: int = 0  # repeats included
     last_forward: int = 0
+    is_in_part: bool = False  # other findings of the step that found it first were only counted
     events: int = 0  # violation events written
     reported: int = 0  # findings at the time of the last event about this cause
     slots: set[int] = field(default_factory=set)

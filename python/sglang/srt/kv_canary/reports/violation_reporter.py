@@ -52,6 +52,7 @@ class _Unread:
 
     row: np.ndarray
     recorder: FlightRecorder
+    is_in_part: bool  # other findings of its step were only counted
     repeats: int = 0
 
 
@@ -113,7 +114,9 @@ class ViolationReporter:
 
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
+        count = len(rows)
         rows = self._part_of_flood(rows)
+        is_in_part = len(rows) < count
         keys = finding_keys(rows, recorder)
         repeats, new = self._known.split(keys)
         self._only_repeats = not new
@@ -127,7 +130,7 @@ class ViolationReporter:
             elif len(self._waiting) + len(self._unread) >= MAX_WAITING:
                 self._dropped += 1
             else:
-                self._unread[key] = _Unread(rows[index], recorder)
+                self._unread[key] = _Unread(rows[index], recorder, is_in_part)
 
     def _part_of_flood(self, rows: np.ndarray) -> np.ndarray:
         """All of `rows`, or fewer while damage that stays is found in each step, and nothing new.
@@ -158,19 +161,23 @@ class ViolationReporter:
         touched: dict[int, Cause] = {}
         for key in list(itertools.islice(self._unread, limit)):
             unread = self._unread.pop(key)
-            cause = self._fold(decode_row(unread.row, unread.recorder), unread.recorder)
+            violation = decode_row(unread.row, unread.recorder)
+            cause = self._fold(violation, unread.recorder, unread.is_in_part)
             cause.findings += unread.repeats
             self._known.add(key, cause)
             self._damaged.note(unread.row)
             touched[cause.number] = cause
         return list(touched.values())
 
-    def _fold(self, violation: Violation, recorder: FlightRecorder) -> Cause:
+    def _fold(
+        self, violation: Violation, recorder: FlightRecorder, is_in_part: bool = False
+    ) -> Cause:
         self.distinct += 1
         key = CauseKey.of(violation)
         cause = self._causes.get(key)
         if cause is None:
             cause = self._new_cause(key, violation, recorder)
+            cause.is_in_part = is_in_part
         cause.fold(violation)
         if cause.events < MAX_EVENTS:
             cause.events += 1
@@ -298,7 +305,8 @@ class ViolationReporter:
 
     def _evidence_of(self, cause: Cause) -> Evidence:
         # Outside the device pool the halves of a page are found one after the other.
-        is_complete = cause.first.tier is None and self._is_complete(cause)
+        is_of_device = cause.first.tier is None
+        is_complete = is_of_device and not cause.is_in_part and self._is_complete(cause)
         return self._neighbours.evidence_of(cause, is_complete)
 
     def _is_complete(self, cause: Cause) -> bool:
