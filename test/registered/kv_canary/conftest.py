@@ -100,6 +100,7 @@ def events_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 # What runs on releases other than the first: the files that depend on SGLang and whose paths are covered there.
 ON_NEWER_RELEASES = (
+    "action/test_owned_slots.py",
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_containment.py",
     "e2e/test_e2e_containment_pairs.py",

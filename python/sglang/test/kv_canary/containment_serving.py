@@ -76,4 +76,5 @@ class ContainmentBase(CanaryE2EBase):
         # Idle with SGLang's leak check on, and as right as before.
         assert self.run(self.serving.flush())
         assert self.run(serve(self.serving, plan[0], faulty=False)) == clean[0]
-        assert self.serving.events("internal_error") == []
+        errors = self.serving.events("internal_error")
+        assert errors == [], errors

@@ -175,7 +175,7 @@ def test_readers_end_when_freed_memory_cannot_be_withheld(rig: ContainmentRig) -
     rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
     rig.containment.withheld.withhold("FULL", 7)
     rig.tree.allocator.free_pages = None  # as an error on the device
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError):
         rig.containment.between_steps()
     assert request.to_finish is not None
 

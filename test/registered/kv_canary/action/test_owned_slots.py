@@ -9,37 +9,51 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring.containment.free_list import free_pages_of
+from sglang_kv_canary.wiring.containment.owned_slots import OwnedSlots
+from sglang_kv_canary.wiring.containment.parked_pages import ParkedPages
+from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots, allocators_by_kind
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
-from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS, make_tree
-
-if release().has_own_canary:
-    pytest.skip("actions run on 0.5.12.post1 only", allow_module_level=True)
-
-from sglang_kv_canary.wiring.containment.owned_slots import OwnedSlots
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 
 register_cpu_ci(est_time=3, suite="stage-a-test-cpu")
 
 NONE = torch.empty(0, dtype=torch.int64)
+POOL_SLOTS = 192
+NEWER = release().has_own_canary
 
 
 def free_slots(allocator: Any) -> list[int]:
     """Slots on the free list, each as often as it is there."""
-    pages = [*allocator.free_pages.tolist(), *allocator.release_pages.tolist()]
+    pages = free_pages_of(allocator).tolist()
     return sorted(p * allocator.page_size + i for p in pages for i in range(allocator.page_size))
 
 
-def owned(kind: str = "radix", page: int = 1) -> OwnedSlots:
-    """Row 1 has the slots of "ada", row 2 those of "bob", 8 each."""
-    allocator = make_tree(kind, page).allocator
+def _alloc(allocator: Any, count: int) -> torch.Tensor:
+    if allocator.page_size == 1 or not hasattr(allocator, "swa_attn_allocator"):
+        return allocator.alloc(count)
+    pairs = [pool.alloc(count) for pool in allocators_by_kind(allocator).values()]
+    allocator.set_full_to_swa_mapping(*pairs)
+    return pairs[0]
+
+
+def owned(kind: str = "mha", page: int = 1, need_sort: bool = False) -> OwnedSlots:
+    """Row 1 has the slots of "ada", row 2 those of "bob", 8 each. `need_sort`: as on servers of disaggregation."""
+    if kind == "swa":
+        allocator = make_swa_pool(POOL_SLOTS, POOL_SLOTS, page_size=page).allocator
+    else:
+        allocator = make_mha_pool(POOL_SLOTS, page_size=page).allocator
+    for each in allocators_by_kind(allocator).values():
+        each.need_sort = need_sort
     rows = torch.zeros((4, 32), dtype=torch.int32)
     for row in (1, 2):
-        rows[row, :8] = allocator.alloc(8)
+        rows[row, :8] = _alloc(allocator, 8)
     return OwnedSlots(allocator, rows)
 
 
-@pytest.mark.parametrize(("kind", "page"), [("radix", 1), ("radix", 4), ("swa", 1)])
+@pytest.mark.parametrize(("kind", "page"), [("mha", 1), ("mha", 4), ("swa", 1)])
 def test_slots_of_others_are_not_freed(kind: str, page: int) -> None:
     slots = owned(kind, page)
     full = getattr(slots.allocator, "full_attn_allocator", slots.allocator)
@@ -108,6 +122,50 @@ def test_an_idle_servers_free_list_is_all_that_is_neither_cached_nor_withheld(pa
     assert free_slots(allocator) == sorted(everything - set(bob.tolist()) - bad_slots)
     assert slots.restore(bob, [bad]) == (0, 0)
     assert not slots.disturbed
+
+
+@pytest.mark.skipif(not NEWER, reason="of newer releases; lifted by make test SGLANG=0.5.23")
+@pytest.mark.parametrize(("kind", "page"), [("mha", 1), ("mha", 4), ("swa", 1), ("swa", 4)])
+def test_what_newer_releases_free_as_parts_of_rows_is_checked_like_the_rest(
+    kind: str, page: int
+) -> None:
+    """`need_sort`: SGLang keeps what was freed last aside."""
+    slots = owned(kind, page, need_sort=True)
+    allocator, pools = slots.allocator, allocators_by_kind(slots.allocator)
+    ada, bob = slots.rows[1, :8].clone(), slots.rows[2, :8].clone()
+    before = {name: free_slots(pool) for name, pool in pools.items()}
+    if kind == "swa":  # half of what ada has is behind her window
+        allocator.free_swa_segment(ada[:4].long(), start_pos=0)
+    slots.rows[1, 4:8] = bob[4:]
+    with slots.freeing_only(NONE, [(2, 8)]):
+        allocator.free_full_segments([(slots.rows[1, :4].long(), 0)])
+        allocator.free_segments([(slots.rows[1, 4:8].long(), 4)])  # bob's
+        allocator.free_segments([(slots.rows[1, :4].long(), 0)])  # free already
+    freed = {name: sorted({*free_slots(pool)} - {*before[name]}) for name, pool in pools.items()}
+    assert freed["FULL"] == sorted(ada[:4].tolist())
+    assert all(len(free_slots(pool)) == len(before[name]) + 4 for name, pool in pools.items())
+    assert kind != "swa" or 0 not in free_slots(pools["SWA"])
+    allocator.free_segment(bob.long(), start_pos=0)
+    assert len(free_slots(pools["FULL"])) == len(before["FULL"]) + 12
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_pages_that_were_freed_last_are_withheld_and_parked_like_the_rest(page: int) -> None:
+    slots = owned(page=page, need_sort=True)
+    pools = allocators_by_kind(slots.allocator)
+    withheld, ada = WithheldSlots(pools), slots.rows[1, :8].long()
+    assert withheld.withhold("FULL", int(ada[0]))
+    slots.allocator.free(ada)
+    withheld.take_from_free_lists()
+    assert withheld.counts() == {"FULL": page}
+    free = free_slots(slots.allocator)
+    assert int(ada[0]) not in free
+    parked = ParkedPages(pools)
+    parked.leave_free({"FULL": 3})
+    assert len(free_slots(slots.allocator)) == 3 * page
+    assert slots.allocator.available_size() == 3 * page
+    parked.leave_free(parked.counts())
+    assert free_slots(slots.allocator) == free
 
 
 def test_swa_pools_are_not_restored() -> None:

@@ -140,7 +140,6 @@ class TestWithoutCache(ContainmentBase):
 
 
 @long_form
-@not_on_newer_releases
 class TestPages(ContainmentBase):
     flags: ClassVar = {**FLAGS, "page_size": consts.PAGE_SIZE}
     # SGLang's page allocator is a Triton kernel.
@@ -149,7 +148,6 @@ class TestPages(ContainmentBase):
 
 
 @long_form
-@not_on_newer_releases
 class TestSlidingWindow(ContainmentBase):
     mode_name = "swa"
 

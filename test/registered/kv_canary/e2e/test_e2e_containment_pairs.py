@@ -143,7 +143,6 @@ class TestTwoRanksPrefill(PairBase):
 
 
 @long_form
-@not_on_newer_releases
 class TestPages(PairBase):
     flags: ClassVar = {**PairBase.flags, "page_size": consts.PAGE_SIZE}
     # SGLang's page allocator is a Triton kernel.
@@ -152,7 +151,16 @@ class TestPages(PairBase):
 
 
 @long_form
-@not_on_newer_releases
+class TestPagesOnTwoRanks(TestPages):
+    """After a wrong row, ranks must have as many free pages."""
+
+    flags: ClassVar = {**TestPages.flags, "tp_size": 2}
+    env: ClassVar = {**TestPages.env, **TWO_RANKS}
+    pool: ClassVar = PairPool(size=64, ranks=((1,), (0,), (0, 1)))
+    reason_of_prefill: ClassVar = ""
+
+
+@long_form
 class TestSlidingWindow(PairBase):
     mode_name = "swa"
     # By default SGLang reserves so many slots for answers that requests decode one after the other.

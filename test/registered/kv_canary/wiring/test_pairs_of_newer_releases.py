@@ -20,10 +20,14 @@ if "v0_5_22.action" not in release().hook_modules:
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
-from sglang_kv_canary.wiring.v0_5_22.action import TERMS
+from sglang_kv_canary.wiring.containment.containment import Containment
+from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
+from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots
+from sglang_kv_canary.wiring.v0_5_22.action import HOOKS, TERMS
 from sglang_kv_canary.wiring.v0_5_22.namespace import as_sent
 from sglang_kv_canary.wiring.v0_5_22.namespaces import Namespaces
 from sglang_kv_canary.wiring.v0_5_22.pairs import fail_damaged, for_server_of
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -98,6 +102,35 @@ def test_chains_of_a_pair_start_as_if_no_cache_had_been_dropped(key: str | None)
     again.admit(request)
     assert request.extra_key.count("kv-canary") == 2
     assert as_sent(request.extra_key) == release().namespace_of(request) == key
+
+
+def test_nothing_slides_out_of_the_window_of_a_wrong_row() -> None:
+    manager = ManagerRig().manager
+    containment = Containment(
+        scheduler=None,
+        manager=manager,
+        desk=manager.expect_action(),
+        prefixes=NoPrefixes(),
+        withheld=WithheldSlots({}),
+        owned=None,
+        terms=TERMS,
+    )
+    (hook,) = (hook for hook in HOOKS if hook.target.endswith(".evict_sliding_windows"))
+    slid: list[str] = []
+
+    def slide(_: Any, request: Any, length: int) -> None:
+        slid.append(request.rid)
+
+    ada, bob = (SimpleNamespace(rid=rid) for rid in ("ada", "bob"))
+    containment._misled.add("ada")
+    context.containment = containment
+    try:
+        for request in (ada, bob):
+            hook.fn(slide, None, request, 40)
+    finally:
+        context.containment = None
+    hook.fn(slide, None, ada, 40)
+    assert slid == ["bob", "ada"]
 
 
 def test_a_decode_server_ends_who_is_to_be_computed_again_and_who_waits_in_host_memory(

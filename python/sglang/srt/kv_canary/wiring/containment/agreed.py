@@ -103,6 +103,9 @@ class AgreedContainment:
     def note_finished(self, request: Any) -> None:
         self.alone.note_finished(request)
 
+    def has_wrong_row(self, request: Any) -> bool:
+        return self.alone.has_wrong_row(request)
+
     def releasing(self, request: Any) -> AbstractContextManager[None]:
         """Around the release of the request's slots. Rows that may be wrong differ between ranks."""
         if not self.alone.is_misled(request):

@@ -173,6 +173,10 @@ class Containment:
         """A leak is a leak."""
         return False
 
+    def has_wrong_row(self, request: Any) -> bool:
+        """Whether the row of `request`, which is about to end, may be wrong."""
+        return request.rid in self._misled
+
     def is_misled(self, request: Any) -> bool:
         """Whether the row of `request`, which is being released, may be wrong."""
         is_misled = request.rid in self._misled

@@ -6,7 +6,7 @@ would get it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from ..guard import attempt_aside
+from .free_list import free_pages_of, pages_waiting, set_free_pages
 
 __all__ = ["OwnedSlots"]
+
+# Those with `segment`, from 0.5.17 on, take slots that are one after the other in a row.
+_FREES = ("free", "free_segment", "free_full_segment")
 
 
 @dataclass(slots=True)
@@ -42,27 +46,47 @@ class OwnedSlots:
         free = self.allocator.free
         foreign = None if cached is None else attempt_aside(self._foreign, cached, others)
 
-        def free_owned(slots: torch.Tensor) -> None:
+        def free_owned(slots: torch.Tensor, **_: Any) -> None:
             owned = None if foreign is None else attempt_aside(self._owned, slots, foreign)
             if owned is None:
                 self.disturbed = True
-            else:
-                free(owned)
+                return
+            is_paired = self._has_swa_slot(owned)
+            free(owned[is_paired])
+            if not bool(is_paired.all()):
+                self.allocator.free_full(owned[~is_paired])
 
-        self.allocator.free = free_owned
-        try:
+        with self._freeing_by(free_owned):
             yield
-        finally:
-            del self.allocator.free
 
     @contextmanager
     def deferring(self, slots: list[torch.Tensor]) -> Iterator[None]:
         """`free` only adds to `slots`."""
-        self.allocator.free = lambda freed: slots.append(freed.clone())
+
+        def defer(freed: torch.Tensor, **_: Any) -> None:
+            slots.append(freed.clone())
+
+        with self._freeing_by(defer):
+            yield
+
+    @contextmanager
+    def _freeing_by(self, free: Callable[..., None]) -> Iterator[None]:
+        """`free` takes the place of all methods by which SGLang frees slots of a request or of the cache."""
+        names = [name for name in _FREES if hasattr(self.allocator, name)]
+        for name in names:
+            setattr(self.allocator, name, free)
         try:
             yield
         finally:
-            del self.allocator.free
+            for name in names:
+                delattr(self.allocator, name)
+
+    def _has_swa_slot(self, slots: torch.Tensor) -> torch.Tensor:
+        """bool[n]: for which of `slots` `free` may free a SWA slot, too. Older releases look for themselves."""
+        frees_alone = hasattr(self.allocator, "free_full") and not self.can_be_restored
+        if not frees_alone or self.allocator.page_size > 1:
+            return torch.ones_like(slots, dtype=torch.bool)
+        return self.allocator.full_to_swa_index_mapping[slots.long()] > 0
 
     def _foreign(self, cached: torch.Tensor, others: Iterable[tuple[int, int]]) -> torch.Tensor:
         rows = [self.rows[row, :length].long() for row, length in others]
@@ -70,9 +94,9 @@ class OwnedSlots:
 
     def _owned(self, slots: torch.Tensor, foreign: torch.Tensor) -> torch.Tensor:
         full, pages = self._full, slots.long() // self._full.page_size
-        queued = [s.long() // full.page_size for s in self.allocator.free_group or ()]
+        queued = [*pages_waiting(self.allocator), *pages_waiting(full)]
         foreign = foreign // full.page_size
-        taken = torch.cat([full.free_pages, full.release_pages, foreign, *queued])
+        taken = torch.cat([free_pages_of(full), foreign, *queued])
         inside = (slots > 0) & (slots < full.size + full.page_size)
         return slots[inside & ~torch.isin(pages, taken)].unique()
 
@@ -92,14 +116,14 @@ class OwnedSlots:
         is_free[0] = False
         is_free[cached.long() // full.page_size] = False
         is_free[torch.tensor(list(withheld), dtype=torch.int64, device=device)] = False
-        before = torch.cat([full.free_pages, full.release_pages])
+        before = free_pages_of(full)
         known = torch.zeros_like(is_free)
         known[before] = True
         lost = (is_free & ~known).nonzero().flatten().to(before.dtype)
         kept = (is_free & known).nonzero().flatten().to(before.dtype)
         surplus = len(before) - len(kept)
         if surplus:
-            full.free_pages, full.release_pages = kept, kept[:0]
+            set_free_pages(full, kept)
         if len(lost):
             offsets = torch.arange(full.page_size, device=device)
             full.free((lost[:, None] * full.page_size + offsets).flatten())

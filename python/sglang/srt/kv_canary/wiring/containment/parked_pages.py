@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .free_list import free_pages_of, set_free_pages
+
 __all__ = ["ParkedPages"]
 
 
@@ -24,7 +26,7 @@ class ParkedPages:
     def counts(self) -> dict[str, int]:
         """Free pages by pool kind, parked ones included."""
         return {
-            kind: len(own.free_pages) + len(own.release_pages) + len(self._parked.get(kind, ()))
+            kind: len(free_pages_of(own)) + len(self._parked.get(kind, ()))
             for kind, own in self.allocators.items()
         }
 
@@ -32,9 +34,9 @@ class ParkedPages:
         """Park what each allocator has beyond `counts` pages, and give back what was parked before."""
         for kind, own in self.allocators.items():
             parked = self._parked.pop(kind, own.free_pages[:0])
-            pages = torch.cat([own.free_pages, own.release_pages, parked])
+            pages = torch.cat([free_pages_of(own), parked])
             left = counts[kind]
-            own.free_pages, own.release_pages = pages[:left], pages[:0]
+            set_free_pages(own, pages[:left])
             if left < len(pages):
                 self._parked[kind] = pages[left:]
 

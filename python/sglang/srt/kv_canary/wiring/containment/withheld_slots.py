@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .free_list import free_pages_of, keep_free
+
 __all__ = ["WithheldSlots", "allocators_by_kind"]
 
 # Damage in more slots than this points to software, and withholding them would starve the server.
@@ -82,13 +84,10 @@ class WithheldSlots:
 
 
 def _remove_free(allocator: Any, pages: set[int]) -> set[int]:
-    """Remove `pages` from the allocator's free lists. Returns those that were there."""
-    found: set[int] = set()
-    for name in ("free_pages", "release_pages"):
-        free = getattr(allocator, name)
-        wanted = torch.tensor(sorted(pages), dtype=free.dtype, device=free.device)
-        hit = torch.isin(free, wanted)
-        if here := set(free[hit].tolist()):
-            setattr(allocator, name, free[~hit])
-            found |= here
+    """Remove `pages` from the allocator's free list. Returns those that were there."""
+    free = free_pages_of(allocator)
+    wanted = torch.tensor(sorted(pages), dtype=free.dtype, device=free.device)
+    found = set(free[torch.isin(free, wanted)].tolist())
+    if found:
+        keep_free(allocator, lambda part: ~torch.isin(part, wanted))
     return found

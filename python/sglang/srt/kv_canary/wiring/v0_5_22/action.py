@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..containment.abort import reason_of_waiting
@@ -37,11 +37,7 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 def _why_not(scheduler: Any) -> str | None:
     """What is not known to be right on these releases. None: nothing."""
     args = release().settled(scheduler.server_args)
-    if scheduler.page_size > 1:
-        why = "SGLang frees pages past the check of who owns them, and keeps freed ones aside"
-    elif scheduler.is_hybrid_swa:
-        why = "SGLang frees slots of sliding-window pools past the check of who owns them"
-    elif not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
+    if not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
         why = "no test has run it with speculation other than EAGLE and EAGLE3"
     elif args.enable_hierarchical_cache:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
@@ -87,6 +83,14 @@ def _before_queue(_: Any, request: Any, *__: Any, **___: Any) -> None:
         prefixes.admit(request)
 
 
+def _around_slide(original: Callable[..., Any], tree: Any, request: Any, *a: Any, **k: Any) -> Any:
+    """What leaves its window by a wrong row are slots of others. Its own are freed when it ends."""
+    containment = context.containment
+    if containment is not None and containment.has_wrong_row(request):
+        return None
+    return original(tree, request, *a, **k)
+
+
 TERMS = Terms(lambda request: request.kv.kv_allocated_len, _requests_of, _end_waiting)
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -98,6 +102,12 @@ HOOKS = (
     HookSpec(
         f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
         around_recv_requests,
+        HookType.AROUND,
+        ACTION,
+    ),
+    HookSpec(
+        "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
+        _around_slide,
         HookType.AROUND,
         ACTION,
     ),
