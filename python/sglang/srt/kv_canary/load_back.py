@@ -29,6 +29,13 @@ class LoadBack:
     complete: Any | None = (
         None  # event of the stream that writes `complete_after`; None: written already
     )
+    # Whether forwards run on while the bytes come. Otherwise the next one waits for them.
+    in_background: bool = False
+
+    @property
+    def bytes_are_awaited(self) -> bool:
+        """Whether nothing may read the slots yet, nor wait for them."""
+        return self.in_background and self.complete is not None and not self.complete.query()
 
     @property
     def pool_kind(self) -> PoolKind:
@@ -59,7 +66,7 @@ class LoadBack:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A load whose records are written. Its bytes are complete after the next forward."""
+    """A load whose records are written. Its bytes are complete after the next forward, or come in the background."""
 
     load: LoadBack
     before: torch.Tensor  # int64[n]: the slots' last writers before

@@ -237,9 +237,12 @@ class PdServing(CanaryServer):
     async def flush(self) -> bool:
         flushed = True
         for server in (self.prefill, self):
-            async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
-                flushed = flushed and answer.status == 200
+            flushed = await self.flush_one(server) and flushed
         return flushed
+
+    async def flush_one(self, server: CanaryServer) -> bool:
+        async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
+            return answer.status == 200
 
 
 class CachingServing(PdServing):

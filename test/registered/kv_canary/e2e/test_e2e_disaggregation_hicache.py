@@ -30,6 +30,12 @@ register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
 PLUGINS = (*(() if release().has_own_canary else FILL_INS), transit_faults)
 
 
+loads_on_decode = pytest.mark.skipif(
+    not release().has_own_canary,
+    reason="a decode server of this release loads nothing back; lifted by make test",
+)
+
+
 class HiCachePair(Pair):
     flags: ClassVar = {**SWEPT, "kv_canary": LOG_OR_RAISE}
     plugins: ClassVar = PLUGINS
@@ -56,18 +62,27 @@ class OnThePrefillServer(HiCachePair):
         asked = prompts("damaged", 6)
         for i, prompt in enumerate(asked):
             self.with_hits(f"damaged-{i}", prompt)
+        assert self.run(self.serving.flush_one(self.serving))  # the decode server needs all of it
         with self.serving.damaging("drop_layer"):
             assert self.with_hits("damaged", asked[0])[1] == PROMPT - 1
         event = self.assert_violation("CONTENT", reader="damaged")
         assert event["reader"]["mode"] == "ARRIVAL"
 
 
+ON_DECODE = {
+    **SMALL_POOL,
+    "disaggregation_decode_enable_radix_cache": True,
+    "num_reserved_decode_tokens": 16,
+}
+
+
 class Stored(PdServing):
     prefill_flags: ClassVar = {**SMALL_POOL, **STORAGE}
+    decode_flags: ClassVar = ON_DECODE if release().has_own_canary else {}
 
 
 class TestOnThePrefillServer(OnThePrefillServer):
-    """Or from storage."""
+    """Or from storage. From 0.5.23 on also on the decode server, in host memory."""
 
     transport: ClassVar = Stored
 
@@ -112,6 +127,39 @@ class TestOnThePrefillServer(OnThePrefillServer):
         assert (event["tier"], event["key"]) == ("file", keys[60])
         self.assert_no_violations()
 
+    @loads_on_decode
+    def test_the_decode_server_loads_what_the_prefill_server_leaves_out(self) -> None:
+        asked = prompts("left out", 6)
+        first = [self.decoded(f"left-out-{i}-a", p) for i, p in enumerate(asked)]
+        assert [cached for _, cached in first] == [0] * 6
+        again = [self.decoded(f"left-out-{i}-b", p) for i, p in enumerate(asked)]
+        assert again == [(answer, PROMPT) for answer, _ in first]
+        assert "HiCache load_back failed" not in self.serving.stderr
+        self.assert_clean_and_all_checked()
+
+    @FAULTS
+    @loads_on_decode
+    def test_a_damaged_page_of_the_decode_server_is_not_promised(self) -> None:
+        """The prefill server sends it, and all that follows it."""
+        (prompt,) = prompts("promised", 1)
+        first, _ = self.decoded("promised", prompt)
+        self.twice("between")  # push it out of the device pool
+        done = self.inject("flip_host_bytes", cached=prompt).answer()
+        assert self.decoded("again", prompt) == (first, PROMPT - 1)
+        event = self.assert_violation("CONTENT", "HOST_K_FULL", slot=done["host_slot"])
+        assert (event["tier"], event["stored_position"]) == ("host", 50)
+        assert event["writer"]["request_id"] == "promised"
+        self.twice("beyond")  # the page is in host memory only, again
+        assert self.decoded("later", prompt) == (first, PROMPT - 1)
+        assert len(self.violations()) == 1  # nobody has read it
+
+    def decoded(self, name: str, prompt: list[int]) -> tuple[list[int], int]:
+        """The answer, and how many tokens of the prompt one server had. The prefill server computes the last."""
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
+        answer = self.run(self.serving.ask(body))
+        return answer["output_ids"], answer["meta_info"]["cached_tokens"]
+
 
 class Optimistic(PdServing):
     prefill_flags: ClassVar = {
@@ -139,16 +187,13 @@ class TestOptimisticPrefill(OnThePrefillServer):
 class OnBoth(AsAdmin, PdServing):
     prefill_flags: ClassVar = SMALL_POOL
     decode_flags: ClassVar = {
-        **SMALL_POOL,
-        "disaggregation_decode_enable_radix_cache": True,
+        **ON_DECODE,
         "hicache_write_policy": "write_back",
-        "num_reserved_decode_tokens": 16,
         "admin_api_key": AsAdmin.key,
     }
 
     async def flush(self) -> bool:
-        async with self._session.post(f"{self.prefill.url}/flush_cache?timeout=60") as answer:
-            return answer.status == 200 and await super().flush()
+        return await self.flush_one(self.prefill) and await super().flush()
 
 
 @refused_on_newer_releases

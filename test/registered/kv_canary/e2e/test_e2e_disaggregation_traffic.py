@@ -96,16 +96,16 @@ ON_HOST = {**SMALL_POOL, "max_total_tokens": 1536, "hicache_ratio": 2.0}
 
 class HiCacheServing(PdServing):
     prefill_flags: ClassVar = {**ON_HOST, **STORAGE}
-    decode_flags: ClassVar = (
-        {}
-        if NEWER
-        else {**ON_HOST, **CachingServing.decode_flags, "hicache_write_policy": "write_back"}
-    )
+    decode_flags: ClassVar = {
+        **ON_HOST,
+        **CachingServing.decode_flags,
+        **({} if NEWER else {"hicache_write_policy": "write_back"}),
+    }
 
 
 @pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
 class TestMixedTrafficOverHiCache(TestMixedTraffic):
-    """Pages go to host memory, on 0.5.12.post1 on both servers, and those of the prefill server to storage."""
+    """Pages go to host memory on both servers, and those of the prefill server to storage."""
 
     transport: ClassVar = HiCacheServing
     plugins: ClassVar = (*(() if NEWER else FILL_INS), *TestMixedTraffic.plugins)
@@ -124,8 +124,21 @@ class TestMixedTrafficOverHiCache(TestMixedTraffic):
 
     def test_nothing_is_reported(self) -> None:
         super().test_nothing_is_reported()
-        for server in (self.serving.prefill,) if NEWER else (self.serving.prefill, self.serving):
+        for server in (self.serving.prefill, self.serving):
             assert server.events("host_sweep")
+
+
+class WritingBackServing(PdServing):
+    prefill_flags: ClassVar = {**ON_HOST, "hicache_write_policy": "write_back"}
+    decode_flags: ClassVar = {**prefill_flags, **CachingServing.decode_flags}
+
+
+@pytest.mark.skipif(not NEWER, reason="the class above does it; lifted by make test")
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficOverHiCacheThatWritesBack(TestMixedTraffic):
+    """Pages go to host memory when they leave the device."""
+
+    transport: ClassVar = WritingBackServing
 
 
 class OptimisticServing(PdServing):

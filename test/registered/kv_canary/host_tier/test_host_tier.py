@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_tier.host_content import fingerprint, sources_of
 from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
 from sglang_kv_canary.kernels.reference import content_fingerprint
+from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang_kv_canary.record import Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
@@ -138,6 +140,45 @@ def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:
     assert not rig.manager.ledger.awaits_load_back
     sweep.maybe_run_sweep(rig.manager)
     assert sweep._tick == 1
+
+
+class _Copies:
+    """An event of a device whose copies take until `over` is set."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_no_sweep_runs_while_bytes_come_in_the_background(
+    monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """A decode server runs forwards of other requests meanwhile. Other servers wait with the next forward."""
+    monkeypatch.setattr(torch.cpu.Stream, "wait_event", lambda *_: None, raising=False)
+    rig, copies = HiCacheRig(monkeypatch), _Copies()
+    sweep = SweepOrchestrator(rig.manager.config, rig.manager.groups, rig.manager.sink)
+    rig.extend(3, range(100, 140))
+    rig.extend(1, TOKENS)
+    ledger, record_load = rig.manager.ledger, rig.manager.ledger.record_load_back
+
+    def on_the_way(load: LoadBack) -> None:
+        record_load(replace(load, complete=copies, in_background=in_background))
+
+    monkeypatch.setattr(type(ledger), "record_load_back", lambda _, load: on_the_way(load))
+    rig.load(2, rig.write_back(1, 20))
+    for _ in range(3):
+        rig.decode([3])
+        assert ledger.awaits_records is in_background
+        assert sweep.maybe_run_sweep(rig.manager) is False
+        assert bool(sweep._tick) is not in_background
+    copies.over = True
+    assert not ledger.awaits_records
+    rig.decode([2])
+    rig.decode([2])
+    assert ledger._landed == []
+    assert not rig.settle()
 
 
 def test_bytes_overwritten_during_the_load_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

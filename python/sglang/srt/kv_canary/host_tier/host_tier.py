@@ -38,7 +38,9 @@ class HostTier:
         mode: ContentMode,
         check_budget_bytes: int,
         found: Callable[[Finding], None],
+        loads_in_background: bool = False,
     ) -> None:
+        """`loads_in_background`: forwards of other requests run on while a prefix is loaded."""
         for half, sources in zip(group.halves, content, strict=False):
             refuse_unlike(sources, group.content(half))
         self.group = group
@@ -52,6 +54,7 @@ class HostTier:
         self._state = state
         self.report = found
         self._check_budget_bytes = check_budget_bytes
+        self._loads_in_background = loads_in_background
         self._checks = 0
 
     # Device to host
@@ -114,7 +117,9 @@ class HostTier:
             if device_slots.is_cuda:
                 event = torch.cuda.Event()
                 event.record()
-        return LoadBack(self.group, device_slots, words, complete_after, event)
+        return LoadBack(
+            self.group, device_slots, words, complete_after, event, self._loads_in_background
+        )
 
     def usable(self, host_slots: torch.Tensor) -> int:
         """How many of `host_slots`, from the first on, may be loaded.

@@ -108,8 +108,9 @@ class SlotLedger:
 
     @property
     def awaits_records(self) -> bool:
-        """Whether the prefix cache may hold slots whose records have not come yet."""
-        return self.awaits_load_back or self._moves_wait
+        """Whether the prefix cache may hold slots whose records or bytes have not come yet."""
+        on_the_way = any(each.load.bytes_are_awaited for each in self._landed)
+        return self.awaits_load_back or self._moves_wait or on_the_way
 
     @property
     def due(self) -> bool:
@@ -142,16 +143,23 @@ class SlotLedger:
         untold = self._history is not None and not self._told
         events, self._events = self._events, []
         self._must_apply, self._moves_wait, self._told = False, False, 0
-        landed, self._landed = self._landed, []
-        for load in landed:  # before the frees that followed them
-            load.expose_late_writes()
-        launches = len(landed)
+        launches = self._expose_late_writes()  # before the frees that followed them
         try:
             for run in self._runs(events, untold):
                 launches += self._launch(run)
         finally:  # what is queued reads them even if a later launch fails
             self._borrowed.keep(list(_slots_of(events)))
         return launches
+
+    def _expose_late_writes(self) -> int:
+        """Of loads whose bytes are there. Returns the number of launches."""
+        landed, self._landed = self._landed, []
+        for each in landed:
+            if each.load.bytes_are_awaited:
+                self._landed.append(each)
+            else:
+                each.expose_late_writes()
+        return len(landed) - len(self._landed)
 
     def _launch(self, event: _Event) -> int:
         """Returns the number of launches."""

@@ -48,12 +48,12 @@ class CopyStreams:
 # Start
 
 
-def start_tier(pool: Any, host_slots_of: HostSlotsOf) -> None:
+def start_tier(pool: Any, host_slots_of: HostSlotsOf, loads_in_background: bool = False) -> None:
     """Protect `pool`, the empty host pool of a prefix cache. Does nothing without the canary."""
     manager = context.target
     if manager is None:
         return
-    tier = protect(manager, pool, host_slots_of)
+    tier = protect(manager, pool, host_slots_of, loads_in_background)
     if manager.config.sweep_interval and tier.content:
         manager.observers.append(HostSweep(manager.config, tier, manager.sink))
     logger.info(
@@ -64,7 +64,10 @@ def start_tier(pool: Any, host_slots_of: HostSlotsOf) -> None:
 
 
 def protect(
-    manager: CanaryManager, pool: Any, host_slots_of: HostSlotsOf | None = None
+    manager: CanaryManager,
+    pool: Any,
+    host_slots_of: HostSlotsOf | None = None,
+    loads_in_background: bool = False,
 ) -> HostTier:
     """Keep records beside the target's empty host pool. Raises CanaryStartupError for a pool of another kind."""
     name = type(pool).__name__
@@ -74,7 +77,7 @@ def protect(
             LOADED,
         )
     try:
-        tier = _tier_of(manager, pool)
+        tier = _tier_of(manager, pool, loads_in_background)
     except UnsupportedPoolError as error:
         raise startup_error(f"{error}.", LOADED) from error
     context.host_tier, context.host_slots_of = tier, host_slots_of
@@ -82,7 +85,7 @@ def protect(
     return tier
 
 
-def _tier_of(manager: CanaryManager, pool: Any) -> HostTier:
+def _tier_of(manager: CanaryManager, pool: Any, loads_in_background: bool) -> HostTier:
     config, (group,) = manager.config, manager.groups
     content: tuple = ()
     if config.content_mode is not ContentMode.NONE:
@@ -99,6 +102,7 @@ def _tier_of(manager: CanaryManager, pool: Any) -> HostTier:
         config.content_mode,
         config.host_check_budget_bytes,
         lambda finding: manager.violations.found(finding, manager.forward_ct),
+        loads_in_background,
     )
 
 

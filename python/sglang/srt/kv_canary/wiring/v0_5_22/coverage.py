@@ -34,7 +34,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
         Coverage.PARTLY,
-        f"content needs equal TP and PP; HiCache on the prefill server; {NO_GPU}; see docs/disaggregation.md",
+        f"content needs equal TP and PP; HiCache on the prefill server, on 0.5.23 on both; {NO_GPU}; "
+        "see docs/disaggregation.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over NIXL",

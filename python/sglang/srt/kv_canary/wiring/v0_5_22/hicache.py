@@ -1,7 +1,8 @@
 """Hooks on HiCache: the unified tree that keeps pages in host memory.
 
 SGLang plans a request with its whole cached prefix, and then loads all of it or nothing. So the canary shortens the
-prefix while the request is planned.
+prefix while the request is planned. A decode server tells the prefill server what it has. There the canary shortens
+the prefix before that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from ...errors import startup_error
 from ..context import context
+from ..disaggregation import DECODE
 from ..guard import attempt
 from ..hicache import LOADED, CopyStreams, agreed, copy_hooks, start_tier
 from ..hook_spec import HookSpec, HookType
@@ -30,7 +32,8 @@ def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) 
 
     A decode server has them for retracted requests, too. Their records wait with the request.
     """
-    if not context.active or not release().settled(server_args).enable_hierarchical_cache:
+    args = release().settled(server_args)
+    if not context.active or not args.enable_hierarchical_cache:
         return
     pools = tree.host_pool_group.entries
     if len(pools) > 1:
@@ -38,7 +41,8 @@ def _after_init(_: Any, tree: Any, server_args: Any, *args: Any, **kwargs: Any) 
         raise startup_error(
             f"HiCache keeps a token in several host pools ({names}); the canary knows one.", LOADED
         )
-    start_tier(pools[0].host_pool, _host_slots_of)
+    # A decode server takes up a request when its load is over, and decodes others meanwhile.
+    start_tier(pools[0].host_pool, _host_slots_of, args.disaggregation_mode == "decode")
 
 
 def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
@@ -71,16 +75,35 @@ def _around_admission(
     if tier is None or not host_hit_length or isinstance(admission, AddReqResult):
         return admission
     tree = adder.tree_cache
-    usable, total = attempt(_usable_of, tier, tree, req) or (0, None)
-    usable = agreed(tree, usable)
+    usable, total = _usable_of(tier, tree, req)
     if usable == total:
         return admission
-    attempt(_shorten, tree, req, usable - usable % tree.page_size)
+    attempt(_shorten, tree, req, usable)
     return original(adder, req, host_hit_length=req.host_hit_length, **more)
 
 
-def _usable_of(tier: HostTier, tree: Any, req: Any) -> tuple[int, int]:
-    """(tokens that may be loaded for `req`, tokens that host memory has for it)."""
+def _around_promise(original: Callable[..., Any], queue: Any, req: Any, match: Any) -> Any:
+    """AROUND the last step before a decode server tells the prefill server how much of the prompt it has.
+
+    What is promised is loaded while the rest is sent, in one piece, or SGLang fails the request.
+    """
+    tier = context.host_tier
+    if tier is not None and match is not None and match.l2_host_hit_length:
+        usable, total = _usable_of(tier, queue.tree_cache, req)
+        if usable != total:
+            match.l2_host_hit_length = req.host_hit_length = usable
+            match.l3_storage_hit_length, match.last_host_node = 0, None  # it continues the whole
+    return original(queue, req, match)
+
+
+def _usable_of(tier: HostTier, tree: Any, req: Any) -> tuple[int, int | None]:
+    """(tokens that may be loaded for `req`, in whole pages and by all ranks; tokens that host memory has for it)."""
+    usable, total = attempt(_usable_here, tier, tree, req) or (0, None)
+    usable = agreed(tree, usable)
+    return usable - usable % tree.page_size, total
+
+
+def _usable_here(tier: HostTier, tree: Any, req: Any) -> tuple[int, int]:
     slots = _slots_to_load(tree, req.best_match_node)
     return tier.usable(slots), len(slots)
 
@@ -109,6 +132,12 @@ HOOKS = (
     HookSpec(
         "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
         _around_admission,
+        HookType.AROUND,
+        LOADED,
+    ),
+    HookSpec(
+        f"{DECODE}.DecodePreallocQueue._start_hicache_prefetch",
+        _around_promise,
         HookType.AROUND,
         LOADED,
     ),

@@ -22,6 +22,18 @@ def _ends_requests(args: Any) -> bool:
     return _transfers(args) and envs.SGLANG_KV_CANARY_ACTION.get() == Action.ABORT
 
 
+def _caches_on_host(args: Any) -> bool:
+    return args.disaggregation_mode == "decode" and bool(args.enable_hierarchical_cache)
+
+
+def _waits_for_loads() -> bool:
+    """Whether a decode server waits for a prefix that is on the device, too: its bytes may still be on the way."""
+    from sglang.srt.disaggregation import decode_hicache_mixin as restores
+
+    # 0.5.22 matches the prefix anew with it, and is done at once if the device has all of it.
+    return not hasattr(restores, "match_kv_cache")
+
+
 def _sends_while_loading() -> bool:
     """Whether SGLang sends a cached prefix that HiCache still loads: 0.5.22 does (sgl-project/sglang#44070)."""
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -43,10 +55,17 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
     ),
     Refusal(
-        "PD disaggregation with HiCache on the decode server",
-        lambda args: args.disaggregation_mode == "decode" and args.enable_hierarchical_cache,
-        "the prefill server leaves out what host memory has here. A damaged page could not be computed again.",
-        "Remove --enable-hierarchical-cache.",
+        "PD disaggregation with HiCache on the decode server of 0.5.22",
+        lambda args: _caches_on_host(args) and not _waits_for_loads(),
+        "that release takes a prefix for loaded while another request still loads it.",
+        "Remove --enable-hierarchical-cache, or install 0.5.23.",
+    ),
+    Refusal(
+        "PD disaggregation with HiCache storage on the decode server",
+        lambda args: _caches_on_host(args) and args.hicache_storage_backend is not None,
+        "the prefill server leaves out what storage has, before anybody has read it. A damaged page could not be "
+        "computed again.",
+        "Remove --hicache-storage-backend.",
     ),
     Refusal(
         "PD disaggregation with HiCache on the prefill server of 0.5.22",
