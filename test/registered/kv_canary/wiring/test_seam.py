@@ -195,7 +195,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "dp_size": 2,
         "enable_two_batch_overlap": True,
     },
-    "PD disaggregation with HiCache on the decode server": {**_DECODES, **_HICACHE},
+    "PD disaggregation with HiCache storage on the decode server": {
+        **_DECODES,
+        **_HICACHE,
+        "hicache_storage_backend": "file",
+    },
     "PD disaggregation with streaming sessions": {
         **_DECODES,
         "enable_streaming_session": True,
@@ -295,6 +299,7 @@ NOT_BY_AN_ARGUMENT = {
         [
             "PD disaggregation over NIXL on 0.5.22",
             "PD disaggregation with HiCache on the prefill server of 0.5.22",
+            "PD disaggregation with HiCache on the decode server of 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
             "PD disaggregation with a multimodal model and another feature",
@@ -320,6 +325,24 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.skipif(SGLANG == "0.5.22", reason="refused there")
+def test_hicache_is_refused_where_decode_servers_do_not_wait_for_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.disaggregation import decode_hicache_mixin as restores
+    from sglang.srt.mem_cache.common import match_kv_cache
+
+    name = "PD disaggregation with HiCache on the decode server of 0.5.22"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = ServerArgs(model_path="dummy", device="cpu", **_DECODES, **_HICACHE)
+    assert not case.predicate(args)
+    monkeypatch.setattr(restores, "match_kv_cache", match_kv_cache, raising=False)
+    assert case.predicate(args)
+    assert not case.predicate(ServerArgs(model_path="dummy", device="cpu", **_DECODES))
 
 
 @has_seam
