@@ -1,7 +1,7 @@
 """Cost of the canary under churn: a full pool, shared prefixes, requests that come and go, evictions in every step.
 
     python benchmark/kv_canary/bench_churn.py MODEL_DIR [--pairs 5] [--seconds 15] [--clients 320]
-        [--engine '{"max_total_tokens": 200000}'] [--profile] [--out results.jsonl]
+        [--engine '{"max_total_tokens": 200000}'] [--profile] [--count N] [--out results.jsonl]
 
 One server, in which the canary is taken out and put back between runs, see `bench_switch.py`. Every client sends its
 next request as soon as the last one is answered. Prompts have 16 to 1,536 tokens, of which a part is shared. The two
@@ -9,6 +9,7 @@ runs of a pair have the same prompts. Prints a JSON line per run and, last, the 
 95 % interval: output tokens per second, time to first token (TTFT) and time between tokens (ITL), median and p90.
 A time between tokens is a mean of 8. The host's share is the time in the canary's own code in the scheduler's thread,
 per step. With `--profile`, one more run samples that thread's stack every millisecond, and says where this time goes.
+With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 import bench_switch
+import own_code
 import without_kernels
 
 SAMPLE_S = 0.001
@@ -93,11 +95,12 @@ class Meter:
         self._switch = bench_switch.CanarySwitch(scheduler)
         self._manager = self._switch._installed["managers"][0]
         self._samples: HostSamples | None = None
+        self._counts: own_code.OwnCode | None = None
         self._forward_ct = scheduler.forward_ct
         self._spent = 0
 
     def to(self, scheduler: Any, state: str, path: str) -> None:
-        """Write what was measured to `path`, then switch. `profile` is `all` with samples."""
+        """Write what was measured to `path`, then switch. `profile` is `all` with samples, `count` with counts."""
         if self._samples is not None:
             self._samples.stop()
         steps = scheduler.forward_ct - self._forward_ct
@@ -111,12 +114,17 @@ class Meter:
                 "own": _us_a_step(samples.own, steps),
                 "where": _us_a_step(samples.where, steps),
             }
+        if self._counts is not None:
+            line |= self._counts.stop(steps)
         Path(path).write_text(json.dumps(line))
-        self._switch.to("all" if state == "profile" else state)
+        self._switch.to("all" if state in ("profile", "count") else state)
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
         self._samples = HostSamples() if state == "profile" else None
         if self._samples is not None:
             self._samples.start()
+        self._counts = own_code.OwnCode() if state == "count" else None
+        if self._counts is not None:
+            self._counts.start()
 
 
 def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -254,6 +262,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1000, help="tokens of prompts are below")
     parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--count", type=int, default=0, help="runs that count calls")
     parser.add_argument(
         "--without-kernels",
         action="store_true",
@@ -287,6 +296,8 @@ def main() -> None:
             pairs.append((lines["off"], lines["all"]))
         if options.profile:
             _measure(engine, "profile", 1, options, path)
+        for run in range(1, options.count + 1):
+            _measure(engine, "count", run, options, path)
     engine.shutdown()
     if pairs:
         _table(pairs)
