@@ -311,7 +311,7 @@ def test_an_unrecorded_forward_is_followed_by_no_false_alarm(
     assert rig.lengths[1] == 21
     assert rig.manager.errors.total == 1
     single = rig.manager._single_forwards[0]
-    assert (single.phase, rig.manager._depth, rig.manager.armed) == (Phase.IDLE, 0, False)
+    assert (single.phase, rig.manager.depth, rig.manager.armed) == (Phase.IDLE, 0, False)
     for _ in range(3):
         rig.result(rig.decode([1]))
         rig.allocator.free(torch.tensor([rig.slot(1, 2)]))  # without its hook: nothing is known

@@ -71,8 +71,9 @@ class HealthCheck(StepObserver):
         self._ticks += 1
         self._unheard_steps += 1
         limit = max(MIN_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
-        overdue = time.monotonic() - self._heard > 2 * self._config.copy_every_s
-        if manager.armed and self._unheard_steps > limit and overdue:
+        if self._unheard_steps <= limit or not manager.armed:
+            return
+        if time.monotonic() - self._heard > 2 * self._config.copy_every_s:
             silent, self._unheard_steps = self._unheard_steps, 0
             self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
 

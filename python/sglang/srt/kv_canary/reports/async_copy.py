@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class FutureTensors:
-    """Host copies of device tensors. They are valid once `ready()`."""
+class FutureTensors(NamedTuple):
+    """Host copies of device tensors. They are valid once `ready()`. A tuple: one is made in each step."""
 
     host: tuple[torch.Tensor, ...]
     done: Any | None  # torch.cuda.Event; None: the copy is complete

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..record import FORWARD_MASK
 from .origin import Origin
@@ -69,8 +70,9 @@ class StepRecord:
         return self.rewritten & self.requests.keys() if self.rewritten else self.rewritten
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardRecord:
+class ForwardRecord(NamedTuple):
+    """A tuple: one is made for each forward."""
+
     forward: int
     mode: str
     step: StepRecord | None  # None: a forward that no scheduler step asked for

@@ -87,8 +87,14 @@ class ViolationManager:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` or `name_waiting` has something to do."""
-        return self.busy or self._copy.is_pending or self._reporter.has_work
+        """Whether `step` or `name_waiting` has something to do. Asked twice a step."""
+        return bool(
+            self._fetched < self._seen_total
+            or len(self._unsettled)
+            or self._found
+            or self._copy.is_pending
+            or self._reporter.has_work
+        )
 
     @property
     def is_fetching(self) -> bool:

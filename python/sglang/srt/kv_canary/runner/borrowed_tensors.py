@@ -14,6 +14,11 @@ class BorrowedTensors:
     def __init__(self) -> None:
         self._kept: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
 
+    @property
+    def any(self) -> bool:
+        """Whether tensors are kept."""
+        return bool(self._kept)
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Until what is queued on the current stream has run."""
         if not tensors or not tensors[0].is_cuda:

@@ -34,6 +34,7 @@ from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
+from .brackets import ModelForward, Nothing, OutsideGraph
 from .damage_desk import DamageDesk
 from .first_error import FirstError
 from .host_clock import HostClock
@@ -139,7 +140,7 @@ class CanaryManager:
             for i in range(num_single_forwards)
         )
         self._active_single_forward: int | None = None
-        self._depth = 0  # nested model.forward calls: only the outermost counts
+        self.depth = 0  # nested model.forward calls: only the outermost counts
         # Copies at every step, so that few more tokens are answered before the server or the request ends.
         at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
         seconds = 0.0 if at_once else config.copy_every_s
@@ -234,14 +235,13 @@ class CanaryManager:
 
     # Forwards
 
-    @contextmanager
     def with_ops_outside_graph(
         self,
         single_forward_indices: tuple[int, ...] = (0,),
         maybe_inaccurate_forward_batch: ForwardBatch | None = None,
         expected: ExpectedTokens | None = None,
         step_goes_on: bool = False,
-    ) -> Iterator[None]:
+    ) -> OutsideGraph:
         """Around the code that runs or replays the given single forwards, outside any graph.
 
         `maybe_inaccurate_forward_batch` is what the scheduler requests, and names the forwards' mode. SGLang may pad or
@@ -249,24 +249,9 @@ class CanaryManager:
         once after a step then waits for them, or for an idle server.
         """
         asked = maybe_inaccurate_forward_batch
-        mode = None if asked is None else asked.forward_mode.name
-        launched_before = self.forward_ct
-        try:
-            with self.clock:
-                self._before_forwards()
-            opened = self._checking and self._attempt(
-                self._open, single_forward_indices, expected, mode
-            )
-            yield
-            if opened and self._checking:
-                self._attempt(self._close, single_forward_indices)
-        except BaseException:
-            self._abandon(launched_before)
-            raise
-        if step_goes_on:
-            self.owes_copy = True
-        else:
-            self._after_forwards()
+        # `_name_`: `name` is a property in Python
+        mode = None if asked is None else asked.forward_mode._name_
+        return OutsideGraph(self, single_forward_indices, mode, expected, step_goes_on)
 
     @contextmanager
     def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
@@ -286,24 +271,13 @@ class CanaryManager:
         finally:
             self._active_single_forward = None
 
-    @contextmanager
-    def bracket_model_forward(self, forward_batch: ForwardBatch) -> Iterator[None]:
+    def bracket_model_forward(self, forward_batch: ForwardBatch) -> ModelForward | Nothing:
         """Around one `model.forward`, which may be under capture; nested calls do nothing."""
-        if self._depth or not self._checking:
-            yield
-            return
-        single = self._single_forwards[self._active_single_forward or 0]
-        self._depth += 1
-        try:
-            opened = self._attempt(single.pre_ops_maybe_inside_graph, forward_batch)
-            yield
-            if opened and self._checking:
-                self._attempt(single.post_ops_maybe_inside_graph)
-        except BaseException:
-            single.abandon()
-            raise
-        finally:
-            self._depth -= 1
+        if self.depth or not self.checking:
+            return Nothing()
+        return ModelForward(
+            self, self._single_forwards[self._active_single_forward or 0], forward_batch
+        )
 
     def note_next_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
@@ -314,17 +288,19 @@ class CanaryManager:
         """
         if not self.armed:
             return
-        attempts = FirstError(self.errors)
         with self.clock:
-            attempts.run(self.launcher.note_next_tokens, rows, tokens, counts)
-        attempts.raise_first()
+            try:
+                self.launcher.note_next_tokens(rows, tokens, counts)
+            except Exception as error:
+                if not self.errors.contain(error, self.launcher.note_next_tokens):
+                    raise
 
     def expect_arrivals(self, page_size: int) -> None:
         """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
         launcher = ArrivalLauncher.unbudgeted(
             self.launcher, self.plan_input.req_to_token, page_size
         )
-        self.arrivals = ArrivalDesk(launcher, self._attempt, self._note_launch)
+        self.arrivals = ArrivalDesk(launcher, self.attempt, self._note_launch)
         self.violations.listeners.append(self.arrivals.note_findings)
         self.recorder.receives = True
 
@@ -350,7 +326,7 @@ class CanaryManager:
         """
         if self._events_applied is not None:
             torch.cuda.current_stream().wait_event(self._events_applied)
-        self._attempt(self.ledger.apply, True)
+        self.attempt(self.ledger.apply, True)
 
     def note_arrivals(self, arrivals: Sequence[Arrival], awaited: bool = False) -> int:
         """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.
@@ -359,7 +335,7 @@ class CanaryManager:
         found in the only one is asked for, see `ArrivalDesk.verdict`. Returns the number of the last forward, 0 without
         one.
         """
-        if self.arrivals is None or not (self._checking and self.armed):
+        if self.arrivals is None or not (self.checking and self.armed):
             return 0
         forward = self.arrivals.note(arrivals)
         self.owes_copy = True
@@ -378,10 +354,10 @@ class CanaryManager:
 
         Returns whether they have records now.
         """
-        if not (self._checking and self.armed):
+        if not (self.checking and self.armed):
             return False
         self.settle_slots()
-        return self._attempt(write_records, self.launcher, prefix, self.forward_ct)
+        return self.attempt(write_records, self.launcher, prefix, self.forward_ct)
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
@@ -398,9 +374,9 @@ class CanaryManager:
 
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
         """A graph that holds these single forwards' launches is replayed."""
-        if self._checking:
+        if self.checking:
             for index in single_forward_indices:
-                self._attempt(self._single(index).note_replay, mode)
+                self.attempt(self._single(index).note_replay, mode)
 
     def _single(self, index: int) -> SingleForwardManager:
         if not 0 <= index < len(self._single_forwards):
@@ -410,13 +386,26 @@ class CanaryManager:
             )
         return self._single_forwards[index]
 
+    def begin_forwards(
+        self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
+    ) -> bool:
+        """The first half of `with_ops_outside_graph`. Returns whether the forwards are bracketed."""
+        with self.clock:
+            self._before_forwards()
+            return self.checking and self._timed_attempt(self._open, indices, expected, mode)
+
+    def end_forwards(self, indices: tuple[int, ...]) -> None:
+        """The forwards have run or were replayed, bracketed."""
+        if self.checking:
+            self.attempt(self._close, indices)
+
     def _open(self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None):
         for index in indices:
             self._single(index).pre_ops_outside_graph(expected, mode)
 
     def _close(self, indices: tuple[int, ...]) -> None:
         for index in indices:
-            self._single(index).post_ops_outside_graph()
+            self._single_forwards[index].post_ops_outside_graph()
 
     def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
@@ -424,7 +413,7 @@ class CanaryManager:
         self.recorder.note_forward(self.forward_ct, name)
         return self.forward_ct
 
-    def _abandon(self, launched_before: int) -> None:
+    def abandon_forwards(self, launched_before: int) -> None:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
@@ -435,7 +424,7 @@ class CanaryManager:
             self.state.row_memory.forget()
         except Exception as error:
             # The exception that passes through says more, so it must not be replaced.
-            if self.errors.contain(error, self._abandon):
+            if self.errors.contain(error, self.abandon_forwards):
                 self.lose_track()
 
     def _forwards_done(self) -> int:
@@ -446,32 +435,57 @@ class CanaryManager:
         if self._tracking.losses != self._losses_seen:
             self._stop_checking()
         if self._blind:
-            self._attempt(self._check_again_if_possible)
-        self._attempt(self.ledger.apply)
+            self._timed_attempt(self._check_again_if_possible)
+        if self.ledger.may_apply:
+            self._timed_attempt(self.ledger.apply)
         if self.arrivals is not None and self.state.summary.is_cuda:
             self._events_applied = torch.cuda.current_stream().record_event()
         if self._has_new_weights:
-            self._attempt(self._tell_device_of_weights)
+            self._timed_attempt(self._tell_device_of_weights)
         self._tell_observers("before_forwards", self)
 
-    def _after_forwards(self) -> None:
-        attempts = FirstError(self.errors)
+    def after_forwards(self, step_goes_on: bool) -> None:
+        """The last part of `with_ops_outside_graph`, outside of its forwards."""
+        if step_goes_on:
+            self.owes_copy = True
+            return
+        attempts, awaited = None, False
         with self.clock:
-            awaited = attempts.run(self._tell_observers, "after_forwards", self)
-            attempts.run(self._drain)
-            # The ring is small, and its first rows are the most useful.
-            attempts.run(self._start_copy, bool(awaited) or self._finding)
-        attempts.raise_first()
+            try:
+                awaited = self._tell_observers("after_forwards", self)
+            except Exception as error:
+                attempts = self._noted(attempts, self._tell_observers, error)
+            try:
+                self._drain()
+            except Exception as error:
+                attempts = self._noted(attempts, self._drain, error)
+            try:
+                # The ring is small, and its first rows are the most useful.
+                self._start_copy(awaited or self._finding)
+            except Exception as error:
+                attempts = self._noted(attempts, self._start_copy, error)
+        if attempts is not None:
+            attempts.raise_first()
+
+    def _noted(
+        self, attempts: FirstError | None, function: Callable[..., object], error: Exception
+    ) -> FirstError:
+        """Made when there is an error: a step has no time for what it nearly never needs."""
+        attempts = FirstError(self.errors) if attempts is None else attempts
+        attempts.note(function, error)
+        return attempts
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
         """Call `method` of every observer. Returns whether any returned True. An error does not stop the others."""
+        calls = self._calls.get(method) if self._calls_are_of == self.observers else None
+        if calls is None:
+            calls = self._calls_of(method)
         told, attempts = False, None
-        for call in self._calls_of(method):
+        for call in calls:
             try:
                 told = call(*args) or told
             except Exception as error:
-                attempts = attempts or FirstError(self.errors)
-                attempts.note(call, error)
+                attempts = self._noted(attempts, call, error)
         if attempts is not None:
             attempts.raise_first()
         return bool(told)
@@ -480,21 +494,23 @@ class CanaryManager:
         """`method` of every observer that does something there. A step asks several times."""
         if self._calls_are_of != self.observers:
             self._calls_are_of, self._calls = list(self.observers), {}
-        calls = self._calls.get(method)
-        if calls is None:
-            nothing = getattr(StepObserver, method)
-            bound = [getattr(observer, method) for observer in self.observers]
-            calls = [call for call in bound if getattr(call, "__func__", call) is not nothing]
-            self._calls[method] = calls
+        nothing = getattr(StepObserver, method)
+        bound = [getattr(observer, method) for observer in self.observers]
+        calls = [call for call in bound if getattr(call, "__func__", call) is not nothing]
+        self._calls[method] = calls
         return calls
 
     # Internal errors
 
-    def _attempt(self, function: Callable[..., object], *args: Any) -> bool:
+    def attempt(self, function: Callable[..., object], *args: Any) -> bool:
         """Run code that keeps records up to date. False: after an error, serving goes on but checking stops."""
+        with self.clock:
+            return self._timed_attempt(function, *args)
+
+    def _timed_attempt(self, function: Callable[..., object], *args: Any) -> bool:
+        """The same where the clock runs already."""
         try:
-            with self.clock:
-                function(*args)
+            function(*args)
         except Exception as error:
             if not self.errors.contain(error, function):
                 raise
@@ -503,7 +519,7 @@ class CanaryManager:
         return True
 
     @property
-    def _checking(self) -> bool:
+    def checking(self) -> bool:
         """Whether forwards are bracketed. Always, unless records are out of date. Captures always are."""
         return not self._blind or self._capturing
 
@@ -561,7 +577,7 @@ class CanaryManager:
     def copy_what_is_owed(self) -> None:
         """Copy the counters, if work was launched after the last copy. A paused server has no step that would."""
         if self.owes_copy:
-            self._attempt(self._start_copy, True)
+            self.attempt(self._start_copy, True)
 
     def drain(self, wait: bool = False) -> None:
         """Act on copies that have arrived. `wait` blocks until all have (idle and shutdown only)."""
@@ -569,16 +585,21 @@ class CanaryManager:
             self._drain(wait)
 
     def _drain(self, wait: bool = False) -> None:
-        if not (self._copy.is_pending or self.violations.has_work or self.arrivals is not None):
-            return  # as after most forwards
-        attempts = FirstError(self.errors)
-        attempts.run(self._copy.deliver, wait=wait)
-        if self.violations.busy:
-            attempts.run(self.violations.step, wait=wait)
-        if self.arrivals is not None:
-            self.arrivals.note_known(self.violations.handed_over())
-        attempts.run(self.violations.name_waiting, idle=wait)
-        attempts.raise_first()
+        attempts = None
+        if self._copy.is_pending:
+            try:
+                self._copy.deliver(wait)
+            except Exception as error:
+                attempts = self._noted(attempts, self._copy.deliver, error)
+        if self.violations.has_work or self.arrivals is not None:
+            attempts = attempts or FirstError(self.errors)
+            if self.violations.busy:
+                attempts.run(self.violations.step, wait=wait)
+            if self.arrivals is not None:
+                self.arrivals.note_known(self.violations.handed_over())
+            attempts.run(self.violations.name_waiting, idle=wait)
+        if attempts is not None:
+            attempts.raise_first()
 
     def on_idle(self) -> None:
         """Nothing runs. Findings of the last step must not wait for the next request.
@@ -588,7 +609,7 @@ class CanaryManager:
         """
         attempts = FirstError(self.errors)
         if self.ledger.due:
-            self.owes_copy |= self._attempt(self.ledger.apply)
+            self.owes_copy |= self.attempt(self.ledger.apply)
         self.owes_copy |= attempts.run(self._tell_observers, "on_idle", self) is not False
         attempts.run(self._drain, wait=True)
         if self.owes_copy:

@@ -113,6 +113,11 @@ class SlotLedger:
         return self.awaits_load_back or self._moves_wait or on_the_way
 
     @property
+    def may_apply(self) -> bool:
+        """Whether `apply` has anything to look at. Cheaper than `due`."""
+        return bool(self._events or self._landed or self._borrowed.any)
+
+    @property
     def due(self) -> bool:
         """Whether `apply` has work to do."""
         must = self._must_apply or bool(self._landed)

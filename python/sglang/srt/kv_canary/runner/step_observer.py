@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from struct import Struct
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from .arrival_desk import ArrivalDesk
 from .damage_desk import DamageDesk
 from .host_clock import HostClock
 from .slot_ledger import SlotLedger
+
+_HEADER = Struct(f"={Header.VIOLATIONS + 1}q")  # up to VIOLATIONS
 
 
 class Observed(Protocol):
@@ -41,41 +43,46 @@ class Observed(Protocol):
     radix_cache: Any | None
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPoint:
-    """The host's launches at the start of a summary's copy."""
+class CopyPoint(NamedTuple):
+    """The host's launches at the start of a summary's copy. A tuple: one is made in each step."""
 
     step: int
     forward_ct: int
     abandoned_ct: int
 
 
-@dataclass(frozen=True, slots=True)
 class Summary:
-    """The device's counters at some step, on the host."""
+    """The device's counters at some step, on the host. Counters that nobody asks for are not decoded."""
 
-    step: int
-    forward_launched: int  # forwards that the host had launched when the copy started
-    forward_done: int  # the device's own count at the same moment in stream order
-    abandoned: int  # how often launched forwards raised
-    launched_since: int  # forwards launched during the copy; on a busy GPU it may include them
-    violations: int
-    counters: np.ndarray  # int64[NUM_TAGS, NUM_COUNTERS]
+    __slots__ = (
+        "_words",
+        "abandoned",
+        "forward_done",
+        "forward_launched",
+        "launched_since",
+        "step",
+        "violations",
+    )
+
+    def __init__(self, words: bytes, point: CopyPoint, forward_ct: int) -> None:
+        """`words`: those of the device, int64. `forward_ct`: forwards launched so far."""
+        # forwards that the host had launched when the copy started
+        self.step, self.forward_launched, self.abandoned = point
+        self.launched_since = forward_ct - self.forward_launched  # on a busy GPU it may have them
+        # the device's own count of forwards at the same moment in stream order
+        self.forward_done, _, _, self.violations = _HEADER.unpack_from(words)
+        self._words = words
 
     @classmethod
     def from_host(cls, summary: torch.Tensor, point: CopyPoint, forward_ct: int) -> Summary:
-        """`forward_ct`: forwards launched so far."""
-        words = summary.numpy()  # torch takes 40 us a step for what follows
-        header = words[:HEADER_WORDS].tolist()
-        return cls(
-            step=point.step,
-            forward_launched=point.forward_ct,
-            forward_done=header[Header.FORWARD_DONE],
-            abandoned=point.abandoned_ct,
-            launched_since=forward_ct - point.forward_ct,
-            violations=header[Header.VIOLATIONS],
-            counters=words[HEADER_WORDS:].reshape(NUM_TAGS, NUM_COUNTERS).copy(),
-        )
+        """Copies `summary`, which the next copy overwrites."""
+        return cls(summary.numpy().tobytes(), point, forward_ct)
+
+    @property
+    def counters(self) -> np.ndarray:
+        """int64[NUM_TAGS, NUM_COUNTERS], read-only."""
+        words = np.frombuffer(self._words, dtype=np.int64)
+        return words[HEADER_WORDS:].reshape(NUM_TAGS, NUM_COUNTERS)
 
 
 class StepObserver:

@@ -11,34 +11,41 @@ from ..errors import CanaryPhaseError
 
 
 class Phase(Enum):
+    may_follow: tuple[Phase, ...]
+
     IDLE = "idle"
     PRE_OUTSIDE = "pre-ops outside the graph"
     PRE_INSIDE = "pre-ops inside the graph"
     POST_INSIDE = "post-ops inside the graph"
 
 
-_ALLOWED: dict[Phase, tuple[Phase, ...]] = {
-    Phase.PRE_OUTSIDE: (Phase.IDLE,),
-    # From IDLE: warm-up, capture and tests run the model without outside phases. From POST_INSIDE: a step runs the
-    # model again (several forwards in one outside bracket).
-    Phase.PRE_INSIDE: (Phase.IDLE, Phase.PRE_OUTSIDE, Phase.POST_INSIDE),
-    Phase.POST_INSIDE: (Phase.PRE_INSIDE,),
-}
+# What a phase may follow. Kept with the phase: a dictionary would ask for the hash of an enum, which is Python code.
+Phase.PRE_OUTSIDE.may_follow = (Phase.IDLE,)
+# From IDLE: warm-up, capture and tests run the model without outside phases. From POST_INSIDE: a step runs the
+# model again (several forwards in one outside bracket).
+Phase.PRE_INSIDE.may_follow = (Phase.IDLE, Phase.PRE_OUTSIDE, Phase.POST_INSIDE)
+Phase.POST_INSIDE.may_follow = (Phase.PRE_INSIDE,)
 
 
 class _Caller(NamedTuple):
     """Put into words only for an error: phases are entered in every step."""
 
     code: CodeType
-    line: int
+    instruction: int
 
     def __str__(self) -> str:
-        return f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
+        return f"{self.code.co_filename}:{self._line()} in {self.code.co_name}"
+
+    def _line(self) -> int | None:
+        for start, end, line in self.code.co_lines():
+            if start <= self.instruction < end:
+                return line
+        return None
 
 
 def _caller(depth: int = 3) -> _Caller:
     frame = sys._getframe(depth)
-    return _Caller(frame.f_code, frame.f_lineno)
+    return _Caller(frame.f_code, frame.f_lasti)
 
 
 class PhaseTracker:
@@ -52,7 +59,7 @@ class PhaseTracker:
     def enter(self, phase: Phase) -> None:
         """Raises CanaryPhaseError, and returns to IDLE, if `phase` may not follow the current one."""
         caller = _caller()
-        if self.phase not in _ALLOWED[phase]:
+        if self.phase not in phase.may_follow:
             message = (
                 f"kv-canary: {phase.value} entered by {caller} while in {self.phase.value}, "
                 f"entered by {self._entered_by}"

@@ -139,7 +139,7 @@ class SweepOrchestrator(StepObserver):
         self.sweep_passes = 0  # completed, and confirmed by the device's counters
         self.sweep_seconds = 0.0  # of completed passes
         self.launches: Counter[PoolKind] = Counter()  # per group, since the start
-        self._counted: Counter[PoolKind] = Counter()  # the same, as counted by the device
+        self._latest: Summary | None = None  # which has the launches that the device has counted
 
     # What drives it
 
@@ -162,17 +162,17 @@ class SweepOrchestrator(StepObserver):
         return self.maybe_run_sweep(manager, idle=True)
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
-        """Take the number of launches that the device has counted."""
-        for kind in self.launches:
-            self._counted[kind] = int(summary.counters[_tag_id(kind), TagCounter.LAUNCHES])
-        self._confirm()
+        self._latest = summary
+        if self._closing:
+            self._confirm()
 
     def maybe_run_sweep(self, manager: Observed, idle: bool = False) -> bool:
         """One tick: continue the pass under way, or start one that is due. Returns whether anything was launched."""
         if not manager.armed or manager.ledger.awaits_records:
             return False
         self._tick += 1
-        self._finish_confirmed(manager)
+        if self._closing:
+            self._finish_confirmed(manager)
         if self._pass is None:
             if self._tick < self._next_start or self._must_wait():
                 return False
@@ -262,8 +262,12 @@ class SweepOrchestrator(StepObserver):
 
     def _confirm(self) -> None:
         """Confirm passes once the device has counted every launch issued up to their end."""
+        if self._latest is None:
+            return
+        counters = self._latest.counters
+        counted = {k: int(counters[_tag_id(k), TagCounter.LAUNCHES]) for k in self.launches}
         for done in self._closing:
-            if done.confirmed_tick is None and done.launches <= self._counted:
+            if done.confirmed_tick is None and done.launches <= Counter(counted):
                 done.confirmed_tick = self._tick
 
     def _finish_confirmed(self, manager: Observed) -> None:

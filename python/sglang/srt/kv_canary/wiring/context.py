@@ -120,7 +120,10 @@ class CanaryContext:
     @property
     def target(self) -> CanaryManager | None:
         """The manager of the target model's runner."""
-        return next((m for m in self.managers if m.identity.role == "target"), None)
+        for manager in self.managers:
+            if manager.identity.role == "target":
+                return manager
+        return None
 
     @property
     def drafts(self) -> list[CanaryManager]:

@@ -15,6 +15,7 @@ import torch
 
 from sglang.srt.environ import envs
 
+from ..runner.manager import CanaryManager
 from .context import context
 from .guard import attempt_aside, guarded_aside
 from .hook_spec import HookSpec, HookType
@@ -31,15 +32,21 @@ def _after_sample(tokens: Any, model_runner: Any, _: Any, forward_batch: Any, *_
     if rows.shape[0] > count:
         rows = rows[:count]
     if rows.shape[0] == count:
-        right = continuation_of_forward(manager, forward_batch).right(tokens)
-        manager.note_next_tokens(rows, right)
+        if manager.token_oracle is not None:
+            tokens = continuation_of_forward(manager, forward_batch).right(tokens)
+        manager.note_next_tokens(rows, tokens)
+
+
+def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **__: Any) -> None:
+    """Pipeline stages that do not sample receive the last stage's tokens first. They are their next inputs."""
+    manager = context.target
+    if manager is not None and manager.identity.pp_rank is not None:
+        _note_received(scheduler, manager, batch, getattr(result, "next_token_ids", None))
 
 
 @guarded_aside
-def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **__: Any) -> None:
-    """Pipeline stages that do not sample receive the last stage's tokens first. They are their next inputs."""
-    manager, tokens = context.target, getattr(result, "next_token_ids", None)
-    if manager is None or manager.identity.pp_rank is None or not torch.is_tensor(tokens):
+def _note_received(scheduler: Any, manager: CanaryManager, batch: Any, tokens: Any) -> None:
+    if not torch.is_tensor(tokens):
         return
     # A request that has given its row back by now counts as padding.
     row_of = release().row_of

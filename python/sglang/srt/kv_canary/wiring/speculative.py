@@ -151,6 +151,8 @@ def around_draft_forward(
 @guarded
 def before_forward(model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     """Before a forward, which may be under capture of a draft graph."""
+    if not (_InnerForwards.running or forward_batch.forward_mode.is_target_verify()):
+        return
     manager = context.manager_of(model_runner)
     if manager is None:
         return

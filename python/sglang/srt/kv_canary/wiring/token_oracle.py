@@ -100,10 +100,13 @@ class Continuation:
         return self.oracle.tokens(self.request_ids, positions)
 
 
+_NO_ORACLE = Continuation(None)
+
+
 def continuation_of_forward(manager: CanaryManager, forward_batch: Any) -> Continuation:
     """After a forward with one sample per request."""
     if manager.token_oracle is None:
-        return Continuation(None)
+        return _NO_ORACLE
     request_ids = forward_batch.rids
     lengths = forward_batch.seq_lens[: len(request_ids)]
     return Continuation(manager.token_oracle, request_ids, lengths)
@@ -112,7 +115,7 @@ def continuation_of_forward(manager: CanaryManager, forward_batch: Any) -> Conti
 def continuation_of_verify(manager: CanaryManager | None, batch: Any) -> Continuation:
     """After a verify's root, which follows the cached tokens. Call it before the verify changes `batch`."""
     if manager is None or manager.token_oracle is None:
-        return Continuation(None)
+        return _NO_ORACLE
     return Continuation(manager.token_oracle, _ids_of(batch), batch.seq_lens + 1)
 
 
@@ -123,10 +126,15 @@ def _ids_of(batch: Any) -> list[str]:
 # Hooks
 
 
-@guarded_aside
 def _before_sample(model_runner: Any, logits_output: Any, forward_batch: Any, *_: Any) -> None:
-    manager = context.manager_of(model_runner)
-    if manager is None or manager.token_oracle is None or manager.identity.role != "target":
+    manager = context.by_runner.get(id(model_runner))
+    if manager is not None and manager.token_oracle is not None:
+        _steer(manager, logits_output, forward_batch)
+
+
+@guarded_aside
+def _steer(manager: CanaryManager, logits_output: Any, forward_batch: Any) -> None:
+    if manager.identity.role != "target":
         return
     following = continuation_of_forward(manager, forward_batch)
     tokens = manager.token_oracle.tokens(following.request_ids, following.lengths)
