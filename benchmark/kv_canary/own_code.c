@@ -45,7 +45,7 @@ static int kind_of(PyCodeObject *code) {
     return FOREIGN;
   }
   if (strstr(path, "/srt/kv_canary/") || strstr(path, "sglang_kv_canary")) return OURS;
-  if (strstr(path, "/sglang/") || strstr(path, "/benchmark/")) return FOREIGN;
+  if (strstr(path, "/sglang/") || strstr(path, "without_kernels")) return FOREIGN;
   if (strstr(path, "/torch/utils/_contextlib.py")) return FOREIGN; /* decorators of SGLang's functions */
   return INHERITS;
 }

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -290,6 +291,41 @@ def test_a_server_that_raises_copies_after_each_step() -> None:
     step = rig.decode([1])
     with pytest.raises(CanaryViolationError, match="UNMAPPED_SLOT"):
         rig.result(step)
+
+
+class _Told(StepObserver):
+    """Counts what it is told, and may wait for it."""
+
+    def __init__(self) -> None:
+        self.count, self.waits = 0, False
+
+    def after_forwards(self, manager: Any) -> bool:
+        return self.waits
+
+    def on_summary(self, manager: Any, summary: Any) -> None:
+        self.count += 1
+
+
+def test_a_server_that_raises_tells_observers_of_findings_or_when_they_wait() -> None:
+    """Each of its steps copies. What nobody waits for is told as often as in mode `log`."""
+    rig, told = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9), _Told()
+    rig.manager.observers.append(told)
+    rig.result(rig.extend(1, range(20)))
+    assert told.count == 1  # the first copy
+    for _ in range(3):
+        rig.result(rig.decode([1]))
+    assert told.count == 1
+    told.waits = True
+    rig.result(rig.decode([1]))
+    assert told.count == 2
+    told.waits = False
+    rig.result(rig.decode([1]))
+    assert told.count == 2
+    rig.rows.req_to_token[1, 3] = 0
+    step = rig.decode([1])
+    with pytest.raises(CanaryViolationError, match="UNMAPPED_SLOT"):
+        rig.result(step)
+    assert told.count == 3
 
 
 def test_an_exception_in_the_model_leaves_the_canary_usable() -> None:

@@ -53,6 +53,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Loo
     rig = ManagerRig(mode=request.param)
     monkeypatch.setattr(context, "managers", [rig.manager])
     monkeypatch.setattr(context, "recorder", rig.recorder)
+    monkeypatch.setattr(context, "named", None)
     for row in (1, 2):
         rig.result(rig.extend(row, range(10 * row, 10 * row + 8)))
     return Loop(rig)
@@ -107,6 +108,32 @@ def test_row_released_under_one_of_two_batches_is_moot_there_only(loop: Loop) ->
     loop.process(second)
     assert {v.reader.request_id for v in loop.rig.settle()} == {"request-2"}
     assert loop.rig.manager.violations.moot > 0
+
+
+def _named(requests: list[SimpleNamespace]) -> dict[int, str]:
+    """What the next step of these requests is recorded as."""
+    step = hooks._begin_step(SimpleNamespace(reqs=list(requests)))
+    hooks._end_step()
+    return step.requests
+
+
+def test_requests_that_stay_keep_their_names_until_a_row_is_given_back(loop: Loop) -> None:
+    one, two = (SimpleNamespace(req_pool_idx=row, rid=f"request-{row}") for row in (1, 2))
+    none = SimpleNamespace(req_pool_idx=None, rid="no row")
+    named = {1: "request-1", 2: "request-2"}
+    assert _named([one, two]) == _named([one, two]) == named
+    kept = context.named
+    assert _named([one, two]) == named
+    assert context.named is kept  # no request was looked at
+    assert list(_named([two, one])) == [2, 1]
+    assert _named([one]) == {1: "request-1"}
+    assert _named([one, two]) == named
+    context.row_released(1)  # retracted, and prefilled again in another row
+    one.req_pool_idx = 3
+    assert _named([one, two]) == {3: "request-1", 2: "request-2"}
+    assert _named([one, none]) == {3: "request-1"}
+    none.req_pool_idx = 1
+    assert _named([one, none]) == {3: "request-1", 1: "no row"}
 
 
 @pytest.mark.parametrize("loop", [CanaryMode.RAISE], indirect=True)

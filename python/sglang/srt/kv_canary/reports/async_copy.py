@@ -76,6 +76,11 @@ class DelayedDeviceHostHandler:
         self._not_before = 0.0
 
     @property
+    def host(self) -> tuple[torch.Tensor, ...]:
+        """What copies are made to, and the callback is given."""
+        return self._out
+
+    @property
     def is_pending(self) -> bool:
         """Whether a copy is under way, or waits to be handed over."""
         return self._pending is not None

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..plan.expected_inputs import ExpectedTokens
     from ..single_forward_manager import SingleForwardManager
-    from .manager import CanaryManager
 
 __all__ = ["ModelForward", "Nothing", "OutsideGraph"]
+
+
+class Bracketing(Protocol):
+    """What brackets ask of the CanaryManager."""
+
+    forward_ct: int
+    depth: int
+
+    @property
+    def checking(self) -> bool: ...
+
+    def attempt(self, function: Callable[..., object], *args: Any) -> bool: ...
+
+    def begin_forwards(
+        self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
+    ) -> bool: ...
+
+    def end_forwards(
+        self, indices: tuple[int, ...], opened: bool, launched_before: int, step_goes_on: bool
+    ) -> None: ...
+
+    def abandon_forwards(self, launched_before: int) -> None: ...
 
 
 class OutsideGraph:
@@ -28,7 +51,7 @@ class OutsideGraph:
 
     def __init__(
         self,
-        manager: CanaryManager,
+        manager: Bracketing,
         indices: tuple[int, ...],
         mode: str | None,
         expected: ExpectedTokens | None,
@@ -54,13 +77,7 @@ class OutsideGraph:
         if kind is not None:
             manager.abandon_forwards(self._launched_before)
             return
-        if self._opened:
-            try:
-                manager.end_forwards(self._indices)
-            except BaseException:
-                manager.abandon_forwards(self._launched_before)
-                raise
-        manager.after_forwards(self._goes_on)
+        manager.end_forwards(self._indices, self._opened, self._launched_before, self._goes_on)
 
 
 class ModelForward:
@@ -68,7 +85,7 @@ class ModelForward:
 
     __slots__ = ("_batch", "_manager", "_opened", "_single")
 
-    def __init__(self, manager: CanaryManager, single: SingleForwardManager, batch: Any) -> None:
+    def __init__(self, manager: Bracketing, single: SingleForwardManager, batch: Any) -> None:
         self._manager, self._single, self._batch = manager, single, batch
         self._opened = False
 

@@ -145,6 +145,11 @@ class CanaryManager:
         at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
         seconds = 0.0 if at_once else config.copy_every_s
         self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
+        self._copied = memoryview(self._copy.host[0].numpy())  # int64[SUMMARY_WORDS]
+        self._copy_is_awaited = False  # by observers
+        # In mode `raise` each step copies, for its findings. Observers are told as often as in mode `log`.
+        self._tell_every_s = config.copy_every_s if at_once else 0.0
+        self._tell_at = 0.0  # time.monotonic()
         self.owes_copy = False  # work was launched after the last copy
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
         self.damage: DamageDesk | None = None  # None: findings are reported only
@@ -394,11 +399,6 @@ class CanaryManager:
             self._before_forwards()
             return self.checking and self._timed_attempt(self._open, indices, expected, mode)
 
-    def end_forwards(self, indices: tuple[int, ...]) -> None:
-        """The forwards have run or were replayed, bracketed."""
-        if self.checking:
-            self.attempt(self._close, indices)
-
     def _open(self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None):
         for index in indices:
             self._single(index).pre_ops_outside_graph(expected, mode)
@@ -444,28 +444,41 @@ class CanaryManager:
             self._timed_attempt(self._tell_device_of_weights)
         self._tell_observers("before_forwards", self)
 
-    def after_forwards(self, step_goes_on: bool) -> None:
-        """The last part of `with_ops_outside_graph`, outside of its forwards."""
-        if step_goes_on:
-            self.owes_copy = True
-            return
-        attempts, awaited = None, False
+    def end_forwards(
+        self, indices: tuple[int, ...], opened: bool, launched_before: int, step_goes_on: bool
+    ) -> None:
+        """The forwards have run or were replayed, bracketed if `opened`."""
+        attempts = None
         with self.clock:
-            try:
-                awaited = self._tell_observers("after_forwards", self)
-            except Exception as error:
-                attempts = self._noted(attempts, self._tell_observers, error)
-            try:
-                self._drain()
-            except Exception as error:
-                attempts = self._noted(attempts, self._drain, error)
-            try:
-                # The ring is small, and its first rows are the most useful.
-                self._start_copy(awaited or self._finding)
-            except Exception as error:
-                attempts = self._noted(attempts, self._start_copy, error)
+            if opened and self.checking:
+                try:
+                    self._timed_attempt(self._close, indices)
+                except BaseException:
+                    self.abandon_forwards(launched_before)
+                    raise
+            if step_goes_on:
+                self.owes_copy = True
+            else:
+                attempts = self._after_forwards()
         if attempts is not None:
             attempts.raise_first()
+
+    def _after_forwards(self) -> FirstError | None:
+        attempts, awaited = None, False
+        try:
+            awaited = self._tell_observers("after_forwards", self)
+        except Exception as error:
+            attempts = self._noted(attempts, self._tell_observers, error)
+        try:
+            self._drain()
+        except Exception as error:
+            attempts = self._noted(attempts, self._drain, error)
+        try:
+            # The ring is small, and its first rows are the most useful.
+            self._start_copy(awaited or self._finding)
+        except Exception as error:
+            attempts = self._noted(attempts, self._start_copy, error)
+        return attempts
 
     def _noted(
         self, attempts: FirstError | None, function: Callable[..., object], error: Exception
@@ -480,6 +493,8 @@ class CanaryManager:
         calls = self._calls.get(method) if self._calls_are_of == self.observers else None
         if calls is None:
             calls = self._calls_of(method)
+        if not calls:
+            return False
         told, attempts = False, None
         for call in calls:
             try:
@@ -569,10 +584,20 @@ class CanaryManager:
     # Device to host
 
     def _start_copy(self, at_once: bool = False) -> None:
-        """Copy the counters, unless a copy is under way. Without `at_once`, also not right after the last copy."""
+        """Copy the counters, unless a copy is under way. Without `at_once`, also not right after the last copy.
+
+        `at_once`: somebody waits for them.
+        """
+        if self._copy.is_pending:
+            self._copy_is_awaited |= at_once
+            self.owes_copy = True
+            return
         point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        self.owes_copy = not self._copy.start(point, at_once)
+        if self._copy.start(point, at_once):
+            self._copy_is_awaited = at_once
+        else:
+            self.owes_copy = True
 
     def copy_what_is_owed(self) -> None:
         """Copy the counters, if work was launched after the last copy. A paused server has no step that would."""
@@ -643,10 +668,14 @@ class CanaryManager:
             time.sleep(0.001)
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
+        found = self._copied[Header.VIOLATIONS]
+        self._finding, self._found = found > self._found, found
+        self.violations.observe_total(found, point.forward_ct)
+        now = time.monotonic()
+        if now < self._tell_at and not (self._finding or self._copy_is_awaited):
+            return
+        self._tell_at = now + self._tell_every_s
         summary = Summary.from_host(host[0], point, self.forward_ct)
-        self._finding = summary.violations > self._found
-        self._found = summary.violations
-        self.violations.observe_total(summary.violations, point.forward_ct)
         self._tell_observers("on_summary", self, summary)
 
     # What it is

@@ -105,7 +105,7 @@ class StepObserver:
         """After the check of KV that arrived was launched, on the forward stream."""
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
-        """A copy of the counters arrived."""
+        """A copy of the counters arrived, with new violations, or awaited, or `copy_every_s` after the last one."""
 
     def on_idle(self, manager: Observed) -> bool:
         """The scheduler has nothing to run. Returns whether device work was launched that must be copied back."""

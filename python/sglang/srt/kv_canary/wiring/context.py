@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..buffer_group import PoolKind
-from ..reports.flight_recorder import FlightRecorder, StepRecord
+from ..reports.flight_recorder import Batch, FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..slot_event import RecordMove, SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard, SentChunks
@@ -68,6 +68,8 @@ class CanaryContext:
     # Keyed by ScheduleBatch.forward_iter
     launched: dict[int, StepRecord] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
+    # Those of the last step and their names, while no row has been given back since
+    named: tuple[list[Any], Batch] | None = None
     weight_version: str | None = None  # name of the weights in the current update
     row_owners: RowOwners = field(default_factory=RowOwners)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
@@ -103,6 +105,7 @@ class CanaryContext:
 
     def row_released(self, row: int) -> None:
         """A request row, or a part of it, was given back."""
+        self.named = None
         self.recorder.row_released(row)
         self.row_owners.forget(row)
 

@@ -30,7 +30,9 @@ def _around_forward(
         attempt(update_anchors, context.managers, context.requests)
     if context.states is not None:
         context.states.note_forward(forward_batch, context.requests)
-    expected = attempt_aside(expected_tokens_of, manager, forward_batch, context.requests)
+    expected = None
+    if not forward_batch.forward_mode.is_decode():  # it has none
+        expected = attempt_aside(expected_tokens_of, manager, forward_batch, context.requests)
     with manager.with_ops_outside_graph(
         maybe_inaccurate_forward_batch=forward_batch, expected=expected
     ):

@@ -44,10 +44,24 @@ def _around_run_batch(
 
 def _begin_step(batch: Any) -> StepRecord:
     context.requests = requests = list(batch.reqs)
-    # `map` loops in C: a step of 256 requests has no time for a loop of its own.
-    named = Batch(tuple(map(release().row_of, requests)), tuple(map(_RID, requests)))
+    named = _names_of(requests)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
     return context.recorder.begin_step(named, starts=starts)
+
+
+def _names_of(requests: list[Any]) -> Batch:
+    """Those of the last step for the same requests in the same order: each keeps its row until it gives it back.
+
+    Lists are compared by identity, and no request is looked at: each look is a cache miss.
+    """
+    known = context.named
+    if known is not None and known[0] == requests:
+        return known[1]
+    # `map` loops in C: a step of 256 requests has no time for a loop of its own.
+    named = Batch(tuple(map(release().row_of, requests)), tuple(map(_RID, requests)))
+    # A request without a row gets one later, and gives none back before.
+    context.named = None if None in named.rows else (requests, named)
+    return named
 
 
 def _starts_by_row(batch: Any) -> dict[int, int]:

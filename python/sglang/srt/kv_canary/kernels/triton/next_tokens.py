@@ -21,7 +21,7 @@ def note_next_tokens(
     rows: torch.Tensor,
     tokens: torch.Tensor,
     counts: torch.Tensor | None,
-    groups: Sequence[CanaryBufferGroup],
+    groups: tuple[CanaryBufferGroup, ...],
     state: CanaryDeviceState,
 ) -> None:
     """What was sampled after the last forward of each request, in order of the current stream.
@@ -32,7 +32,7 @@ def note_next_tokens(
     """
     batch_size = rows.shape[0]
     fixed = prepared(
-        state, "next tokens", tuple(groups), lambda: FixedArguments(_fixed_arguments(groups, state))
+        state, "next tokens", (groups,), lambda: FixedArguments(_fixed_arguments(groups, state))
     )
     if batch_size == 0 or not fixed.arguments["KINDS"]:
         return
