@@ -104,6 +104,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_containment.py",
     "e2e/test_e2e_containment_pairs.py",
+    "e2e/test_e2e_containment_pairs_features.py",
     "e2e/test_e2e_context_parallel.py",
     "e2e/test_e2e_disaggregation.py",
     "e2e/test_e2e_disaggregation_images.py",

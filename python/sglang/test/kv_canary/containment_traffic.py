@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,15 +78,22 @@ class Asked:
     count: int
     stream: bool
     delay_s: float
+    more: Mapping[str, Any]  # of the body
+
+    def body(self, prefix: str, answer: Sequence[int] = ()) -> dict[str, Any]:
+        """The request that goes on after `answer`. With images, none does."""
+        whole = {"rid": f"{prefix}{self.request_id}", **self.more}
+        return whole if "text" in whole else {**whole, "input_ids": [*self.prompt, *answer]}
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     number: int
-    warm: tuple[int, ...]  # the family's prefix, cached before the round
+    warm: Asked  # the family's prefix, cached before the round
     requests: tuple[Asked, ...]
     fault: Fault
-    ranks: tuple[int, ...] = (0,)  # that have the fault
+    # That have the fault: tensor-parallel ranks, or replicas
+    ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,13 @@ class Pool:
     has_chunks: bool = True  # whether the longest prompt is prefilled in chunks
     # Tensor-parallel ranks with a fault: those of the first round, of the second one, and so on
     ranks: tuple[tuple[int, ...], ...] = ((0,),)
+
+    def ranks_of(self, number: int, fault: Fault) -> tuple[int, ...]:
+        return self.ranks[number % len(self.ranks)]
+
+    def more_of(self, request_id: str, fault: Fault) -> Mapping[str, Any]:
+        """Further fields of a request's body. Those of a family and of what warms its prefix are alike."""
+        return {}
 
     def kinds(
         self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
@@ -198,16 +213,23 @@ def rounds(count: int, seed: int = 0, pool: Pool | None = None) -> Iterator[Roun
         lengths = (20, 24, 150)  # the last one is prefilled in chunks
         prompts = [prefix + random_tokens(rng, rng.randrange(6, 30)) for _ in family]
         prompts += [random_tokens(rng, length + rng.randrange(8)) for length in lengths]
+        pool = pool or Pool()
+        kinds = pool.kinds(family, loners, prefix)
+        fault = kinds[number % len(kinds)]
         requests = tuple(
             Asked(
-                rid, tuple(prompt), rng.randrange(14, 20), rng.random() < 0.3, 0.02 * rng.random()
+                rid,
+                tuple(prompt),
+                rng.randrange(14, 20),
+                rng.random() < 0.3,
+                0.02 * rng.random(),
+                pool.more_of(rid, fault),
             )
             for rid, prompt in zip((*family, *loners), prompts, strict=True)
         )
-        pool = pool or Pool()
-        kinds = pool.kinds(family, loners, prefix)
-        fault, ranks = kinds[number % len(kinds)], pool.ranks[number % len(pool.ranks)]
-        yield Round(number, tuple(prefix), requests, fault, ranks)
+        warm = f"r{number}-warm"
+        first = Asked(warm, tuple(prefix), 1, False, 0.0, pool.more_of(warm, fault))
+        yield Round(number, first, requests, fault, pool.ranks_of(number, fault))
 
 
 @dataclass(slots=True)
@@ -233,7 +255,7 @@ class Balance:
         answers: Mapping[str, Answer],
     ) -> None:
         events = [a for each in servers(server) for a in each.events("containment")]
-        actions = [a for a in events if a["rank"] == 0]
+        actions = [a for a in events if a["rank"] == 0 or a["dp_rank"]]
         ended = {rid for action in actions for rid in action["aborted"]} & set(answers)
         listed = {rid for action in actions for rid in action["answered"]} & set(answers)
         for asked in done.requests:
@@ -296,8 +318,10 @@ async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -
     """How much likelier one answer's first different token is than the other's. Batches round differently."""
     common = _common(one, other)
     choices = [one.tokens[common], other.tokens[common]]
+    if "text" in asked.more:
+        return math.inf
     body = {
-        "input_ids": [*asked.prompt, *one.tokens[:common]],
+        **asked.body(f"gap{next(_numbers)}-", one.tokens[:common]),
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
         "return_logprob": True,
         "token_ids_logprob": choices,
@@ -311,7 +335,7 @@ async def _gap(server: CanaryServer, asked: Asked, one: Answer, other: Answer) -
     return abs(first - second)
 
 
-_clean_rounds = itertools.count(1)
+_numbers = itertools.count(1)
 
 
 async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, Answer]:
@@ -319,11 +343,12 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
 
     Ids of clean requests are sent with a prefix: SGLang aborts the id of a stream 2 s after its end.
     """
-    prefix = "" if faulty else f"clean{next(_clean_rounds)}-"
-    await server.generate(f"{prefix}r{done.number}-warm", list(done.warm), 1)
+    prefix = "" if faulty else f"clean{next(_numbers)}-"
+    await _ask(server, done.warm, prefix)
     ranks = done.ranks if faulty else ()
     faulty_one = server.prefill if done.fault.on_prefill else server
-    injections = [faulty_one.send(done.fault.name, rank, **done.fault.args) for rank in ranks]
+    places = [faulty_one.ranks[rank] for rank in ranks]
+    injections = [faulty_one.send(done.fault.name, **at, **done.fault.args) for at in places]
     if "cached" in done.fault.args:
         for injection in injections:
             await injection.executed()
@@ -349,8 +374,7 @@ async def _exchange(server: CanaryServer, body: Mapping[str, Any]) -> tuple[int,
 async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
     await asyncio.sleep(asked.delay_s)
     body = {
-        "rid": f"{prefix}{asked.request_id}",
-        "input_ids": list(asked.prompt),
+        **asked.body(prefix),
         "sampling_params": {"temperature": 0.0, "max_new_tokens": asked.count, "ignore_eos": True},
         "stream": asked.stream,
     }

@@ -8,13 +8,13 @@ from typing import Any
 
 from .pd_serving import PdServing
 
-__all__ = ["MORE", "TEXT", "see", "see_both"]
+__all__ = ["MORE", "TEXT", "picture", "see", "see_both"]
 
 TEXT = "see <start_of_image> and <start_of_image> what now?"
 MORE = " what now? see and see what now, and then see what now?"
 
 
-def _picture(shade: int) -> str:
+def picture(shade: int) -> str:
     from PIL import Image
 
     file = io.BytesIO()
@@ -29,7 +29,7 @@ def see_both(
     body = {
         "rid": name,
         "text": text,
-        "image_data": [_picture(shade) for shade in shades],
+        "image_data": [picture(shade) for shade in shades],
         "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
         **more,
     }

@@ -191,19 +191,24 @@ class PdServing(CanaryServer):
 
     async def ask_both(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The answers of the prefill and of the decode server."""
-        whole = {**body, **self.meeting()}
-        return await asyncio.gather(*(self._post(server, whole) for server in (self.prefill, self)))
+        both = zip((self.prefill, self), self.bodies(body), strict=True)
+        return await asyncio.gather(*(self._post(server, whole) for server, whole in both))
 
     async def exchange(self, body: Mapping[str, Any]) -> tuple[int, str]:
         """HTTP status and text of the decode server's answer to `body`, which both servers get."""
-        whole = {**body, **self.meeting()}
 
-        async def told(server: CanaryServer) -> tuple[int, str]:
+        async def told(server: CanaryServer, whole: Mapping[str, Any]) -> tuple[int, str]:
             async with self._session.post(f"{server.url}/generate", json=whole) as answer:
                 return answer.status, await answer.text()
 
-        _, answer = await asyncio.gather(told(self.prefill), told(self))
+        of_prefill, of_decode = self.bodies(body)
+        _, answer = await asyncio.gather(told(self.prefill, of_prefill), told(self, of_decode))
         return answer
+
+    def bodies(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the prefill and the decode server get."""
+        whole = {**body, **self.meeting()}
+        return whole, whole
 
     async def foretell(self, body: Mapping[str, Any]) -> str:
         """The text of the prefill server's answer to `body`, for one token. Nothing is transferred."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +169,20 @@ def test_what_cannot_be_resolved_is_tried_again(rig: ContainmentRig) -> None:
     rig.containment.between_steps()
     assert request.to_finish is not None
     assert not rig.desk.is_waiting
+
+
+def test_a_request_whose_transfer_is_about_to_fail_is_not_listed_as_answered(
+    rig: ContainmentRig,
+) -> None:
+    """Its last part goes when it has been ended. Later forwards may still find damage in it."""
+    request = rig.request("chat", 1)
+    containment = rig.containment
+    for forward in range(2):
+        is_answered = bool(forward)
+        containment.terms = replace(containment.terms, is_answered=lambda _, it=is_answered: it)
+        rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
+        containment.between_steps()
+    assert rig.desk.outcomes == {"aborted": 1, "answered": 0}
 
 
 def test_readers_end_when_freed_memory_cannot_be_withheld(rig: ContainmentRig) -> None:
@@ -349,7 +364,11 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "scheduler_recv_interval": 2}, "--scheduler-recv-interval"),
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
         ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
-        ({"pp_size": 2}, "pipeline stages"),
+        # as newer releases settle it
+        ({"tp_size": 2, "attn_dp_size": 2}, None),
+        ({"tp_size": 4, "attn_dp_size": 2}, "data-parallel attention"),
+        ({"tp_size": 2, "attn_dp_size": 1, "nnodes": 2}, "several hosts"),
+        ({"pp_size": 2}, "one pipeline stage"),
         ({"disaggregation_mode": "decode"}, None),
     ],
     ids=str,

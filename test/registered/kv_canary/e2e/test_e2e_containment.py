@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
+from sglang_kv_canary_rigs.containment_speculation import Speculation
 from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
     FLAGS,
@@ -30,7 +30,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
     rounds,
     serve,
 )
-from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
 register_cpu_ci(est_time=85, suite="stage-a-test-cpu")
@@ -182,35 +182,6 @@ class TestTwoRanks(ContainmentBase):
     flags: ClassVar = {**FLAGS, "tp_size": 2}
     env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
-
-
-class Speculation:
-    """The answers are those of a script, whatever attention reads: leaks and innocent requests would show."""
-
-    env: ClassVar = ENV
-
-    @pytest.mark.parametrize("victim", ["family0", "loner0", "loner1"])
-    def test_exactly_the_reader_of_damage_ends(self, victim: str) -> None:
-        self.expect_violations()
-        rng = random.Random(victim)
-        shared = random_tokens(rng, 20)
-        prompts = {f"family{i}": shared + random_tokens(rng, 5) for i in range(2)}
-        prompts |= {f"loner{i}": random_tokens(rng, 24) for i in range(3)}
-        self.generate(f"{victim}-warm", shared, 1)
-        fault = {"half": "V", "count": 16, "mode": "TARGET_VERIFY", "position": 22}
-        injection = self.inject("flip_bytes", rid=f"{victim}-{victim}", **fault)
-
-        async def together() -> list[list[int]]:
-            asked = (self.serving.generate(f"{victim}-{n}", p, 24) for n, p in prompts.items())
-            return await asyncio.gather(*asked)
-
-        answers = dict(zip(prompts, self.run(together()), strict=True))
-        injection.answer()
-        self.settle()
-        assert self.serving.events("containment")[-1]["aborted"] == [f"{victim}-{victim}"]
-        assert answers.pop(victim) == []
-        assert answers == {name: scripted_answer(prompts[name], 24) for name in answers}
-        assert self.serving.events("internal_error") == []
 
 
 @pytest.mark.skipif(not NEWER and not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")

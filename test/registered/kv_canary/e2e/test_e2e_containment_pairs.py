@@ -9,25 +9,15 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing import CanaryServer, consts
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.hicache_mode import ON_CPU
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ContainmentBase
-from sglang_kv_canary_rigs.containment_traffic import (
-    ENV,
-    FLAGS,
-    KINDS_OF_PAIR_FAULTS,
-    PairPool,
-    servers,
-)
-from sglang_kv_canary_rigs.pd_serving import (
-    OverNixl,
-    PdServing,
-    ServesPair,
-    nothing_to_synchronize,
-)
+from sglang_kv_canary_rigs.containment_pairs import PairBase
+from sglang_kv_canary_rigs.containment_serving import LONG
+from sglang_kv_canary_rigs.containment_traffic import PairPool
+from sglang_kv_canary_rigs.pd_serving import OverNixl, PdServing, nothing_to_synchronize
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -35,54 +25,7 @@ if release().transfers is None:
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
-not_on_newer_releases = pytest.mark.skipif(
-    release().has_own_canary, reason="findings are reported only there"
-)
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
-
-
-def _ranks_of(server: CanaryServer) -> int:
-    return server.server_args.get("tp_size", 1)
-
-
-class PairBase(ServesPair, ContainmentBase):
-    """Both servers' leak checks stay on. Each error names the canary, whichever server has found the damage."""
-
-    flags: ClassVar = {**FLAGS, "log_level": "warning"}
-    env: ClassVar = {
-        **ENV,
-        # A slot that is lost to one side would hold the other one up.
-        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
-        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
-    }
-    pool: ClassVar = PairPool()
-    reason_of_prefill: ClassVar = "kv-canary: on the prefill server"
-    count: ClassVar[int] = ROUNDS if LONG else KINDS_OF_PAIR_FAULTS
-
-    def teardown_method(self) -> None:
-        ContainmentBase.teardown_method(self)
-
-    def settle_prefill(self) -> dict[str, Any]:
-        prefill = self.serving.prefill
-        for _ in range(2):
-            sent = [prefill.send("counters", rank) for rank in range(_ranks_of(prefill))]
-            answers = [each.answer() for each in sent]
-        return answers[0]["counters"]
-
-    def settle(self) -> dict[str, Any]:
-        self.settle_prefill()
-        return super().settle()
-
-    def violations(self) -> list[dict[str, Any]]:
-        return [*super().violations(), *self.serving.prefill.events("violation")]
-
-    def test_exactly_the_readers_of_damage_end(self) -> None:
-        super().test_exactly_the_readers_of_damage_end()
-        assert self.serving.alive, self.serving.stderr
-        assert [e for s in servers(self.serving) for e in s.events("internal_error")] == []
-        # What a prefill server's forwards find is known before the KV has gone.
-        actions = self.serving.prefill.events("containment")
-        assert [e["answered"] for e in actions if e["rank"] == 0 and e["answered"]] == []
 
 
 class TestPair(PairBase):

@@ -24,9 +24,10 @@ _ANSWER_SUFFIX = ".done.json"
 _MAX_BYTES = 1 << 20
 
 
-def address_of(role: str, rank: int, pp_rank: int = 0) -> str:
+def address_of(role: str, rank: int, pp_rank: int = 0, replica: int = 0) -> str:
     """The address of a model runner; `role` is "target" or "draft"."""
-    return f"{role}{rank}.pp{pp_rank}" if pp_rank else f"{role}{rank}"
+    stage = f".pp{pp_rank}" if pp_rank else ""
+    return f"{role}{rank}{stage}" + (f".dp{replica}" if replica else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ class PerturbObserver(StepObserver):
 
     def __init__(self, perturb_dir: str, model_runner: Any, ranks: Ranks) -> None:
         role = "draft" if model_runner.is_draft_worker else "target"
-        address = address_of(role, ranks.tp, ranks.pp)
+        args = model_runner.server_args
+        is_replica = not args.enable_dp_attention and getattr(args, "attn_dp_size", 1) == 1
+        address = address_of(role, ranks.tp, ranks.pp, (is_replica and ranks.dp) or 0)
         self._folder = ControlFolder(perturb_dir, address)
         self._model_runner = model_runner
         self._waiting: dict[str, Command] = {}

@@ -110,14 +110,10 @@ class CanaryE2EBase:
 
         The server must be idle. Two idle ticks are enough: the first one delivers the findings of the last step.
         """
-        args = self.serving.server_args
-        ranks = [
-            {"rank": tp, "pp_rank": pp}
-            for pp in range(args.get("pp_size", 1))
-            for tp in range(args.get("tp_size", 1))
-        ]
         for _ in range(2):
-            answers = [self.serving.send("counters", **rank).answer() for rank in ranks]
+            answers = [
+                self.serving.send("counters", **rank).answer() for rank in self.serving.ranks
+            ]
         return answers[0]["counters"]
 
     def violations(self) -> list[dict[str, Any]]:

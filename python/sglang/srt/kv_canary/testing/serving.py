@@ -138,19 +138,37 @@ class Serving(ABC):
         """All events so far, of `kind` if given."""
         if not self.event_file.exists():
             return []
-        lines = self.event_file.read_text().splitlines()
-        events = [json.loads(line) for line in lines]
+        whole_lines = self.event_file.read_text().rpartition("\n")[0]  # one may be half written
+        events = [json.loads(line) for line in whole_lines.splitlines()]
         return [e for e in events if kind in (None, e["event"])]
 
     # Faults
 
+    @property
+    def ranks(self) -> list[dict[str, int]]:
+        """Each scheduler process, as `send` takes it."""
+        args = self.server_args
+        replicas = 1 if args.get("enable_dp_attention") else args.get("dp_size", 1)
+        return [
+            {"rank": tp, "pp_rank": pp, "replica": replica}
+            for replica in range(replicas)
+            for pp in range(args.get("pp_size", 1))
+            for tp in range(args.get("tp_size", 1))
+        ]
+
     def send(
-        self, fault: str, rank: int = 0, role: str = "target", pp_rank: int = 0, **args: Any
+        self,
+        fault: str,
+        rank: int = 0,
+        role: str = "target",
+        pp_rank: int = 0,
+        replica: int = 0,
+        **args: Any,
     ) -> Injection:
         """Request `fault` from the scheduler process, see `perturb.faults`. It may have to wait for a request."""
         self._commands += 1
         command = Command(f"{self._commands:04d}-{fault}", fault, args)
-        controls = ControlFolder(self.controls, address_of(role, rank, pp_rank))
+        controls = ControlFolder(self.controls, address_of(role, rank, pp_rank, replica))
         controls.send(command)
         return Injection(self, controls, command)
 

@@ -347,7 +347,7 @@ class Containment:
             if (end := self._end_of(reader)) is not None:
                 answered[reader.request_id] = end
             elif found is not None and _has_read(found, reader):
-                if self.terms.is_answered(found.request):
+                if self._is_answered(found.request):
                     answered[reader.request_id] = reader.forward
                 else:
                     ends[reader.request_id] = _why(reader)
@@ -358,7 +358,7 @@ class Containment:
         changed = {slot.slot for slot in damage.slots if slot.changed}
         suspect = self._spread(changed, tainted, live, ends, computed)
         for each in live:
-            if each.request.rid in ends and self.terms.is_answered(each.request):
+            if each.request.rid in ends and self._is_answered(each.request):
                 del ends[each.request.rid]
                 if not self._is_known(each.request.rid, self.manager.recorder.newest):
                     answered[each.request.rid] = self.manager.recorder.newest
@@ -433,6 +433,10 @@ class Containment:
             if gone.rid == reader.request_id and gone.forward >= reader.forward:
                 return self.prefixes.slots_of(gone, start)
         return []
+
+    def _is_answered(self, request: Any) -> bool:
+        """Not if it has been ended in time, and keeps its slots until its transfer has failed."""
+        return request.rid not in self._ending and self.terms.is_answered(request)
 
     def _is_known(self, rid: str, forward: int) -> bool:
         """Whether the request that had this id in `forward` is dealt with."""

@@ -69,8 +69,11 @@ def install_containment(
 def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> str | None:
     """Where an action would be wrong or is not known to be right. None: findings end their readers."""
     if args.pp_size > 1:
-        return f"{_REPORTED} pipeline stages act in different steps"
-    if args.enable_dp_attention and args.tp_size != args.dp_size:
+        return (
+            f"{_REPORTED} what one pipeline stage finds does not reach the others. Each has a scheduler, and all must "
+            "end a request in the same micro-batch"
+        )
+    if _groups(args) not in (1, args.tp_size):
         return (
             f"{_REPORTED} with data-parallel attention several ranks share the requests of one of many "
             "schedulers"
@@ -92,7 +95,14 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
 
 def _shares_requests(args: Any) -> bool:
     """Whether several ranks serve the same requests."""
-    return args.tp_size > 1 and not args.enable_dp_attention
+    return args.tp_size > 1 and _groups(args) == 1
+
+
+def _groups(args: Any) -> int:
+    """Groups of tensor-parallel ranks that have requests of their own, with data-parallel attention."""
+    if (groups := getattr(args, "attn_dp_size", None)) is not None:  # newer releases settle it so
+        return groups
+    return args.dp_size if args.enable_dp_attention else 1
 
 
 def _starts_of(batch: Any) -> list[int]:

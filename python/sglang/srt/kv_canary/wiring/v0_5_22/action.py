@@ -43,14 +43,6 @@ def _why_not(scheduler: Any) -> str | None:
         why = "damage that was computed may be in host memory, from which nothing can be dropped"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
-    elif args.disaggregation_mode != "null" and scheduler.spec_algorithm.is_eagle():
-        why = "no test has run it with speculation beside disaggregation"
-    elif args.disaggregation_mode != "null" and (args.enable_lora or args.lora_paths):
-        why = "no test has run it with LoRA beside disaggregation"
-    elif args.disaggregation_mode != "null" and scheduler.model_config.is_multimodal:
-        why = "no test has run it with images beside disaggregation"
-    elif args.disaggregation_mode != "null" and args.dp_size > 1:
-        why = "no test has run it with data parallelism beside disaggregation"
     elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
         why = "optimistic prefills are taken back and run again, and no test has run it with them"
     else:
