@@ -256,6 +256,13 @@ class CachingServing(PdServing):
     decode_flags: ClassVar[Mapping[str, Any]] = {"disaggregation_decode_enable_radix_cache": True}
 
 
+class AfterThePrefill(PdServing):
+    """The decode server allocates slots when the prefill has ended, and all chunks are sent then."""
+
+    prefill_flags: ClassVar = {"disaggregation_decode_allocation_policy": "prefill_complete"}
+    decode_flags: ClassVar = prefill_flags
+
+
 _REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
 
 

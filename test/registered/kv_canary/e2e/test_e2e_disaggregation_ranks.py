@@ -29,6 +29,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
 )
 from sglang_kv_canary_rigs.pd_serving import (
     HOST,
+    AfterThePrefill,
     CachingServing,
     PdServing,
     Replicas,
@@ -165,6 +166,28 @@ class TestOneRankToDpAttention(BetweenRanks):
     env: ClassVar = {**HEALTH, **({"SGLANG_KV_CANARY_ACTION": "abort"} if ends_damaged else {})}
     transport: ClassVar = FromOne
     ranks: ClassVar = (1, 2)
+
+
+class ReplicasAfterThePrefill(Replicas):
+    prefill_flags: ClassVar = {**Replicas.prefill_flags, **AfterThePrefill.prefill_flags}
+    decode_flags: ClassVar = {**Replicas.decode_flags, **AfterThePrefill.decode_flags}
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="this release has none; lifted by make test"
+)
+@BY_HAND
+class TestAllocationAfterThePrefill(BetweenRanks):
+    transport: ClassVar = ReplicasAfterThePrefill
+    ranks: ClassVar = (2, 2)
+
+    def test_slots_come_when_the_prefill_has_ended(self) -> None:
+        """All of a prompt goes at once, so its KV comes in one chunk."""
+        self.expect_violations()
+        with self.serving.damaging("drop_layer"):
+            self.run(self.ask_ranks("whole", 30, 0))
+        (origin,) = {e["reader"]["origin"] for e in self.violations() if e["reader"]["origin"]}
+        assert "chunk 1 of 1" in origin, origin
 
 
 class ReplicasToOne(PdServing):

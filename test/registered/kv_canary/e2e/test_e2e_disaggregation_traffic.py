@@ -18,6 +18,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages
 from sglang_kv_canary_rigs.pd_pairs import LONG, requests
 from sglang_kv_canary_rigs.pd_serving import (
+    AfterThePrefill,
     CachingServing,
     PdServing,
     need_transport,
@@ -157,6 +158,15 @@ class TestMixedTrafficOverOptimisticPrefills(TestMixedTraffic):
     def test_nothing_is_reported(self) -> None:
         super().test_nothing_is_reported()
         assert "optimistic prefill yielded" in self.serving.prefill.stderr
+
+
+@pytest.mark.skipif(not NEWER, reason="this release has none; lifted by make test")
+@pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_TRANSFER_REQUESTS")
+class TestMixedTrafficAfterThePrefill(TestMixedTraffic):
+    """The decode server allocates slots when a prefill has ended. SGLang keeps slots of a transfer that fails itself."""
+
+    transport: ClassVar = AfterThePrefill
+    plugins: ClassVar = TestMixedTraffic.plugins[1:]
 
 
 async def _mix(serving: PdServing) -> Counter[str]:

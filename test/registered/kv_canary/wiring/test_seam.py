@@ -217,10 +217,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_decode_host_receive_threshold": 0.5,
     },
-    "PD disaggregation that allocates after the prefill": {
-        **_DECODES,
-        "disaggregation_decode_allocation_policy": "prefill_complete",
-    },
     "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
 }
 if release().transfers is None:

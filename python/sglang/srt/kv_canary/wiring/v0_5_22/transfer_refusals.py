@@ -94,12 +94,6 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Remove --disaggregation-decode-host-receive-threshold.",
     ),
     Refusal(
-        "PD disaggregation that allocates after the prefill",
-        lambda args: _transfers(args) and args.disaggregation_decode_allocation_policy != "early",
-        "transfers that begin when the prefill has ended, which no run has checked yet.",
-        "Set --disaggregation-decode-allocation-policy early.",
-    ),
-    Refusal(
         "PD disaggregation with a change of role",
         lambda args: _transfers(args) and args.enable_pd_role_switch,
         "a server that becomes the other one, which no run has checked yet.",
