@@ -180,5 +180,12 @@ def test_a_number_of_sampled_tokens_that_cannot_be_changes_no_row(scene, count):
     assert_clean(scene.decode(2, 7, start=RowStart.DECODES))
 
 
+def test_a_rank_without_requests_has_sampled_nothing(scene):
+    """With DP attention, a stage that does not sample is sent no tokens for an idle batch."""
+    none = torch.empty(0, dtype=torch.int64, device=scene.device)
+    groups = tuple(g.group for g in scene.groups)
+    scene.kernels.note_next_tokens(none, none, None, groups, scene.state)
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

@@ -22,6 +22,8 @@ def note_next_tokens(
     state: CanaryDeviceState,
 ) -> None:
     """What was sampled after the last forward of each request; arguments as of Triton's `note_next_tokens`."""
+    if not rows.shape[0]:  # an idle rank
+        return
     memory = state.row_memory
     at, sampled = longs(rows), longs(tokens.reshape(rows.shape[0], -1))
     ends = np.ones_like(at) if counts is None else longs(counts)
