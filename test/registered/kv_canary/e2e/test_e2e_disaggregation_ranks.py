@@ -177,6 +177,7 @@ class ReplicasAfterThePrefill(Replicas):
     not release().has_own_canary, reason="this release has none; lifted by make test"
 )
 @BY_HAND
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by SGLang over NIXL")
 class TestAllocationAfterThePrefill(BetweenRanks):
     transport: ClassVar = ReplicasAfterThePrefill
     ranks: ClassVar = (2, 2)
@@ -230,6 +231,53 @@ class TestPipelineToReplicas(BetweenRanks):
 
     transport: ClassVar = StagesToReplicas
     ranks: ClassVar = (1, 2)
+    unchecked: ClassVar = True
+
+
+class StagedReplicas(Replicas):
+    prefill_flags: ClassVar = {**Replicas.prefill_flags, "pp_size": 2}
+    prefill_env: ClassVar = {**Replicas.prefill_env, **bind_each_rank(4)}
+
+
+@BY_HAND
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="Mooncake alone has run this")
+class TestStagedReplicasToReplicas(BetweenRanks):
+    """Each replica of the prefill server has two pipeline stages."""
+
+    transport: ClassVar = StagedReplicas
+    ranks: ClassVar = (2, 2)
+    unchecked: ClassVar = True
+
+
+class StagedReplicasOnBoth(StagedReplicas):
+    decode_flags: ClassVar = {**Replicas.decode_flags, "pp_size": 2}
+    decode_env: ClassVar = bind_each_rank(4)
+
+
+@BY_HAND
+@pytest.mark.skipif(
+    PdServing.backend == "nixl" and not release().has_own_canary,
+    reason="refused by name over NIXL; lifted by make test",
+)
+class TestStagedReplicas(BetweenRanks):
+    transport: ClassVar = StagedReplicasOnBoth
+    ranks: ClassVar = (2, 2)
+
+
+class Staged(PdServing):
+    prefill_flags: ClassVar = {"pp_size": 2}
+    # Newer releases list all ranks, 0.5.12.post1 those of a stage.
+    prefill_env: ClassVar = bind_each_rank(4) if release().has_own_canary else {}
+
+
+@BY_HAND
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="Mooncake alone has run this")
+class TestStagedDpAttention(BetweenRanks):
+    """Each stage of the prefill server has two ranks with DP attention."""
+
+    mode_name: ClassVar = "mla_dp"
+    transport: ClassVar = Staged
+    ranks: ClassVar = (2, 2)
     unchecked: ClassVar = True
 
 

@@ -190,7 +190,7 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "enable_lora": True,
         "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and two-batch overlap": {
         **_DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,

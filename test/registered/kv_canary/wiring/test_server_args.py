@@ -223,7 +223,7 @@ CASES = {
         "enable_lora": True,
         "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and pipeline stages or two-batch overlap": {
+    "PD disaggregation with data parallelism and two-batch overlap": {
         **DECODES,
         "dp_size": 2,
         "enable_two_batch_overlap": True,

@@ -83,14 +83,10 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
-        "PD disaggregation with data parallelism and pipeline stages or two-batch overlap",
-        lambda args: (
-            _transfers(args)
-            and args.dp_size > 1
-            and bool(args.pp_size > 1 or args.enable_two_batch_overlap)
-        ),
+        "PD disaggregation with data parallelism and two-batch overlap",
+        lambda args: _transfers(args) and args.dp_size > 1 and bool(args.enable_two_batch_overlap),
         "transfers between such ranks, which no run has checked yet.",
-        "Set --dp-size 1, or remove the other.",
+        "Set --dp-size 1, or remove --enable-two-batch-overlap.",
     ),
     Refusal(
         "PD disaggregation with streaming sessions",
