@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,10 +130,11 @@ def as_arrival(request: Any, notice: Notice) -> Arrival:
     """The request's tokens but the last one, whose K and V nobody has computed yet."""
     known = release().transfers
     tokens = (request.origin_input_ids + request.output_ids)[: known.committed(request)]
+    tokens = array("q", tokens)  # read several times, at a quarter of a list's cost
     return Arrival(
         row=release().row_of(request),
         first=known.cached(request),
-        tokens=list(tokens),
+        tokens=tokens,
         anchor=anchor_of(release().namespace_of(request)),
         origin=_origin(request, notice),
         has_records=notice.has_records,
