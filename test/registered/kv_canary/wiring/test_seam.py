@@ -323,6 +323,26 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     assert not case.predicate(ServerArgs(**plain))
 
 
+@pytest.mark.skipif(
+    "attn_dp_size" not in inspect.signature(ServerArgs).parameters,
+    reason="this release has no --attn-dp-size; lifted by make test SGLANG=0.5.23",
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DFLASH and multi-layer EAGLE in step with other ranks",
+        "PD disaggregation with data parallelism and two-batch overlap",
+    ],
+)
+def test_data_parallel_attention_is_seen_in_settled_arguments(name: str) -> None:
+    """SGLang clears --enable-dp-attention and --dp-size there, and sets --attn-dp-size."""
+    case = next(case for case in release().refusals() if case.name == name)
+    asked = ASKED[name].items() - {"enable_dp_attention": True, "dp_size": 2}.items()
+    args = {"model_path": "dummy", "device": "cpu", **dict(asked)}
+    assert case.predicate(ServerArgs(**args, attn_dp_size=2))
+    assert not case.predicate(ServerArgs(**args))
+
+
 @has_seam
 @pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
 @pytest.mark.skipif(SGLANG == "0.5.22", reason="refused there")

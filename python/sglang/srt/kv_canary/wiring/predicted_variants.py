@@ -24,6 +24,7 @@ from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.attachment import AttachOptions
 from ..state import CanaryDeviceState
 from .memory import pool_class_of
+from .refusals import attention_groups
 from .releases import release
 from .warm_up import decodes, launches_of_target, prefills
 
@@ -133,7 +134,7 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
 
 def _attention_ranks(args: Any) -> int:
     """Ranks that share the KV heads of a request."""
-    return args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size
+    return args.tp_size // attention_groups(args)
 
 
 def _kv_dtype(args: Any, model_config: Any) -> torch.dtype:

@@ -8,7 +8,14 @@ from typing import Any
 
 from ..capacities import MOST_REQUESTS
 
-__all__ = ["COMMON", "DISAGGREGATION", "Refusal", "model_has", "pads_to_other_ranks"]
+__all__ = [
+    "COMMON",
+    "DISAGGREGATION",
+    "Refusal",
+    "attention_groups",
+    "model_has",
+    "pads_to_other_ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,18 @@ def model_has(server_args: Any, attribute: str) -> bool:
     return bool(getattr(getattr(server_args, "model_config", None), attribute, False))
 
 
+def attention_groups(server_args: Any) -> int:
+    """Groups of ranks that have requests of their own under data-parallel attention; 1 without it."""
+    older = server_args.dp_size if server_args.enable_dp_attention else 1
+    # From 0.5.22 on, SGLang moves the number there when it settles its arguments.
+    return max(older, getattr(server_args, "attn_dp_size", 1))
+
+
 def pads_to_other_ranks(server_args: Any) -> bool:
     """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes. Works before process groups exist."""
     return (
         server_args.enable_dp_attention
+        or attention_groups(server_args) > 1
         or server_args.moe_a2a_backend != "none"
         or server_args.moe_dense_tp_size == 1
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from .refusals import Refusal, model_has
+from .refusals import Refusal, attention_groups, model_has
 from .releases import release
 
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
@@ -84,7 +84,11 @@ TRANSFERS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "PD disaggregation with data parallelism and two-batch overlap",
-        lambda args: _transfers(args) and args.dp_size > 1 and bool(args.enable_two_batch_overlap),
+        lambda args: (
+            _transfers(args)
+            and max(args.dp_size, attention_groups(args)) > 1
+            and bool(args.enable_two_batch_overlap)
+        ),
         "transfers between such ranks, which no run has checked yet.",
         "Set --dp-size 1, or remove --enable-two-batch-overlap.",
     ),

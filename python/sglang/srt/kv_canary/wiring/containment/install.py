@@ -7,6 +7,7 @@ from typing import Any
 
 from ...config import Action
 from ..context import context
+from ..refusals import attention_groups
 from ..releases import release
 from .agreed import AgreedContainment
 from .bell import Bell
@@ -73,7 +74,7 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
             f"{_REPORTED} what one pipeline stage finds does not reach the others. Each has a scheduler, and all must "
             "end a request in the same micro-batch"
         )
-    if _groups(args) not in (1, args.tp_size):
+    if attention_groups(args) not in (1, args.tp_size):
         return (
             f"{_REPORTED} with data-parallel attention several ranks share the requests of one of many "
             "schedulers"
@@ -95,14 +96,7 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
 
 def _shares_requests(args: Any) -> bool:
     """Whether several ranks serve the same requests."""
-    return args.tp_size > 1 and _groups(args) == 1
-
-
-def _groups(args: Any) -> int:
-    """Groups of tensor-parallel ranks that have requests of their own, with data-parallel attention."""
-    if (groups := getattr(args, "attn_dp_size", None)) is not None:  # newer releases settle it so
-        return groups
-    return args.dp_size if args.enable_dp_attention else 1
+    return args.tp_size > 1 and attention_groups(args) == 1
 
 
 def _starts_of(batch: Any) -> list[int]:
