@@ -15,6 +15,7 @@ from .containment_traffic import (
     Balance,
     Pool,
     Round,
+    differing,
     rounds,
     serve,
     servers,
@@ -78,3 +79,21 @@ class ContainmentBase(CanaryE2EBase):
         assert self.run(serve(self.serving, plan[0], faulty=False)) == clean[0]
         errors = self.serving.events("internal_error")
         assert errors == [], errors
+
+
+class ServesAllAgain:
+    """Beside a ContainmentBase, before it."""
+
+    plan: list[Round]
+    clean: list[dict[str, Answer]]
+
+    def serve_clean(self, plan: list[Round]) -> list[dict[str, Answer]]:
+        self.plan, self.clean = plan, super().serve_clean(plan)
+        return self.clean
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        """Nothing wrong is left in any tier: without faults, all rounds give the right answers."""
+        super().test_exactly_the_readers_of_damage_end()
+        for each, right in zip(self.plan, self.clean, strict=True):
+            answers = self.run(serve(self.serving, each, faulty=False))
+            assert self.run(differing(self.serving, each, answers, right)) == []

@@ -16,8 +16,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase
-from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool, Round, differing, serve
+from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase, ServesAllAgain
+from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool
 from sglang_kv_canary_rigs.hicache_serving import ask, hits, prompts
 
 if release().has_own_canary:
@@ -29,7 +29,7 @@ long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
-class HiCacheContainment(ContainmentBase):
+class HiCacheContainment(ServesAllAgain, ContainmentBase):
     """A round does not fit on the device: prefixes go to host memory and come back."""
 
     flags: ClassVar = {**FLAGS, **SMALL_POOL, "max_total_tokens": 480}
@@ -42,17 +42,6 @@ class HiCacheContainment(ContainmentBase):
         """Other prompts fill the device pool, so that earlier ones remain in host memory only."""
         for i, prompt in enumerate(prompts(name, 6)):
             self.ask(f"{name}-{i}", prompt)
-
-    def serve_clean(self, plan: list[Round]) -> Any:
-        self.plan, self.clean = plan, super().serve_clean(plan)
-        return self.clean
-
-    def test_exactly_the_readers_of_damage_end(self) -> None:
-        """Nothing wrong is left in any tier: without faults, all rounds give the right answers."""
-        super().test_exactly_the_readers_of_damage_end()
-        for each, right in zip(self.plan, self.clean, strict=True):
-            answers = self.run(serve(self.serving, each, faulty=False))
-            assert self.run(differing(self.serving, each, answers, right)) == []
 
     def test_a_damaged_page_in_host_memory_is_not_used_and_ends_nobody(self) -> None:
         (prompt,) = prompts("host", 1)

@@ -20,14 +20,11 @@ from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
 from sglang_kv_canary_rigs.containment_pairs import PairBase
-from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS
+from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ServesAllAgain
 from sglang_kv_canary_rigs.containment_speculation import Speculation
 from sglang_kv_canary_rigs.containment_traffic import (
     Fault,
     PairPool,
-    Round,
-    differing,
-    serve,
 )
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.hicache_serving import hits
@@ -176,20 +173,12 @@ class HostPrefill(PdServing):
 
 
 @pytest.mark.skipif(NEWER, reason="findings are reported only there; lifted by make test")
-class TestHiCache(PairBase):
+class TestHiCache(ServesAllAgain, PairBase):
     transport: ClassVar = HostPrefill
     plugins: ClassVar = FILL_INS
 
-    def serve_clean(self, plan: list[Round]) -> Any:
-        self.plan, self.clean = plan, super().serve_clean(plan)
-        return self.clean
-
     def test_exactly_the_readers_of_damage_end(self) -> None:
-        """Nothing wrong is left in any tier: without faults, all rounds give the right answers."""
         super().test_exactly_the_readers_of_damage_end()
-        for each, right in zip(self.plan, self.clean, strict=True):
-            answers = self.run(serve(self.serving, each, faulty=False))
-            assert self.run(differing(self.serving, each, answers, right)) == []
         asked = [{**r.requests[0].body("hits-"), "sampling_params": ONE_TOKEN} for r in self.plan]
         found = [self.run(self.serving.ask_both(body))[0] for body in asked]
         assert sum(hits(answer) for answer in found) > 0  # prefixes come from host memory

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..plan.expected_inputs import ExpectedTokens
     from ..single_forward_manager import SingleForwardManager
 
-__all__ = ["ModelForward", "Nothing", "OutsideGraph"]
+__all__ = ["ModelForward", "OutsideGraph"]
 
 
 class Bracketing(Protocol):
@@ -117,15 +117,3 @@ class ModelForward:
         """The forward, or the canary's own work around it, has raised."""
         self._manager.depth -= 1
         self._single.abandon()
-
-
-class Nothing:
-    """Around a forward that is not bracketed."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from ..reports.violation_reporter import ViolationReporter
 from ..single_forward_manager import SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
-from .brackets import ModelForward, Nothing, OutsideGraph
+from .brackets import ModelForward, OutsideGraph
 from .damage_desk import DamageDesk
 from .first_error import FirstError
 from .host_clock import HostClock
@@ -276,10 +276,10 @@ class CanaryManager:
         finally:
             self._active_single_forward = None
 
-    def bracket_model_forward(self, forward_batch: ForwardBatch) -> ModelForward | Nothing:
+    def bracket_model_forward(self, forward_batch: ForwardBatch) -> AbstractContextManager[None]:
         """Around one `model.forward`, which may be under capture; nested calls do nothing."""
         if self.depth or not self.checking:
-            return Nothing()
+            return nullcontext()
         return ModelForward(
             self, self._single_forwards[self._active_single_forward or 0], forward_batch
         )

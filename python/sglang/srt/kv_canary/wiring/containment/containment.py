@@ -179,7 +179,7 @@ class Containment:
 
     def is_misled(self, request: Any) -> bool:
         """Whether the row of `request`, which is being released, may be wrong."""
-        is_misled = request.rid in self._misled
+        is_misled = self.has_wrong_row(request)
         self._misled.discard(request.rid)
         return is_misled
 
