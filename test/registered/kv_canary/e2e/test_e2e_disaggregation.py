@@ -98,10 +98,7 @@ class TestRetraction(CleanPair):
             self.generate_together([(f"host-{i}", random_tokens(rng, 30), 40) for i in range(2)])
         event = self.assert_violation("CONTENT", "TAIL_K_FULL")
         assert (event["reader"]["mode"], event["reader"]["origin"]) == ("ARRIVAL", "host memory")
-        # Told some steps later: until then the request may have been retracted again.
-        cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
-        earlier = [m for m in cause["history"] if m["step"] < event["reader"]["step"]]
-        assert earlier[-1]["purpose"] == "arrival"
+        assert self.history_before(event)[-1]["purpose"] == "arrival"
 
 
 class TestDecodeRadixCache(OverAPrefixCache, CleanPair):

@@ -236,8 +236,7 @@ class TestLargeLoad(HiCacheE2E):
         assert event["tier"] is None
         assert hits(answer) == PROMPT - 1
         from_host = "load from host memory"
-        (cause,) = [c for c in self.serving.events("cause") if c["cause"] == event["cause"]][:1]
-        assert [m["purpose"] for m in cause["history"]][-2:] == [from_host] * 2
+        assert [m["purpose"] for m in self.history_before(event)][-2:] == [from_host] * 2
 
 
 @long_on_newer_releases

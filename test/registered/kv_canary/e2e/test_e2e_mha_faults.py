@@ -104,8 +104,7 @@ class TestMHAFaults(FaultCases):
         assert "POSITION" in event["reasons"]
         self.assert_all_explained(done)
         self.assert_guessed("free_live_slot", BugClass.ALIASING)
-        cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
-        *_, victims, free, heirs = cause["history"]
+        *_, victims, free, heirs = self.history_before(event)
         assert (victims["what"], free["what"], heirs["what"]) == ("alloc", "free", "alloc")
         assert "alloc_for_decode" in heirs["functions"]
         assert heirs["purpose"] == "decode"

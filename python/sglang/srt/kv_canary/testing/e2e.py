@@ -160,6 +160,14 @@ class CanaryE2EBase:
         found, wanted = self.violations(), {"reason": reason, "tag": tag, **expected}
         raise AssertionError(f"no violation {wanted} among {len(found)}:\n{_rendered(found)}")
 
+    def history_before(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the allocators did with the slot before the step that found the violation `event`, oldest first.
+
+        A cause is told some steps later, and its history goes on until then.
+        """
+        cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
+        return [moment for moment in cause["history"] if moment["step"] < event["reader"]["step"]]
+
     def assert_all_explained(self, done: Mapping[str, Any]) -> None:
         """Assert that only requests and slots affected by the fault are reported. `done`: the injection's answer."""
         others = [event for event in self.violations() if not is_explained(event, done)]
