@@ -17,9 +17,9 @@ class PairBase(ServesPair, ContainmentBase):
     flags: ClassVar = {**FLAGS, "log_level": "warning"}
     env: ClassVar = {
         **ENV,
-        # A slot that is lost to one side would hold the other one up.
-        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
-        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+        # A slot that is lost to one side would hold the other one up. A request on a busy machine can take 20 s.
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "100",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "100",
     }
     pool: ClassVar = PairPool()
     reason_of_prefill: ClassVar = "kv-canary: on the prefill server"

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_kv_canary.testing.traffic import random_tokens
 
-from .containment_traffic import ENV
+from .containment_traffic import ENV, Answer, Asked, ask
 from .eagle_serving import scripted_answer
 
 __all__ = ["Speculation"]
@@ -46,17 +46,22 @@ class Speculation:
         fault = {"half": "V", "count": 16, **fault}
         injection = server.send("flip_bytes", rid=f"{round_}-{victim}", **fault)
 
-        async def together() -> list[list[int]]:
-            asked = (self.serving.generate(f"{round_}-{n}", p, 24) for n, p in prompts.items())
-            return await asyncio.gather(*asked)
+        async def together() -> list[Answer]:
+            asked = (
+                Asked(f"{round_}-{name}", tuple(prompt), 24) for name, prompt in prompts.items()
+            )
+            return await asyncio.gather(*(ask(self.serving, each) for each in asked))
 
         answers = dict(zip(prompts, self.run(together()), strict=True))
+        # Before the fault is waited for: who has failed for another reason may never read it.
+        failed = {n: a for n, a in answers.items() if a.error and "kv-canary" not in a.error}
+        assert failed == {}, round_
         injection.answer()
         self.settle()
         ended = [rid for e in server.events("containment")[before:] for rid in e["aborted"]]
         for rid in ended:
-            assert answers.pop(rid.removeprefix(f"{round_}-")) == []
-        right = {name: scripted_answer(prompts[name], 24) for name in answers}
+            assert answers.pop(rid.removeprefix(f"{round_}-")).error is not None
+        right = {name: Answer(tuple(scripted_answer(prompts[name], 24))) for name in answers}
         wrong = {
             name: (answers[name], right[name]) for name in answers if answers[name] != right[name]
         }

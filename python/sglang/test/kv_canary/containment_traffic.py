@@ -30,11 +30,13 @@ __all__ = [
     "KINDS_OF_FAULTS",
     "KINDS_OF_PAIR_FAULTS",
     "Answer",
+    "Asked",
     "Balance",
     "Fault",
     "PairPool",
     "Pool",
     "Round",
+    "ask",
     "differing",
     "rounds",
     "serve",
@@ -76,9 +78,9 @@ class Asked:
     request_id: str
     prompt: tuple[int, ...]
     count: int
-    stream: bool
-    delay_s: float
-    more: Mapping[str, Any]  # of the body
+    stream: bool = False
+    delay_s: float = 0.0
+    more: Mapping[str, Any] = field(default_factory=dict)  # of the body
 
     def body(self, prefix: str, answer: Sequence[int] = ()) -> dict[str, Any]:
         """The request that goes on after `answer`. With images, none does."""
@@ -344,7 +346,7 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
     Ids of clean requests are sent with a prefix: SGLang aborts the id of a stream 2 s after its end.
     """
     prefix = "" if faulty else f"clean{next(_numbers)}-"
-    await _ask(server, done.warm, prefix)
+    await ask(server, done.warm, prefix)
     ranks = done.ranks if faulty else ()
     faulty_one = server.prefill if done.fault.on_prefill else server
     places = [faulty_one.ranks[rank] for rank in ranks]
@@ -352,7 +354,7 @@ async def serve(server: CanaryServer, done: Round, faulty: bool) -> dict[str, An
     if "cached" in done.fault.args:
         for injection in injections:
             await injection.executed()
-    answers = await asyncio.gather(*(_ask(server, asked, prefix) for asked in done.requests))
+    answers = await asyncio.gather(*(ask(server, asked, prefix) for asked in done.requests))
     for injection in injections:
         await injection.executed()
     return {asked.request_id: a for asked, a in zip(done.requests, answers, strict=True)}
@@ -371,7 +373,7 @@ async def _exchange(server: CanaryServer, body: Mapping[str, Any]) -> tuple[int,
         return reply.status, await reply.text()
 
 
-async def _ask(server: CanaryServer, asked: Asked, prefix: str) -> Answer:
+async def ask(server: CanaryServer, asked: Asked, prefix: str = "") -> Answer:
     await asyncio.sleep(asked.delay_s)
     body = {
         **asked.body(prefix),

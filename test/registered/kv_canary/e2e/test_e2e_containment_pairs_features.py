@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 
@@ -17,16 +20,20 @@ from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fill_ins import pageable_memory
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
+from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
 from sglang_kv_canary_rigs.containment_pairs import PairBase
 from sglang_kv_canary_rigs.containment_serving import LONG, ROUNDS, ServesAllAgain
 from sglang_kv_canary_rigs.containment_speculation import Speculation
 from sglang_kv_canary_rigs.containment_traffic import (
+    Answer,
+    Asked,
     Fault,
     PairPool,
+    ask,
 )
-from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
+from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.hicache_serving import hits
 from sglang_kv_canary_rigs.pd_images import MORE, TEXT, picture
 from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, ServesPair
@@ -164,6 +171,7 @@ class TestImages(PairBase):
     plugins: ClassVar = PINNED
 
 
+PAUSE_S = 25.0  # a request took 21 s with 25 busy processes on two cores
 ONE_TOKEN = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
 
 
@@ -231,6 +239,24 @@ class TestEagle3(EaglePair):
     @classmethod
     def write_draft(cls, folder: Path) -> str:
         return write_scripted_eagle3(folder)
+
+    def test_requests_outlast_a_busy_machine(self) -> None:
+        """No deadline of SGLang's ends a request beside the faults above."""
+        tree = psutil.Process(self.serving.prefill.process.pid)
+        paused = [p for p in tree.children(recursive=True) if "scheduler" in p.name()]
+        prompt = random_tokens(random.Random("busy"), 24)
+
+        async def while_paused() -> Answer:
+            for process in paused:
+                process.suspend()
+            busy = asyncio.create_task(ask(self.serving, Asked("busy", tuple(prompt), 8)))
+            await asyncio.sleep(PAUSE_S)
+            for process in paused:
+                process.resume()
+            return await busy
+
+        assert paused
+        assert self.run(while_paused()) == Answer(tuple(scripted_answer(prompt, 8)))
 
 
 if __name__ == "__main__":
