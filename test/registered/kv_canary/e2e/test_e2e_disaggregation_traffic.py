@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import sys
 from collections import Counter
 from typing import Any, ClassVar
@@ -39,6 +40,12 @@ ABORT_SHARE = 0.12
 SALTS = (None, None, "a", "b")
 CONCURRENCY = 12
 
+# Why SGLang ends requests that nobody has aborted: part of its message.
+LATE = "timed out after"  # on a slow machine it does not wait for KV any longer
+# It never loads fewer tokens than ten, but a decode server promises them.
+NOT_LOADED = "HiCache local restore failed"
+LEAST_LOADED = 10
+
 
 class TestMixedTraffic(CanaryE2EBase):
     """With SGLang's own warm-up, and requests that are retracted."""
@@ -66,6 +73,7 @@ class TestMixedTraffic(CanaryE2EBase):
         (no_early_reuse,) if torch.cuda.is_available() else (no_early_reuse, nothing_to_synchronize)
     )
     serving: ClassVar[PdServing]
+    ended_by_sglang: ClassVar[tuple[str, ...]] = (LATE,)
 
     @classmethod
     def setup_class(cls) -> None:
@@ -76,6 +84,8 @@ class TestMixedTraffic(CanaryE2EBase):
         served = self.run(_mix(self.serving))
         assert self.serving.alive, self.serving.stderr
         assert served.total() == REQUESTS
+        if LONG:
+            assert set(served) <= {"answered", "aborted", *self.ended_by_sglang}, served
         assert served["answered"] > REQUESTS // 2, served
         assert served["aborted"], served
         self.assert_no_violations()
@@ -110,6 +120,7 @@ class TestMixedTrafficOverHiCache(TestMixedTraffic):
 
     transport: ClassVar = HiCacheServing
     plugins: ClassVar = (*(() if NEWER else FILL_INS), *TestMixedTraffic.plugins)
+    ended_by_sglang: ClassVar = (LATE, NOT_LOADED) if NEWER else (LATE,)
 
     @classmethod
     def setup_class(cls) -> None:
@@ -127,6 +138,7 @@ class TestMixedTrafficOverHiCache(TestMixedTraffic):
         super().test_nothing_is_reported()
         for server in (self.serving.prefill, self.serving):
             assert server.events("host_sweep")
+        assert all(0 < tokens < LEAST_LOADED for tokens in _not_loaded(self.serving))
 
 
 class WritingBackServing(PdServing):
@@ -140,6 +152,11 @@ class TestMixedTrafficOverHiCacheThatWritesBack(TestMixedTraffic):
     """Pages go to host memory when they leave the device."""
 
     transport: ClassVar = WritingBackServing
+    ended_by_sglang: ClassVar = (LATE, NOT_LOADED)
+
+    def test_nothing_is_reported(self) -> None:
+        super().test_nothing_is_reported()
+        assert all(0 < tokens < LEAST_LOADED for tokens in _not_loaded(self.serving))
 
 
 class OptimisticServing(PdServing):
@@ -168,6 +185,12 @@ class TestMixedTrafficAfterThePrefill(TestMixedTraffic):
 
     transport: ClassVar = AfterThePrefill
     plugins: ClassVar = TestMixedTraffic.plugins[1:]
+
+
+def _not_loaded(serving: PdServing) -> list[int]:
+    """How many tokens each request lacked whose promised prefix the decode server has not loaded."""
+    said = r"HiCache load_back failed .* device_indices=(\d+), .* expected decode_prefix_len=(\d+)"
+    return [int(promised) - int(there) for there, promised in re.findall(said, serving.stderr)]
 
 
 async def _mix(serving: PdServing) -> Counter[str]:
@@ -213,16 +236,23 @@ async def _converse(
                 "extra_key": salt,
             }
             if aborts := rng.random() < ABORT_SHARE:
-                tokens = await _ask_and_abort(serving, body, rng)
+                answer = await _ask_and_abort(serving, body, rng)
             else:
-                tokens = (await serving.ask(body)).get("output_ids", [])
-            # On a slow machine SGLang also ends requests that wait for their KV for too long.
-            ended = "aborted" if aborts else "timed out"
+                answer = await serving.ask(body)
+            tokens = answer.get("output_ids", [])
+            ended = "aborted" if aborts else _why(answer)
             served["answered" if len(tokens) == count else ended] += 1
             said += tokens
 
 
-async def _ask_and_abort(serving: PdServing, body: dict[str, Any], rng: random.Random) -> list[int]:
+def _why(answer: dict[str, Any]) -> str:
+    """The known reason for which SGLang has ended a request. All that it says, if it is another one."""
+    return next((reason for reason in (LATE, NOT_LOADED) if reason in str(answer)), str(answer))
+
+
+async def _ask_and_abort(
+    serving: PdServing, body: dict[str, Any], rng: random.Random
+) -> dict[str, Any]:
     """It waits, is prefilled, is sent or decodes. The prefill server hears of it first, so that it sends no more."""
     asked = asyncio.ensure_future(serving.ask(body))
     await asyncio.sleep(rng.uniform(0, 0.8))
@@ -230,7 +260,7 @@ async def _ask_and_abort(serving: PdServing, body: dict[str, Any], rng: random.R
         url = f"{server.url}/abort_request"
         async with serving._session.post(url, json={"rid": body["rid"]}):
             pass
-    return (await asked).get("output_ids", [])
+    return await asked
 
 
 if __name__ == "__main__":

@@ -85,12 +85,14 @@ def _around_admission(
 def _around_promise(original: Callable[..., Any], queue: Any, req: Any, match: Any) -> Any:
     """AROUND the last step before a decode server tells the prefill server how much of the prompt it has.
 
-    What is promised is loaded while the rest is sent, in one piece, or SGLang fails the request.
+    What is promised is loaded while the rest is sent, in one piece, or SGLang fails the request. It loads no piece that
+    is shorter than its threshold.
     """
     tier = context.host_tier
     if tier is not None and match is not None and match.l2_host_hit_length:
         usable, total = _usable_of(tier, queue.tree_cache, req)
         if usable != total:
+            usable = usable if usable >= queue.tree_cache.load_back_threshold else 0
             match.l2_host_hit_length = req.host_hit_length = usable
             match.l3_storage_hit_length, match.last_host_node = 0, None  # it continues the whole
     return original(queue, req, match)
