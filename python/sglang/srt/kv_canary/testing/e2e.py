@@ -144,7 +144,7 @@ class CanaryE2EBase:
         """Assert at least one violation with this reason, tag and these event fields. Returns the first.
 
         `expected`: fields of the event; `reader` and `writer` are compared with the request id. A finding of the sweep
-        is waited for: a pass may be past the slot, and the next one starts some ticks later.
+        is waited for. A pass may be past the slot, and the next one starts some ticks later.
         """
 
         def first() -> dict[str, Any] | None:
@@ -163,7 +163,7 @@ class CanaryE2EBase:
     def history_before(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the allocators did with the slot before the step that found the violation `event`, oldest first.
 
-        A cause is told some steps later, and its history goes on until then.
+        A cause is reported some steps later, and its history goes on until then.
         """
         cause = next(e for e in self.serving.events("cause") if e["cause"] == event["cause"])
         return [moment for moment in cause["history"] if moment["step"] < event["reader"]["step"]]
