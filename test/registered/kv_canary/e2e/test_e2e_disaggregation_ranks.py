@@ -16,6 +16,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.hicache_serving import prompts
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.overlap_serving import OVERLAPS, Overlapping, split_batches
 from sglang_kv_canary_rigs.pd_pairs import (
     BY_HAND,
     FAULTS,
@@ -326,6 +327,24 @@ class TestReplicasWithHiCache(BetweenRanks):
         self.assert_no_violations()
         pages = self.serving.prefill.events("host_sweep")
         assert {event["dp_rank"] for event in pages} == {0, 1}
+
+
+@BY_HAND
+class TestDpAttentionWithTwoBatchOverlap(Overlapping, BetweenRanks):
+    """Each rank computes its batches in two halves. Each half of a decode reads what has arrived for it."""
+
+    flags: ClassVar = {**BetweenRanks.flags, **OVERLAPS}
+    plugins: ClassVar = (*Overlapping.plugins, *BetweenRanks.plugins)
+    ranks: ClassVar = (2, 2)
+
+    def test_both_servers_split_batches(self) -> None:
+        rng = random.Random("halves")
+        asked = [(f"half-{i}", random_tokens(rng, 20 if i % 2 else 60), 12) for i in range(16)]
+        self.generate_together(asked)
+        self.assert_no_violations()
+        assert split_batches(self.serving.prefill.stderr)["EXTEND"] > 0
+        decode = (self.serving.folder / "stderr").read_text()
+        assert split_batches(decode)["DECODE"] > 0
 
 
 if __name__ == "__main__":

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import sys
-from collections import Counter
-from dataclasses import replace
-from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
-from sglang_kv_canary.testing.mode_config import MODES
-from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2_with_experts
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
-from sglang_kv_canary_rigs.expert_fill_ins import deepep_in_plain_torch
+from sglang_kv_canary_rigs.overlap_serving import OVERLAPS, Overlapping, split_batches
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -32,48 +25,25 @@ pytestmark = pytest.mark.skipif(
 
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
 RANKS = [0, 1]
-_DP = MODES["mla_dp"]
-DEEPEP = torch.cuda.is_available() and find_spec("deep_ep") is not None
-MODES["mla_dp_experts"] = replace(
-    _DP,
-    name="mla_dp_experts",
-    write_model=write_tiny_deepseek_v2_with_experts,
-    cuda_args={**_DP.cuda_args, "disable_cuda_graph": not DEEPEP},
-)
 
 
-class TestTwoBatchOverlap(CanaryE2EBase):
+class TestTwoBatchOverlap(Overlapping, CanaryE2EBase):
     """First clean traffic, then faults."""
 
-    mode_name: ClassVar = "mla_dp_experts"
     flags: ClassVar = {
         "kv_canary": "log",
         "kv_canary_real_data": "all",
         "kv_canary_sweep_interval": 1,
-        "moe_a2a_backend": "deepep",
-        "enable_two_batch_overlap": True,
-        "log_level": "info",
+        **OVERLAPS,
     }
-    env: ClassVar = {
-        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
-        "SGLANG_TBO_DEBUG": "1",  # SGLang logs each batch that it splits
-    }
-    plugins: ClassVar = () if DEEPEP else (deepep_in_plain_torch,)
-
-    def split_batches(self) -> Counter[str]:
-        """Forwards that were computed in two halves, by mode; `two chunks`: a request was cut in two."""
-        said = r"is_enable_two_chunk=(\w+) .* bs=(\d+) forward_mode=(\d+)"
-        found = re.findall(said, self.serving.stderr)
-        modes = Counter(ForwardMode(int(mode)).name for _, size, mode in found if int(size))
-        modes["two chunks"] = sum(cut == "True" for cut, _, _ in found)
-        return modes
 
     def test_clean_requests_raise_no_alarm(self) -> None:
         report = self.serve(TrafficShape(REQUESTS, seed=37, flushes=1))
         assert report.requests == REQUESTS
         self.assert_no_violations()
         self.assert_healthy()
-        assert min(self.split_batches()[of] for of in ("EXTEND", "DECODE", "two chunks")) > 0
+        split = split_batches(self.serving.stderr)
+        assert min(split[of] for of in ("EXTEND", "DECODE", "two chunks")) > 0
 
     @pytest.mark.parametrize("half", [0, 1])
     @pytest.mark.parametrize("rank", RANKS)

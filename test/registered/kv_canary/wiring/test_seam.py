@@ -190,11 +190,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "enable_lora": True,
         "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and two-batch overlap": {
-        **_DECODES,
-        "dp_size": 2,
-        "enable_two_batch_overlap": True,
-    },
     "PD disaggregation with HiCache storage on the decode server": {
         **_DECODES,
         **_HICACHE,
@@ -327,15 +322,9 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     "attn_dp_size" not in inspect.signature(ServerArgs).parameters,
     reason="this release has no --attn-dp-size; lifted by make test SGLANG=0.5.23",
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DFLASH and multi-layer EAGLE in step with other ranks",
-        "PD disaggregation with data parallelism and two-batch overlap",
-    ],
-)
-def test_data_parallel_attention_is_seen_in_settled_arguments(name: str) -> None:
+def test_data_parallel_attention_is_seen_in_settled_arguments() -> None:
     """SGLang clears --enable-dp-attention and --dp-size there, and sets --attn-dp-size."""
+    name = "DFLASH and multi-layer EAGLE in step with other ranks"
     case = next(case for case in release().refusals() if case.name == name)
     asked = ASKED[name].items() - {"enable_dp_attention": True, "dp_size": 2}.items()
     args = {"model_path": "dummy", "device": "cpu", **dict(asked)}

@@ -223,11 +223,6 @@ CASES = {
         "enable_lora": True,
         "pp_size": 2,
     },
-    "PD disaggregation with data parallelism and two-batch overlap": {
-        **DECODES,
-        "dp_size": 2,
-        "enable_two_batch_overlap": True,
-    },
     "PD disaggregation with HiCache on the decode server, unless it writes back": {
         **DECODES,
         **HICACHE,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from .refusals import Refusal, attention_groups, model_has
+from .refusals import Refusal, model_has
 from .releases import release
 
 __all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
@@ -81,16 +81,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         ),
         BESIDE_IMAGES,
         "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
-    ),
-    Refusal(
-        "PD disaggregation with data parallelism and two-batch overlap",
-        lambda args: (
-            _transfers(args)
-            and max(args.dp_size, attention_groups(args)) > 1
-            and bool(args.enable_two_batch_overlap)
-        ),
-        "transfers between such ranks, which no run has checked yet.",
-        "Set --dp-size 1, or remove --enable-two-batch-overlap.",
     ),
     Refusal(
         "PD disaggregation with streaming sessions",
