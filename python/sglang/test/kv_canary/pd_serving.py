@@ -157,6 +157,18 @@ class PdServing(CanaryServer):
         finally:
             self._fault_file.unlink()
 
+    async def with_late_loads(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The answers of the prefill and of the decode server, which loads nothing back until all has been sent.
+
+        `transit_faults` must be among the plugins.
+        """
+        of_prefill, of_decode = self.bodies(body)
+        with self.damaging(HOLD_LOADS):
+            decoded = asyncio.create_task(self._post(self, of_decode))
+            sent = await self._post(self.prefill, of_prefill)
+            await asyncio.sleep(0.2)  # until the decode server has heard of it
+        return [sent, await decoded]
+
     def release_late_writes(self) -> None:
         """What was sent under the fault `again_later` is sent once more now."""
         self._fault_file.with_name(RELEASED).touch()
@@ -312,6 +324,7 @@ DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_a
 DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
 AGAIN_LATER, RELEASED = "again_later", "released"
 HOST_COPY = "host_copy"
+HOLD_LOADS = "hold_loads"  # of HiCache
 Blocks = list[tuple[int, int, int]]  # (source, target, bytes)
 
 
@@ -327,6 +340,10 @@ def transit_faults() -> None:
     if release().has_own_canary:
         resumed = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.restore_kv_cache"
         HookRegistry.register(resumed, _damage_host_pool, HookType.BEFORE)
+        may_load = (
+            "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.has_free_load_back_slot"
+        )
+        HookRegistry.register(may_load, _may_load, HookType.AROUND)
     else:
         resumed = "sglang.srt.managers.schedule_batch.Req.load_kv_cache"
         HookRegistry.register(resumed, _damage_host_copy, HookType.BEFORE)
@@ -360,6 +377,10 @@ def _damage_host_pool(tree: Any, _: Any, backup: Any) -> None:
     if _fault()[1] == HOST_COPY:
         keys = tree.host_pool_group.kv_buffer[0]  # [layers, slots, ...]
         keys[0, backup.host_indices[0]].view(-1)[0] += 1
+
+
+def _may_load(original: Callable[[Any], bool], tree: Any) -> bool:
+    return _fault()[1] != HOLD_LOADS and original(tree)
 
 
 def _fault() -> tuple[Path, str]:

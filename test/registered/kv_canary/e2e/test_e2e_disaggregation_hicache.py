@@ -1,7 +1,7 @@
 """HiCache over disaggregation: what is sent may come from host memory or storage, and what arrives may go there."""
 
 import sys
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -140,6 +140,15 @@ class TestOnThePrefillServer(OnThePrefillServer):
         assert "HiCache load_back failed" not in self.serving.stderr
         self.assert_clean_and_all_checked()
 
+    @loads_on_decode
+    def test_a_prefix_that_is_loaded_when_all_else_has_arrived(self) -> None:
+        """SGLang takes the request up at once, and no step of the server comes before its check."""
+        asked = prompts("late load", 6)
+        first = [self.decoded(f"late-load-{i}-a", p) for i, p in enumerate(asked)]
+        _, answer = self.run(self.serving.with_late_loads(self.body("late-load", asked[0])))
+        assert (answer["output_ids"], answer["meta_info"]["cached_tokens"]) == (first[0][0], PROMPT)
+        self.assert_clean_and_all_checked()
+
     @FAULTS
     @loads_on_decode
     @pytest.mark.parametrize("position", [50, TOO_SHORT_TO_LOAD])
@@ -160,10 +169,12 @@ class TestOnThePrefillServer(OnThePrefillServer):
 
     def decoded(self, name: str, prompt: list[int]) -> tuple[list[int], int]:
         """The answer, and how many tokens of the prompt one server had. The prefill server computes the last."""
-        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-        body = {"rid": name, "input_ids": prompt, "sampling_params": sampling}
-        answer = self.run(self.serving.ask(body))
+        answer = self.run(self.serving.ask(self.body(name, prompt)))
         return answer["output_ids"], answer["meta_info"]["cached_tokens"]
+
+    def body(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+        return {"rid": name, "input_ids": prompt, "sampling_params": sampling}
 
 
 class Optimistic(PdServing):

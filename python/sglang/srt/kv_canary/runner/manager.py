@@ -342,6 +342,8 @@ class CanaryManager:
         """
         if self.arrivals is None or not (self.checking and self.armed):
             return 0
+        if self.ledger.loads_wait:  # these requests may read what was loaded
+            self.attempt(self._apply_events)
         forward = self.arrivals.note(arrivals)
         self.owes_copy = True
         if awaited:
@@ -436,13 +438,17 @@ class CanaryManager:
             self._stop_checking()
         if self._blind:
             self._timed_attempt(self._check_again_if_possible)
+        self._apply_events()
+        if self._has_new_weights:
+            self._timed_attempt(self._tell_device_of_weights)
+        self._tell_observers("before_forwards", self)
+
+    def _apply_events(self) -> None:
+        """On the stream of the forwards."""
         if self.ledger.may_apply:
             self._timed_attempt(self.ledger.apply)
         if self.arrivals is not None and self.state.summary.is_cuda:
             self._events_applied = torch.cuda.current_stream().record_event()
-        if self._has_new_weights:
-            self._timed_attempt(self._tell_device_of_weights)
-        self._tell_observers("before_forwards", self)
 
     def end_forwards(
         self, indices: tuple[int, ...], opened: bool, launched_before: int, step_goes_on: bool
