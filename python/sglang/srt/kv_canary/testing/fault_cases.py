@@ -133,8 +133,11 @@ class FaultCases(CanaryE2EBase):
         super().teardown_class()
         print(f"\nguesses of {cls.__name__}: {dict(cls.tally)}")  # shown by pytest -s
 
-    def serve_two(self, name: str, length: int = 30, answer: int = 24) -> None:
-        """Two concurrent requests with nothing in common. Each is prefilled at once and decodes for a while."""
+    def serve_two(self, name: str, length: int = 30, answer: int = 12) -> None:
+        """Two concurrent requests with nothing in common. Each is prefilled at once and decodes for a while.
+
+        A fault strikes in one of the first forwards that has what it needs, and the next ones see it.
+        """
         prompts = two_prompts(name, length)
         self.generate_together([(f"{name}-{i}", p, answer) for i, p in enumerate(prompts)])
 
