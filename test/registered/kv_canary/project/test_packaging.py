@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -20,10 +21,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.import_alias import OLD_NAME
-from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.serving import free_server_port
+from sglang_kv_canary_rigs.checkout import DOCS, REPO
+from sglang_kv_canary_rigs.volume import FULL_VOLUME
+from sglang_kv_canary_rigs.warm import shared
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 
@@ -34,6 +40,9 @@ DIST_INFO = "sglang_kv_canary-0.1.0.dist-info"
 # A release that ships `sglang.srt.kv_canary`.
 NEWER = "0.5.23"
 REQUIRED = "KV_CANARY_REQUIRE_NEWER_SGLANG"
+ACTIVATE = "source .venv/bin/activate\n"
+
+needs_documents = pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: docs/ is not here")
 
 Snapshot = dict[str, tuple[int, int]]  # path below a tree -> (size in bytes, mtime in ns)
 
@@ -200,18 +209,19 @@ def test_installs_beside_an_untouched_sglang(
     assert _snapshot(tree / "sglang") == before
 
     found = environment.query(
-        "import json, sglang, sglang_kv_canary.testing as testing\n"
+        "import json, sglang_kv_canary.errors as errors\n"
+        "from importlib.util import find_spec\n"
         "from importlib.metadata import entry_points\n"
         "(point,) = entry_points(group='sglang.srt.plugins', name='kv_canary')\n"
-        "print(json.dumps({'sglang': sglang.__file__, 'testing': testing.__file__, 'name': testing.__name__,\n"
+        "print(json.dumps({'sglang': find_spec('sglang').origin, 'errors': errors.__file__, 'name': errors.__name__,\n"
         "    'dist': str(point.dist.locate_file('')), 'register': point.load().__module__}))"
     )
     home = tree / PACKAGE if kind == "wheel" else source / FOLDER
     name = PACKAGE if kind == "wheel" else OLD_NAME
     assert found == {
         "sglang": str(tree / "sglang/__init__.py"),
-        "testing": str(home / "testing/__init__.py"),
-        "name": f"{name}.testing",
+        "errors": str(home / "errors.py"),
+        "name": f"{name}.errors",
         "dist": str(tree),
         "register": f"{name}.plugin",
     }
@@ -228,46 +238,109 @@ def test_installs_beside_an_untouched_sglang(
 # The wheel beside an SGLang without a canary of its own
 
 
-# Imports each part by both names, those of `sys.argv` in their order. `files` are all that were loaded.
+# Imports each part by both names, those of `sys.argv` in their order. `files` are all that were loaded. Then it runs
+# a command that asks SGLang.
 IMPORT = """
-import json, sys
+import contextlib, io, json, sys
 from importlib import import_module
 names = sys.argv[1:]
-parts = ("", ".plugin", ".kernels.reference.check", ".demo.run", ".wiring.version_check")
+parts = ("", ".plugin", ".kernels.reference.check", ".testing", ".demo.run", ".wiring.version_check")
 pairs = [[import_module(name + part) for name in names] for part in parts]
 pairs[-1][0].check_sglang()
 files = [str(getattr(module, "__file__", "")) for module in set(sys.modules.values())]
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    import_module("kv_canary_cli").main(["pools"])
 print(json.dumps({
     "same": [a is b for a, b in pairs],
     "names": [a.__spec__.name for a, _ in pairs],
     "files": [file for file in files if "kv_canary" in file],
+    "pools": shown.getvalue(),
 }))
 """
 
 
 def test_old_name_gives_the_same_modules(with_wheel: Environment) -> None:
     found = with_wheel.query(IMPORT, OLD_NAME, PACKAGE)
-    assert found["same"] == [True] * 5
+    assert found["same"] == [True] * 6
     assert {name.split(".")[0] for name in found["names"]} == {PACKAGE}
     assert len(found["files"]) == len(set(found["files"])) > 10
+    assert "MHATokenToKVPool" in found["pools"]
 
 
 def test_commands_answer(with_wheel: Environment) -> None:
     script = str(with_wheel.root / "bin" / "kv-canary")
     assert "demo" in _run(script, "--help")
-    assert "MHATokenToKVPool" in _run(script, "pools")
     as_module = (with_wheel.python, "-I", "-W", "ignore", "-m", PACKAGE)
     assert _run(*as_module, "--version") == _run(script, "--version")
 
 
-def test_the_demo_of_the_wheel_catches_its_faults(with_wheel: Environment) -> None:
-    """A real engine, served and damaged by what the wheel alone brings."""
+def test_the_wheel_alone_is_imported(with_wheel: Environment) -> None:
     where = with_wheel.query(f"import json, {PACKAGE} as p; print(json.dumps(list(p.__path__)))")
     assert where == [str(with_wheel.site_packages / PACKAGE)]
-    script = str(with_wheel.root / "bin" / "kv-canary")
-    last = _run(script, "demo", "--requests", "40").rstrip().splitlines()[-1]
+
+
+def test_the_demo_catches_its_faults(with_wheel: Environment, tmp_path: Path) -> None:
+    """A real engine. With FULL=1 that of the wheel, in fresh processes."""
+    demo = ("demo", "--requests", "40")
+    if FULL_VOLUME:
+        shown = _run(str(with_wheel.root / "bin" / "kv-canary"), *demo)
+    else:
+        shown = _run_forked(tmp_path, "kv_canary_cli", *demo)
+    last = shown.rstrip().splitlines()[-1]
     pattern = r"kv-canary demo: caught (\d+) of \1 injected faults, 0 false alarms in \d{4,} checked slots"
     assert re.fullmatch(pattern, last), last
+
+
+def _run_forked(folder: Path, module: str, *arguments: str) -> str:
+    """The output of `module` of this checkout."""
+    out, err = folder / "stdout", folder / "stderr"
+    with out.open("w") as shown, err.open("w") as said:
+        command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+        process = shared().popen(command, stdout=shown, stderr=said, env=os.environ)
+        code = process.wait(consts.PROCESS_TIMEOUT_S)
+    assert code == 0, out.read_text() + err.read_text()
+    return out.read_text()
+
+
+@needs_documents
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page's flags are those of a CPU machine")
+def test_the_walk_through_works_as_it_stands(with_wheel: Environment, tmp_path: Path) -> None:
+    """The commands of docs/walkthrough.md: a real server, served and damaged by what the wheel alone brings."""
+    page = (DOCS / "walkthrough.md").read_text()
+    script = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    assert script.startswith(ACTIVATE)
+    port = str(free_server_port())
+    script = script.removeprefix(ACTIVATE).replace("30000", port)
+    out = _run_in_shell(f"set -e\n{script}wait\n", with_wheel, tmp_path)
+    assert "kv-canary active: mode log" in out
+    assert "fault injection is ON" in out
+    assert '"detail": "flipped 1 byte(s) of K, layer 0, slot ' in out
+    assert re.search(r"kv-canary violation #\d+: CONTENT at TAIL_K_FULL, slot ", out), out
+    assert 'checked by request "cleo"' in out
+    assert 'written by request "ada"' in out
+
+
+def _run_in_shell(script: str, env: Environment, folder: Path) -> str:
+    """Its output, with the server's log; ends whatever it leaves behind."""
+    shell = subprocess.Popen(
+        ["bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={
+            **os.environ,
+            "TMPDIR": str(folder),
+            "PATH": f"{Path(env.python).parent}:{os.environ['PATH']}",
+        },
+        start_new_session=True,
+    )
+    try:
+        return shell.communicate(timeout=consts.PROCESS_TIMEOUT_S)[0]
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
 
 
 def test_start_of_an_interpreter_imports_three_small_modules(with_wheel: Environment) -> None:

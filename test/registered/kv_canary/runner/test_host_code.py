@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import tracemalloc
 from array import array
@@ -24,6 +23,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.host_code import compiled, twins
 from sglang_kv_canary.host_code.interface import NAMES, HostCode
 from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -247,7 +247,7 @@ def test_nothing_is_leaked(name: str, call: Callable[[], object]) -> None:
 
 SCRIPT = """
 import logging, sys
-logging.basicConfig(format="%(levelname)s %(message)s")
+logging.basicConfig(format="%(levelname)s %(message)s", force=True)
 from sglang_kv_canary.host_code import HOST, begin_to_compile
 for _ in range(2):
     begin_to_compile().join()
@@ -258,15 +258,11 @@ print(HOST.in_c, chain_of_tokens([1, 2, 3], 5))
 
 def _in_process(tmp_path: Path, **environment: str) -> tuple[str, str]:
     """(what SCRIPT prints, what it logs) with an empty cache."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("CC", "PATH")}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        env={**kept, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        cache = str(tmp_path / "cache")
+        done = FreshProcesses().run(SCRIPT, env={"TRITON_CACHE_DIR": cache, **environment})
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
 
