@@ -53,11 +53,26 @@ os._exit(code)
 class FreshProcesses:
     """Forked from the warm host of this process."""
 
-    def run(self, code: str, *argv: str, env: Mapping[str, str] | None = None) -> SnippetOutcome:
-        """Run `code` with `sys.argv[1:] = argv` and `env` added to the environment."""
+    def run(
+        self,
+        code: str,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        for_imports: Mapping[str, str] | None = None,
+    ) -> SnippetOutcome:
+        """Run `code` with `sys.argv[1:] = argv`, and both added to the environment.
+
+        What imports read must be in `for_imports`: each of its values costs another host.
+        """
         with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
             process = shared().run_snippet(
-                _RUN, dedent(code), *argv, stdout=out, stderr=err, env=env or {}
+                _RUN,
+                dedent(code),
+                *argv,
+                stdout=out,
+                stderr=err,
+                env=env or {},
+                for_imports=for_imports or {},
             )
             return SnippetOutcome(process.wait(), _text(out), _text(err))
 

@@ -1,7 +1,5 @@
 """Processes compile what the scheduler process will launch, and it finds all of that in Triton's cache."""
 
-import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,7 +12,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
 from sglang_kv_canary.kernels.triton.compile_server import capability_of
-from sglang_kv_canary.testing import consts
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
@@ -40,7 +38,7 @@ from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.kernel_cases import ContentShape, Pool, make_group, make_state
 from sglang_kv_canary.config import ContentMode
 
-logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", force=True)
 launched, compiled = [], []
 
 
@@ -121,23 +119,13 @@ FEW = PREPARE.replace("LARGE_ONES = True", "LARGE_ONES = False")
 
 
 def run(program: str, tmp_path: Path, prepare: str = PREPARE) -> list[str]:
-    script = tmp_path / "program.py"
-    script.write_text(prepare + textwrap.dedent(program))
-    environment = {
-        **os.environ,
-        COMPILES_ENV: "1",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "TMPDIR": str(tmp_path),
-    }
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=consts.PROCESS_TIMEOUT_S,
-        env=environment,
+    ended = FreshProcesses().run(
+        prepare + textwrap.dedent(program),
+        env={"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)},
+        for_imports={COMPILES_ENV: "1"},
     )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout.splitlines()
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended.stdout.splitlines()
 
 
 @pytest.fixture(autouse=True)

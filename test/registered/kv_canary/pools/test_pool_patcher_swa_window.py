@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +12,9 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.pool_patcher import attach_canary_buffers
-from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary_rigs import pool_fixtures as pools
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
@@ -131,14 +130,7 @@ def test_the_triton_backend_reads_the_window_of_the_prefix() -> None:
     """On extend its prefix buffer holds exactly [p - window, p). Triton's interpreter needs a process of its own."""
     pool, allocator = pools.make_swa_pool()
     window = _swa_group(pool, allocator).window
-    done = subprocess.run(
-        [sys.executable, "-c", _TRITON_WINDOW.format(window=WINDOW)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=consts.PROCESS_TIMEOUT_S,
-    )
+    done = FreshProcesses().run(_TRITON_WINDOW.format(window=WINDOW), for_imports=INTERPRETED)
     assert done.returncode == 0, done.stderr[-2000:]
     reads = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("reads ")]
     assert len(reads) == 3

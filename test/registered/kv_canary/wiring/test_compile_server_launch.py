@@ -1,7 +1,5 @@
 """The main process runs a compile server while schedulers start, and asks it for what their pools will need."""
 
-import os
-import subprocess
 import sys
 import textwrap
 
@@ -10,8 +8,8 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
 from sglang_kv_canary.environ import COMPILE_SERVER
-from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2, write_tiny_llama
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
@@ -29,7 +27,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang_kv_canary.wiring.releases import release
 
-logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", force=True)
 llama, deepseek = sys.argv[1:]
 
 
@@ -50,23 +48,17 @@ def run(tmp_path_factory):
     models = write_tiny_llama(folder / "llama"), write_tiny_deepseek_v2(folder / "deepseek")
 
     def run(program: str) -> list[str]:
-        script = tmp_path_factory.mktemp("program") / "program.py"
-        script.write_text(PREPARE + textwrap.dedent(program))
-        environment = {
-            **{name: value for name, value in os.environ.items() if name != COMPILE_SERVER.name},
-            COMPILES_ENV: "1",
-            "TRITON_CACHE_DIR": str(script.parent / "cache"),
-            "TMPDIR": str(script.parent),
-        }
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", str(script), *map(str, models)],
-            capture_output=True,
-            text=True,
-            timeout=consts.PROCESS_TIMEOUT_S,
-            env=environment,
-        )
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        return result.stdout.splitlines()
+        folder = tmp_path_factory.mktemp("program")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv(COMPILE_SERVER.name, raising=False)
+            ended = FreshProcesses().run(
+                PREPARE + textwrap.dedent(program),
+                *map(str, models),
+                env={"TRITON_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)},
+                for_imports={COMPILES_ENV: "1"},
+            )
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+        return ended.stdout.splitlines()
 
     return run
 

@@ -139,13 +139,20 @@ class WarmProcesses:
         return host.start(order, [stdout.fileno(), stderr.fileno()])
 
     def run_snippet(
-        self, code: str, *argv: str, stdout: IO, stderr: IO, env: Mapping[str, str]
+        self,
+        code: str,
+        *argv: str,
+        stdout: IO,
+        stderr: IO,
+        env: Mapping[str, str],
+        for_imports: Mapping[str, str],
     ) -> WarmProcess:
-        """A process that runs `code`. `env` is added to what imports have read here."""
-        host = self._host_for(os.environ)
+        """A process that runs `code`. Imports have read `for_imports` beside what they read here, and none of `env`."""
+        host = self._host_for({**os.environ, **for_imports})
         if host is None:
             raise RuntimeError("SGLang's imports have started threads: nothing can be forked")
-        order = Order(["-c", code, *argv], {**os.environ, **env}, os.getcwd(), [1, 2], False)
+        environment = {**os.environ, **for_imports, **env}
+        order = Order(["-c", code, *argv], environment, os.getcwd(), [1, 2], False)
         return host.start(order, [stdout.fileno(), stderr.fileno()])
 
     def _host_for(self, env: Mapping[str, str]) -> _Host | None:
