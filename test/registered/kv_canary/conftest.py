@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
     # More of them would start threads at import, which no fork survives.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+PYTEST_OWN = "PYTEST_CURRENT_TEST"
+
 # hypothesis draws some integers from the source of what is imported by then, which depends on the tests before.
 # That of a GPU machine may be another version than the pinned one, and draw other examples anyway.
 if hasattr(providers, "_local_constants"):
@@ -50,9 +52,15 @@ def process_context_is_fresh() -> Iterator[None]:
     from sglang_kv_canary.wiring.context import context
 
     root, level = logging.getLogger(), logging.getLogger().level
+    environment = dict(os.environ)
     yield
     context.reset()
-    root.setLevel(level)  # commands make it quiet
+    root.setLevel(level)  # commands make it quiet, and what they start, too
+    for name in {*environment, *os.environ} - {PYTEST_OWN}:
+        if (value := environment.get(name)) is None:
+            del os.environ[name]
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True, scope="session")
