@@ -103,7 +103,61 @@ def test_launch_arguments_are_equal(items: list[tuple[Any, bool, int]], warps: i
     assert [type(part) for part in key] == [type(part) for part in expected_key]
 
 
+class _Thing:
+    """Compares equal to everything, so a comparison by value would carry over too much."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+_things = [_Thing() for _ in range(90)]
+CHOSEN = st.lists(st.sampled_from(_things), max_size=90)
+
+
+@st.composite
+def _later_batches(draw: st.DrawFn) -> tuple[list[_Thing], list[_Thing]]:
+    """Nearly ordered, as batches are: some have gone, some have come, anywhere."""
+    before = _things[: draw(st.integers(0, 90))]
+    first, gone = draw(st.integers(0, 90)), draw(st.integers(0, 90))
+    left = before[:first] + before[first + gone :]
+    return left + draw(CHOSEN), before
+
+
+@given(st.one_of(_later_batches(), st.tuples(CHOSEN, CHOSEN)), st.data())
+def test_what_is_carried_over_is_equal(
+    batches: tuple[list[_Thing], list[_Thing]], data: st.DataObject
+) -> None:
+    now, before = batches
+    values = [(i, "") for i in range(len(before))]
+    void = data.draw(st.lists(st.sampled_from(values), max_size=3)) if values else []
+    arguments = now, before, values, void
+    carried, missing = C.carry_over(*arguments)
+    assert (carried, missing) == twins.carry_over(*arguments)
+    assert [i for i, value in enumerate(carried) if value is None] == missing
+    for thing, value in zip(now, carried, strict=True):
+        assert value is None or (before[value[0]] is thing and value not in void)
+
+
+@BOTH
+def test_what_has_stayed_is_carried_over(code: ModuleType) -> None:
+    before, values = _things[:80], [str(i) for i in range(80)]
+    assert code.carry_over(before, before, values, []) == (values, [])
+    gone = before[63:] + _things[80:82]
+    assert code.carry_over(gone, before, values, []) == ([*values[63:], None, None], [17, 18])
+    # One more than LOOK_AHEAD - 1 have gone: nobody looks so far.
+    assert code.carry_over(before[64:], before, values, [])[1] == list(range(16))
+    assert code.carry_over(before[:3], before, values, [values[1]]) == (["0", None, "2"], [1])
+
+
 # Bad input
+
+
+@BOTH
+def test_values_of_another_number_raise(code: ModuleType) -> None:
+    with pytest.raises(ValueError, match="expected 2 values, got 1"):
+        code.carry_over([], [1, 2], [3], [])
 
 
 @BOTH
@@ -157,6 +211,8 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.pack_lists([3], *_memory()),
         lambda: C.launch_arguments((), (), (), (), TYPES, 4, {}),
         lambda: C.launch_arguments((), (), (), [], TYPES[:1], 4, {}),
+        lambda: C.carry_over([], [], [], ()),
+        lambda: C.carry_over([], [], []),
     ):
         with pytest.raises(TypeError):
             call()
@@ -208,6 +264,9 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "pack", lambda: C.pack_lists(known, *_memory())
     yield "pack fails", lambda: C.pack_lists([(0, bad[-2:], 0, 0)], *_memory())
     yield "pack has no room", lambda: C.pack_lists([(0, tokens, 0, 0)], *_memory())
+    values = [object() for _ in tokens]
+    yield "carry over", lambda: C.carry_over(tokens[1:] + tokens[:2], tokens, values, values[5:7])
+    yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])
     yield "arguments", lambda: C.launch_arguments(*shape, arguments)
     yield "arguments fail", lambda: C.launch_arguments(*shape, {"a": 10**9, "b": tensor})
     places = (0, 1, 2, 9)

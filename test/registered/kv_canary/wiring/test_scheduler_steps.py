@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import sys
+import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,6 +19,7 @@ from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryPhaseError
 from sglang_kv_canary.wiring import scheduler as hooks
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.request_names import MOST_VOID, RequestNames
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -53,7 +56,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Loo
     rig = ManagerRig(mode=request.param)
     monkeypatch.setattr(context, "managers", [rig.manager])
     monkeypatch.setattr(context, "recorder", rig.recorder)
-    monkeypatch.setattr(context, "named", None)
+    monkeypatch.setattr(context, "names", RequestNames())
     for row in (1, 2):
         rig.result(rig.extend(row, range(10 * row, 10 * row + 8)))
     return Loop(rig)
@@ -117,23 +120,116 @@ def _named(requests: list[SimpleNamespace]) -> dict[int, str]:
     return step.requests
 
 
+class _Request:
+    """Counts the looks at its row: each is a cache miss."""
+
+    looks: ClassVar[int] = 0
+
+    def __init__(self, row: int | None, rid: str) -> None:
+        self.row, self.rid = row, rid
+
+    @property
+    def req_pool_idx(self) -> int | None:
+        _Request.looks += 1
+        return self.row
+
+
+def _looks_of(requests: list[_Request]) -> int:
+    """How many requests the next step looks at. Its names must be what they are called now."""
+    before = _Request.looks
+    named = _named(requests)
+    looks = _Request.looks - before
+    assert list(named.items()) == [(r.row, r.rid) for r in requests if r.row is not None]
+    return looks
+
+
 def test_requests_that_stay_keep_their_names_until_a_row_is_given_back(loop: Loop) -> None:
-    one, two = (SimpleNamespace(req_pool_idx=row, rid=f"request-{row}") for row in (1, 2))
-    none = SimpleNamespace(req_pool_idx=None, rid="no row")
-    named = {1: "request-1", 2: "request-2"}
-    assert _named([one, two]) == _named([one, two]) == named
-    kept = context.named
-    assert _named([one, two]) == named
-    assert context.named is kept  # no request was looked at
-    assert list(_named([two, one])) == [2, 1]
-    assert _named([one]) == {1: "request-1"}
-    assert _named([one, two]) == named
-    context.row_released(1)  # retracted, and prefilled again in another row
-    one.req_pool_idx = 3
-    assert _named([one, two]) == {3: "request-1", 2: "request-2"}
-    assert _named([one, none]) == {3: "request-1"}
-    none.req_pool_idx = 1
-    assert _named([one, none]) == {3: "request-1", 1: "no row"}
+    one, two, three, *more = (_Request(row, f"request-{row}") for row in range(1, 8))
+    assert _looks_of([one, two, *more]) == 6
+    assert _looks_of([one, two, *more]) == 0
+    kept = [hooks._begin_step(SimpleNamespace(reqs=[one, two, *more])).named for _ in range(2)]
+    assert kept[0] is kept[1]  # records of equal batches share their names
+    assert _looks_of([two, *more]) == 0  # one has ended
+    assert _looks_of([three]) == 1  # a prefill, or another microbatch
+    assert _looks_of([two, *more, three]) == 0
+    assert _looks_of([three, two, *more]) == 5  # in another order: looked at again
+    context.row_released(3)  # retracted, and prefilled again in another row
+    three.row = 9
+    assert _looks_of([three, two, *more]) == 1
+    assert _looks_of([three, two, *more]) == 0
+
+
+def test_a_row_that_another_request_gets_is_named_after_it(loop: Loop) -> None:
+    old, new = _Request(1, "old"), _Request(1, "new")
+    more = [_Request(row, f"request-{row}") for row in range(2, 6)]
+    assert _looks_of([old, *more]) == 5
+    context.row_released(1)
+    assert _looks_of([new]) == 1
+    assert _looks_of([*more, new]) == 0
+    context.row_released(1)  # a session's row: the request keeps it, and gives a part of it back
+    assert _looks_of([*more, new]) == 1
+
+
+def test_a_request_that_is_looked_at_twice_has_one_name(loop: Loop) -> None:
+    first, *more = (_Request(row, f"request-{row}") for row in range(1, 8))
+    assert _looks_of([first, *more]) == 7
+    assert _looks_of([more[5], first]) == 1  # a prefill of requests in another order
+    context.row_released(1)
+    first.row = 9
+    assert _looks_of([first, *more]) == 1
+
+
+def test_a_request_without_a_row_is_looked_at_again(loop: Loop) -> None:
+    one, none = _Request(1, "one"), _Request(None, "none")
+    assert _looks_of([one, none]) == 2
+    none.row = 3
+    assert _looks_of([one, none]) == 1
+    assert _looks_of([one, none]) == 0
+
+
+def test_names_of_random_steps_are_those_of_the_requests(loop: Loop) -> None:
+    """Merged batches, chunks, microbatches, retraction, and requests that end while others run."""
+    rng = random.Random(5)
+    running: list[_Request] = []
+    looks, named = 0, 0
+    free, count = list(range(1, 200)), itertools.count()
+    for _ in range(600):
+        for request in rng.sample(running, min(len(running), rng.choice((0, 0, 1, 2, 40)))):
+            context.row_released(request.row)
+            free.append(request.row)
+            request.row = None
+            running.remove(request)
+            if rng.random() < 0.3:  # retracted
+                request.row = free.pop(rng.randrange(len(free)))
+                running.append(request)
+        new = [_Request(free.pop(0), f"r{next(count)}") for _ in range(min(len(free), 3))]
+        if rng.random() < 0.4 and new:
+            _looks_of(new)
+            running += new
+        elif new:
+            free += [request.row for request in new]
+        if running:
+            looks, named = looks + _looks_of(running), named + len(running)
+        if rng.random() < 0.2:
+            _looks_of(running[::2])
+    assert looks < named / 3
+
+
+def test_requests_that_have_ended_are_not_kept(loop: Loop) -> None:
+    """A prefill server runs many batches of new requests, which hold images."""
+    ended = [_Request(row, f"r{row}") for row in range(1, 100)]
+    alive = [weakref.ref(request) for request in ended]
+    _looks_of([*ended[:40]])
+    while ended:
+        request = ended.pop()
+        _looks_of([request])
+        context.row_released(request.row)
+        del request
+    stays = _Request(200, "stays")
+    _looks_of([stays])
+    assert sum(each() is not None for each in alive) <= MOST_VOID + 1
+    hooks.after_idle(None, None)
+    assert all(each() is None for each in alive)
 
 
 @pytest.mark.parametrize("loop", [CanaryMode.RAISE], indirect=True)

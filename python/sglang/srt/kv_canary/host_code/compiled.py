@@ -77,7 +77,9 @@ def _refuse_if_different(module: ModuleType) -> None:
 
 _TOKENS = [7, 0, -1, 2**31, 2**40 + 5]
 _WORDS = 2 * twins.SPAN_WORDS + 3
+_OBJECTS = [1.5, "one", b"two", None]
 _SAMPLES = {
+    "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
     "launch_arguments": (

@@ -10,6 +10,7 @@
 
 #define SPAN_WORDS 5
 #define ALIGNED 16 /* bytes */
+#define LOOK_AHEAD 64
 
 static uint64_t mix64(uint64_t x) {
   x += MIX_INCREMENT;
@@ -263,7 +264,55 @@ failed:
   return NULL;
 }
 
+static int is_among(PyObject *value, PyObject *list) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+    if (PyList_GET_ITEM(list, i) == value) return 1;
+  return 0;
+}
+
+/* carry_over(now, before, values, void). No Python code runs in the loop, so the lists stay as they are. */
+static PyObject *carry_over(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 4 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyList_Check(args[2]) ||
+      !PyList_Check(args[3])) {
+    PyErr_SetString(PyExc_TypeError, "carry_over takes four lists");
+    return NULL;
+  }
+  Py_ssize_t count = PyList_GET_SIZE(args[0]), known = PyList_GET_SIZE(args[1]), place = 0;
+  if (PyList_GET_SIZE(args[2]) != known) {
+    PyErr_Format(PyExc_ValueError, "expected %zd values, got %zd", known, PyList_GET_SIZE(args[2]));
+    return NULL;
+  }
+  PyObject *carried = PyList_New(count), *missing = PyList_New(0);
+  if (carried == NULL || missing == NULL) goto failed;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *wanted = PyList_GET_ITEM(args[0], i), *value = Py_None;
+    Py_ssize_t end = known - place < LOOK_AHEAD ? known : place + LOOK_AHEAD;
+    for (Py_ssize_t at = place; at < end; at++) {
+      if (PyList_GET_ITEM(args[1], at) != wanted) continue;
+      value = PyList_GET_ITEM(args[2], at);
+      if (is_among(value, args[3])) value = Py_None;
+      place = at + 1;
+      break;
+    }
+    PyList_SET_ITEM(carried, i, Py_NewRef(value));
+    if (value != Py_None) continue;
+    PyObject *index = PyLong_FromSsize_t(i);
+    int error = index == NULL || PyList_Append(missing, index);
+    Py_XDECREF(index);
+    if (error) goto failed;
+  }
+  PyObject *both = PyTuple_Pack(2, carried, missing);
+  Py_DECREF(carried);
+  Py_DECREF(missing);
+  return both;
+failed:
+  Py_XDECREF(carried);
+  Py_XDECREF(missing);
+  return NULL;
+}
+
 static PyMethodDef methods[] = {
+    {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},

@@ -15,6 +15,8 @@ from .. import record
 SPAN_WORDS = 5
 ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 
+LOOK_AHEAD = 64  # objects in a row that may have gone
+
 _MIN_POWERS = 4096
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _INCREMENT = np.uint64(record.MIX_INCREMENT)
@@ -129,3 +131,27 @@ def launch_arguments(
             variant.append(bool(-(2**31) <= value < 2**31) if only_type else value)
         filled[place] = value
     return tuple(variant), filled
+
+
+def carry_over(
+    now: list[Any], before: list[Any], values: list[Any], void: list[Any]
+) -> tuple[list[Any], list[int]]:
+    """(value of each object of `now`, indices of those without a value, whose entries are None).
+
+    `values` are those of `before`. They are carried over for objects that have stayed in the same order, with at most
+    LOOK_AHEAD - 1 that have gone between two of them. Not those that are in `void`. All is compared by identity.
+    """
+    if len(before) != len(values):
+        raise ValueError(f"expected {len(before)} values, got {len(values)}")
+    carried, missing, place, gone = [], [], 0, set(map(id, void))
+    for i, wanted in enumerate(now):
+        value = None
+        for at in range(place, min(place + LOOK_AHEAD, len(before))):
+            if before[at] is wanted:
+                place = at + 1
+                value = None if id(values[at]) in gone else values[at]
+                break
+        if value is None:
+            missing.append(i)
+        carried.append(value)
+    return carried, missing

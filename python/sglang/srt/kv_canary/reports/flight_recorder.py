@@ -21,18 +21,8 @@ LOOK_BACK = 64  # forwards in which a request's previous forward is looked for
 MAX_RELEASES = 8  # of a row that are remembered
 
 
-@dataclass(slots=True)
-class Batch:
-    """The requests of a step, one after the other, as they were at its launch."""
-
-    rows: tuple[int | None, ...]  # None: a request without a row
-    ids: tuple[str, ...]
-
-    def by_row(self) -> dict[int, str]:
-        """Request id of each row, in batch order."""
-        requests = dict(zip(self.rows, self.ids, strict=True))
-        requests.pop(None, None)
-        return requests
+# Row of a request, and its id, as they were at a launch. None: it has no row.
+RequestName = tuple[int | None, str]
 
 
 @dataclass(slots=True)
@@ -40,7 +30,7 @@ class StepRecord:
     """One scheduler step. What only findings ask for is worked out when one does: there is no time in each step."""
 
     step: int
-    named: dict[int, str] | Batch  # row -> request id, in batch order
+    named: dict[int, str] | tuple[RequestName, ...]  # row -> request id, in batch order
     released: set[int] = field(
         default_factory=set
     )  # given back while it was in flight, of any request
@@ -55,8 +45,9 @@ class StepRecord:
     @property
     def requests(self) -> dict[int, str]:
         """Request id of each row, in batch order."""
-        if type(self.named) is Batch:
-            self.named = self.named.by_row()
+        if type(self.named) is tuple:
+            self.named = dict(self.named)
+            self.named.pop(None, None)
         return self.named
 
     @property
@@ -121,7 +112,7 @@ class FlightRecorder:
 
     def begin_step(
         self,
-        requests: Batch | Mapping[int, str] | Iterable[tuple[int, str]],
+        requests: Mapping[int, str] | Iterable[RequestName],
         origins: Mapping[int, Origin] | None = None,
         starts: Mapping[int, int] | None = None,
     ) -> StepRecord:
@@ -132,7 +123,7 @@ class FlightRecorder:
         """
         steps = self._steps
         steps.count += 1
-        named = requests if type(requests) is Batch else dict(requests)
+        named = requests if type(requests) is tuple else dict(requests)
         steps.current = StepRecord(steps.count, named)
         if origins is not None:
             steps.current.origins, steps.current.has_result = origins, False
@@ -159,9 +150,13 @@ class FlightRecorder:
     def result_arrived(self, step: StepRecord) -> None:
         """The scheduler begins to process the step's result. From now on nothing in it becomes moot."""
         step.in_flight = False
-        if step in self._steps.in_flight:
-            self._steps.in_flight.remove(step)
-        self.settle_without_result(step.step)
+        waiting = self._steps.in_flight
+        if waiting and waiting[0] is step:
+            waiting.popleft()
+        elif step in waiting:
+            waiting.remove(step)
+        if waiting:
+            self.settle_without_result(step.step)
 
     def settle_without_result(self, before: float = math.inf) -> None:
         """Steps without a result that were launched before step number `before` are over."""

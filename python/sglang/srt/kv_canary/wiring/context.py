@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..buffer_group import PoolKind
-from ..reports.flight_recorder import Batch, FlightRecorder, StepRecord
+from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
 from ..slot_event import RecordMove, SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard, SentChunks
 from .call_site import QueuedFrees, site_of
 from .registration import Registration, SchedulerStart
+from .request_names import RequestNames
 from .row_owners import RowOwners
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class CanaryContext:
     # Keyed by ScheduleBatch.forward_iter
     launched: dict[int, StepRecord] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
-    # Those of the last step and their names, while no row has been given back since
-    named: tuple[list[Any], Batch] | None = None
+    names: RequestNames = field(default_factory=RequestNames)  # of requests of the last steps
     weight_version: str | None = None  # name of the weights in the current update
     row_owners: RowOwners = field(default_factory=RowOwners)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
@@ -105,7 +105,7 @@ class CanaryContext:
 
     def row_released(self, row: int) -> None:
         """A request row, or a part of it, was given back."""
-        self.named = None
+        self.names.row_given_back(row)
         self.recorder.row_released(row)
         self.row_owners.forget(row)
 
@@ -150,7 +150,12 @@ class CanaryContext:
         if pool_kind is None:
             return
         step = self.recorder.step_count
-        calls = () if call is None else self.queued_frees.calls_of(call)
+        if call is None:
+            calls = ()
+        elif kind is SlotEventKind.ALLOC:
+            calls = call
+        else:
+            calls = self.queued_frees.calls_of(call)
         for manager in self.managers:
             manager.ledger.record(kind, pool_kind, slots, allocator.page_size, step, calls)
 

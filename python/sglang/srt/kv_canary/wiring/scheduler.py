@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 from ..environ import PERTURB_DIR, TOKEN_ORACLE
 from ..errors import CanaryPhaseError
-from ..reports.flight_recorder import Batch, StepRecord
+from ..reports.flight_recorder import StepRecord
 from .context import context
 from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
@@ -18,12 +17,12 @@ from .hook_spec import HookSpec, HookType
 from .process_identity import process_identity
 from .question_desk import install_question_desk
 from .releases import release
+from .request_names import RequestNames
 from .startup_check import set_active_summary
 
 logger = logging.getLogger(__name__)
 
 IDLE_TICK_S = 0.01
-_RID = attrgetter("rid")
 
 
 def _around_run_batch(
@@ -35,7 +34,7 @@ def _around_run_batch(
     try:
         result = original(scheduler, batch, *a, **k)
     finally:
-        attempt(_end_step)
+        _end_step()
     if step is not None:
         # The result cannot carry the step: under pipeline parallelism another result comes back.
         context.launched[batch.forward_iter] = step
@@ -44,24 +43,9 @@ def _around_run_batch(
 
 def _begin_step(batch: Any) -> StepRecord:
     context.requests = requests = list(batch.reqs)
-    named = _names_of(requests)
+    named = context.names.of(requests)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
     return context.recorder.begin_step(named, starts=starts)
-
-
-def _names_of(requests: list[Any]) -> Batch:
-    """Those of the last step for the same requests in the same order: each keeps its row until it gives it back.
-
-    Lists are compared by identity, and no request is looked at: each look is a cache miss.
-    """
-    known = context.named
-    if known is not None and known[0] == requests:
-        return known[1]
-    # `map` loops in C: a step of 256 requests has no time for a loop of its own.
-    named = Batch(tuple(map(release().row_of, requests)), tuple(map(_RID, requests)))
-    # A request without a row gets one later, and gives none back before.
-    context.named = None if None in named.rows else (requests, named)
-    return named
 
 
 def _starts_by_row(batch: Any) -> dict[int, int]:
@@ -116,6 +100,7 @@ def after_idle(_: Any, scheduler: Any) -> None:
     """Hand over what the last step has found."""
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
+        context.names = RequestNames()  # requests that have ended need not be kept
         context.recorder.settle_without_result()  # no row is given back until what waits has been handed over
         for manager in context.managers:
             manager.on_idle()
