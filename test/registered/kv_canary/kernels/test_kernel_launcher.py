@@ -10,6 +10,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.endpoint import Part
+from sglang_kv_canary.host_code import HOST
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK
 from sglang_kv_canary.kernels.triton import kernel_launcher
@@ -141,9 +142,9 @@ def test_fixed_arguments_change_neither_the_launch_nor_its_variant(change, monke
     for batch in (_BATCH, {**_BATCH, **change}):
         whole = {**_SAME, **batch}
         variant, plain = variant_of([whole[name] for name in launch.names], launch.only_types)
-        key, filled = rest.fill(4, batch)
+        key, filled = HOST.launch_arguments(*rest.shape, 4, batch)
         assert filled == plain
-        assert rest.fill(8, batch)[0] != key
+        assert HOST.launch_arguments(*rest.shape, 8, batch)[0] != key
         seen.append((variant, key))
     (variant, key), (other_variant, other_key) = seen
     assert (key == other_key) is (variant == other_variant)

@@ -51,6 +51,8 @@ class ViolationManager:
         )  # outside the device pool, by any thread
         # Called with rows int64[n, len(Column)] that are no longer moot
         self.listeners: list[Callable[[np.ndarray], None]] = []
+        # Whether `step` or `name_waiting` has something to do. A flag: each step asks twice, and nearly never there is.
+        self.has_work = False
         self.reported = 0
         self.moot = 0
         self.overwritten = 0
@@ -60,7 +62,8 @@ class ViolationManager:
 
     def observe_total(self, total: int, forward: int) -> None:
         """A summary arrived: `total` rows have been appended since the start, by forwards up to `forward`."""
-        self._seen_total = max(self._seen_total, total)
+        if total > self._seen_total:
+            self._seen_total, self.has_work = total, True
         self._totals.append((forward, total))
 
     def handed_over(self) -> int:
@@ -78,6 +81,7 @@ class ViolationManager:
     def found(self, finding: Finding | StateFinding, forward: int) -> None:
         """Something is wrong outside the device pool. `forward`: the last one launched. Any thread may call this."""
         self._found.append((finding, forward))
+        self.has_work = True  # after it, see `note_work_left`
 
     @property
     def busy(self) -> bool:
@@ -85,16 +89,11 @@ class ViolationManager:
         waits = len(self._unsettled) > 0 or len(self._found) > 0
         return waits or self._fetched < self._seen_total
 
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` or `name_waiting` has something to do. Asked twice a step."""
-        return bool(
-            self._fetched < self._seen_total
-            or len(self._unsettled)
-            or self._found
-            or self._copy.is_pending
-            or self._reporter.has_work
-        )
+    def note_work_left(self) -> None:
+        """After `step` and `name_waiting`, also if they have raised. Another thread may call `found` at that time."""
+        self.has_work = False
+        if self.busy or self._copy.is_pending or self._reporter.has_work:
+            self.has_work = True
 
     @property
     def is_fetching(self) -> bool:
@@ -140,7 +139,7 @@ class ViolationManager:
         fetched = _taken_from_ring(rows, first, max(first, total))
         fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
         self.overwritten += first - self._fetched + len(overwritten)
-        waits = len(self._unsettled) > 0
+        waits, self.has_work = len(self._unsettled) > 0, True
         self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)

@@ -622,13 +622,15 @@ class CanaryManager:
                 self._copy.deliver(wait)
             except Exception as error:
                 attempts = self._noted(attempts, self._copy.deliver, error)
-        if self.violations.has_work or self.arrivals is not None:
+        # An idle server has the time to look at all of it.
+        if wait or self.violations.has_work or self.arrivals is not None:
             attempts = attempts or FirstError(self.errors)
             if self.violations.busy:
                 attempts.run(self.violations.step, wait=wait)
             if self.arrivals is not None:
                 self.arrivals.note_known(self.violations.handed_over())
             attempts.run(self.violations.name_waiting, idle=wait)
+            self.violations.note_work_left()
         if attempts is not None:
             attempts.raise_first()
 

@@ -110,8 +110,9 @@ class SlotLedger:
     @property
     def awaits_records(self) -> bool:
         """Whether the prefix cache may hold slots whose records or bytes have not come yet."""
-        on_the_way = any(each.load.bytes_are_awaited for each in self._landed)
-        return self.awaits_load_back or self._moves_wait or on_the_way
+        if self.awaits_load_back or self._moves_wait:
+            return True
+        return bool(self._landed) and any(each.load.bytes_are_awaited for each in self._landed)
 
     @property
     def loads_wait(self) -> bool:

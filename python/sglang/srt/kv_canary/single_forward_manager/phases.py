@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from types import CodeType
-from typing import NamedTuple
 
 from ..errors import CanaryPhaseError
 
@@ -27,25 +26,17 @@ Phase.PRE_INSIDE.may_follow = (Phase.IDLE, Phase.PRE_OUTSIDE, Phase.POST_INSIDE)
 Phase.POST_INSIDE.may_follow = (Phase.PRE_INSIDE,)
 
 
-class _Caller(NamedTuple):
-    """Put into words only for an error: phases are entered in every step."""
-
-    code: CodeType
-    instruction: int
-
-    def __str__(self) -> str:
-        return f"{self.code.co_filename}:{self._line()} in {self.code.co_name}"
-
-    def _line(self) -> int | None:
-        for start, end, line in self.code.co_lines():
-            if start <= self.instruction < end:
-                return line
-        return None
+# Put into words only for an error: phases are entered in every step.
+_Caller = tuple[CodeType, int]  # code and instruction
 
 
-def _caller(depth: int = 3) -> _Caller:
-    frame = sys._getframe(depth)
-    return _Caller(frame.f_code, frame.f_lasti)
+def _words(caller: _Caller | None) -> str:
+    if caller is None:
+        return "nobody"
+    code, instruction = caller
+    spans = code.co_lines()
+    line = next((line for start, end, line in spans if start <= instruction < end), None)
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 class PhaseTracker:
@@ -53,16 +44,17 @@ class PhaseTracker:
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self._entered_by: _Caller | str = "nobody"
+        self._entered_by: _Caller | None = None
         self._outside = False
 
     def enter(self, phase: Phase) -> None:
         """Raises CanaryPhaseError, and returns to IDLE, if `phase` may not follow the current one."""
-        caller = _caller()
+        frame = sys._getframe(2)
+        caller = frame.f_code, frame.f_lasti
         if self.phase not in phase.may_follow:
             message = (
-                f"kv-canary: {phase.value} entered by {caller} while in {self.phase.value}, "
-                f"entered by {self._entered_by}"
+                f"kv-canary: {phase.value} entered by {_words(caller)} while in {self.phase.value}, "
+                f"entered by {_words(self._entered_by)}"
             )
             self.reset()
             raise CanaryPhaseError(message)
@@ -79,11 +71,12 @@ class PhaseTracker:
 
     def leave(self) -> None:
         """The forward is over. Raises CanaryPhaseError unless both inside phases ran."""
-        phase, entered_by = self.phase, self._entered_by
-        self.reset()
+        phase, self.phase, self._outside = self.phase, Phase.IDLE, False
         if phase is not Phase.POST_INSIDE:
+            frame = sys._getframe(1)
+            ended_at = _words((frame.f_code, frame.f_lasti))
             raise CanaryPhaseError(
-                f"kv-canary: the forward ended at {_caller(2)} in {phase.value}, entered by {entered_by}: "
+                f"kv-canary: the forward ended at {ended_at} in {phase.value}, entered by {_words(self._entered_by)}: "
                 "its K/V was not checked. This forward path is not covered; start without --kv-canary or "
                 "report the model and its flags"
             )

@@ -69,7 +69,7 @@ class RequestNames:
         return name
 
     def row_given_back(self, row: int) -> None:
-        """Whoever had it has another one from now on, or none."""
+        """The request that had it has another one from now on, or none."""
         name = self._of_row.pop(row, None)
         if name is not None:
             self._void.append(name)

@@ -34,7 +34,7 @@ def _around_run_batch(
     try:
         result = original(scheduler, batch, *a, **k)
     finally:
-        _end_step()
+        attempt(_end_step)
     if step is not None:
         # The result cannot carry the step: under pipeline parallelism another result comes back.
         context.launched[batch.forward_iter] = step

@@ -69,7 +69,7 @@ class FixedArguments:
 class _Rest:
     """Where the arguments that change go, and the variants that their launches have had."""
 
-    __slots__ = ("_shape", "compiled", "count")
+    __slots__ = ("compiled", "count", "shape")
 
     def __init__(self, launcher: KernelLauncher, fixed: Mapping[str, Any], names: Iterable[str]):
         """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
@@ -78,7 +78,8 @@ class _Rest:
         at = [i for i, name in enumerate(launcher.names) if name in changing]
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, plain = variant_of(fixed_values, launcher.only_types)
-        self._shape = (
+        # What `HOST.launch_arguments` takes first
+        self.shape = (
             tuple(launcher.names[i] for i in at),
             tuple(launcher.only_types[i] for i in at),
             tuple(at),
@@ -86,12 +87,6 @@ class _Rest:
             _TYPES,
         )
         self.compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
-
-    def fill(
-        self, num_warps: int, arguments: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], list[Any]]:
-        """(what tells the variants of these launches apart, all arguments with pointers as integers)."""
-        return HOST.launch_arguments(*self._shape, num_warps, arguments)
 
 
 def _has_hooks() -> bool:
@@ -163,7 +158,7 @@ class KernelLauncher:
         rest = fixed.rest
         if rest is None or rest.count != len(arguments):
             rest = fixed.rest = _Rest(self, fixed.arguments, arguments)
-        key, plain = rest.fill(num_warps, arguments)
+        key, plain = HOST.launch_arguments(*rest.shape, num_warps, arguments)
         compiled = rest.compiled.get(key)
         if compiled is None:
             whole = {**fixed.arguments, **arguments}
