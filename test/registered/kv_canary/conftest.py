@@ -111,6 +111,7 @@ ON_NEWER_RELEASES = (
     "action/test_owned_slots.py",
     "e2e/test_e2e_clean_servers.py",
     "e2e/test_e2e_containment.py",
+    "e2e/test_e2e_containment_hicache.py",
     "e2e/test_e2e_containment_pairs.py",
     "e2e/test_e2e_containment_pairs_features.py",
     "e2e/test_e2e_context_parallel.py",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.record import WORD_WRITER, Mode, State, pack_writer
 from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
@@ -31,6 +32,7 @@ from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary.wiring.containment.verdict import Verdict
 from sglang_kv_canary.wiring.v0_5_12.action import TERMS
+from sglang_kv_canary.wiring.v0_5_12.cached_prefixes import RADIX_TREE, CachedPrefixes
 from sglang_kv_canary.wiring.v0_5_12.pairs import for_server_of
 from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 
@@ -135,6 +137,32 @@ def test_who_asked_the_same_before_the_damage_was_answered_right(rig: Containmen
     rig.act(found, tainted=tainted)
     assert set(rig.containment._known) == {"reader", "after"}
     assert +rig.desk.outcomes == {"aborted": 1, "answered": 1}
+
+
+@dataclass(slots=True)
+class _Copies(CachedPrefixes):
+    """A cache to which copies come back, whoever asks for them."""
+
+    loads_copies: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("kind", [CachedPrefixes, _Copies])
+def test_what_a_gone_reader_has_computed_is_found_where_it_was_loaded(
+    rig: ContainmentRig, kind: type[CachedPrefixes]
+) -> None:
+    reader = rig.request("reader", 1)
+    before, found, after = (rig.forward(reader) for _ in range(3))
+    rig.finish(reader)
+    later = rig.forward(rig.request("next", 1))  # in the same row
+    rig.tree.insert(range(50, 58))
+    slots = rig.tree.match(range(50, 58)).device_indices
+    writers = [(before, 1), (found, 1), (after, 1), (later, 1), (found, 2)]
+    words = [pack_writer(forward, row, Mode.DECODE, State.LIVE) for forward, row in writers]
+    (group,) = rig.manager.groups
+    group.k_tail[slots[: len(words)], WORD_WRITER] = torch.tensor(words)
+    rig.containment.prefixes = kind(rig.tree.cache, RADIX_TREE)
+    tainted = rig.containment._computed_from_damage([read(reader, found)])
+    assert tainted == (tuple(slots[1:3].tolist()) if kind is _Copies else ())
 
 
 def test_a_reader_that_was_retracted_and_runs_in_another_row_ends(rig: ContainmentRig) -> None:

@@ -20,12 +20,19 @@ from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase, Ser
 from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool
 from sglang_kv_canary_rigs.hicache_serving import ask, hits, prompts
 
-if release().has_own_canary:
-    pytest.skip("findings are reported only there", allow_module_level=True)
+if not any(name.endswith(".action") for name in release().hook_modules):
+    pytest.skip(
+        "this release refuses the action; lifted by make test SGLANG=0.5.23",
+        allow_module_level=True,
+    )
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
+# Newer releases drop damage from the device and host memory.
+with_storage = pytest.mark.skipif(
+    release().has_own_canary, reason="with storage findings are reported only there"
+)
 FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -78,8 +85,16 @@ class HiCacheContainment(ServesAllAgain, ContainmentBase):
         """No page of `tokens` is there."""
 
 
+@long_form
 class TestWriteThrough(HiCacheContainment):
-    """With a storage backend."""
+    """Pages are written to host memory at once."""
+
+    flags: ClassVar = {**HiCacheContainment.flags, "hicache_write_policy": "write_through"}
+
+
+@with_storage
+class TestStorage(HiCacheContainment):
+    """The same, with a storage backend."""
 
     flags: ClassVar = {
         **HiCacheContainment.flags,

@@ -180,7 +180,6 @@ class HostPrefill(PdServing):
     prefill_flags: ClassVar = {**SMALL_POOL, "max_total_tokens": 480}
 
 
-@pytest.mark.skipif(NEWER, reason="findings are reported only there; lifted by make test")
 class TestHiCache(ServesAllAgain, PairBase):
     transport: ClassVar = HostPrefill
     plugins: ClassVar = FILL_INS

@@ -12,6 +12,7 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import (
     PROMPT,
     HiCacheE2E,
@@ -25,6 +26,7 @@ from sglang_kv_canary_rigs.volume import volume
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-1-gpu-small")
 
+ENDS = any(name.endswith(".action") for name in release().hook_modules)
 LOG_ALL = {"kv_canary": "log", "kv_canary_real_data": "all", **SMALL_POOL}
 
 
@@ -156,7 +158,7 @@ class TestMla(Traffic):
     requests: ClassVar[int] = 40
 
 
-class TestDamage(HiCacheE2E):
+class Damage(HiCacheE2E):
     """A damaged page is reported and not used. Its prefix is computed again."""
 
     flags: ClassVar = LOG_ALL
@@ -203,8 +205,29 @@ class TestDamage(HiCacheE2E):
         self._injected.clear()
 
 
+class TestDamage(Damage):
+    """It ends nobody. Who reads damage on the device ends, and leaves nothing on either tier."""
+
+    env: ClassVar = {**Damage.env, **({"SGLANG_KV_CANARY_ACTION": "abort"} if ENDS else {})}
+
+    @pytest.mark.skipif(not ENDS, reason="this release refuses the action; lifted by make test")
+    def test_what_was_computed_from_damage_is_not_loaded(self) -> None:
+        prompt, after = prompts("computed", 2)
+        longer = prompt + after[:40]
+        self.ask("computed-a", prompt)
+        self.inject("flip_bytes", cached=prompt, position=5, half="V").answer()
+        self.generate("computed-b", longer, 1)
+        self.assert_violation("CONTENT", "TAIL_V_FULL", reader="computed-b")
+        self.serving.wait_for(lambda: self.serving.events("containment"), "it was acted on")
+        (action,) = self.serving.events("containment")
+        assert action["answered"] == ["computed-b"]
+        assert hits(self.ask("computed-c", longer), "device") == 0
+        self.push_out("computed")
+        assert hits(self.ask("computed-d", longer)) > 0
+
+
 @long_on_newer_releases
-class TestSweepOfHostMemory(TestDamage):
+class TestSweepOfHostMemory(Damage):
     """The sweep finds the damage before any request asks for the page."""
 
     flags: ClassVar = {**LOG_ALL, "kv_canary_sweep_interval": 1}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring.containment.prefixes import Computed
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
+from sglang_kv_canary_rigs.radix_fixtures import cache_params
 
 if "v0_5_22.action" not in release().hook_modules:
     pytest.skip(
@@ -17,7 +22,7 @@ if "v0_5_22.action" not in release().hook_modules:
         allow_module_level=True,
     )
 
-from sglang_kv_canary.wiring.v0_5_22 import namespaces
+from sglang_kv_canary.wiring.v0_5_22 import action, namespaces
 from sglang_kv_canary.wiring.v0_5_22.namespaces import Namespaces
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -76,6 +81,58 @@ def test_a_client_cannot_name_a_namespace_of_the_future(cache: Namespaces) -> No
     cache.admit(forged)
     cache.epoch = 1
     assert forged.extra_key != cache.default_key
+
+
+@pytest.fixture
+def filled() -> Namespaces:
+    """SGLang's own tree, with eight tokens in slots 1 to 8."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    allocator = make_mha_pool(64, 1, layers=1).allocator
+    components = (ComponentType.FULL,)
+    tree = UnifiedRadixCache(cache_params(allocator, 1, False, tree_components=components))
+    tree.insert(InsertParams(key=RadixKey(array("q", range(8))), value=allocator.alloc(8)))
+    scheduler = SimpleNamespace(
+        tree_cache=tree,
+        token_to_kv_pool_allocator=allocator,
+        waiting_queue=[],
+        disagg_prefill_bootstrap_queue=None,
+        disagg_decode_prealloc_queue=None,
+    )
+    return Namespaces(scheduler, "mark")
+
+
+@pytest.mark.parametrize(("slots", "dropped"), [({3}, 8), ({9}, 0), (set(), 0), (None, 8)])
+def test_the_cache_is_dropped_for_slots_that_it_holds(
+    filled: Namespaces, slots: set[int] | None, dropped: int
+) -> None:
+    assert filled.drop(slots) == dropped
+    assert filled.epoch == (dropped > 0)
+
+
+@pytest.mark.parametrize("loads_copies", [False, True])
+def test_what_was_computed_may_be_in_host_memory_alone(
+    filled: Namespaces, loads_copies: bool
+) -> None:
+    filled.loads_copies = loads_copies
+    filled.drop({9}, [])
+    assert filled.epoch == 0
+    filled.drop({9}, [Computed([70, 71], None, 1)])
+    assert filled.epoch == loads_copies
+
+
+def test_no_storage_is_attached_to_a_server_that_ends_requests(
+    filled: Namespaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(*_: Any, **__: Any) -> tuple[bool, str]:
+        return filled.scheduler.tree_cache.attach_storage_backend("file")
+
+    assert "HiCache is not initialized" in action.around_attach(attach)[1]
+    monkeypatch.setattr(context, "containment", SimpleNamespace(prefixes=filled))
+    assert "cannot drop damage from storage" in action.around_attach(attach)[1]
 
 
 def test_ranks_have_the_same_namespaces(cache: Namespaces) -> None:

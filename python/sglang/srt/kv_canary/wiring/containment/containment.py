@@ -364,11 +364,9 @@ class Containment:
                     answered[each.request.rid] = self.manager.recorder.newest
         for reader in filter(_is_misled, damage.readers):  # the cache may have taken the wrong row
             found = by_id.get(reader.request_id)
-            suspect.update(
-                self._cached_slots_of(reader, 0)
-                if found is None
-                else self.prefixes.slots_of(found.request, 0)
-            )
+            holder = self._gone(reader) if found is None else found.request
+            if holder is not None:
+                suspect.update(self.prefixes.slots_of(holder, 0))
         # Equal tokens may have been computed before, in slots that have left the cache since.
         first = min((reader.forward for reader in damage.readers), default=0)
         for gone in self._recent if tainted else ():
@@ -427,12 +425,18 @@ class Containment:
         row = self.rows[live.row, start : live.length].tolist()
         return [slot for slot in row if slot > 0]
 
-    def _cached_slots_of(self, reader: Reader, start: int) -> list[int]:
-        """Of a finished request, from position `start` on."""
+    def _gone(self, reader: Reader) -> _Gone | None:
+        """The request of `reader`, if it gave its row back."""
         for gone in self._recent:
             if gone.rid == reader.request_id and gone.forward >= reader.forward:
-                return self.prefixes.slots_of(gone, start)
-        return []
+                return gone
+        return None
+
+    def _cached_slots_of(self, gone: _Gone, start: int) -> list[int]:
+        """All slots that may have what `gone` computed from position `start` on."""
+        if self.prefixes.loads_copies:
+            return self.prefixes.slots().tolist()
+        return self.prefixes.slots_of(gone, start)
 
     def _is_answered(self, request: Any) -> bool:
         """Not if it has been ended in time, and keeps its slots until its transfer has failed."""
@@ -464,15 +468,19 @@ class Containment:
                 continue
             has_finished = self._end_of(reader) is not None
             found = None if has_finished else live.get(reader.request_id)
+            last = self.manager.recorder.newest
             if found is not None and found.row == reader.row:
                 slots = self._slots(found, reader.start)
+            elif (gone := self._gone(reader)) is not None:
+                last = gone.forward
+                slots = self._cached_slots_of(gone, reader.start)
             else:
-                slots = self._cached_slots_of(reader, reader.start)
+                continue
             # A duplicate of the cache has taken the place of some: these are right.
             writers = map(unpack_writer, self._writers_of(slots))
             for slot, (low, row, _, _) in zip(slots, writers, strict=True):
                 forward = self.manager.recorder.whole_number(low)
-                if row == reader.row and forward >= reader.forward:
+                if row == reader.row and reader.forward <= forward <= last:
                     tainted.append(slot)
         return tuple(tainted)
 

@@ -24,6 +24,8 @@ class Prefixes(Protocol):
     """Used from the scheduler's thread, between two steps. Slots are FULL slots."""
 
     can_be_repaired: bool  # False: after a wrong row, only a flush makes the cache right again
+    # Whether what left the device comes back to slots that `slots_of` does not know
+    loads_copies: bool
 
     @property
     def num_held(self) -> int:
@@ -65,6 +67,7 @@ class NoPrefixes:
     """A server without a prefix cache."""
 
     can_be_repaired = True
+    loads_copies = False
     num_held = 0
     num_cached = 0
 

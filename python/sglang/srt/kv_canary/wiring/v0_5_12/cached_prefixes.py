@@ -60,6 +60,7 @@ class CachedPrefixes:
     tree: Any
     kind: TreeKind
     can_be_repaired: ClassVar[bool] = True
+    loads_copies: ClassVar[bool] = False
     _dropped: list[Any] = field(default_factory=list)  # topmost nodes, still held by requests
 
     def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:

@@ -45,6 +45,10 @@ class SessionPrefixes:
         return self.inner.can_be_repaired
 
     @property
+    def loads_copies(self) -> bool:
+        return self.inner.loads_copies
+
+    @property
     def num_cached(self) -> int:
         return len(self.slots())
 

@@ -39,8 +39,10 @@ def _why_not(scheduler: Any) -> str | None:
     args = release().settled(scheduler.server_args)
     if not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
         why = "no test has run it with speculation other than EAGLE and EAGLE3"
-    elif args.enable_hierarchical_cache:
-        why = "damage that was computed may be in host memory, from which nothing can be dropped"
+    elif args.enable_hierarchical_cache and args.hicache_storage_backend is not None:
+        why = "damage that was computed may be in storage, from which nothing can be dropped"
+    elif args.enable_hierarchical_cache and args.disaggregation_mode == "decode":
+        why = "no test has run it with HiCache on a decode server"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
     elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
@@ -77,6 +79,13 @@ def _before_queue(_: Any, request: Any, *__: Any, **___: Any) -> None:
         prefixes.admit(request)
 
 
+def around_attach(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
+    """A storage backend comes while the server runs."""
+    if context.containment is None:
+        return original(*a, **k)
+    return False, "kv-canary cannot drop damage from storage: unset SGLANG_KV_CANARY_ACTION"
+
+
 def _around_slide(original: Callable[..., Any], tree: Any, request: Any, *a: Any, **k: Any) -> Any:
     """What leaves its window by a wrong row are slots of others. Its own are freed when it ends."""
     containment = context.containment
@@ -96,6 +105,12 @@ HOOKS = (
     HookSpec(
         f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
         around_recv_requests,
+        HookType.AROUND,
+        ACTION,
+    ),
+    HookSpec(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        around_attach,
         HookType.AROUND,
         ACTION,
     ),

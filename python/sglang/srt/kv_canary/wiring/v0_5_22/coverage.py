@@ -28,7 +28,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         Coverage.PARTLY,
-        "MHA and MLA pools with pages of one slot; not with HiCache or sessions; also over disaggregation; "
+        "MHA, MLA and SWA pools; also with HiCache without storage, and over disaggregation; not with sessions; "
         f"{NO_GPU}; see docs/operate.md",
     ),
     PathSupport(

@@ -49,7 +49,9 @@ def _host_slots_of(tree: Any, token_ids: list[int]) -> list[int | None]:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", token_ids))))
+    prefixes = getattr(context.containment, "prefixes", None)
+    key = RadixKey(array("q", token_ids), getattr(prefixes, "default_key", None))
+    found = tree.match_prefix(MatchPrefixParams(key=key))
     return [None] * found.device_prefix_len + _slots_to_load(tree, found.best_match_node).tolist()
 
 

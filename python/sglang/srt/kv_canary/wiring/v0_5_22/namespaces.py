@@ -28,7 +28,11 @@ def prefixes_of(scheduler: Any) -> Prefixes | None:
     tree = scheduler.tree_cache
     if type(tree) is not UnifiedRadixCache:
         return None
-    return NoPrefixes() if tree.disable else Namespaces(scheduler, _mark_of(scheduler))
+    if tree.disable:
+        return NoPrefixes()
+    # Of a pair's decode server, host memory may be there for retracted requests alone.
+    loads_copies = bool(release().settled(scheduler.server_args).enable_hierarchical_cache)
+    return Namespaces(scheduler, _mark_of(scheduler), loads_copies)
 
 
 def _mark_of(scheduler: Any) -> str:
@@ -54,6 +58,7 @@ class Namespaces:
 
     scheduler: Any
     mark: str  # of its extra keys
+    loads_copies: bool = False  # HiCache keeps in host memory what leaves the device
     can_be_repaired: ClassVar[bool] = False
     epoch: int = 0  # how often the cache was dropped
     num_held: int = 0
@@ -69,7 +74,9 @@ class Namespaces:
 
     def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
         cached = self.slots()
-        if slots is not None:
+        # Nobody looks for it in host memory.
+        may_be_elsewhere = self.loads_copies and any(True for _ in computed)
+        if slots is not None and not may_be_elsewhere:
             wanted = torch.tensor(list(slots), dtype=torch.int64, device=cached.device)
             if not len(wanted) or not bool(torch.isin(cached, wanted).any()):
                 return 0
