@@ -71,7 +71,8 @@ class DelayedDeviceHostHandler:
         self._callback = callback
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
-        self._pending: tuple[FutureTensors, Any] | None = None
+        # The copy that is under way or waits to be handed over, and its context. For others to read
+        self.pending: tuple[FutureTensors, Any] | None = None
         self._min_seconds = min_seconds
         self._not_before = 0.0
 
@@ -80,32 +81,27 @@ class DelayedDeviceHostHandler:
         """What copies are made to, and the callback is given."""
         return self._out
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a copy is under way, or waits to be handed over."""
-        return self._pending is not None
-
     def start(self, context: Any, at_once: bool = False) -> bool:
         """Start a copy, unless one is under way or the last start is too recent. `at_once` ignores the latter.
 
         `context` is passed to the callback. Returns whether a copy was started.
         """
         now = time.monotonic()
-        if self._pending is not None or (now < self._not_before and not at_once):
+        if self.pending is not None or (now < self._not_before and not at_once):
             return False
         self._not_before = now + self._min_seconds
-        self._pending = FutureTensors.copy(self._sources, self._stream, self._out), context
+        self.pending = FutureTensors.copy(self._sources, self._stream, self._out), context
         return True
 
     def deliver(self, wait: bool = False) -> bool:
         """Hand a finished copy to the callback. Returns whether there was one."""
-        if self._pending is None:
+        if self.pending is None:
             return False
-        (future, context), self._pending = self._pending, None
+        (future, context), self.pending = self.pending, None
         if wait:
             future.wait()
         elif not future.ready():
-            self._pending = future, context
+            self.pending = future, context
             return False
         self._callback(future.host, context)
         return True

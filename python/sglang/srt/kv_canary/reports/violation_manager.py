@@ -92,13 +92,13 @@ class ViolationManager:
     def note_work_left(self) -> None:
         """After `step` and `name_waiting`, also if they have raised. Another thread may call `found` at that time."""
         self.has_work = False
-        if self.busy or self._copy.is_pending or self._reporter.has_work:
+        if self.busy or self._copy.pending is not None or self._reporter.has_work:
             self.has_work = True
 
     @property
     def is_fetching(self) -> bool:
         """Whether rows are being copied to the host."""
-        return self._fetched < self._seen_total or self._copy.is_pending
+        return self._fetched < self._seen_total or self._copy.pending is not None
 
     def step(self, wait: bool = False) -> None:
         """Fetch new rows and report settled ones. Raises CanaryViolationError in RAISE mode."""

@@ -19,9 +19,7 @@ class Bracketing(Protocol):
 
     forward_ct: int
     depth: int
-
-    @property
-    def checking(self) -> bool: ...
+    checking: bool
 
     def attempt(self, function: Callable[..., object], *args: Any) -> bool: ...
 

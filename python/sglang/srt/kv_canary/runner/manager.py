@@ -63,6 +63,19 @@ class RunnerIdentity:
     dp_rank: int | None = None  # None: no data parallelism
 
 
+class _SingleForwards(dict[int, SingleForwardManager]):
+    """By their index."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def __missing__(self, index: int) -> SingleForwardManager:
+        raise CanaryPhaseError(
+            f"kv-canary: expected a single forward from 0 to {len(self) - 1} of the {self._role} runner, got {index}"
+        )
+
+
 class CanaryManager:
     """One per model runner. Not thread-safe: use it from the scheduler's thread.
 
@@ -132,13 +145,15 @@ class CanaryManager:
         self.weights_name: str | None = None  # of the last update
         self.weights_since = 0  # last forward before it
         self._capturing = False
+        # Whether forwards are bracketed. Always, unless records are out of date. Captures always are.
+        self.checking = True
         self.radix_cache: Any | None = None
-        self._single_forwards = tuple(
-            SingleForwardManager(
-                self.launcher, plan_input.at_inner_step(i), self._note_launch, lambda: self.armed
+        self._single_forwards = _SingleForwards(identity.role)
+        for i in range(num_single_forwards):
+            plan = plan_input.at_inner_step(i)
+            self._single_forwards[i] = SingleForwardManager(
+                self.launcher, plan, self._note_launch, lambda: self.armed
             )
-            for i in range(num_single_forwards)
-        )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts
         # Copies at every step, so that few more tokens are answered before the server or the request ends.
@@ -220,12 +235,16 @@ class CanaryManager:
         """For captures after start-up, which run the model with made-up inputs."""
         was_armed, was_capturing = self.armed, self._capturing
         self._set_armed(False)
-        self._capturing = True
+        self._set_capturing(True)
         try:
             yield
         finally:
-            self._capturing = was_capturing
+            self._set_capturing(was_capturing)
             self._set_armed(was_armed and not self._blind)
+
+    def _set_capturing(self, capturing: bool) -> None:
+        self._capturing = capturing
+        self.checking = capturing or not self._blind
 
     @property
     def capturing(self) -> bool:
@@ -264,7 +283,7 @@ class CanaryManager:
 
         Raises CanaryPhaseError if another single forward is active, or if `index` does not exist.
         """
-        self._single(index)
+        _ = self._single_forwards[index]
         if self._active_single_forward is not None:
             raise CanaryPhaseError(
                 f"kv-canary: single forward {index} begins inside single forward {self._active_single_forward}; "
@@ -382,16 +401,9 @@ class CanaryManager:
     def note_replay(self, mode: str, single_forward_indices: tuple[int, ...] = (0,)) -> None:
         """A graph that holds these single forwards' launches is replayed."""
         if self.checking:
-            for index in single_forward_indices:
-                self.attempt(self._single(index).note_replay, mode)
-
-    def _single(self, index: int) -> SingleForwardManager:
-        if not 0 <= index < len(self._single_forwards):
-            raise CanaryPhaseError(
-                f"kv-canary: expected a single forward from 0 to {len(self._single_forwards) - 1} of the "
-                f"{self.identity.role} runner, got {index}"
-            )
-        return self._single_forwards[index]
+            with self.clock:
+                for index in single_forward_indices:
+                    self._timed_attempt(self._single_forwards[index].note_replay, mode)
 
     def begin_forwards(
         self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
@@ -403,7 +415,7 @@ class CanaryManager:
 
     def _open(self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None):
         for index in indices:
-            self._single(index).pre_ops_outside_graph(expected, mode)
+            self._single_forwards[index].pre_ops_outside_graph(expected, mode)
 
     def _close(self, indices: tuple[int, ...]) -> None:
         for index in indices:
@@ -419,7 +431,7 @@ class CanaryManager:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
-            for single in self._single_forwards:
+            for single in self._single_forwards.values():
                 single.abandon()
             # The device assigns the number again. Waiting is fine here: an exception is not a hot path.
             self.forward_ct = max(launched_before, self._forwards_done())
@@ -539,11 +551,6 @@ class CanaryManager:
             return False
         return True
 
-    @property
-    def checking(self) -> bool:
-        """Whether forwards are bracketed. Always, unless records are out of date. Captures always are."""
-        return not self._blind or self._capturing
-
     def lose_track(self) -> None:
         """Records are out of date. No runner of the process checks until every slot has been given back."""
         self._tracking.lose(until_restart=self._capturing)
@@ -554,8 +561,9 @@ class CanaryManager:
         """The device learns of it before the next forwards: a graph may be under capture now."""
         self._losses_seen = self._tracking.losses
         was_blind, self._blind, self.armed = self._blind, True, False
+        self.checking = self._capturing
         self.ledger.forget()
-        for single in self._single_forwards:
+        for single in self._single_forwards.values():
             single.abandon()
         if not was_blind:
             self._say_checking(False)
@@ -570,7 +578,7 @@ class CanaryManager:
         # Waits once: replays continued without being counted.
         self.forward_ct = self._forwards_done()
         self._set_armed(True)
-        self._blind = False
+        self._blind, self.checking = False, True
         self._say_checking(True)
 
     def _say_checking(self, checking: bool) -> None:
@@ -594,7 +602,7 @@ class CanaryManager:
 
         `at_once`: somebody waits for them.
         """
-        if self._copy.is_pending:
+        if self._copy.pending is not None:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
@@ -617,7 +625,7 @@ class CanaryManager:
 
     def _drain(self, wait: bool = False) -> None:
         attempts = None
-        if self._copy.is_pending:
+        if self._copy.pending is not None:
             try:
                 self._copy.deliver(wait)
             except Exception as error:
@@ -669,7 +677,7 @@ class CanaryManager:
         """Hand over all copies that arrive until `deadline`. A device that hangs must not keep the process alive."""
         while True:
             self._drain()
-            if not (self._copy.is_pending or self.violations.is_fetching):
+            if not (self._copy.pending is not None or self.violations.is_fetching):
                 return
             if time.monotonic() > deadline:
                 return

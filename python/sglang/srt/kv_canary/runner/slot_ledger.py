@@ -121,8 +121,9 @@ class SlotLedger:
 
     @property
     def may_apply(self) -> bool:
-        """Whether `apply` has anything to look at. Cheaper than `due`."""
-        return bool(self._events or self._landed or self._borrowed.any)
+        """Whether `apply` has anything to do. Allocations alone wait, so in many steps it has nothing."""
+        must = self._must_apply or self._landed or self._borrowed.any
+        return bool(must) or len(self._events) >= MAX_WAITING_ALLOCS
 
     @property
     def due(self) -> bool:

@@ -34,6 +34,7 @@ class SingleForwardManager:
     ) -> None:
         self._launcher = launcher
         self._plan_input = plan_input
+        self._is_numbered = plan_input.numbers_forwards
         self._on_launch = on_launch
         self._is_armed = is_armed
         self._phases = PhaseTracker()
@@ -94,7 +95,7 @@ class SingleForwardManager:
 
     def note_replay(self, mode: str) -> None:
         """A graph with this forward's launches is replayed."""
-        if self._plan_input.numbers_forwards:
+        if self._is_numbered:
             self._on_launch(mode)
         self._phases.replayed()
 
