@@ -119,6 +119,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_disaggregation_images.py",
     "e2e/test_e2e_disaggregation_lora.py",
     "e2e/test_e2e_disaggregation_ranks.py",
+    "e2e/test_e2e_disaggregation_roles.py",
     "e2e/test_e2e_dp_attention.py",
     "e2e/test_e2e_farewell.py",
     "e2e/test_e2e_hicache.py",

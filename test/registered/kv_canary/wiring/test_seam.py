@@ -212,7 +212,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_decode_host_receive_threshold": 0.5,
     },
-    "PD disaggregation with a change of role": {**_DECODES, "enable_pd_role_switch": True},
+    "PD disaggregation with a change of role and HiCache": {
+        **_DECODES,
+        **_HICACHE,
+        "enable_pd_role_switch": True,
+    },
 }
 if release().transfers is None:
     _TRANSFERS = {"PD disaggregation": {"disaggregation_mode": "prefill"}}
@@ -295,6 +299,7 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation with staging buffers",
             "PD disaggregation with a multimodal model and another feature",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
+            "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort",
         ]
         if release().transfers
         else []
@@ -491,6 +496,23 @@ def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
         with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
             assert case.predicate(decodes)
             assert not case.predicate(alone)
+
+
+@has_seam
+def test_no_request_is_ended_where_servers_exchange_their_roles() -> None:
+    if release().transfers is None:
+        pytest.skip("this release refuses disaggregation; lifted by make test SGLANG=0.5.23")
+    load_plugins()
+    name = "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort"
+    case = next(c for c in release().refusals() if c.name == name)
+    stays, switches = (
+        ServerArgs(model_path="dummy", device="cpu", **_DECODES, **more)
+        for more in ({}, {"enable_pd_role_switch": True})
+    )
+    assert not case.predicate(switches)
+    with envs.SGLANG_KV_CANARY_ACTION.override("abort"):
+        assert case.predicate(switches)
+        assert not case.predicate(stays)
 
 
 @has_seam

@@ -94,10 +94,18 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Remove --disaggregation-decode-host-receive-threshold.",
     ),
     Refusal(
-        "PD disaggregation with a change of role",
-        lambda args: _transfers(args) and args.enable_pd_role_switch,
-        "a server that becomes the other one, which no run has checked yet.",
-        "Remove --enable-pd-role-switch.",
+        "PD disaggregation with a change of role and HiCache",
+        lambda args: (
+            _transfers(args) and args.enable_pd_role_switch and args.enable_hierarchical_cache
+        ),
+        "when host pages are checked depends on the role with which the server starts.",
+        "Remove --enable-pd-role-switch, or --enable-hierarchical-cache.",
+    ),
+    Refusal(
+        "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort",
+        lambda args: _ends_requests(args) and args.enable_pd_role_switch,
+        "how a request is ended depends on the role with which the server starts.",
+        "Remove --enable-pd-role-switch, or SGLANG_KV_CANARY_ACTION.",
     ),
     Refusal(
         "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
