@@ -319,5 +319,25 @@ def test_hooks_reach_every_module_that_has_imported_their_target() -> None:
     assert stale == []
 
 
+BOUND_LATER = """
+import json, sys
+from types import ModuleType
+from sglang.srt.managers import scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import common
+new = sys.modules["new"] = ModuleType("new")
+new.bound = scheduler.bound_later = common.is_shm_available
+HookRegistry.register("sglang.srt.utils.common.is_shm_available", lambda *_: "hooked", HookType.REPLACE)
+load_plugins()
+print(json.dumps([module(0) for module in (common.is_shm_available, new.bound, scheduler.bound_later)]))
+"""
+
+
+def test_hooks_reach_what_a_process_itself_has_bound() -> None:
+    """What was bound before the fork is known. New modules are not, and neither are names that were added since."""
+    assert FreshProcesses().run(BOUND_LATER).result == ["hooked"] * 3
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

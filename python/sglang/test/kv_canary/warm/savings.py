@@ -2,7 +2,7 @@
 
 An idle scheduler waits for its next message, and a controller of data parallelism for its own. As released, both ask
 again without a pause, which takes a core each. The machine's cores are listed once. Functions that are compiled at
-their first call run as they are written.
+their first call run as they are written. Which modules bind what a hook patches is looked up once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def install() -> None:
     _leave_functions_uncompiled()
     _ask_once("sglang.srt.utils.common", "parse_lscpu_topology")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
+    _look_for_bindings()
 
 
 def _unless_it_has_it(set_level: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +66,29 @@ def _leave_functions_uncompiled() -> None:
             for attribute, value in [*vars(module).items()]:
                 if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value):
                     setattr(module, attribute, value._torchdynamo_orig_callable)
+
+
+def _look_for_bindings() -> None:
+    """Each process would look through all modules before its first hook, and for new ones before each of a hundred."""
+    from sglang_kv_canary.wiring import patch_scan
+
+    found = patch_scan.Bindings(lambda *_: 0)
+    found._look()
+
+    class Continued(patch_scan.Bindings):
+        """Knows what was bound before the fork. Only an import binds more while hooks are applied."""
+
+        def __init__(self, search: Callable[[object, object, object], int]) -> None:
+            super().__init__(search)
+            self._sizes, self._names = found._sizes, found._names
+            self._modules = 0
+
+        def _look(self) -> None:
+            if len(sys.modules) != self._modules or not self._sizes:
+                self._modules = len(sys.modules)
+                super()._look()
+
+    patch_scan.Bindings = Continued
 
 
 def _wait_for_a_message(scheduler: Any) -> None:
