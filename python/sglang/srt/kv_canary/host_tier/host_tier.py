@@ -128,24 +128,24 @@ class HostTier:
         the slot loses its record.
         Of large loads every k-th slot is compared, in turn.
         """
-        missing = ~self.records.present(host_slots)
-        wrong = torch.zeros_like(missing)
-        at = (self._turn(len(missing)) & ~missing).nonzero()[:, 0]
+        present = self.records.present(host_slots)
+        count = len(present) if present.all() else int((~present).nonzero()[0])
+        at = self._turn(len(present))
+        at = at[present[at]]
         if self.content and len(at):
             slots = host_slots[at]
-            wrong[at] = self._damaged(slots, self.records.get(slots))
-        bad = (missing | wrong).nonzero()
-        count = int(bad[0]) if len(bad) else len(missing)
-        if wrong.any():
-            self.records.clear(host_slots[wrong])
-        self.refused += len(missing) - count
+            wrong = self._damaged(slots, self.records.get(slots))
+            if wrong.any():
+                count = min(count, int(at[wrong][0]))
+                self.records.clear(slots[wrong])
+        self.refused += len(present) - count
         return count
 
     def _turn(self, count: int) -> torch.Tensor:
-        """bool[count]: which slots of a load are compared now, as far as the budget goes."""
+        """int64[n]: which slots of a load are compared now, every k-th, as far as the budget goes."""
         k = slots_between_visits(count, max(1, self._check_budget_bytes // self.bytes_per_slot))
         self._checks += 1
-        return torch.arange(count) % k == turn_of(self._checks, k)
+        return torch.arange(min(turn_of(self._checks, k), count), count, k)
 
     def compare(self, first: int, stop: int) -> int:
         """Compare the bytes of the host slots [first, stop) with their records. Returns how many there were."""
