@@ -95,7 +95,7 @@ def use_content_mode(manager: Any, content: str) -> None:
 
     launcher = dataclasses.replace(manager.launcher, content_mode=ContentMode(content))
     manager.launcher = launcher
-    for single in manager._single_forwards:
+    for single in manager._single_forwards.values():
         single._launcher = launcher
 
 
