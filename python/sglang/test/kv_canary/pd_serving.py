@@ -275,7 +275,7 @@ class AfterThePrefill(PdServing):
     decode_flags: ClassVar = prefill_flags
 
 
-_REPLICAS = {"dp_size": 2, "nccl_port": None}  # SGLang chooses a port for each
+_REPLICAS = {"dp_size": 2, "nccl_port": None}  # each has a port of its own
 
 
 class Replicas(PdServing):

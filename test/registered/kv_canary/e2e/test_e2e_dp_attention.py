@@ -101,7 +101,7 @@ class TestReplicas(CanaryE2EBase):
 
     flags: ClassVar = {
         "dp_size": 2,
-        "nccl_port": None,  # one for each replica: SGLang chooses
+        "nccl_port": None,  # each replica has one of its own
         "kv_canary": "log",
         "kv_canary_real_data": "all",
         "kv_canary_sweep_interval": 1,

@@ -26,6 +26,7 @@ from ..perturb.control_folder import Command, ControlFolder, address_of
 from . import consts
 from .fill_ins import plugin_path
 from .mode_config import ModeConfig, server_args_of
+from .replica_ports import REPLICA_PORTS, ports_of_replicas
 
 T = TypeVar("T")
 Asked = tuple[str, list[int], int]  # request id, prompt, output tokens
@@ -84,6 +85,10 @@ class Serving(ABC):
             **mode.env,
             **(env or {}),
         }
+        if self.server_args["nccl_port"] is None:
+            replicas = range(self.server_args.get("dp_size", 1))
+            self.env[REPLICA_PORTS] = ",".join(str(free_port()) for _ in replicas)
+            plugins = (*plugins, ports_of_replicas)
         fill_ins = () if torch.cuda.is_available() else mode.cpu_fill_ins
         if fill_ins or plugins:
             self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", (*fill_ins, *plugins))
