@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import sglang.version
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.import_alias import OLD_NAME
 from sglang_kv_canary.wiring import collect_hooks, hook_targets, releases
+from sglang_kv_canary.wiring.hook_spec import HookType
 from sglang_kv_canary.wiring.hook_targets import (
     MovedTarget,
     RecordedTargets,
@@ -120,6 +122,12 @@ def test_source_that_cannot_be_read_is_no_second_error(root) -> None:
     hook_targets._parsed.cache_clear()
     recorded = RecordedTargets("1", {"sglang.pool.f": "()"})
     assert describe_moved(root, recorded) == "Its source cannot be compared with 1: SyntaxError."
+
+
+def test_no_target_has_two_hooks_around_it() -> None:
+    """SGLang warns of them in every process: the outer one may leave out the inner one."""
+    around = Counter(h.target for h in collect_hooks() if h.hook_type is HookType.AROUND)
+    assert [target for target, count in around.items() if count > 1] == []
 
 
 if __name__ == "__main__":

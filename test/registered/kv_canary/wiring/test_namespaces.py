@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ if "v0_5_22.action" not in release().hook_modules:
         allow_module_level=True,
     )
 
-from sglang_kv_canary.wiring.v0_5_22 import action, namespaces
+from sglang_kv_canary.wiring.v0_5_22 import hicache_storage, namespaces
 from sglang_kv_canary.wiring.v0_5_22.namespaces import Namespaces
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -127,12 +128,13 @@ def test_what_was_computed_may_be_in_host_memory_alone(
 def test_no_storage_is_attached_to_a_server_that_ends_requests(
     filled: Namespaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attach(*_: Any, **__: Any) -> tuple[bool, str]:
-        return filled.scheduler.tree_cache.attach_storage_backend("file")
-
-    assert "HiCache is not initialized" in action.around_attach(attach)[1]
+    tree = filled.scheduler.tree_cache
+    filled.loads_copies = True
+    hook = next(h for h in hicache_storage.HOOKS if h.target.endswith("attach_storage_backend"))
+    attach = functools.partial(hook.fn, type(tree).attach_storage_backend, tree)
+    assert "HiCache is not initialized" in attach("file")[1]
     monkeypatch.setattr(context, "containment", SimpleNamespace(prefixes=filled))
-    assert "cannot drop damage from storage" in action.around_attach(attach)[1]
+    assert "cannot drop damage from storage" in attach("file")[1]
 
 
 def test_ranks_have_the_same_namespaces(cache: Namespaces) -> None:

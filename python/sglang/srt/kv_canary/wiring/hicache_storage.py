@@ -82,6 +82,8 @@ def _around_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs
         return False, f"kv-canary does not cover the storage backend {backend!r}: use 'file'"
     if context.host_tier is not None and release().server_args().disaggregation_mode == "decode":
         return False, "kv-canary does not cover storage on a decode server"
+    if context.containment is not None and context.containment.prefixes.loads_copies:
+        return False, "kv-canary cannot drop damage from storage: unset SGLANG_KV_CANARY_ACTION"
     return original(tree, *args, **kwargs)
 
 

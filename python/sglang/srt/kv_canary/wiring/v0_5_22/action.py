@@ -79,13 +79,6 @@ def _before_queue(_: Any, request: Any, *__: Any, **___: Any) -> None:
         prefixes.admit(request)
 
 
-def around_attach(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
-    """A storage backend comes while the server runs."""
-    if context.containment is None:
-        return original(*a, **k)
-    return False, "kv-canary cannot drop damage from storage: unset SGLANG_KV_CANARY_ACTION"
-
-
 def _around_slide(original: Callable[..., Any], tree: Any, request: Any, *a: Any, **k: Any) -> Any:
     """What leaves its window by a wrong row are slots of others. Its own are freed when it ends."""
     containment = context.containment
@@ -105,12 +98,6 @@ HOOKS = (
     HookSpec(
         f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver.recv_requests",
         around_recv_requests,
-        HookType.AROUND,
-        ACTION,
-    ),
-    HookSpec(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
-        around_attach,
         HookType.AROUND,
         ACTION,
     ),
