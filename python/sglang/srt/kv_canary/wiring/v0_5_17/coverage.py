@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...pool_patcher.registry import Coverage
-from ..from_0_5_17.coverage import served
+from ..from_0_5_17.coverage import NO_GPU, served
 from ..path_support import PathSupport
 
 _ON_GPU = (
@@ -23,9 +23,7 @@ _ON_GPU = (
 
 SERVED: tuple[PathSupport, ...] = (
     *served(*_ON_GPU),
-    PathSupport(
-        "session radix cache", Coverage.PARTLY, "it changes what is evicted; read, never run"
-    ),
+    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
