@@ -23,6 +23,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
 from sglang_kv_canary.testing import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_whisper
+from sglang_kv_canary.wiring.refusals import Refusal
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
@@ -479,13 +480,19 @@ def test_no_request_is_ended_on_a_release_that_has_no_action() -> None:
         assert case.predicate(args)
 
 
-@has_seam
-def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
+def refusal_beside_the_action(name: str) -> Refusal:
+    """Its predicate reads SGLANG_KV_CANARY_ACTION, which SGLang knows once plugins are loaded."""
     if release().transfers is None:
         pytest.skip("this release refuses disaggregation; lifted by make test SGLANG=0.5.23")
     load_plugins()
-    name = "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV"
-    case = next(c for c in release().refusals() if c.name == name)
+    return next(case for case in release().refusals() if case.name == name)
+
+
+@has_seam
+def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
+    case = refusal_beside_the_action(
+        "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV"
+    )
     alone, decodes = (
         ServerArgs(model_path="dummy", device="cpu", **more) for more in ({}, _DECODES)
     )
@@ -500,11 +507,9 @@ def test_no_request_is_ended_where_slots_are_freed_under_a_transfer() -> None:
 
 @has_seam
 def test_no_request_is_ended_where_servers_exchange_their_roles() -> None:
-    if release().transfers is None:
-        pytest.skip("this release refuses disaggregation; lifted by make test SGLANG=0.5.23")
-    load_plugins()
-    name = "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort"
-    case = next(c for c in release().refusals() if c.name == name)
+    case = refusal_beside_the_action(
+        "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort"
+    )
     stays, switches = (
         ServerArgs(model_path="dummy", device="cpu", **_DECODES, **more)
         for more in ({}, {"enable_pd_role_switch": True})

@@ -254,10 +254,7 @@ static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssiz
     PyTuple_SET_ITEM(key, i + 1, variant);
     if (PyList_SetItem(plain, place, one)) goto failed; /* takes `one`, checks `place` */
   }
-  PyObject *both = PyTuple_Pack(2, key, plain);
-  Py_DECREF(key);
-  Py_DECREF(plain);
-  return both;
+  return Py_BuildValue("(NN)", key, plain); /* takes both */
 failed:
   Py_XDECREF(key);
   Py_XDECREF(plain);
@@ -301,10 +298,7 @@ static PyObject *carry_over(PyObject *self, PyObject *const *args, Py_ssize_t n)
     Py_XDECREF(index);
     if (error) goto failed;
   }
-  PyObject *both = PyTuple_Pack(2, carried, missing);
-  Py_DECREF(carried);
-  Py_DECREF(missing);
-  return both;
+  return Py_BuildValue("(NN)", carried, missing); /* takes both */
 failed:
   Py_XDECREF(carried);
   Py_XDECREF(missing);

@@ -15,6 +15,7 @@ from sglang.srt.environ import envs
 from ..runner.step_observer import Observed, StepObserver
 from ..wiring.context import context
 from ..wiring.model_forward import forward_batch_of
+from ..wiring.refusals import splits_attention
 from .control_folder import Command, ControlFolder, address_of
 from .fault import ArgumentError
 from .faults import FAULTS, WITHDRAW
@@ -35,7 +36,7 @@ class PerturbObserver(StepObserver):
     def __init__(self, perturb_dir: str, model_runner: Any, ranks: Ranks) -> None:
         role = "draft" if model_runner.is_draft_worker else "target"
         args = model_runner.server_args
-        is_replica = not args.enable_dp_attention and getattr(args, "attn_dp_size", 1) == 1
+        is_replica = not splits_attention(args)
         address = address_of(role, ranks.tp, ranks.pp, (is_replica and ranks.dp) or 0)
         self._folder = ControlFolder(perturb_dir, address)
         self._model_runner = model_runner

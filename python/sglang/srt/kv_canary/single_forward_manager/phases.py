@@ -71,7 +71,8 @@ class PhaseTracker:
 
     def leave(self) -> None:
         """The forward is over. Raises CanaryPhaseError unless both inside phases ran."""
-        phase, self.phase, self._outside = self.phase, Phase.IDLE, False
+        phase = self.phase
+        self.reset()
         if phase is not Phase.POST_INSIDE:
             frame = sys._getframe(1)
             ended_at = _words((frame.f_code, frame.f_lasti))

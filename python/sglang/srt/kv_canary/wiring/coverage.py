@@ -8,7 +8,7 @@ from typing import Any
 from ..plan.speculation import checks_draft, why_draft_is_unchecked
 from ..pool_patcher.registry import Coverage
 from .path_support import PathSupport
-from .refusals import attention_groups, model_has, pads_to_other_ranks
+from .refusals import model_has, pads_to_other_ranks, splits_attention
 from .releases import release
 
 
@@ -68,10 +68,6 @@ def _transfers_over(backend: str) -> Callable[[Any], bool]:
     )
 
 
-def _shares_attention(args: Any) -> bool:
-    return args.enable_dp_attention or attention_groups(args) > 1
-
-
 # Paths that are not listed here need no argument.
 _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     # None: SGLang chooses a size later.
@@ -103,8 +99,8 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "moved slots (move_kv_cache)": _speculates,
     "release and resume of memory (memory saver)": _has("enable_memory_saver"),
     "streaming sessions": _has("enable_streaming_session"),
-    "data parallelism (replicas)": lambda args: args.dp_size > 1 and not _shares_attention(args),
-    "data-parallel attention (idle batches)": _shares_attention,
+    "data parallelism (replicas)": lambda args: args.dp_size > 1 and not splits_attention(args),
+    "data-parallel attention (idle batches)": splits_attention,
     "HiCache: host memory, and the storage backend file": _has("enable_hierarchical_cache"),
     "prefill-decode disaggregation over Mooncake": _transfers_over("mooncake"),
     "prefill-decode disaggregation over NIXL": _transfers_over("nixl"),

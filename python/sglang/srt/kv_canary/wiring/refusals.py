@@ -15,6 +15,7 @@ __all__ = [
     "attention_groups",
     "model_has",
     "pads_to_other_ranks",
+    "splits_attention",
 ]
 
 
@@ -40,11 +41,15 @@ def attention_groups(server_args: Any) -> int:
     return max(older, getattr(server_args, "attn_dp_size", 1))
 
 
+def splits_attention(server_args: Any) -> bool:
+    """Whether attention is data-parallel, also with one group alone."""
+    return server_args.enable_dp_attention or attention_groups(server_args) > 1
+
+
 def pads_to_other_ranks(server_args: Any) -> bool:
     """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes. Works before process groups exist."""
     return (
-        server_args.enable_dp_attention
-        or attention_groups(server_args) > 1
+        splits_attention(server_args)
         or server_args.moe_a2a_backend != "none"
         or server_args.moe_dense_tp_size == 1
     )
