@@ -52,7 +52,7 @@ class SlotLedger:
         # Slots were handed out to a load whose records are not recorded yet: nobody must check them.
         self.awaits_load_back = False
         self._must_apply = False
-        self._loads_wait = False
+        self.loads_wait = False  # records of loaded slots are known and not written yet
         self._moves_wait = False
         self._unknown: set[PoolKind] = set()  # kinds that have lost events since their last CLEAR
 
@@ -83,7 +83,7 @@ class SlotLedger:
         """Record that records come into slots whose allocation has been recorded."""
         if load.pool_kind in self._groups and load.pool_kind not in self._unknown:
             self._events.append(load)
-            self._must_apply = self._loads_wait = True
+            self._must_apply = self.loads_wait = True
 
     def record_move(self, move: RecordMove) -> None:
         """Record that bytes go by other slots from now on. `move` must not change afterwards.
@@ -97,7 +97,7 @@ class SlotLedger:
     def forget(self) -> None:
         """An event was lost, and later frees would look like double frees. So each pool waits for its CLEAR."""
         self._events, self._landed, self._must_apply, self._told = [], [], False, 0
-        self._loads_wait = self._moves_wait = False
+        self.loads_wait = self._moves_wait = False
         self._unknown = set(self._groups)
         if self._history is not None:
             self._history.forget()
@@ -113,11 +113,6 @@ class SlotLedger:
         if self.awaits_load_back or self._moves_wait:
             return True
         return bool(self._landed) and any(each.load.bytes_are_awaited for each in self._landed)
-
-    @property
-    def loads_wait(self) -> bool:
-        """Whether records of loaded slots are known and not written yet."""
-        return self._loads_wait
 
     @property
     def may_apply(self) -> bool:
@@ -156,7 +151,7 @@ class SlotLedger:
         untold = self._history is not None and not self._told
         events, self._events = self._events, []
         self._must_apply, self._told = False, 0
-        self._loads_wait = self._moves_wait = False
+        self.loads_wait = self._moves_wait = False
         launches = self._expose_late_writes()  # before the frees that followed them
         try:
             for run in self._runs(events, untold):
