@@ -44,7 +44,7 @@ def install() -> None:
             with bracket(self, forward_batch):
                 yield
         if self.armed:
-            _count_as_on_a_gpu(self.state.summary)
+            count_as_on_a_gpu(self.state.summary)
 
     manager.CanaryManager.bracket_model_forward = bracket_or_replay
 
@@ -61,7 +61,7 @@ def _import_as_on_a_gpu() -> ModuleType:
     return triton
 
 
-def _count_as_on_a_gpu(summary: Any) -> None:
+def count_as_on_a_gpu(summary: Any) -> None:
     """The counters grow as if everything had run: a canary that waits for them, or misses them, has other work."""
     from sglang_kv_canary.state import HEADER_WORDS, Header
 

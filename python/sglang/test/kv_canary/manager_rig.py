@@ -48,7 +48,7 @@ class RigRequest:
 
 
 class ManagerRig:
-    """Requests are rows 1..MAX_REQUESTS; `reported` collects what the manager reports in LOG mode."""
+    """Requests are rows 1..`max_requests`; `reported` collects what the manager reports in LOG mode."""
 
     def __init__(
         self,
@@ -60,13 +60,14 @@ class ManagerRig:
         sliding_window_size: int | None = None,
         context_len: int = CONTEXT,
         surroundings: Surroundings | None = None,
+        max_requests: int = MAX_REQUESTS,
         **settings: Any,
     ) -> None:
         if device == "cpu":
             skip_where_pools_on_cpu_cannot_be_written()
         self.pool, self.allocator = real or make_mha_pool(size=512, device=device)
         self.device = device
-        self.rows = ReqToTokenPool(MAX_REQUESTS, context_len, device, enable_memory_saver=False)
+        self.rows = ReqToTokenPool(max_requests, context_len, device, enable_memory_saver=False)
         self.scheduler_steps = Steps()
         self.recorder = FlightRecorder(steps=self.scheduler_steps)
         settings = {"log_every_s": 0.0, "copy_every_s": 0.0, "history_slots": 4096, **settings}
@@ -85,7 +86,7 @@ class ManagerRig:
             groups,
             PlanInput.allocate(self.rows.req_to_token, draft_tokens=MAX_DRAFTS, groups=groups),
             CanaryLaunchCapacities.from_args(
-                max_running_requests=MAX_REQUESTS,
+                max_running_requests=max_requests,
                 request_rows=self.rows.req_to_token.shape[0],
                 context_len=context_len,
                 ring_capacity=config.ring_capacity,
@@ -97,7 +98,7 @@ class ManagerRig:
             history=self.history,
             surroundings=surroundings,
         )
-        self.lengths = dict.fromkeys(range(1, MAX_REQUESTS + 1), 0)
+        self.lengths = dict.fromkeys(range(1, max_requests + 1), 0)
         self.reported: list[Any] = []
         self.after_translation: Callable[[ForwardBatch], None] | None = None
         self.on_batch: Callable[[ForwardBatch], Any] = lambda batch: None  # may change it

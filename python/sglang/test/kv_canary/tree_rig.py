@@ -42,7 +42,7 @@ class TreeRig(ManagerRig):
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=1))
         kw.setdefault("sweep_budget_us", 10**9)
         kw.setdefault("sweep_every_n_steps", 1)
-        make, sizes = POOLS[kind], {"size": size}
+        make, sizes = POOLS[kind], {"size": size, "device": kw.get("device", "cpu")}
         self.is_swa = kind == "swa"
         if self.is_swa:
             sizes["size_swa"] = size_swa

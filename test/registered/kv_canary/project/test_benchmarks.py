@@ -5,11 +5,13 @@ import sys
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.config import ContentMode
+from sglang_kv_canary.config import CanaryMode, ContentMode
+from sglang_kv_canary.state import Header
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
-register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
 
 
 @pytest.mark.parametrize("content", ContentMode)
@@ -26,6 +28,35 @@ def test_the_content_mode_of_a_running_canary_is_switched(
     rig.decode([1])
     found = {reason for violation in rig.settle() for reason in violation.reasons}
     assert found == (set() if content is ContentMode.NONE else {"CONTENT"})
+
+
+ENTRIES = {
+    *("receive", "alloc", "free", "free of nothing", "row given back"),
+    *("run_batch", "forward", "forward, after", "run_batch, after"),
+    *("sample", "result", "result, after", "step"),
+}
+
+
+def test_the_hooks_of_a_step_are_timed_one_by_one_and_find_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the reference kernels, which check what the benchmark does: else it would measure something else."""
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    import bench_host_step
+
+    sizes = ["--requests=6", "--steps=25", "--spare-steps=5", "--sweep=4", "--cold-mib=0"]
+    try:
+        parts = bench_host_step.measure(
+            bench_host_step.parse(sizes), CanaryMode.RAISE, bench_host_step.Eager
+        )
+        assert context.target.launcher.state.summary[Header.FORWARD_DONE] > 30
+        assert context.target.observers[0].sweep_passes > 0
+    finally:
+        context.reset()
+    rows = bench_host_step.table(parts)
+    assert rows.keys() == ENTRIES
+    assert rows["step"][0] > rows["result, after"][0] > 0
+    assert rows["free"][4] < rows["run_batch"][4] == 1
 
 
 if __name__ == "__main__":
