@@ -1,6 +1,7 @@
 """DeepSeek-V4 as it is deployed: tensor parallelism, data-parallel attention, DeepEP and EAGLE with its MTP layer.
 
-Without DeepEP, its exchange of tokens runs in plain torch, without CUDA graphs (`expert_fill_ins`), and nothing drafts.
+Once with DeepEP, once without it. Where DeepEP is missing, its exchange of tokens runs in plain torch, without CUDA
+graphs (`expert_fill_ins`), and nothing drafts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ pytestmark = [
 RANKS = (0, 1)
 TARGET_KINDS = ("SWA", "C4", "C4_INDEXER", "C128")
 DEEPEP = find_spec("deep_ep") is not None
-# The MTP layer has no compressed rows.
-KINDS = {"target": TARGET_KINDS, "draft": ("SWA",)} if DEEPEP else {"target": TARGET_KINDS}
+NO_DEEPEP = "needs the module deep_ep, not installed"
 # SGLang's attention backend for V4 drafts in CUDA graphs only: outside of them it refuses the draft's slots.
 SPECULATION = {
     "speculative_algorithm": "EAGLE",
@@ -42,36 +42,27 @@ SPECULATION = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
-# DeepEP's own way of computing experts needs DeepGEMM. In `normal` mode SGLang captures no graph.
-EXPERTS = {
-    "deepep_mode": "auto" if DEEPEP else "normal",
-    "disable_cuda_graph": not DEEPEP,
-}
-MODE = "TARGET_VERIFY" if DEEPEP else "DECODE"
 _DSV4 = MODES["dsv4"]
-MODES["dsv4_ranks"] = replace(
-    _DSV4,
-    name="dsv4_ranks",
-    server_args={
-        **_DSV4.server_args,
-        "tp_size": len(RANKS),
-        "dp_size": len(RANKS),
-        "enable_dp_attention": True,
-        "chunked_prefill_size": len(RANKS) * consts.DSV4_CHUNK,  # SGLang divides it by the ranks
-        "max_running_requests": len(RANKS) * consts.DSV4_RUNNING_REQUESTS,
-        "disable_custom_all_reduce": True,  # another kernel to compile at start-up
-        "moe_a2a_backend": "deepep",
-        **EXPERTS,
-        **(SPECULATION if DEEPEP else {}),
-    },
-    env={**_DSV4.env, "SGLANG_ENABLE_JIT_DEEPGEMM": "1" if DEEPEP else "0"},
-)
+_ON_RANKS = {
+    **_DSV4.server_args,
+    "tp_size": len(RANKS),
+    "dp_size": len(RANKS),
+    "enable_dp_attention": True,
+    "chunked_prefill_size": len(RANKS) * consts.DSV4_CHUNK,  # SGLang divides it by the ranks
+    "max_running_requests": len(RANKS) * consts.DSV4_RUNNING_REQUESTS,
+    "disable_custom_all_reduce": True,  # another kernel to compile at start-up
+}
 
 
-class TestDsv4OnRanks(CanaryE2EBase):
+def _add_mode(name: str, arguments: dict[str, Any], deep_gemm: bool = False) -> str:
+    env = {**_DSV4.env, "SGLANG_ENABLE_JIT_DEEPGEMM": str(int(deep_gemm))}
+    MODES[name] = replace(_DSV4, name=name, server_args={**_ON_RANKS, **arguments}, env=env)
+    return name
+
+
+class OnRanks(CanaryE2EBase):
     """First clean traffic, then a flipped byte of each kind of row on each rank."""
 
-    mode_name = "dsv4_ranks"
     flags: ClassVar = {
         "kv_canary": "log",
         "kv_canary_real_data": "all",
@@ -81,10 +72,14 @@ class TestDsv4OnRanks(CanaryE2EBase):
         "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
         "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
     }
-    plugins: ClassVar = () if DEEPEP else (deepep_in_plain_torch,)
+    # The MTP layer has no compressed rows.
+    kinds: ClassVar = {"target": TARGET_KINDS, "draft": ("SWA",)}
 
     def counters_of(self, rank: int, role: str) -> dict[str, Any]:
         return self.serving.send("counters", rank, role).answer()["counters"]
+
+    def decodes(self) -> str:
+        return "TARGET_VERIFY" if "draft" in self.kinds else "DECODE"
 
     def test_clean_on_both_ranks(self) -> None:
         shape = FamilyShape.of_dsv4(64, seed=41)
@@ -92,9 +87,9 @@ class TestDsv4OnRanks(CanaryE2EBase):
         assert report.requests == shape.requests
         self.assert_no_violations()
         self.assert_healthy()
-        assert {event["runner"] for event in self.serving.events("health")} == {*KINDS}
+        assert {event["runner"] for event in self.serving.events("health")} == {*self.kinds}
         for rank in RANKS:
-            for role, kinds in KINDS.items():
+            for role, kinds in self.kinds.items():
                 counters = self.counters_of(rank, role)
                 for tag in (f"{side}_K_{kind}" for side in ("HEAD", "TAIL") for kind in kinds):
                     of = counters[tag]
@@ -106,7 +101,9 @@ class TestDsv4OnRanks(CanaryE2EBase):
     def test_flipped_byte_is_found_on_its_rank(self, rank: int, kind: str) -> None:
         # The window of 127 tokens holds position 260, however many of the answer's 24 tokens are there.
         place = {"position": 260} if kind == "SWA" else {}
-        injection = self.inject("flip_bytes", rank, kind=kind, mode=MODE, min_prefix=300, **place)
+        injection = self.inject(
+            "flip_bytes", rank, kind=kind, mode=self.decodes(), min_prefix=300, **place
+        )
         rng = random.Random(f"{rank}{kind}")
         self.generate_together(
             [(f"{kind}-{rank}-{i}", random_tokens(rng, 300), 24) for i in range(4)]
@@ -116,6 +113,35 @@ class TestDsv4OnRanks(CanaryE2EBase):
         found = {(e["runner"], e["rank"], e["dp_rank"]) for e in self.violations()}
         assert found == {("target", rank, rank)}
         self.assert_all_explained(done)
+
+
+class TestEagle(OnRanks):
+    """Each rank computes its part of every expert."""
+
+    mode_name = _add_mode("dsv4_ranks", SPECULATION)
+
+
+@pytest.mark.skipif(not DEEPEP, reason=NO_DEEPEP)
+class TestDeepEP(OnRanks):
+    """Each rank computes its own experts, for the tokens of both."""
+
+    # DeepEP's own way of computing experts needs DeepGEMM.
+    mode_name = _add_mode(
+        "dsv4_deepep",
+        {**SPECULATION, "moe_a2a_backend": "deepep", "deepep_mode": "auto"},
+        deep_gemm=True,
+    )
+
+
+@pytest.mark.skipif(DEEPEP, reason="DeepEP is installed: see TestDeepEP")
+class TestExchangeInPlainTorch(OnRanks):
+    # In `normal` mode SGLang captures no graph.
+    mode_name = _add_mode(
+        "dsv4_exchange",
+        {"moe_a2a_backend": "deepep", "deepep_mode": "normal", "disable_cuda_graph": True},
+    )
+    kinds: ClassVar = {"target": TARGET_KINDS}
+    plugins: ClassVar = (deepep_in_plain_torch,)
 
 
 if __name__ == "__main__":
