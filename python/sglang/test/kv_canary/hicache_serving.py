@@ -8,10 +8,12 @@ import shutil
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sglang_kv_canary.host_tier.record_files import KEY_PREFIX, REVOKED_PREFIX
+from sglang_kv_canary.host_tier.stored_records import name_in
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.serving import CanaryServer, Serving
@@ -68,6 +70,16 @@ class Pages:
         (path,) = self.path.glob(f"{key}_*.bin")
         return path
 
+    def num_recorded(self) -> int:
+        """Pages with records."""
+        return len(list(self.path.glob(f"{KEY_PREFIX}*.bin")))
+
+    def num_usable(self) -> int:
+        """Those whose records are not revoked."""
+        found = [path.read_bytes() for path in self.path.glob(f"{KEY_PREFIX}*.bin")]
+        revoked = {path.name for path in self.path.glob(f"{REVOKED_PREFIX}*")}
+        return sum(f"{REVOKED_PREFIX}{name_in(data).hex()}" not in revoked for data in found)
+
     def have(self, keys: Sequence[str]) -> bool:
         return all([*self.path.glob(f"{key}_*.bin")] for key in keys)
 
@@ -77,6 +89,24 @@ class Pages:
         data = bytearray(path.read_bytes())
         data[offset] ^= 0x01
         path.write_bytes(data)
+
+
+class WithPages:
+    """For a server class before its base class: a storage folder of its own."""
+
+    env: ClassVar[Mapping[str, str]]
+    pages: ClassVar[Pages]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.pages = Pages()
+        cls.env = {**cls.env, **cls.pages.env}
+        super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.pages.remove()
 
 
 STORAGE_PATH = "/hicache/storage-backend"

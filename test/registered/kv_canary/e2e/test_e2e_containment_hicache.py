@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
+from sglang_kv_canary.testing.serving import CanaryServer, Serving
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_serving import LONG, ContainmentBase, ServesAllAgain
 from sglang_kv_canary_rigs.containment_traffic import ENV, FLAGS, Pool
-from sglang_kv_canary_rigs.hicache_serving import ask, hits, prompts
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, WithPages, ask, hits, prompts
 
 if not any(name.endswith(".action") for name in release().hook_modules):
     pytest.skip(
@@ -29,11 +27,7 @@ if not any(name.endswith(".action") for name in release().hook_modules):
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
 long_form = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT_ROUNDS")
-# Newer releases drop damage from the device and host memory.
-with_storage = pytest.mark.skipif(
-    release().has_own_canary, reason="with storage findings are reported only there"
-)
-FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+long_form_on_newer_releases = long_form if release().has_own_canary else lambda test: test
 
 
 class HiCacheContainment(ServesAllAgain, ContainmentBase):
@@ -69,6 +63,7 @@ class HiCacheContainment(ServesAllAgain, ContainmentBase):
         right = self.ask("computed-right", longer)["output_ids"]
         self.forget_everything()
         self.generate("computed-writer", prefix, 1)
+        self.wait_for_storage(prefix)
         damage = {"position": 5, "half": "V", "count": self.pool.size}
         self.inject("flip_bytes", cached=prefix, **damage).answer()
         self.generate("computed-reader", longer, 1)
@@ -81,8 +76,11 @@ class HiCacheContainment(ServesAllAgain, ContainmentBase):
         assert answer["output_ids"] == right
         assert hits(answer) + hits(answer, "storage") > 0
 
+    def wait_for_storage(self, tokens: list[int]) -> None:
+        pass
+
     def check_storage(self, tokens: list[int]) -> None:
-        """No page of `tokens` is there."""
+        """No page of `tokens` can be used."""
 
 
 @long_form
@@ -92,57 +90,96 @@ class TestWriteThrough(HiCacheContainment):
     flags: ClassVar = {**HiCacheContainment.flags, "hicache_write_policy": "write_through"}
 
 
-@with_storage
-class TestStorage(HiCacheContainment):
-    """The same, with a storage backend."""
+WITH_STORAGE = {
+    **HiCacheContainment.flags,
+    **STORAGE,
+    "hicache_write_policy": "write_through",
+}
 
-    flags: ClassVar = {
-        **HiCacheContainment.flags,
-        "hicache_write_policy": "write_through",
-        "hicache_storage_backend": "file",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 16}',
-    }
 
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.folder = Path(tempfile.mkdtemp(prefix="kv_canary_pages_"))
-        cls.env = {**ENV, FOLDER: str(cls.folder)}
-        super().setup_class()
+class Stored(WithPages):
+    """Before a ContainmentBase."""
 
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        shutil.rmtree(cls.folder)
+    serving: ClassVar[Serving]
 
     def forget_everything(self) -> None:
         super().forget_everything()
-        for path in self.folder.iterdir():
+        for path in self.pages.path.iterdir():
             path.unlink()
 
+    def wait_for_storage(self, tokens: list[int]) -> None:
+        """All pages of `tokens` are there, and nothing else was."""
+        self.serving.wait_for(
+            lambda: self.pages.num_recorded() >= len(tokens), "all pages are stored"
+        )
+
+
+@long_form_on_newer_releases
+class TestStorage(Stored, HiCacheContainment):
+    """The same, with a storage backend."""
+
+    flags: ClassVar = WITH_STORAGE
+
     def check_storage(self, tokens: list[int]) -> None:
-        from sglang.srt.mem_cache.utils import get_hash_str
-
         assert self.run(self.serving.flush())  # or they would come from a nearer tier
-        key, keys = None, []
-        for token in tokens:
-            key = get_hash_str([token], key)
-            keys.append(key)
-
-        def is_empty() -> bool:
-            return not any(key in path.name for key in keys for path in self.folder.iterdir())
-
-        self.serving.wait_for(is_empty, "storage has no page of it")
+        self.serving.wait_for(lambda: not self.pages.num_usable(), "no page of it can be used")
 
     def test_pages_come_back_from_storage(self) -> None:
+        self.forget_everything()
         (prompt,) = prompts("stored", 1)
         first = self.ask("stored-a", prompt)["output_ids"]
-        pages = 2 * len(prompt)  # with their records
-        self.serving.wait_for(lambda: len(list(self.folder.iterdir())) >= pages, "all are stored")
+        self.wait_for_storage(prompt)
         assert self.run(self.serving.flush())
         answer = self.ask("stored-b", prompt)
         assert answer["output_ids"] == first
         assert hits(answer, "storage") >= len(prompt) - 1
+
+
+@long_form
+class TestStorageOfTwoRanks(TestStorage):
+    flags: ClassVar = {**WITH_STORAGE, "tp_size": 2}
+    env: ClassVar = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    pool: ClassVar = Pool(size=64, ranks=((1,), (0,), (1,), (0, 1)))
+
+
+@long_form
+class TestRestart(Stored, ContainmentBase):
+    """Damage is found late, when what was computed from it has been stored. Another server has the same folder."""
+
+    flags: ClassVar = WITH_STORAGE
+    env: ClassVar = {**ENV, "SGLANG_KV_CANARY_CONTENT_BUDGET_BYTES": "1"}
+    plugins: ClassVar = FILL_INS
+
+    test_exactly_the_readers_of_damage_end = None
+
+    def test_nothing_wrong_comes_back(self) -> None:
+        rng = random.Random("restart")
+        prefix = random_tokens(rng, 20)
+        longer = prefix + random_tokens(rng, 40)
+        right = ask(self.serving, "right", longer)["output_ids"]
+        self.forget_everything()
+        self.generate("writer", prefix, 1)
+        damage = {"position": 5, "half": "V", "count": self.pool.size}
+        self.inject("flip_bytes", cached=prefix, **damage).answer()
+        wrong = ask(self.serving, "reader", longer)["output_ids"]
+        assert wrong != right
+        self.wait_for_storage(longer)
+        assert self.actions() == []
+        for number in range(200):
+            self.generate(f"another-{number}", longer, 1)
+            if self.actions():
+                break
+        assert self.actions()
+        with CanaryServer(self.mode, self.same_model, self.env, FILL_INS) as server:
+            answer = ask(server, "again", longer)
+            assert answer["output_ids"] == right
+            assert hits(answer, "storage") == 0
+            assert not server.events("violation")
+            server.wait_for(self.pages.num_usable, "its pages are stored")
+
+    @property
+    def same_model(self) -> dict[str, Any]:
+        return {**self.flags, "model_path": self.serving.server_args["model_path"]}
 
 
 @long_form

@@ -34,7 +34,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
     ask,
 )
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.hicache_serving import hits
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, WithPages, hits
 from sglang_kv_canary_rigs.pd_images import MORE, TEXT, picture
 from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, ServesPair
 from sglang_kv_canary_rigs.tiny_lora import WithAdapter
@@ -182,13 +182,25 @@ class HostPrefill(PdServing):
 
 class TestHiCache(ServesAllAgain, PairBase):
     transport: ClassVar = HostPrefill
+    tier: ClassVar = "host"
     plugins: ClassVar = FILL_INS
 
     def test_exactly_the_readers_of_damage_end(self) -> None:
         super().test_exactly_the_readers_of_damage_end()
         asked = [{**r.requests[0].body("hits-"), "sampling_params": ONE_TOKEN} for r in self.plan]
+        if self.tier == "storage":
+            assert self.run(self.serving.flush())
         found = [self.run(self.serving.ask_both(body))[0] for body in asked]
-        assert sum(hits(answer) for answer in found) > 0  # prefixes come from host memory
+        assert sum(hits(answer, self.tier) for answer in found) > 0
+
+
+class StoringPrefill(HostPrefill):
+    prefill_flags: ClassVar = {**HostPrefill.prefill_flags, **STORAGE}
+
+
+class TestHiCacheStorage(WithPages, TestHiCache):
+    transport: ClassVar = StoringPrefill
+    tier: ClassVar = "storage"
 
 
 class EaglePair(Speculation, ServesPair, EagleE2EBase):

@@ -13,7 +13,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     STORAGE,
     STORAGE_PATH,
     AsAdmin,
-    Pages,
+    WithPages,
     prompts,
 )
 from sglang_kv_canary_rigs.on_releases import refused_on_newer_releases
@@ -84,21 +84,10 @@ class Stored(PdServing):
     decode_flags: ClassVar = ON_DECODE if release().has_own_canary else {}
 
 
-class TestOnThePrefillServer(OnThePrefillServer):
+class TestOnThePrefillServer(WithPages, OnThePrefillServer):
     """Or from storage. From 0.5.23 on also on the decode server, in host memory."""
 
     transport: ClassVar = Stored
-
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.pages = Pages()
-        cls.env = {**cls.env, **cls.pages.env}
-        super().setup_class()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        cls.pages.remove()
 
     def store(self, name: str, prompt: list[int]) -> list[str]:
         """Serve `prompt`, wait until it is in storage, and let both servers forget it. Returns its keys."""

@@ -17,7 +17,7 @@ from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import feature_serving
-from sglang_kv_canary_rigs.hicache_serving import STORAGE, Pages, prompts
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, WithPages, prompts
 from sglang_kv_canary_rigs.pd_pairs import (
     BY_HAND,
     FAULTS,
@@ -165,17 +165,11 @@ class OnHost(PdServing):
 
 
 @BY_HAND
-class TestLoraWithHiCache(TestLora):
+class TestLoraWithHiCache(WithPages, TestLora):
     """KV of an adapter comes back from host memory, and from storage where its prefix begins in host memory."""
 
     over: ClassVar = OnHost
     plugins: ClassVar = (*(() if release().has_own_canary else FILL_INS), transit_faults)
-
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.pages = Pages()
-        cls.env = {**cls.env, **cls.pages.env}
-        super().setup_class()
 
     def test_prefixes_of_an_adapter_come_from_host_memory(self) -> None:
         asked = prompts("host", 8)
@@ -184,11 +178,6 @@ class TestLoraWithHiCache(TestLora):
         assert [answer for answer, _ in again] == first
         assert sum(found for _, found in again) > 0
         self.assert_no_violations()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        cls.pages.remove()
 
 
 if __name__ == "__main__":

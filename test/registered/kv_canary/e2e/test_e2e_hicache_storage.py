@@ -20,7 +20,7 @@ from sglang_kv_canary_rigs.hicache_serving import (
     STORAGE_PATH,
     AsAdmin,
     HiCacheE2E,
-    Pages,
+    WithPages,
     ask,
     hits,
     prompts,
@@ -32,22 +32,11 @@ register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
 
 
-class StorageE2E(HiCacheE2E):
+class StorageE2E(WithPages, HiCacheE2E):
     """Each class has a folder of its own."""
 
     flags: ClassVar = {**HiCacheE2E.flags, **STORAGE}
     page: ClassVar[int] = 1
-
-    @classmethod
-    def setup_class(cls) -> None:
-        cls.pages = Pages()
-        cls.env = {**cls.env, **cls.pages.env}
-        super().setup_class()
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        super().teardown_class()
-        cls.pages.remove()
 
     def file(self, key: str) -> Path:
         return self.pages.file(key)

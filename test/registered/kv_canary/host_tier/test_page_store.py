@@ -16,7 +16,13 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.host_tier.page_store import ABANDONED_S, PageStore
 from sglang_kv_canary.host_tier.record_files import RecordFiles
-from sglang_kv_canary.host_tier.stored_records import Unusable, identity_of, pack, unpack
+from sglang_kv_canary.host_tier.stored_records import (
+    NAME_BYTES,
+    Unusable,
+    identity_of,
+    pack,
+    unpack,
+)
 from sglang_kv_canary.record import Mode, State
 from sglang_kv_canary.wiring import hicache_storage
 from sglang_kv_canary.wiring.context import context
@@ -271,6 +277,96 @@ def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
+def stored_and_revoked(rig: HiCacheRig, folder: Path) -> PageStore:
+    """A server that has stored all pages, and has found damage then."""
+    store = store_in(folder, rig)
+    store.settle(store.claim(KEYS, rig.host, nothing)[1], lambda key: True)
+    for key in KEYS:
+        (folder / f"{key}.bin").touch()
+    store.revoke()
+    return store
+
+
+def test_revoked_pages_are_used_by_no_server_and_can_be_stored_again(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored_and_revoked(rig, tmp_path)
+    other = store_in(tmp_path, rig)
+    for _ in range(2):
+        other.begin("r", 0, 0)
+        assert not other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert other.unusable == {Unusable.REVOKED: 1, Unusable.MISSING: 1}
+    assert not (tmp_path / f"{KEYS[0]}.bin").exists()
+    assert "has found damage since" in caplog.text
+    assert not rig.found  # no finding: it was reported when it was found
+    assert other.claim(KEYS[:1], rig.host[:PAGE], nothing) == ([0], KEYS[:1])
+    other.begin("r", 0, 0)
+    assert other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+
+
+def test_pages_of_other_servers_are_not_revoked(rig: HiCacheRig, tmp_path: Path) -> None:
+    other = store_in(tmp_path, rig)
+    other.settle(other.claim(KEYS, rig.host, nothing)[1], lambda key: True)
+    store = store_in(tmp_path, rig)
+    store.claim(["mine"], rig.host[:PAGE], nothing)
+    store.revoke()
+    store.begin("r", 0, 0)
+    assert store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+
+
+def test_what_was_computed_before_is_not_stored_afterwards(rig: HiCacheRig, tmp_path: Path) -> None:
+    """It may wait for the thread that stores pages. What comes later is stored under another name."""
+    store = stored_and_revoked(rig, tmp_path)
+    assert store.claim(["late"], rig.host[:PAGE], nothing) == ([], [])
+    rig.extend(3, TOKENS[:PAGE])
+    host = rig.write_back(3, PAGE)
+    assert store.claim(["new"], host, nothing) == ([0], ["new"])
+    store.begin("r", 0, 0)
+    assert store.accept("r", "new", TOKENS, host)
+
+
+def test_a_page_that_is_being_stored_meanwhile_is_revoked_too(
+    rig: HiCacheRig, tmp_path: Path
+) -> None:
+    store = store_in(tmp_path, rig)
+
+    def exists(key: str) -> bool:
+        if key == KEYS[1]:
+            store.revoke()
+        return False
+
+    assert store.claim(KEYS, rig.host, exists) == ([*range(5)], KEYS)
+    for number, key in enumerate(KEYS):
+        store.begin("r", number * PAGE, 0)
+        assert not store.accept("r", key, TOKENS, rig.host[:PAGE])
+    assert store.unusable == {Unusable.REVOKED: 5}
+
+
+def test_a_name_that_cannot_be_revoked_is_tried_again(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+    with monkeypatch.context() as without_a_folder:
+        without_a_folder.setattr(
+            store.files, "_path_of", lambda key: str(tmp_path / "gone" / f"{key}.bin")
+        )
+        with pytest.raises(FileNotFoundError):
+            store.revoke()
+    store.revoke()
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+
+
+def test_sglang_evicts_no_revoked_name(rig: HiCacheRig, tmp_path: Path) -> None:
+    stored_and_revoked(rig, tmp_path)
+    (revoked,) = tmp_path.glob("kvc-revoked-*")
+    assert not revoked.suffix
+    store = store_in(tmp_path, rig)
+    store.revoke()  # it has stored nothing
+    assert list(tmp_path.glob("kvc-revoked-*")) == [revoked]
+
+
 @pytest.mark.parametrize("name", ["v2", None])
 def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch) -> None:
     from sglang.srt import server_args
@@ -295,7 +391,7 @@ def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch
 @pytest.mark.parametrize("offset", range(0, 200, 7))
 def test_every_damaged_byte_of_the_records_is_seen(rig: HiCacheRig, offset: int) -> None:
     whose = identity_of({"a": 1})
-    data = bytearray(pack(rig.tier.records.get(rig.host[:PAGE]), whose))
+    data = bytearray(pack(rig.tier.records.get(rig.host[:PAGE]), whose, bytes(NAME_BYTES)))
     assert torch.equal(
         unpack(bytes(data), whose, PAGE, 2).words, rig.tier.records.get(rig.host[:PAGE]).words
     )

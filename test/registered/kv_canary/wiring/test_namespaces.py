@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from array import array
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ if "v0_5_22.action" not in release().hook_modules:
         allow_module_level=True,
     )
 
-from sglang_kv_canary.wiring.v0_5_22 import hicache_storage, namespaces
+from sglang_kv_canary.wiring.v0_5_22 import action, namespaces
 from sglang_kv_canary.wiring.v0_5_22.namespaces import Namespaces
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -125,16 +124,56 @@ def test_what_was_computed_may_be_in_host_memory_alone(
     assert filled.epoch == loads_copies
 
 
-def test_no_storage_is_attached_to_a_server_that_ends_requests(
+def test_what_was_stored_is_revoked_in_every_storage_that_was_attached(
     filled: Namespaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = filled.scheduler.tree_cache
-    filled.loads_copies = True
-    hook = next(h for h in hicache_storage.HOOKS if h.target.endswith("attach_storage_backend"))
-    attach = functools.partial(hook.fn, type(tree).attach_storage_backend, tree)
-    assert "HiCache is not initialized" in attach("file")[1]
+    revoked: list[str] = []
+
+    class Store:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def revoke(self) -> None:
+            revoked.append(self.name)
+
+    monkeypatch.setattr(context, "page_stores", [Store("detached"), Store("attached")])
+    assert filled.drop({9}) == 0
+    assert revoked == []
+    filled.drop({3})
+    assert revoked == ["detached", "attached"]
+
+
+@pytest.mark.parametrize("key", [None, "tenant"])
+def test_nothing_of_a_dropped_namespace_is_stored(
+    key: str | None, filled: Namespaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own tree tells the namespace of what it is about to store."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree, stored = filled.scheduler.tree_cache, []
+    hook = next(h for h in action.HOOKS if h.target.endswith("write_backup_storage"))
+
+    def store(request: Any) -> bool:
+        radix_key = RadixKey(array("q", range(8)), request.extra_key)
+        value = filled.scheduler.token_to_kv_pool_allocator.alloc(8)
+        tree.insert(InsertParams(key=radix_key, value=value))
+        node = tree.match_prefix(MatchPrefixParams(key=radix_key)).last_device_node
+        stored.clear()
+        hook.fn(lambda tree, node: stored.append(node), tree, node)
+        return stored == [node]
+
+    running, later = _request(key), _request(key)
+    filled.admit(running)
+    assert store(running)  # without the action
     monkeypatch.setattr(context, "containment", SimpleNamespace(prefixes=filled))
-    assert "cannot drop damage from storage" in attach("file")[1]
+    assert store(running)
+    filled.drop(None)
+    assert not store(running)
+    filled.admit(later)
+    assert store(later)
+    filled.drop(None)
+    assert not store(later)
 
 
 def test_ranks_have_the_same_namespaces(cache: Namespaces) -> None:

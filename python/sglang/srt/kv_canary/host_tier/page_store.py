@@ -2,11 +2,15 @@
 
 The threads of the backend call it. The server that creates a page's records also stores the page. So they fit each
 other, also where several servers share a folder.
+
+Pages are stored under a name of the server's own. When all that it has stored may come from damage, it revokes the
+name, and takes another.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,7 +25,7 @@ from ..reports.tier_finding import Finding
 from .host_records import SlotRecords
 from .host_tier import HostTier
 from .record_files import RecordFiles
-from .stored_records import Unusable, pack, unpack
+from .stored_records import NAME_BYTES, Unusable, name_in, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ ABANDONED_S = 60.0  # records whose page has not come by then belong to a server
 _SAID = {
     Unusable.MISSING: "it has no records, as pages that a server without the canary has stored",
     Unusable.OTHER: "its records are of another version, model, weights, setting or prefix",
+    Unusable.REVOKED: "the server that has stored it has found damage since",
 }
 
 
@@ -86,6 +91,10 @@ class PageStore:
         self._forgotten: OrderedDict[str, int] = OrderedDict()  # key -> number of the last time
         self._undeletable: set[str] = set()
         self._storing: dict[str, bool] = {}  # keys under way -> whether they are still wanted
+        self._own_name = os.urandom(NAME_BYTES)
+        self._has_stored = False  # under this name
+        self._names_to_revoke: list[bytes] = []
+        self._revoked_at = -1  # forward: what was computed until then is not stored any more
 
     # Host to storage
 
@@ -98,6 +107,9 @@ class PageStore:
         no record, or if another server is storing it. Call `settle` with the keys when the backend is done.
         """
         pages, ours, identity = [], [], self._identity()
+        with self._lock:
+            name, since = self._own_name, max(self._server.weights_since, self._revoked_at)
+            self._has_stored = True
         for number, (key, slots) in enumerate(
             zip(keys, host_slots.split(self.page_size), strict=True)
         ):
@@ -109,7 +121,8 @@ class PageStore:
             ):  # before its records are read: whoever forgets a page clears them first
                 self._storing[key] = True
             records = self._tier.records.get(slots)
-            if self._can_be_stored(records) and self._create(key, pack(records, identity)):
+            storable = _are_written_after(since, records)
+            if storable and self._create(key, pack(records, identity, name)):
                 pages.append(number)
                 ours.append(key)
             else:
@@ -144,6 +157,20 @@ class PageStore:
                 self._forgotten.popitem(last=False)
         self._remove(keys)
 
+    def revoke(self) -> None:
+        """All that was computed until now may come from damage. No server uses what this one has stored of it.
+
+        Raises OSError if the name cannot be revoked. It is tried again with the next one.
+        """
+        with self._lock:
+            self._revoked_at = self._server.forward_ct
+            if self._has_stored:
+                self._names_to_revoke.append(self._own_name)
+                self._own_name, self._has_stored = os.urandom(NAME_BYTES), False
+        while self._names_to_revoke:
+            self.files.revoke(self._names_to_revoke[-1])
+            self._names_to_revoke.pop()
+
     def _remove(self, keys: Sequence[str]) -> None:
         failed = None
         for key in keys:
@@ -161,13 +188,6 @@ class PageStore:
         """Since the prefetch began, or for good."""
         with self._lock:
             return key in self._undeletable or self._forgotten.get(key, 0) > start.forgets
-
-    def _can_be_stored(self, records: SlotRecords) -> bool:
-        """Whether all slots are live and of the present weights."""
-        writer = records.words[:, :, record.WORD_WRITER]
-        live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
-        written = writer & record.FORWARD_MASK
-        return bool((live & (written > self._server.weights_since)).all())
 
     def _create(self, key: str, data: bytes) -> bool:
         if self.files.create(key, data):
@@ -209,6 +229,10 @@ class PageStore:
             return False
         if data is None or start is None:
             return self._refuse(Unusable.MISSING)
+        name = name_in(data)
+        if name is not None and self.files.is_revoked(name):
+            self._remove([key])  # so that it can be stored anew
+            return self._refuse(Unusable.REVOKED)
         halves = len(self._tier.group.halves)
         records = unpack(data, self._identity(), self.page_size, halves)
         if records is Unusable.DAMAGED:
@@ -264,3 +288,11 @@ class PageStore:
         """Forwards and rows of another server say nothing here."""
         word = record.pack_writer(self._server.forward_ct, 0, Mode.LOADED, State.LIVE)
         records.words[:, :, record.WORD_WRITER] = word
+
+
+def _are_written_after(forward: int, records: SlotRecords) -> bool:
+    """Whether all slots are live, and were written by later forwards."""
+    writer = records.words[:, :, record.WORD_WRITER]
+    live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
+    written = writer & record.FORWARD_MASK
+    return bool((live & (written > forward)).all())

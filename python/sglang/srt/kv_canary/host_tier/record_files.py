@@ -1,4 +1,7 @@
-"""Files with the records of stored pages. A file appears whole, and only one server creates it."""
+"""Files with the records of stored pages. A file appears whole, and only one server creates it.
+
+Beside them lie the revoked names of servers. Their files have no suffix of SGLang's, so that it evicts none of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 KEY_PREFIX = "kvc:"  # before the page's key
+REVOKED_PREFIX = "kvc-revoked-"  # before the name
 
 
 class RecordFiles:
@@ -17,6 +21,16 @@ class RecordFiles:
 
     def __init__(self, path_of: Callable[[str], str]) -> None:
         self._path_of = path_of
+
+    def _of_revoked(self, name: bytes) -> Path:
+        return Path(self._path_of("")).parent / f"{REVOKED_PREFIX}{name.hex()}"
+
+    def revoke(self, name: bytes) -> None:
+        """No server uses what was stored under `name`, from now on. Stays as long as the folder."""
+        self._of_revoked(name).touch()
+
+    def is_revoked(self, name: bytes) -> bool:
+        return self._of_revoked(name).exists()
 
     def path(self, key: str) -> Path:
         return Path(self._path_of(KEY_PREFIX + key))

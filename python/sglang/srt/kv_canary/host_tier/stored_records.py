@@ -1,4 +1,7 @@
-"""The records of one page in a storage backend: a header, the device slots of the fingerprints, the records."""
+"""The records of one page in a storage backend: a header, the device slots of the fingerprints, the records.
+
+The header names who has stored the page. A name that is revoked says that its pages may come from damage.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ import torch
 from ..record import RECORD_WORDS
 from .host_records import SlotRecords
 
-VERSION = 1  # of this layout, the record, the chain, the anchors and the fingerprint together
+VERSION = 2  # of this layout, the record, the chain, the anchors and the fingerprint together
 _MAGIC = b"KVCR"
-_HEADER = struct.Struct("<4sI32sII")  # magic, version, identity, halves, checksum of the rest
+# magic, version, identity, halves, checksum of what follows, name of who has stored it
+_HEADER = struct.Struct("<4sI32sII16s")
+NAME_BYTES = 16
 
 
 class Unusable(Enum):
@@ -26,6 +31,7 @@ class Unusable(Enum):
     MISSING = "missing"
     OTHER = "other"  # of another version, model, weights or layout, or of another prefix
     DAMAGED = "damaged"
+    REVOKED = "revoked"  # by the server that stored it
 
 
 def identity_of(facts: Mapping[str, Any]) -> bytes:
@@ -33,23 +39,31 @@ def identity_of(facts: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def pack(records: SlotRecords, identity: bytes) -> bytes:
-    """The bytes to store."""
+def pack(records: SlotRecords, identity: bytes, name: bytes) -> bytes:
+    """The bytes to store. `name`: NAME_BYTES, of who stores them."""
     parts = (records.sampled_as.contiguous(), records.words.contiguous())
     body = b"".join(part.numpy().astype("<i8", copy=False).tobytes() for part in parts)
     halves = records.words.shape[1]
-    return _HEADER.pack(_MAGIC, VERSION, identity, halves, zlib.crc32(body)) + body
+    return _HEADER.pack(_MAGIC, VERSION, identity, halves, zlib.crc32(name + body), name) + body
+
+
+def name_in(data: bytes) -> bytes | None:
+    """Who has stored a page with these records. None: no records of this version."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, version, *_, name = _HEADER.unpack_from(data)
+    return name if (magic, version) == (_MAGIC, VERSION) else None
 
 
 def unpack(data: bytes, identity: bytes, slots: int, halves: int) -> SlotRecords | Unusable:
     """The records of a page of `slots` slots, or why there are none."""
     if len(data) < _HEADER.size:
         return Unusable.DAMAGED
-    magic, version, whose, their_halves, checksum = _HEADER.unpack_from(data)
+    magic, version, whose, their_halves, checksum, name = _HEADER.unpack_from(data)
     if (magic, version, whose, their_halves) != (_MAGIC, VERSION, identity, halves):
         return Unusable.OTHER
     body = data[_HEADER.size :]
-    if len(body) != 8 * slots * (1 + halves * RECORD_WORDS) or zlib.crc32(body) != checksum:
+    if len(body) != 8 * slots * (1 + halves * RECORD_WORDS) or zlib.crc32(name + body) != checksum:
         return Unusable.DAMAGED
     values = torch.frombuffer(bytearray(body), dtype=torch.int64)
     return SlotRecords(values[slots:].view(slots, halves, RECORD_WORDS), values[:slots])

@@ -83,7 +83,8 @@ class CanaryContext:
     # Requests by (peer, what of their KV is not checked)
     told: Counter[tuple[str, str]] = field(default_factory=Counter)
     host_tier: HostTier | None = None  # HiCache's host pool; None: there is none
-    page_store: PageStore | None = None  # records beside the pages of its storage backend
+    # Records beside the pages of its storage backends: of the one that is attached now, the last
+    page_stores: list[PageStore] = field(default_factory=list)
     # Host slot of each token of the longest cached prefix; None: the device pool holds it, too
     host_slots_of: Callable[[Any, list[int]], list[int | None]] | None = None
     containment: Any | None = (

@@ -30,20 +30,21 @@ def store_of(controller: Any) -> PageStore | None:
     tier, manager = context.host_tier, context.target
     if tier is None or manager is None:
         return None
-    store, backend = context.page_store, controller.storage_backend
-    if store is None or store.backend is not backend:
+    stores, backend = context.page_stores, controller.storage_backend
+    if not stores or stores[-1].backend is not backend:
         files = RecordFiles(lambda key: _path(backend, key))
-        store = PageStore(
-            tier,
-            backend,
-            controller.storage_backend_type,
-            files,
-            controller.page_size,
-            manager,
-            lambda: identity_now(controller),
+        stores.append(
+            PageStore(
+                tier,
+                backend,
+                controller.storage_backend_type,
+                files,
+                controller.page_size,
+                manager,
+                lambda: identity_now(controller),
+            )
         )
-        context.page_store = store
-    return store
+    return stores[-1]
 
 
 def _path(backend: Any, key: str) -> str:
@@ -82,8 +83,6 @@ def _around_attach(original: Callable[..., Any], tree: Any, *args: Any, **kwargs
         return False, f"kv-canary does not cover the storage backend {backend!r}: use 'file'"
     if context.host_tier is not None and release().server_args().disaggregation_mode == "decode":
         return False, "kv-canary does not cover storage on a decode server"
-    if context.containment is not None and context.containment.prefixes.loads_copies:
-        return False, "kv-canary cannot drop damage from storage: unset SGLANG_KV_CANARY_ACTION"
     return original(tree, *args, **kwargs)
 
 

@@ -25,7 +25,7 @@ from ..path_support import PathSupport
 from ..refusals import Refusal
 from ..releases import Release
 from .allocator_methods import ALLOCATOR_METHODS, SWA_ALLOCATOR_METHODS
-from .namespace import as_sent, namespace
+from .namespace import key_in_chains, namespace
 from .pools import UNIFIED_POOLS
 from .transfers import TRANSFERS
 from .unified_allocator_methods import UNIFIED_ALLOCATORS
@@ -46,10 +46,8 @@ def _refusals() -> tuple[Refusal, ...]:
 
 
 def _namespace_of(request: Any) -> str | None:
-    key = request.extra_key
-    if key and context.is_of_pair:
-        key = as_sent(key)
-    return namespace(shared_key(request, key), request.cache_salt)
+    key = shared_key(request, key_in_chains(request.extra_key))
+    return namespace(key, request.cache_salt)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:

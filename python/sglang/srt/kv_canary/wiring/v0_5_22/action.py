@@ -17,7 +17,7 @@ from ..containment.install import install_containment, is_asked_for
 from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
-from ..guard import guarded, guarded_aside
+from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from .namespaces import Namespaces, prefixes_of
@@ -39,8 +39,6 @@ def _why_not(scheduler: Any) -> str | None:
     args = release().settled(scheduler.server_args)
     if not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
         why = "no test has run it with speculation other than EAGLE and EAGLE3"
-    elif args.enable_hierarchical_cache and args.hicache_storage_backend is not None:
-        why = "damage that was computed may be in storage, from which nothing can be dropped"
     elif args.enable_hierarchical_cache and args.disaggregation_mode == "decode":
         why = "no test has run it with HiCache on a decode server"
     elif args.enable_streaming_session:
@@ -87,6 +85,18 @@ def _around_slide(original: Callable[..., Any], tree: Any, request: Any, *a: Any
     return original(tree, request, *a, **k)
 
 
+def _around_store(original: Callable[..., Any], tree: Any, node: int) -> None:
+    """AROUND the start of a store: nothing of a dropped namespace is stored."""
+    prefixes = getattr(context.containment, "prefixes", None)
+    if not isinstance(prefixes, Namespaces) or attempt_aside(_is_reached, prefixes, tree, node):
+        original(tree, node)
+
+
+def _is_reached(prefixes: Namespaces, tree: Any, node: int) -> bool:
+    extra_key, _ = tree.tree_core.prefetch_anchor_info(node)
+    return not prefixes.is_dropped(extra_key)
+
+
 TERMS = Terms(lambda request: request.kv.kv_allocated_len, _requests_of, _end_waiting)
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -104,6 +114,12 @@ HOOKS = (
     HookSpec(
         "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
         _around_slide,
+        HookType.AROUND,
+        ACTION,
+    ),
+    HookSpec(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage",
+        _around_store,
         HookType.AROUND,
         ACTION,
     ),

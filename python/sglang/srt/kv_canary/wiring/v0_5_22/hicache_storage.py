@@ -10,7 +10,7 @@ from ...plan.host_chain import chain_of_tokens
 from ..guard import guarded_aside
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
-from .namespace import namespace
+from .namespace import key_in_chains, namespace
 
 __all__ = ["HOOKS"]
 
@@ -29,7 +29,7 @@ def _before_prefetch(
     """`tokens`: those before the prefetch, in the namespace of `key`."""
     store = store_of(controller)
     if store is not None:
-        anchor = anchor_of(namespace(key.extra_key, key.cache_salt))
+        anchor = anchor_of(namespace(key_in_chains(key.extra_key), key.cache_salt))
         store.begin(handle.rid, len(tokens or ()), chain_of_tokens(tokens or (), anchor))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["END", "OURS", "as_sent", "namespace"]
+from ..context import context
+
+__all__ = ["END", "OURS", "as_sent", "key_in_chains", "namespace"]
 
 END = "\x1f"  # of what is ours in an extra key
 OURS = f"{END}kv-canary "  # begins it
@@ -19,3 +21,8 @@ def as_sent(extra_key: str | None) -> str | None:
     while extra_key and extra_key.startswith(OURS):
         extra_key = extra_key.removeprefix(OURS).partition(END)[2] or None
     return extra_key
+
+
+def key_in_chains(extra_key: str | None) -> str | None:
+    """The extra key from which the chains of this server start."""
+    return as_sent(extra_key) if context.is_of_pair else extra_key

@@ -2,6 +2,9 @@
 
 The tree is compiled code, and takes no single node out of reach. So all requests that hold no slots yet get an extra
 key that no cached prefix has. Running requests keep theirs. Old prefixes go with SGLang's own eviction.
+
+A storage backend outlives the process, and its keys follow from the namespace. So what this process has stored is
+revoked for all servers, and nothing of an old namespace is stored any more.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..containment.prefixes import Computed, NoPrefixes, Prefixes
+from ..context import context
+from ..guard import attempt_aside
+from ..hicache_storage import store_of
 from ..releases import release
 from .namespace import END, OURS
 
@@ -81,9 +87,21 @@ class Namespaces:
             if not len(wanted) or not bool(torch.isin(cached, wanted).any()):
                 return 0
         self.epoch += 1
+        self._revoke_stored()
         for request in _without_a_row(self.scheduler):
             self.admit(request)
         return len(cached)
+
+    def _revoke_stored(self) -> None:
+        tree = self.scheduler.tree_cache
+        if tree.enable_storage:
+            store_of(tree.cache_controller)  # pages may wait to be the first
+        for store in context.page_stores:
+            attempt_aside(store.revoke)
+
+    def is_dropped(self, extra_key: str | None) -> bool:
+        """Whether no new request gets prefixes of this namespace."""
+        return self.epoch > 0 and not (extra_key or "").startswith(self.default_key)
 
     @property
     def default_key(self) -> str | None:
