@@ -25,7 +25,6 @@ from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
 from sglang_kv_canary.wiring.record_sender import RecordSender, _runs, at_once
-from sglang_kv_canary.wiring.v0_5_12.nixl import _is_only_sender
 from sglang_kv_canary.wiring.v0_5_22.nixl import _Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -239,34 +238,71 @@ def test_a_transfer_that_cannot_begin_is_an_error_of_the_transport(is_newer: boo
         nixl._post(kv_manager, "peer", blocks)
 
 
-def test_kv_is_posted_while_records_are_under_way() -> None:
-    agent = _Agent(records="DONE", kv="DONE")
-    arrive = nixl.waiting_in(agent)("records")
+class _Describing:
+    """NIXL's agent, as far as descriptors go."""
+
+    def __init__(self) -> None:
+        self.described: list[tuple[list[list[int]], str]] = []
+
+    def get_xfer_descs(self, blocks: np.ndarray, kind: str) -> None:
+        self.described.append((blocks.tolist(), kind))
+
+
+SIDES = np.array([[1, 32, 0]], np.uint64), np.array([[2, 32, 1]], np.uint64)
+
+
+def test_records_travel_in_the_first_transfer_of_kv() -> None:
+    agent = _Describing()
+    passenger = nixl.Passenger(agent)
 
     def post_kv() -> str:
-        assert agent.asked == []
+        for address, kind in ((7, "DRAM"), (8, "VRAM"), (9, "VRAM"), (10, "VRAM"), (11, "VRAM")):
+            agent.get_xfer_descs(np.array([[address, 64, 0]], np.uint64), kind)
         return "kv"
 
-    assert nixl.beside(arrive, agent, post_kv) == "kv"
-    assert agent.asked == ["records"] * 3  # and SGLang waits for its own
+    assert passenger.carry(post_kv, SIDES, lambda: pytest.fail("posted twice")) == "kv"
+    assert post_kv() == "kv"
+    kv = {address: [[address, 64, 0]] for address in range(7, 12)}
+    carried = {8: [*kv[8], [1, 32, 0]], 9: [*kv[9], [2, 32, 1]]}
+    assert [blocks for blocks, _ in agent.described] == [*{**kv, **carried}.values(), *kv.values()]
 
 
-def test_after_an_error_of_kv_no_record_is_under_way() -> None:
-    agent = _Agent(records="DONE")
+def test_another_thread_s_transfer_takes_nothing_along() -> None:
+    agent = _Describing()
+    passenger = nixl.Passenger(agent)
+
+    def describe() -> None:
+        agent.get_xfer_descs(np.array([[8, 64, 0]], np.uint64), "VRAM")
+
+    def post_kv() -> str:
+        other = threading.Thread(target=describe)
+        other.start()
+        other.join()
+        return "kv"
+
+    posted: list[str] = []
+    assert passenger.carry(post_kv, SIDES, lambda: posted.append("records")) == "kv"
+    assert (posted, agent.described) == (["records"], [([[8, 64, 0]], "VRAM")])
+
+
+def test_after_an_error_of_kv_the_next_transfer_takes_nothing_along() -> None:
+    agent = _Describing()
+    passenger = nixl.Passenger(agent)
 
     def post_kv() -> str:
         raise KeyError("SGLang's")
 
     with pytest.raises(KeyError):
-        nixl.beside(nixl.waiting_in(agent)("records"), agent, post_kv)
-    assert agent.asked == ["records"] * 3
+        passenger.carry(post_kv, SIDES, lambda: pytest.fail("KV was not posted"))
+    agent.get_xfer_descs(np.array([[8, 64, 0]], np.uint64), "VRAM")
+    assert agent.described == [([[8, 64, 0]], "VRAM")]
 
 
-def test_after_an_error_of_records_no_kv_is_under_way() -> None:
+@pytest.mark.parametrize("handle", ["kv", ["kv"]])
+def test_after_an_error_of_records_no_kv_is_under_way(handle: str | list[str]) -> None:
     agent = _Agent(records="ERR", kv="DONE")
-    arrive = nixl.waiting_in(agent)("records")
     with pytest.raises(nixl._TransferFailed):
-        nixl.beside(arrive, agent, lambda: "kv")
+        nixl.beside(agent, lambda: handle, nixl.waiting_in(agent)("records"))
     assert agent.asked == ["records"] * 3 + ["kv"] * 3
 
 
@@ -274,29 +310,6 @@ def test_nobody_is_told_of_records_that_may_not_have_come() -> None:
     agent = _Agent()  # it knows no such transfer
     with pytest.raises(nixl._TransferFailed):
         nixl.waiting_in(agent)("records")()
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "pp", "cp", "expected"),
-    [
-        (1, 1, 1, 1, True),
-        (1, 2, 1, 1, True),
-        (2, 1, 1, 1, False),
-        (1, 1, 2, 1, False),
-        (1, 1, 1, 2, False),
-    ],
-)
-def test_several_senders_of_a_peer_write_records_first(
-    mine: int, theirs: int, pp: int, cp: int, expected: bool
-) -> None:
-    """Any rank's metadata lets the peer see success, as far as its KV has come."""
-    kv_manager = SimpleNamespace(
-        decode_kv_args_table={"peer": SimpleNamespace(decode_tp_size=theirs)},
-        attn_tp_size=mine,
-        pp_size=pp,
-        attn_cp_size=cp,
-    )
-    assert _is_only_sender(kv_manager, "peer") is expected
 
 
 def test_newer_releases_wait_for_records_with_kv() -> None:
@@ -333,6 +346,7 @@ def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
         _await_handles=print,
         conclude_transfer=lambda **what: ended.append(what),
         transfer_infos=None,
+        agent=None,
     )
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
     layout = replace(layout, heeds_damage=1)

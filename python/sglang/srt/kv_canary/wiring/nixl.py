@@ -1,10 +1,11 @@
-"""NIXL writes the records of pages while SGLang prepares and posts their KV, as a transfer of its own.
+"""NIXL writes the records of pages within SGLang's transfer of their KV, or as a transfer of its own.
 
 NIXL's completion of one transfer says nothing about another. So a release says who waits for both.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..transfer.layout import TransferLayout
-from .record_sender import Arrive, RecordSender
+from .record_sender import Arrive, RecordSender, wrap_method
 
-__all__ = ["beside", "sender_over_nixl", "waiting_in"]
+__all__ = ["Passenger", "beside", "sender_over_nixl", "sides_of", "waiting_in"]
 
+_DEVICE = "VRAM"  # SGLang registers all states as memory of the device
 Posted = Callable[[Any], Arrive]  # of the handle of a transfer
 
 
@@ -58,22 +60,56 @@ def waiting_in(agent: Any) -> Posted:
     return posted
 
 
-def beside(arrive: Arrive, agent: Any, post_kv: Callable[[], Any]) -> Any:
-    """What `post_kv` returns, the handle of SGLang's own transfer, when the records have arrived, too.
+class Passenger:
+    """Lets records travel in the transfers that SGLang posts: one transfer costs its host about a millisecond.
 
-    After an error of either, none of both writes any more: the slots of the request go to others.
+    SGLang describes the memory of a transfer here first, and then that at the peer.
     """
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._sides = threading.local()
+        wrap_method(agent, "get_xfer_descs", self._describe)
+
+    def carry(
+        self,
+        post_kv: Callable[[], Any],
+        sides: tuple[np.ndarray, np.ndarray],
+        otherwise: Callable[[], object],
+    ) -> Any:
+        """What `post_kv` returns, the handle of SGLang's own transfer. It takes `sides` along, see `sides_of`.
+
+        `otherwise` sends the records where `post_kv` describes no memory of the device.
+        """
+        here, there = sides
+        waiting = self._sides.waiting = [there, here]
+        try:
+            handle = post_kv()
+        finally:
+            self._sides.waiting = []
+        return beside(self._agent, lambda: handle, otherwise) if waiting else handle
+
+    def _describe(
+        self, original: Callable[..., Any], blocks: Any, kind: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        waiting = getattr(self._sides, "waiting", None)
+        if waiting and kind == _DEVICE and isinstance(blocks, np.ndarray):
+            blocks = np.concatenate([blocks, waiting.pop().astype(blocks.dtype)])
+        return original(blocks, kind, *args, **more)
+
+
+def beside(agent: Any, post_kv: Callable[[], Any], post_records: Callable[[], object]) -> Any:
+    """What `post_kv` returns, the handle of SGLang's own transfer, when `post_records` has returned, too.
+
+    After an error of the records KV is not under way any more: the slots of the request go to others.
+    """
+    handle = post_kv()
     try:
-        handle = post_kv()
-    except BaseException:
-        with suppress(*_errors()):  # SGLang's own error counts
-            arrive()
-        raise
-    try:
-        arrive()
+        post_records()
     except _errors():
-        with suppress(Exception):
-            _settle(agent, handle)
+        for each in handle if isinstance(handle, (list, tuple)) else [handle]:
+            with suppress(Exception):
+                _settle(agent, each)
         raise
     return handle
 
@@ -93,14 +129,8 @@ def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
 
 def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
     """Start to write `blocks`, see RecordSender. Returns the transfer's handle."""
-    here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    source, target, size = blocks.T
     agent = kv_manager.agent
-    # SGLang registers all states as memory of the device.
-    sides = (
-        agent.get_xfer_descs(np.stack([side, size, np.full_like(size, gpu)], axis=1), "VRAM")
-        for side, gpu in ((source, here), (target, there))
-    )
+    sides = (agent.get_xfer_descs(side, _DEVICE) for side in sides_of(kv_manager, peer, blocks))
     handle = agent.initialize_xfer("WRITE", *sides, peer)
     why = "kv-canary: NIXL cannot begin a transfer of records"
     if (post := getattr(kv_manager, "_post_xfer", None)) is not None:
@@ -110,6 +140,17 @@ def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
     elif agent.transfer(handle) == "ERR":
         raise _TransferFailed(why)
     return handle
+
+
+def sides_of(kv_manager: Any, peer: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`blocks` as descriptors of the memory here and at the peer, uint64[n, 3] of (address, bytes, device) each."""
+    here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
+    source, target, size = blocks.T
+    first, second = (
+        np.stack([side, size, np.full_like(size, gpu)], axis=1)
+        for side, gpu in ((source, here), (target, there))
+    )
+    return first, second
 
 
 def _settle(agent: Any, handle: Any) -> str:

@@ -30,6 +30,7 @@ Arrive = Callable[
     [], int
 ]  # waits until blocks have arrived. Returns the transport's status, 0 for success
 T = TypeVar("T")
+_NO_BLOCKS = np.empty((0, 3), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,12 @@ class RecordSender:
         pages = (source_pages, target_pages, PoolKind.FULL)
         return self.contained(peer, self._start, peer, *pages) or at_once
 
+    def blocks(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> np.ndarray:
+        """What `start` would write, for a transfer that SGLang posts: uint64[n, 3], see `post`."""
+        pages = (source_pages, target_pages, PoolKind.FULL)
+        found = self.contained(peer, self._blocks, peer, *pages)
+        return _NO_BLOCKS if found is None else found
+
     def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
         """Send these records. Returns the transport's status, 0 for success."""
         return self.start(peer, source_pages, target_pages)()
@@ -122,9 +129,15 @@ class RecordSender:
     def _start(
         self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
     ) -> Arrive:
+        blocks = self._blocks(peer, source_pages, target_pages, kind)
+        return self._post(peer, blocks) if len(blocks) else at_once
+
+    def _blocks(
+        self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
+    ) -> np.ndarray:
         pointers = self._peer(peer).pointers
         if pointers is None or peer in self._broken or not len(source_pages):
-            return at_once
+            return _NO_BLOCKS
         firsts, there, lengths = _runs(source_pages, target_pages)
         size = self._page_bytes
         blocks = [
@@ -132,7 +145,7 @@ class RecordSender:
             for (space, records), target in zip(self._buffers, pointers, strict=False)
             if space is kind
         ]
-        return self._post(peer, np.concatenate(blocks).astype(np.uint64)) if blocks else at_once
+        return np.concatenate(blocks).astype(np.uint64) if blocks else _NO_BLOCKS
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         from sglang.srt.disaggregation.base.conn import StateType

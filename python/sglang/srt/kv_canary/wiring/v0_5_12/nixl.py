@@ -1,6 +1,6 @@
 """NIXL in this release: the decode rank learns from notifications of NIXL that a transfer is done.
 
-A notice about records is part of those that it waits for. Records have arrived before the last one of them is posted.
+A notice about records is part of those that it waits for. Records arrive with the KV of the same notification.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import Notice, NoticeBoard
-from ..nixl import beside, sender_over_nixl, waiting_in
-from ..record_sender import at_once, wrap_method
+from ..nixl import Passenger, sender_over_nixl, sides_of, waiting_in
+from ..record_sender import wrap_method
 from ..transfer_answers import Transport
 
 __all__ = ["NIXL", "with_notice", "without_notice"]
@@ -27,6 +27,7 @@ _MARKED = re.compile(_MARK.encode() + rb"([A-Za-z0-9+/=]*)")
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     agent = kv_manager.agent
     sender = sender_over_nixl(kv_manager, layout, waiting_in(agent))
+    passenger = Passenger(agent)
 
     def noted(peer: str, notification: str) -> str:
         notice_of = functools.partial(sender.notice, peer)
@@ -36,13 +37,13 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
         pointers, target, gpu, notification, *rest = args
-        arrive = sender.start(peer, source, target)
-        if not _is_only_sender(kv_manager, peer):
-            arrive()
-            arrive = at_once
-        notification = noted(peer, notification)
-        sent = (peer, source, pointers, target, gpu, notification, *rest)
-        return beside(arrive, agent, functools.partial(original, *sent, **more))
+        blocks = sender.blocks(peer, source, target)
+        sent = (peer, source, pointers, target, gpu, noted(peer, notification), *rest)
+        post_kv = functools.partial(original, *sent, **more)
+        if not len(blocks):
+            return post_kv()
+        otherwise = functools.partial(sender.send, peer, source, target)
+        return passenger.carry(post_kv, sides_of(kv_manager, peer, blocks), otherwise)
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
@@ -60,16 +61,6 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         wrap_method(kv_manager, name, send_pages)
     wrap_method(kv_manager, "maybe_send_extra", send_state)
     wrap_method(kv_manager, "send_aux", send_aux)
-
-
-def _is_only_sender(kv_manager: Any, peer: str) -> bool:
-    """Whether the decode rank `peer` waits for this rank's notification of metadata, which comes after its records.
-
-    Of several ranks, the first such notification counts. Then each rank's KV must not be complete before its records.
-    """
-    theirs = kv_manager.decode_kv_args_table[peer].decode_tp_size
-    one_rank = kv_manager.pp_size == 1 and kv_manager.attn_cp_size == 1
-    return one_rank and kv_manager.attn_tp_size <= theirs
 
 
 def with_notice(notification: str, notice_of: Callable[[int], Notice | None]) -> str:

@@ -6,13 +6,14 @@ with its own of a chunk.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
-from ..nixl import sender_over_nixl
+from ..nixl import beside, sender_over_nixl
 from ..record_sender import Arrive, RecordSender, at_once, wrap_method
 from ..transfer_answers import Transport
 
@@ -49,18 +50,18 @@ class _Awaited(threading.local):
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    awaited = _Awaited()
+    agent, awaited = kv_manager.agent, _Awaited()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
     def send_kv(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
-        sender.send(peer, source, args[1])
-        return original(peer, source, *args, **more)
+        post_kv = functools.partial(original, peer, source, *args, **more)
+        return beside(agent, post_kv, functools.partial(sender.send, peer, source, args[1]))
 
     def send_slice(original: Callable[..., Any], peer: str, source: Any, target: Any) -> Any:
-        sender.send(peer, source, target)
-        return original(peer, source, target)
+        post_kv = functools.partial(original, peer, source, target)
+        return beside(agent, post_kv, functools.partial(sender.send, peer, source, target))
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
