@@ -1,8 +1,9 @@
 """Cost of the canary where KV travels: bytes on the wire, time to first token over disaggregation, HiCache's load-back.
 
     python benchmark/kv_canary/bench_disaggregation.py [--parts wire,ttft,load] [--model DIR] [--pairs 10]
-        [--requests 10] [--seconds 300] [--prompt 200] [--backend nixl] [--engine '{"mem_fraction_static": 0.2}']
-        [--prefill '{}'] [--decode '{"base_gpu_id": 1}'] [--hicache '{"hicache_ratio": 2.5}'] [--noise] [--breakdown]
+        [--requests 10] [--seconds 300] [--prompt 200] [--tokens 4] [--backend nixl] [--prefill '{}']
+        [--engine '{"mem_fraction_static": 0.2}'] [--decode '{"base_gpu_id": 1}'] [--noise] [--breakdown]
+        [--hicache '{"hicache_ratio": 2.5}']
 
 Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start at once, before the first is
 measured, and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time,
@@ -12,7 +13,8 @@ intervals (bootstrap). After `--seconds` of measuring no pair of that part begin
 the time of a request goes, of the faster and of the slower half of all requests (`spans.py`). Noting it costs time.
 
 wire   bytes that the prefill server gives to the transport, by what they are
-ttft   seconds until the decode server has answered with one token. The prefill, the transfer and the check are in it
+ttft   seconds until the decode server has streamed the first token, and until the last of --tokens. The prefill and the
+       transfer are in the first, the check of what has arrived is in the second
 load   seconds until a server with HiCache has answered a prompt that it must load back from host memory, with one
        token. Five prompts take turns, of which three fit on the device
 """
@@ -20,6 +22,7 @@ load   seconds until a server with HiCache has answered a prompt that it must lo
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
@@ -57,7 +60,8 @@ WARM_UP = 3  # prompts of each server that are not counted
 CACHED = 5  # prompts of which all are in host memory
 ON_DEVICE = 3  # of them
 
-Measure = Callable[[Any, str, list[int]], float]  # (server, request id, prompt): seconds
+# (server, request id, prompt): seconds until the answer begins and, if it is longer, ends
+Measure = Callable[[Any, str, list[int]], tuple[float, ...]]
 Times = dict[str, list[tuple[float, float]]]  # of each server's requests, start and end
 
 
@@ -111,13 +115,11 @@ def spans_of(options: argparse.Namespace) -> tuple[Callable[[], None], ...]:
     return (note_spans,) if options.breakdown else ()
 
 
-def first_token(serving: PdServing, name: str, prompt: list[int]) -> float:
-    start = time.perf_counter()
-    tokens = serving.run(serving.generate(name, prompt, 1))
-    seconds = time.perf_counter() - start
-    if len(tokens) != 1:
-        raise RuntimeError(f"expected one token, got {len(tokens)}:\n{serving.stderr}")
-    return seconds
+def answer(tokens: int, serving: PdServing, name: str, prompt: list[int]) -> tuple[float, ...]:
+    times, got = serving.run(serving.stream(name, prompt, tokens))
+    if len(got) != tokens:
+        raise RuntimeError(f"expected {tokens} tokens, got {len(got)}:\n{serving.stderr}")
+    return times[0], times[-1]
 
 
 # Parts
@@ -130,7 +132,7 @@ def wire(options: argparse.Namespace) -> None:
             pair_of_servers(options, CANARY, folder, plugins=(count_bytes,))
         )
         for i, prompt in enumerate(_prompts("wire", options.requests, options)):
-            first_token(serving, f"wire-{i}", prompt)
+            answer(1, serving, f"wire-{i}", prompt)
         sent = bytes_sent(folder / "wire")
     print(json.dumps({"part": "wire", **added_bytes(sent, options)}), flush=True)
 
@@ -157,10 +159,11 @@ def ttft(options: argparse.Namespace) -> None:
             for name, flags in variants(options).items()
         }
         start_together(servers, pairs)
+        measure = functools.partial(answer, options.tokens)
         for i, prompt in enumerate(_prompts("ttft-warm", WARM_UP, options)):
             for serving in pairs.values():
-                first_token(serving, f"warm-{i}", prompt)
-        _compare("ttft", pairs, first_token, options, folder)
+                measure(serving, f"warm-{i}", prompt)
+        _compare("ttft", pairs, measure, options, folder)
 
 
 def load(options: argparse.Namespace) -> None:
@@ -194,7 +197,7 @@ def start_together(stack: ExitStack, servers: Mapping[str, Any]) -> None:
         start.result()
 
 
-def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> float:
+def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[float]:
     one = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     start = time.perf_counter()
     answer = ask(serving, name, prompt, sampling_params=one)
@@ -203,7 +206,7 @@ def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> float:
         raise RuntimeError(
             f"expected a prefix from host memory, got {hits(answer)} of {len(prompt)} tokens"
         )
-    return seconds
+    return (seconds,)
 
 
 # Turns
@@ -226,8 +229,11 @@ def _compare(
     times: Times = {name: [] for name in servers}
     lines = list(_turns(part, servers, measure, options, prompts, times))
     for name in servers:
-        if name != "off":
-            _summary(part, name, lines)
+        for at, end in enumerate(("first token", "last token")):
+            if name != "off" and at < len(lines[0][name]):
+                _summary(
+                    f"{part}, {end},", name, [{n: line[n][at] for n in line} for line in lines]
+                )
         print(f"{part} {name}: {_spread(times[name])}")
     if options.breakdown:
         time.sleep(1)  # idle servers write what they have noted
@@ -257,22 +263,26 @@ def _turns(
     options: argparse.Namespace,
     prompts: list[list[int]] | None,
     times: Times,
-) -> Iterator[dict[str, float]]:
-    """Seconds of each server in each pair. Servers take turns by request, so that the machine's drift hits all."""
+) -> Iterator[dict[str, tuple[float, ...]]]:
+    """Of each pair, what `measure` gives of each server. Turns are by request, so that the machine's drift hits all."""
     names, end = list(servers), time.monotonic() + options.seconds
     same = itertools.cycle(prompts) if prompts else None
     for pair in range(options.pairs):
         if time.monotonic() > end:
             return
-        seconds: dict[str, list[float]] = {name: [] for name in names}
+        seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
         others = same or _prompts(f"{part}-{pair}", options.requests, options)
         for i, prompt in enumerate(itertools.islice(others, options.requests)):
             first = (pair + i) % len(names)
             for name in names[first:] + names[:first]:
                 start = time.perf_counter()
-                seconds[name].append(measure(servers[name], f"{part}-{pair}-{i}", prompt))
-                times[name].append((start, time.perf_counter()))
-        line = {name: statistics.median(values) for name, values in seconds.items()}
+                found = measure(servers[name], f"{part}-{pair}-{i}", prompt)
+                seconds[name].append(found)
+                times[name].append((start, start + found[0]))
+        line = {
+            name: tuple(statistics.median(each) for each in zip(*values, strict=True))
+            for name, values in seconds.items()
+        }
         print(json.dumps({"part": part, "pair": pair, **line}), flush=True)
         yield line
 
@@ -309,6 +319,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10, help="of each server in a pair")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of each part")
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    parser.add_argument("--tokens", type=int, default=4, help="of an answer of the part ttft")
     for name in ("engine", "prefill", "decode", "hicache"):
         parser.add_argument(f"--{name}", type=json.loads, default={}, help="further flags, JSON")
     parser.add_argument("--noise", action="store_true")

@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import functools
 import importlib
+import json
 import os
 import random
 import tempfile
@@ -28,6 +29,7 @@ from sglang_kv_canary.testing.serving import free_port
 from sglang_kv_canary.wiring.releases import release
 
 from . import nixl_transport
+from .arrival_order import ORDER_FILE
 from .checkout import REPO
 from .cpu_cores import bind_each_rank
 
@@ -134,6 +136,8 @@ class PdServing(CanaryServer):
         prefill = {**both, "disaggregation_mode": "prefill", **self.prefill_flags}
         self.prefill = CanaryServer(mode, prefill, {**env, **self.prefill_env}, plugins)
         decode = {**both, "disaggregation_mode": "decode", **self.decode_flags}
+        self.order_file = Path(self._faults.name) / "order"  # see arrival_order.py
+        env = {**env, ORDER_FILE: str(self.order_file)}
         super().__init__(mode, decode, {**env, **self.decode_env}, plugins)
 
     def __enter__(self) -> PdServing:
@@ -239,6 +243,33 @@ class PdServing(CanaryServer):
     async def _post(self, server: CanaryServer, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._session.post(f"{server.url}/generate", json=body) as answer:
             return await answer.json()
+
+    async def stream(
+        self, request_id: str, input_ids: list[int], max_new_tokens: int
+    ) -> tuple[list[float], list[int]]:
+        """Seconds until each part of the answer, and its tokens."""
+        body = {
+            "rid": request_id,
+            "input_ids": input_ids,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            "stream": True,
+        }
+        of_prefill, of_decode = self.bodies(body)
+        start, times, tokens = time.perf_counter(), [], []
+
+        async def read(server: CanaryServer, whole: Mapping[str, Any]) -> None:
+            async with self._session.post(f"{server.url}/generate", json=whole) as answer:
+                async for line in answer.content:
+                    if server is self and line.startswith(b"data: {"):
+                        times.append(time.perf_counter() - start)
+                        tokens[:] = json.loads(line[len(b"data: ") :])["output_ids"]
+
+        await asyncio.gather(read(self.prefill, of_prefill), read(self, of_decode))
+        return times, tokens
 
     async def generate_together(
         self, requests: Sequence[tuple[str, list[int], int]]

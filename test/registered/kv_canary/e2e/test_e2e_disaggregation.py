@@ -14,6 +14,7 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.arrival_order import ANSWER, CHECK, note_order, order_of
 from sglang_kv_canary_rigs.on_releases import (
     long_on_newer_releases,
     refused_on_newer_releases,
@@ -54,6 +55,25 @@ INTERPRETS = {} if torch.cuda.is_available() else INTERPRETED
 
 
 class TestMha(DamagedPair):
+    plugins: ClassVar = (transit_faults, note_order)
+
+    def test_the_first_token_does_not_wait_for_the_check(self) -> None:
+        """The check comes before the slots are given back, so that of a single token comes first."""
+        prompt, file = random_tokens(random.Random(7), 40), self.serving.order_file
+        order_of(file)
+        self.run(self.serving.stream("long", prompt, 8))
+        assert order_of(file)[:3] == [ANSWER, CHECK, ANSWER]
+        self.run(self.serving.stream("single", prompt, 1))
+        assert order_of(file) == [CHECK, ANSWER]
+        self.assert_no_violations()
+
+    def test_damage_is_found_of_a_request_that_ends_at_once(self) -> None:
+        self.expect_violations()
+        with self.serving.damaging("drop_layer"):
+            self.ask("single", random_tokens(random.Random(8), 40), 1)
+        event = self.assert_violation("CONTENT", reader="single")
+        assert event["reader"]["mode"] == "ARRIVAL"
+
     def test_every_token_is_checked_on_arrival(self) -> None:
         before = self.checked_on_arrival()
         self.ask("counted", random_tokens(random.Random(1), 50), 1)

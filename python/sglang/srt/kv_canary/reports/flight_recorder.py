@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ MAX_RELEASES = 8  # of a row that are remembered
 RequestName = tuple[int | None, str]
 
 
+def _is_unknown() -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One scheduler step. What only findings ask for is worked out when one does: there is no time in each step."""
@@ -36,8 +40,9 @@ class StepRecord:
     )  # given back while it was in flight, of any request
     rewritten: set[int] = field(default_factory=set)  # re-pointed in that time, of any request
     in_flight: bool = True
-    # Without a result it is over as soon as a later step's arrives.
+    # Without a result it is over as soon as a later step's arrives, or the device has completed its forwards.
     has_result: bool = True
+    is_complete: Callable[[], bool] = _is_unknown  # asked of a step without a result
     origins: Mapping[int, Origin] = field(default_factory=dict)  # row -> where its KV came from
     # row -> first position that the step computes; empty unless an action asks for it
     starts: Mapping[int, int] = field(default_factory=dict)
@@ -165,17 +170,25 @@ class FlightRecorder:
             step.in_flight = False
             waiting.remove(step)
 
+    def _settle_complete(self) -> None:
+        """A request that ends with its first token gives its row back right after the check of what has arrived."""
+        for step in [s for s in self._steps.in_flight if not s.has_result and s.is_complete()]:
+            step.in_flight = False
+            self._steps.in_flight.remove(step)
+
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""
         steps = self._steps.released.get(row)
         if steps is None:
             steps = self._steps.released[row] = deque(maxlen=MAX_RELEASES)
         steps.append(self._steps.count)
+        self._settle_complete()
         for step in self._steps.in_flight:
             step.released.add(row)
 
     def row_rewritten(self, row: int) -> None:
         """The host re-points a living request's row to equal slots of the prefix cache."""
+        self._settle_complete()
         for step in self._steps.in_flight:
             step.rewritten.add(row)
 

@@ -43,12 +43,13 @@ def take_in(
         ]
         origins = {a.row: Origin(a.origin, a.chunks) for a in arrivals}
         attempt(_note_filled, scheduler, requests, arrivals)
-        context.recorder.begin_step(rows, origins)
+        step = context.recorder.begin_step(rows, origins)
         try:
             forward = manager.note_arrivals(arrivals, awaited)
             # After the target's: the chains of drafts step from its records.
             for draft in context.drafts:
                 _take_in_draft(draft, arrivals)
+            step.is_complete = manager.completion()
             return forward
         finally:
             context.recorder.end_step()
@@ -129,8 +130,7 @@ def _news(peer: str, what: str) -> int:
 def as_arrival(request: Any, notice: Notice) -> Arrival:
     """The request's tokens but the last one, whose K and V nobody has computed yet."""
     known = release().transfers
-    tokens = (request.origin_input_ids + request.output_ids)[: known.committed(request)]
-    tokens = array("q", tokens)  # read several times, at a quarter of a list's cost
+    tokens = _first_tokens(request, known.committed(request))
     return Arrival(
         row=release().row_of(request),
         first=known.cached(request),
@@ -142,6 +142,14 @@ def as_arrival(request: Any, notice: Notice) -> Arrival:
         has_draft_records=notice.has_draft_records,
         chunks=notice.chunks,
     )
+
+
+def _first_tokens(request: Any, count: int) -> array[int]:
+    """An array is read several times, at a quarter of a list's cost. Each further list would touch all tokens again."""
+    prompt = request.origin_input_ids
+    tokens = array("q", prompt if len(prompt) <= count else prompt[:count])
+    tokens.extend(array("q", request.output_ids[: count - len(tokens)]))
+    return tokens
 
 
 def address_of(request: Any) -> str:

@@ -91,6 +91,9 @@ class CanaryContext:
         None  # SGLANG_KV_CANARY_ACTION=abort; None: findings are reported only
     )
     held_sends: Any | None = None  # of a prefill server with a containment
+    # Checks of KV that has arrived, which wait until the first token has been sent. Anything that could change the
+    # request's slots or row runs them first
+    due_arrivals: list[Callable[[], Any]] = field(default_factory=list)
     # Until when this rank waits for its parts of transfers that other ranks have failed. None: it does not wait yet
     await_ends_until: float | None = None
     # The first position that each request of a batch computes; None: nobody asks
@@ -106,9 +109,16 @@ class CanaryContext:
 
     def row_released(self, row: int) -> None:
         """A request row, or a part of it, was given back."""
+        if self.due_arrivals:
+            self.check_due_arrivals()
         self.names.row_given_back(row)
         self.recorder.row_released(row)
         self.row_owners.forget(row)
+
+    def check_due_arrivals(self) -> None:
+        due, self.due_arrivals = self.due_arrivals, []
+        for check in due:
+            check()
 
     @property
     def active(self) -> bool:
@@ -147,6 +157,8 @@ class CanaryContext:
         call: SlotCalls | None = None,
     ) -> None:
         """Pass an allocator's event to every manager whose pools it serves. `call`: who called the allocator."""
+        if self.due_arrivals:
+            self.check_due_arrivals()
         pool_kind = self.allocator_kinds.get(id(allocator))
         if pool_kind is None:
             return
@@ -168,6 +180,7 @@ class CanaryContext:
         call: SlotCalls | None = None,
     ) -> None:
         """The bytes of slots `sources` int64[n] of `allocator` go by `targets` from now on, and `sources` are free."""
+        self.check_due_arrivals()
         pool_kind = self.allocator_kinds.get(id(allocator))
         if pool_kind is None:
             return

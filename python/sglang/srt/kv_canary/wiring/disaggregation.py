@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,7 @@ from .adapters import knows_adapter
 from .arrivals import arrival_of, as_arrival, take_in
 from .context import context
 from .forward_stream import on_forward_stream
-from .guard import guarded, guarded_aside
+from .guard import attempt, guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
 from .images import image_numbers
 from .record_sender import TRANSFERS
@@ -132,6 +133,7 @@ def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> 
     # A request that resumes has had its notice.
     if COPY not in request.__dict__:
         context.notices.take(request.bootstrap_room)
+    context.check_due_arrivals()
     knows_adapter(request)  # learns the name while the adapter is loaded
     for manager in context.managers:
         manager.settle_slots()
@@ -140,6 +142,7 @@ def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> 
 @guarded
 def _before_offload(request: Any, *_: Any, **__: Any) -> None:
     """A retracted request's KV waits in host memory. Its records do, too."""
+    context.check_due_arrivals()
     manager, row = context.target, release().row_of(request)
     if manager is not None and manager.arrivals is not None and row is not None:
         setattr(request, COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
@@ -149,6 +152,7 @@ def _before_offload(request: Any, *_: Any, **__: Any) -> None:
 def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     if not context.active or not requests:
         return
+    context.check_due_arrivals()
     arrivals = []
     with on_forward_stream(queue.scheduler, context.target):
         for request in requests:
@@ -160,26 +164,54 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     take_in(queue.scheduler, requests, arrivals)
 
 
+def _may_wait(scheduler: Any) -> bool:
+    """Whether the check of an arrival may come after SGLang has sent the first token.
+
+    Nothing reads or changes the slots until then, if no cache gets them and no other rank waits for this one.
+    """
+    args = release().settled(scheduler.server_args)
+    is_cached = args.disaggregation_decode_enable_radix_cache or context.host_tier is not None
+    is_paused = getattr(scheduler, "_engine_paused", False)
+    return not (is_cached or is_paused or context.containment is not None or args.pp_size > 1)
+
+
+def _end_at_once(requests: list[Any]) -> bool:
+    """The device should have checked a request that is over before it gives its row back: else findings are moot."""
+    return any((r.sampling_params.max_new_tokens or 2) <= len(r.output_ids) for r in requests)
+
+
+@guarded
+def _after_first_tokens(*_: Any, **__: Any) -> None:
+    context.check_due_arrivals()
+
+
 DECODE = "sglang.srt.disaggregation.decode"
 _QUEUE = f"{DECODE}.DecodePreallocQueue"
+_NEXT_BATCH = f"{DECODE}.SchedulerDisaggregationDecodeMixin.get_next_disagg_decode_batch_to_run"
 PREFILL = "sglang.srt.disaggregation.prefill"
 _PREFILL_QUEUE = f"{PREFILL}.PrefillBootstrapQueue"
 _SEND = f"{PREFILL}.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
 
 
 def transfer_hooks(
-    offload: str, is_checked: Callable[[Any], bool] = lambda _: False
+    offload: str, first_tokens: str, is_checked: Callable[[Any], bool] = lambda _: False
 ) -> tuple[HookSpec, ...]:
-    """`offload`: what copies a retracted request's KV to host memory. `is_checked`: whether a request's KV has been."""
+    """`offload`: what copies a retracted request's KV to host memory. `first_tokens`: what sends those that came with
+    KV. `is_checked`: whether a request's KV has been.
+    """
 
     @guarded
     def after_pop_transferred(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
         if not context.active or not requests:
             return
+        context.check_due_arrivals()
         new = [request for request in requests if not is_checked(request)]
         if new:
             arrivals = [arrival_of(queue.scheduler, request) for request in new]
-            take_in(queue.scheduler, new, arrivals)
+            check = functools.partial(attempt, take_in, queue.scheduler, new, arrivals)
+            context.due_arrivals.append(check)
+            if _end_at_once(new) or not _may_wait(queue.scheduler):
+                context.check_due_arrivals()
 
     before, after = HookType.BEFORE, HookType.AFTER
     return (
@@ -196,6 +228,8 @@ def transfer_hooks(
                 (_SEND, _before_send, before),
                 (f"{_QUEUE}._pre_alloc", _after_pre_alloc, after),
                 (f"{DECODE}.DecodeTransferQueue.pop_transferred", after_pop_transferred, after),
+                (first_tokens, _after_first_tokens, after),
+                (_NEXT_BATCH, _after_first_tokens, after),
                 (f"{_QUEUE}.resume_retracted_reqs", _after_resume, after),
                 (offload, _before_offload, before),
             )

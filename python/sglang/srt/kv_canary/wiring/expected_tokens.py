@@ -78,7 +78,9 @@ def tokens_of_request(
     request: Any, first: int, end: int, oracle: TokenOracleManager | None
 ) -> Sequence[int]:
     """The request's own list from `first` to `end`, if it is that long. With an oracle, answers are the oracle's."""
-    tokens = release().tokens_of(request)[first:end]
+    tokens = release().tokens_of(request)
+    if first or end < len(tokens):  # a copy of a list touches each token
+        tokens = tokens[first:end]
     if oracle is None:
         return tokens
     own = max(0, len(request.origin_input_ids) - first)

@@ -42,6 +42,8 @@ def _around_run_batch(
 
 
 def _begin_step(batch: Any) -> StepRecord:
+    if context.due_arrivals:
+        context.check_due_arrivals()
     context.requests = requests = list(batch.reqs)
     named = context.names.of(requests)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
@@ -98,6 +100,7 @@ def _idle_tick_is_due() -> bool:
 @guarded
 def after_idle(_: Any, scheduler: Any) -> None:
     """Hand over what the last step has found."""
+    context.check_due_arrivals()
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
         context.names = RequestNames()  # requests that have ended need not be kept

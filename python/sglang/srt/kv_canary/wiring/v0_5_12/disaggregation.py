@@ -31,7 +31,11 @@ HOOKS = (
         HookType.BEFORE,
         TRANSFERS,
     ),
-    *transfer_hooks("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", was_held),
+    *transfer_hooks(
+        "sglang.srt.managers.schedule_batch.Req.offload_kv_cache",
+        "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin.process_batch_result_prebuilt",
+        was_held,
+    ),
     # No subclass of the pool that other servers have
     HookSpec(f"{DECODE}.DecodeReqToTokenPool.free", before_row_free, HookType.BEFORE, ENDED),
 )

@@ -37,6 +37,10 @@ HOOKS = (
         HookType.BEFORE,
         TRANSFERS,
     ),
-    *transfer_hooks("sglang.srt.mem_cache.common.backup_kv_cache", was_held),
+    *transfer_hooks(
+        "sglang.srt.mem_cache.common.backup_kv_cache",
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prebuilt",
+        was_held,
+    ),
     HookSpec(f"{DECODE}.DecodeReqToTokenPool.free", _before_row_free, HookType.BEFORE, ENDED),
 )
