@@ -79,6 +79,7 @@ _CANARY = (
         )
     ),
     "wiring.record_sender.RecordSender.start",
+    "wiring.record_sender.RecordSender.blocks",
     "wiring.disaggregation.arrival_of",
     "wiring.disaggregation.take_in",
 )
