@@ -6,11 +6,13 @@ import base64
 import io
 from typing import Any
 
+from . import qwen_images
 from .pd_serving import PdServing
 
 __all__ = ["MORE", "TEXT", "picture", "see", "see_both"]
 
-TEXT = "see <start_of_image> and <start_of_image> what now?"
+_MARK = "<start_of_image>"  # of an image in a text, for all models of these tests
+TEXT = f"see {_MARK} and {_MARK} what now?"
 MORE = " what now? see and see what now, and then see what now?"
 
 
@@ -26,6 +28,8 @@ def see_both(
     serving: PdServing, name: str, *shades: int, text: str = TEXT, **more: Any
 ) -> list[dict[str, Any]]:
     """The answers of the prefill and of the decode server. `shades`: of the images, as many as `text` has."""
+    if serving.mode.name in qwen_images.ALL:
+        text = text.replace(_MARK, qwen_images.MARK)
     body = {
         "rid": name,
         "text": text,

@@ -13,7 +13,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryConfigError, CanaryStartupError
 from sglang_kv_canary.testing.tiny_models import (
-    write_tiny_gemma3_with_images,
     write_tiny_llama,
     write_tiny_whisper,
 )
@@ -277,8 +276,6 @@ NOT_BY_A_FIELD = {
     "sweep over the C++ radix tree",
     "PD disaggregation over another backend of NIXL than UCX",
     "PD disaggregation with staging buffers",
-    "PD disaggregation with a multimodal model and another feature",
-    "PD disaggregation with a multimodal model and LoRA",
     "HiCache with the unified or C++ radix tree",
 }
 
@@ -370,20 +367,6 @@ def test_encoder_decoder_model_is_refused(make_args, tmp_path):
     check_request(args)
     args.kv_canary = "log"
     refuses(args, "encoder-decoder model")
-
-
-def test_disaggregation_of_images_beside_another_feature_is_refused(make_args, tmp_path):
-    model = write_tiny_gemma3_with_images(tmp_path)
-    args = make_args(model_path=model, kv_canary="log", enable_multimodal=True)
-    check_request(args)
-    args.disaggregation_mode = "decode"
-    check_request(args)
-    args.disaggregation_mode, args.enable_hierarchical_cache = "prefill", True
-    check_request(args)
-    args.enable_lora = True
-    refuses(args, "PD disaggregation with a multimodal model and LoRA")
-    args.enable_lora, args.language_only = False, True
-    refuses(args, "PD disaggregation with a multimodal model and another feature")
 
 
 def test_sweep_over_the_cpp_tree_is_refused(make_args, monkeypatch):

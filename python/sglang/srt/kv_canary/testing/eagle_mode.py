@@ -7,14 +7,14 @@ from .quick_interpreter import quick_interpreter
 from .scripted_models import write_scripted_llama as write_target
 from .spec_fill_ins import eagle_on_cpu
 
-__all__ = ["V1", "V2"]
+__all__ = ["EAGLE", "V1", "V2"]
 
 _MHA = MODES["mha"]
 # Short requests: on a CPU every attention kernel is interpreted. At most 8 requests of 72 tokens at once.
 POOL_SLOTS = 640
 CHUNK = 16  # most prompts take two chunks or more
 
-MODES["eagle"] = ModeConfig(
+EAGLE = MODES["eagle"] = ModeConfig(
     name="eagle",
     write_model=write_target,
     pools=("FULL",),

@@ -87,12 +87,17 @@ def write_scripted_llama(folder: str | Path, blur: float = 0.0) -> str:
 
     `blur`: as for `write_scripted_eagle`, for a whole model that drafts.
     """
+    return _save(folder, _CONFIG, scripted_weights(blur))
+
+
+def scripted_weights(blur: float = 0.0) -> dict[str, torch.Tensor]:
+    """Those of `write_scripted_llama`."""
     head = _head(successor()) @ _blurred(blur)
     weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": head}
     weights["model.norm.weight"] = torch.ones(_HIDDEN)
     for layer in range(_CONFIG["num_hidden_layers"]):
         weights |= _layer(_CONFIG, f"model.layers.{layer}.", seed=layer)
-    return _save(folder, _CONFIG, weights)
+    return weights
 
 
 def write_scripted_qwen3(folder: str | Path) -> str:

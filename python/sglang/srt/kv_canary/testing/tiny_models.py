@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from .tiny_tokenizer import BEGIN_IMAGE, END_IMAGE, IMAGE, save_processor, save_tokenizer
+from .tiny_tokenizer import (
+    BEGIN_IMAGE,
+    END_IMAGE,
+    IMAGE,
+    VIDEO,
+    save_processor,
+    save_qwen_processor,
+    save_tokenizer,
+)
 
 __all__ = [
     "tiny_llama_weights",
@@ -20,6 +28,7 @@ __all__ = [
     "write_tiny_llama",
     "write_tiny_llama_checkpoint",
     "write_tiny_llama_with_tokenizer",
+    "write_tiny_qwen2_5_vl",
     "write_tiny_qwen3_moe",
     "write_tiny_whisper",
 ]
@@ -140,6 +149,46 @@ TINY_GEMMA3: dict[str, Any] = {
         "patch_size": 7,
         "vision_use_head": False,
     },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+# SGLang knows the size of this model's patches by heart: 14 x 14 pixels.
+TINY_QWEN2_5_VL: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [0],
+    },
+    "vision_start_token_id": BEGIN_IMAGE,
+    "vision_end_token_id": END_IMAGE,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "float32",
@@ -393,6 +442,17 @@ def write_tiny_gemma3_with_images(folder: str | Path) -> str:
     vision = TINY_GEMMA3["vision_config"]
     save_processor(folder, vision["image_size"], TINY_GEMMA3["mm_tokens_per_image"])
     return _write(folder, TINY_GEMMA3)
+
+
+def write_tiny_qwen2_5_vl(folder: str | Path, **config: Any) -> str:
+    """A 2-layer Qwen2.5-VL with its processor: each image becomes 4 to 16 tokens. Returns the path.
+
+    Its positions have three dimensions; those of text after an image do not count tokens. MHA pool, 2 KV heads of 16.
+    `config`: what differs.
+    """
+    vision = TINY_QWEN2_5_VL["vision_config"]
+    save_qwen_processor(folder, vision["patch_size"], vision["spatial_merge_size"])
+    return _write(folder, {**TINY_QWEN2_5_VL, **config})
 
 
 def write_tiny_deepseek_v2(folder: str | Path) -> str:

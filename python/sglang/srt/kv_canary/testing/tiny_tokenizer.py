@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import consts
 
-__all__ = ["BEGIN_IMAGE", "END_IMAGE", "IMAGE", "save_processor", "save_tokenizer", "token_of"]
+__all__ = [
+    "BEGIN_IMAGE",
+    "END_IMAGE",
+    "IMAGE",
+    "VIDEO",
+    "save_processor",
+    "save_qwen_processor",
+    "save_tokenizer",
+    "token_of",
+]
 
-_SPECIAL = ("<pad>", "<bos>", "<eos>", "<start_of_image>", "<end_of_image>")
-_LAST = ("<unk>", "<image_soft_token>")
+# Tokens that stand for images, by what transformers calls them
+_GEMMA = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "video_token": "<video_soft_token>",
+    "image_token": "<image_soft_token>",
+}
+_QWEN = {
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "video_token": "<|video_pad|>",
+    "image_token": "<|image_pad|>",
+}
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " "
 
 
-def _vocabulary() -> dict[str, int]:
-    tokens = [*_SPECIAL, *_CHARACTERS]
-    unused = range(len(tokens), consts.VOCAB_SIZE - len(_LAST))
-    tokens += [f"<unused{number}>" for number in unused] + list(_LAST)
+def _vocabulary(of_images: Mapping[str, str] = _GEMMA) -> dict[str, int]:
+    begin, end, video, image = of_images.values()
+    tokens = ["<pad>", "<bos>", "<eos>", begin, end, *_CHARACTERS]
+    last = [video, "<unk>", image]
+    unused = range(len(tokens), consts.VOCAB_SIZE - len(last))
+    tokens += [f"<unused{number}>" for number in unused] + last
     return {token: number for number, token in enumerate(tokens)}
 
 
 _VOCABULARY = _vocabulary()
-BEGIN_IMAGE, END_IMAGE, IMAGE = (
-    _VOCABULARY[token] for token in ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
-)
+# The same numbers under all names
+BEGIN_IMAGE, END_IMAGE, VIDEO, IMAGE = (_VOCABULARY[token] for token in _GEMMA.values())
 
 
 def token_of(character: str) -> int:
@@ -33,11 +55,11 @@ def token_of(character: str) -> int:
     return _VOCABULARY[character]
 
 
-def _tokenizer() -> Any:
+def _tokenizer(of_images: Mapping[str, str] = _GEMMA) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(_vocabulary(of_images), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -46,11 +68,7 @@ def _tokenizer() -> Any:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        extra_special_tokens={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
+        extra_special_tokens=dict(of_images),
     )
 
 
@@ -64,4 +82,19 @@ def save_processor(folder: str | Path, image_size: int, image_tokens: int) -> No
 
     images = Gemma3ImageProcessor(size={"height": image_size, "width": image_size})
     processor = Gemma3Processor(images, _tokenizer(), image_seq_length=image_tokens)
+    processor.save_pretrained(folder)
+
+
+def save_qwen_processor(folder: str | Path, patch_size: int, merge_size: int) -> None:
+    """The tokenizer and Qwen2.5-VL's processor: `merge_size` patches in each direction become one token."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    sizes = {"patch_size": patch_size, "merge_size": merge_size}
+    least = 4 * (patch_size * merge_size) ** 2
+    pixels = {"size": {"shortest_edge": least, "longest_edge": 4 * least}}
+    processor = Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(**sizes, **pixels),
+        _tokenizer(_QWEN),
+        Qwen2VLVideoProcessor(**sizes, **pixels),
+    )
     processor.save_pretrained(folder)

@@ -22,7 +22,6 @@ from .hook_spec import HookSpec, HookType
 from .images import image_numbers
 from .record_sender import TRANSFERS
 from .releases import release
-from .transfer_refusals import BESIDE_IMAGES, is_beside_images
 
 __all__ = ["COPY", "DECODE", "PREFILL", "transfer_hooks"]
 
@@ -37,7 +36,6 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     if not context.active:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
-    _refuse_beside_images(queue.scheduler)
     _refuse_cached_windows(release().settled(queue.scheduler.server_args), queue.token_to_kv_pool)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
@@ -70,13 +68,6 @@ def _refuse_unknown_pool(pool: Any, known: tuple[str, ...] = _POOLS, what: str =
             f"transfers of the {what} {name} are not covered (known: {', '.join(known)}).",
             TRANSFERS,
         )
-
-
-def _refuse_beside_images(scheduler: Any) -> None:
-    """ServerArgs of newer releases do not hold the model, so nothing has refused it before."""
-    args = release().settled(scheduler.server_args)
-    if scheduler.model_config.is_multimodal and is_beside_images(args):
-        raise startup_error(f"multimodal model: {BESIDE_IMAGES}", TRANSFERS)
 
 
 def _refuse_cached_windows(args: Any, pool: Any) -> None:

@@ -6,23 +6,14 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from .refusals import Refusal, model_has
+from .refusals import Refusal
 from .releases import release
 
-__all__ = ["BESIDE_IMAGES", "TRANSFERS", "is_beside_images"]
-
-BESIDE_IMAGES = (
-    "images beside speculation, pipeline stages or separate encoders, which no run has checked over disaggregation "
-    "yet."
-)
+__all__ = ["TRANSFERS"]
 
 
 def _transfers(args: Any) -> bool:
     return args.disaggregation_mode != "null"
-
-
-def is_beside_images(args: Any) -> bool:
-    return bool(args.speculative_algorithm is not None or args.pp_size > 1 or args.language_only)
 
 
 TRANSFERS: tuple[Refusal, ...] = (
@@ -73,14 +64,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         ),
         "adapters of stages, which load a part of them each.",
         "Remove --enable-lora and --lora-paths, or --pp-size.",
-    ),
-    Refusal(
-        "PD disaggregation with a multimodal model and another feature",
-        lambda args: (
-            _transfers(args) and model_has(args, "is_multimodal") and is_beside_images(args)
-        ),
-        BESIDE_IMAGES,
-        "Serve this model without it, without --disaggregation-mode, or without --kv-canary.",
     ),
     Refusal(
         "PD disaggregation with streaming sessions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
-from ..refusals import COMMON, Refusal, model_has, pads_to_other_ranks
+from ..refusals import COMMON, Refusal, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
 
@@ -56,16 +56,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "SGLang itself: a decode server never hears that a page has been stored. Its host memory stays locked, and the "
         "server never becomes idle.",
         "Remove --hicache-storage-backend.",
-    ),
-    Refusal(
-        "PD disaggregation with a multimodal model and LoRA",
-        lambda args: (
-            args.disaggregation_mode != "null"
-            and model_has(args, "is_multimodal")
-            and bool(args.enable_lora or args.lora_paths)
-        ),
-        "images beside adapters. Runs are on CPUs, where this release's LoRA cannot compute Gemma 3, their model.",
-        "Remove --enable-lora and --lora-paths, or install 0.5.23.",
     ),
     Refusal(
         "LMCache with pipeline parallelism",
