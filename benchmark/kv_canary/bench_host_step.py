@@ -1,7 +1,7 @@
 """Host time of all of the canary's hooks in a decode step under churn, with cold caches, by entry.
 
     python benchmark/kv_canary/bench_host_step.py [--device cuda] [--modes raise,log] [--requests 200] [--steps 200]
-        [--out results.jsonl]
+        [--python] [--out results.jsonl]
 
 A real manager, pool, allocator and prefix cache, without an engine. The hooks are those of the installed release, in
 SGLang's own wrappers, around functions that do what SGLang's do outside of the timed parts. In `--replaced` of the
@@ -35,6 +35,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.environ import default_of
+from sglang_kv_canary.host_code import HOST, begin_to_compile
 from sglang_kv_canary.launch.warm_up import (
     warm_up_next_tokens,
     warm_up_slot_events,
@@ -405,6 +406,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sweep", type=int, default=20, help="steps between passes of the sweep")
     parser.add_argument("--cold-mib", type=float, default=64.0, help="0 leaves the caches warm")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--python", action="store_true", help="the host code in C is not used")
     parser.add_argument("--out", help="a JSON line per mode is appended to it")
     return parser.parse_args(arguments)
 
@@ -412,6 +414,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    if not options.python:
+        begin_to_compile().join()  # as a server's start does
+    print(f"host code in {'C' if HOST.in_c else 'Python'}")
     if options.device == "cpu":
         without_kernels.install()
     decoder = Graph if options.device == "cuda" else WithoutKernels
