@@ -9,6 +9,34 @@ from typing import Any, NamedTuple
 import torch
 
 
+class SideStream:
+    """Copies to the host on a stream of its own. One copy at a time: its two events are made once, and recorded again.
+
+    Each step copies, so this makes as few calls as it can: a context manager for a stream makes ten.
+    """
+
+    __slots__ = ("_before", "_done", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        """`stream`: a torch.cuda.Stream of the device of all tensors."""
+        self._stream = stream
+        self._before, self._done = torch.cuda.Event(), torch.cuda.Event()
+
+    def copy(self, tensors: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> Any:
+        """Start copying to `out`, pinned, after what the current stream has queued. Returns the event of its end."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._before.record(current)
+        self._stream.wait_event(self._before)
+        torch.cuda.set_stream(self._stream)
+        try:
+            for target, source in zip(out, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._done.record(self._stream)
+        finally:
+            torch.cuda.set_stream(current)
+        return self._done
+
+
 class FutureTensors(NamedTuple):
     """Host copies of device tensors. They are valid once `ready()`. A tuple: one is made in each step."""
 
@@ -17,30 +45,27 @@ class FutureTensors(NamedTuple):
 
     @classmethod
     def start(cls, tensors: tuple[torch.Tensor, ...], stream: Any | None) -> FutureTensors:
-        """`copy` to new host tensors. The memory of `tensors` stays valid until the copy is complete."""
+        """Copy to new host tensors. The memory of `tensors` stays valid until the copy is complete."""
         cuda = stream is not None
         out = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=cuda) for t in tensors)
-        future = cls.copy(tensors, stream, out)
+        future = cls.copy(tensors, SideStream(stream) if cuda else None, out)
         for tensor in tensors if cuda else ():
             tensor.record_stream(stream)
         return future
 
     @classmethod
     def copy(
-        cls, tensors: tuple[torch.Tensor, ...], stream: Any | None, out: tuple[torch.Tensor, ...]
+        cls,
+        tensors: tuple[torch.Tensor, ...],
+        side: SideStream | None,
+        out: tuple[torch.Tensor, ...],
     ) -> FutureTensors:
-        """Start copying to `out` (pinned on CUDA) on `stream`. A CPU device copies immediately."""
-        if stream is None:
-            for target, source in zip(out, tensors, strict=True):
-                target.copy_(source)
-            return cls(out, None)
-        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
-        with torch.cuda.stream(stream):
-            for target, source in zip(out, tensors, strict=True):
-                target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        return cls(out, done)
+        """Start copying to `out` (pinned on CUDA) by `side`, which has no other copy under way. None: a CPU's."""
+        if side is not None:
+            return cls(out, side.copy(tensors, out))
+        for target, source in zip(out, tensors, strict=True):
+            target.copy_(source)
+        return cls(out, None)
 
     def ready(self) -> bool:
         return self.done is None or self.done.query()
@@ -69,7 +94,7 @@ class DelayedDeviceHostHandler:
         cuda = device.type == "cuda"
         self._sources = sources
         self._callback = callback
-        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._side = SideStream(torch.cuda.Stream(device)) if cuda else None
         self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
         # The copy that is under way or waits to be handed over, and its context. For others to read
         self.pending: tuple[FutureTensors, Any] | None = None
@@ -90,7 +115,7 @@ class DelayedDeviceHostHandler:
         if self.pending is not None or (now < self._not_before and not at_once):
             return False
         self._not_before = now + self._min_seconds
-        self.pending = FutureTensors.copy(self._sources, self._stream, self._out), context
+        self.pending = FutureTensors.copy(self._sources, self._side, self._out), context
         return True
 
     def deliver(self, wait: bool = False) -> bool:

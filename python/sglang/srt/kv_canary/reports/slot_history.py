@@ -103,7 +103,10 @@ class SlotHistory:
         self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
         self._written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
-        self._copy: tuple[Any, int] | None = None  # event of a copy under way, slots by then
+        self._done = torch.cuda.Event() if self._cuda else None
+        self._copied: int | None = (
+            None  # slots by the copy under way that `_done` ends; None: there is none
+        )
         self._index: _Index | None = None
         # Makes the ledger that keeps it tell the events that wait there
         self.catch_up: Callable[[], None] = lambda: None
@@ -149,17 +152,15 @@ class SlotHistory:
         if not self._cuda:
             self._arrived = self._written
         elif self._has_arrived():
-            done = torch.cuda.Event()
-            done.record()
-            self._copy = done, self._written
+            self._done.record()
+            self._copied = self._written
 
     def _has_arrived(self) -> bool:
         """Whether no copy that has an event is under way."""
-        if self._copy is not None:
-            done, written = self._copy
-            if not done.query():
+        if self._copied is not None:
+            if not self._done.query():
                 return False
-            self._copy, self._arrived = None, written
+            self._copied, self._arrived = None, self._copied
         return True
 
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:

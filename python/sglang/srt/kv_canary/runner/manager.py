@@ -468,7 +468,9 @@ class CanaryManager:
         if self.ledger.may_apply:
             self._timed_attempt(self.ledger.apply)
         if self.arrivals is not None and self.state.summary.is_cuda:
-            self._events_applied = torch.cuda.current_stream().record_event()
+            if self._events_applied is None:
+                self._events_applied = torch.cuda.Event()
+            self._events_applied.record()
 
     def end_forwards(
         self, indices: tuple[int, ...], opened: bool, launched_before: int, step_goes_on: bool

@@ -117,7 +117,7 @@ class SlotLedger:
     @property
     def may_apply(self) -> bool:
         """Whether `apply` has anything to do. Allocations alone wait, so in many steps it has nothing."""
-        must = self._must_apply or self._landed or self._borrowed.any
+        must = self._must_apply or self._landed or self._borrowed.kept
         return bool(must) or len(self._events) >= MAX_WAITING_ALLOCS
 
     @property

@@ -40,7 +40,9 @@ class StateJournal(StepObserver):
 
     def after_forwards(self, manager: Observed) -> None:
         if self._stream is not None:
-            self._last_forward = torch.cuda.current_stream().record_event()
+            if self._last_forward is None:
+                self._last_forward = torch.cuda.Event()
+            self._last_forward.record()
         self.deliver()
         self.send()
         self.deliver()
