@@ -26,6 +26,7 @@ CANARY_KERNELS = (
     "forward_kernel",
     "content_kernel",
     "slot_event_kernel",
+    "slot_runs_kernel",
     "content_list",
     "sweep_kernel",
 )

@@ -42,7 +42,6 @@ class SlotEvent(NamedTuple):
     pool_kind: PoolKind  # of the allocator, FULL or SWA
     slots: torch.Tensor | None  # in the allocator's slot space; None for CLEAR
     page_size: int
-    call_ids: torch.Tensor | None = None  # for several FREEs of pages: which one listed each slot
     step: int = 0  # the scheduler's step before it
     calls: SlotCalls = ()  # in the order of `slots`; empty: not known
 

@@ -6,7 +6,7 @@ SGLang: it owns the request rows, hands out slots, and describes forwards as pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -323,6 +323,18 @@ class Twin:
         self.run(
             "apply_slot_event",
             lambda f, group, state: f(kind, slots, group, state, page_size, call_ids),
+        )
+
+    def apply_slot_runs(
+        self,
+        runs: Sequence[tuple[SlotEventKind, int]],
+        slots: torch.Tensor,
+        page_size: int = 1,
+        call_ids: torch.Tensor | None = None,
+    ) -> None:
+        self.run(
+            "apply_slot_runs",
+            lambda f, group, state: f(runs, slots, group, state, page_size, call_ids),
         )
 
     def copy_records(self, source: torch.Tensor, target: torch.Tensor) -> None:

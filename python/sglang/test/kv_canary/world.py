@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from sglang_kv_canary.selftest.memory import CONTENT_SHAPES, Memory
 from sglang_kv_canary.selftest.scratch_pool import RingViolation, ScratchGroup, ScratchPool
 from sglang_kv_canary.selftest.scratch_pool import ScratchSpec as WorldSpec
+from sglang_kv_canary.slot_event import SlotEventKind
 
 from .backends import REFERENCE, Backend
 from .oracle import GroupModel, Oracle
@@ -18,6 +23,24 @@ class World(ScratchPool):
     def __init__(self, spec: WorldSpec, backend: Backend = REFERENCE) -> None:
         super().__init__(spec, backend.functions, backend.device)
         self.backend = backend
+
+    def slot_runs(
+        self,
+        runs: Sequence[tuple[SlotEventKind, Sequence[int]]],
+        g: ScratchGroup,
+        call_ids: Sequence[Sequence[int] | None],
+    ) -> None:
+        """ALLOCs and FREEs in one launch, in this order. `call_ids`: of each run, as in `event`."""
+        ids = None
+        if any(each is not None for each in call_ids):
+            known = zip(runs, call_ids, strict=True)
+            listed = [i for (_, slots), each in known for i in each or [0] * len(slots)]
+            ids = torch.tensor(listed, dtype=torch.int32, device=self.device)
+        counts = [(kind, len(slots)) for kind, slots in runs]
+        tensor = self._index([slot for _, slots in runs for slot in slots])
+        self.kernels.apply_slot_runs(
+            counts, tensor.long(), g.group, self.state, self.spec.page_size, ids
+        )
 
     def oracle(self) -> Oracle:
         """The model of this world from now on; make it before anything runs."""

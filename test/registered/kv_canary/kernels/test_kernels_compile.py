@@ -110,6 +110,11 @@ triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
 
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state, 16)
+turns = [(SlotEventKind.FREE, 50), (SlotEventKind.ALLOC, 50)]
+triton_backend.apply_slot_runs(turns, listed, group, state)
+for calls in (None, listed.int()):
+    triton_backend.apply_slot_runs(turns, listed, group, state, 16, calls)
+    triton_backend.apply_slot_runs(turns, listed, strided, state, 16, calls)
 for kind in (SlotEventKind.ALLOC, SlotEventKind.UNFILL):
     triton_backend.apply_slot_event(kind, listed.int(), group, state)
 triton_backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state)
@@ -125,6 +130,7 @@ KERNELS = {
     "list_kernel": 2,
     "content_list_kernel": 2,
     "slot_event_kernel": 7,
+    "slot_runs_kernel": 5,
     "copy_kernel": 1,
 }
 

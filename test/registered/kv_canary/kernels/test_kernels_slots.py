@@ -199,6 +199,75 @@ def test_pages_that_several_calls_free(small: bool, dtype: torch.dtype, monkeypa
     assert twin.assert_equal() == rows + 16
 
 
+def runs_of(*runs: tuple[SlotEventKind, torch.Tensor]) -> tuple[list, torch.Tensor]:
+    return [(kind, len(slots)) for kind, slots in runs], torch.cat([slots for _, slots in runs])
+
+
+def test_runs_are_one_launch_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    launch = slot_launches._launch_runs
+    monkeypatch.setattr(
+        slot_launches, "_launch_runs", lambda *call: (launches.append(1), launch(*call))
+    )
+    twin, pool = make_twin()
+    slots = row_of(pool, 1, 900)
+
+    def apply(*runs: tuple[SlotEventKind, torch.Tensor]) -> tuple[int, int]:
+        """(launches, double frees)."""
+        launches.clear()
+        known = twin.assert_equal()
+        twin.apply_slot_runs(*runs_of(*runs))
+        return len(launches), twin.assert_equal() - known
+
+    assert apply((FREE, slots[:300]), (ALLOC, slots[:300]), (FREE, slots[:300])) == (1, 0)
+    assert apply((ALLOC, slots[:300]), (FREE, slots[:300]), (FREE, slots[290:310])) == (1, 10)
+    assert apply((FREE, slots[:5]), (ALLOC, slots[:600]), (FREE, slots[:5])) == (1, 5)
+    assert apply((ALLOC, slots[:5])) == (1, 0)
+    assert apply((FREE, slots[400:402]), (FREE, slots[400:403]), (FREE, slots[402:404])) == (1, 3)
+    many = [(kind, slots[500:510]) for kind in (FREE, ALLOC)] * 4
+    assert apply(*many) == (2, 0)
+    assert apply((ALLOC, slots), (FREE, slots), (ALLOC, slots)) == (2, 0)
+    assert apply((FREE, slots[:0])) == (0, 0)
+
+
+def test_a_run_that_is_too_long_for_a_program_keeps_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_launches, "ONE_PROGRAM_SLOTS", 100)
+    twin, pool = make_twin()
+    slots = row_of(pool, 1, 900)
+    runs = ((ALLOC, slots[:20]), (FREE, slots[:400]), (ALLOC, slots[:70]), (FREE, slots[60:130]))
+    twin.apply_slot_runs(*runs_of(*runs))
+    assert twin.assert_equal() == 60
+
+
+def test_integers_of_runs_have_one_type() -> None:
+    """Triton compiles for the type of an integer, which depends on its value."""
+    for runs in ([(ALLOC, 1)], [(FREE, 2048)], [(FREE, 1)] * 3, [(ALLOC, 300), (FREE, 4)] * 2):
+        assert 2**31 <= slot_launches.packed_runs(runs) < 2**63
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_pages_that_several_runs_free(stride: int) -> None:
+    base = {} if stride == 1 else {"stride": stride, "chain_base": make_group(64, halves="K")}
+    twin = Twin(make_group(SLOTS, halves="K", **base), make_state())
+    word = record.pack_writer(1, 1, 1, record.State.LIVE)
+    for each in (twin.group, twin.kernel_group):
+        each.k_head[16:400, record.WORD_WRITER] = word
+    page = torch.arange(64, 64 + 16, device=kernel_device())
+    runs = ((FREE, page), (ALLOC, page), (FREE, torch.cat([page[3:5], page + 16, page[7:9]])))
+    counts, listed = runs_of(*runs)
+    calls = torch.zeros(len(listed), dtype=torch.int32, device=listed.device)
+    calls[-2:] = 1  # the second call of the last run: its page is the first one's, too
+    twin.apply_slot_runs(counts, listed, page_size=16, call_ids=calls)
+    assert twin.assert_equal() == 2
+    twin.apply_slot_runs(counts, listed, page_size=16, call_ids=None)
+    twin.assert_equal()
+    bad = make_group(16, halves="K", stride=4, chain_base=make_group(64, halves="K"))
+    with pytest.raises(ValueError, match="expected pages of a multiple"):
+        slot_launches.apply_slot_runs(counts, listed, bad, make_state(), 2, calls)
+
+
 def test_numbers_of_frees_begin_anew():
     """2^31 numbers last for weeks; then the marks of old calls must not look like later ones."""
     twin, pool = make_twin()

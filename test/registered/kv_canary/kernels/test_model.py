@@ -21,6 +21,7 @@ from sglang_kv_canary_rigs.backends import CUDA, INTERPRETER, REFERENCE, Backend
 from sglang_kv_canary_rigs.histories import (
     Alias,
     AllocatorEvent,
+    AllocatorRuns,
     Arm,
     Clear,
     Evict,
@@ -205,6 +206,9 @@ def events(*kinds: SlotEventKind, careless: bool = False):
     )
 
 
+turns = events(SlotEventKind.FREE, SlotEventKind.ALLOC)  # more of them than one launch holds
+allocator_runs = st.builds(AllocatorRuns, st.lists(turns, min_size=2, max_size=8).map(tuple), small)
+
 odd_entries = st.lists(st.tuples(small, st.one_of(small, number)), max_size=3).map(tuple)
 
 
@@ -220,6 +224,7 @@ calm = {
 trouble = {
     damage: 8,
     events(SlotEventKind.FREE, SlotEventKind.ALLOC): 2,
+    allocator_runs: 3,
     events(SlotEventKind.UNFILL, careless=True): 1,
     st.builds(Release, row=small, careless=st.just(True)): 1,
     st.builds(Evict, row=small, careless=st.just(True)): 1,

@@ -48,7 +48,7 @@ def event(
 ) -> SlotEvent:
     tensor = None if slots is None else torch.tensor(slots, dtype=torch.int64)
     calls = calls or (len(slots or ()), 1, None)
-    return SlotEvent(kind, pool_kind, tensor, page_size, None, step, calls)
+    return SlotEvent(kind, pool_kind, tensor, page_size, step, calls)
 
 
 def told(moments: tuple[SlotMoment, ...]) -> list[tuple[SlotEventKind, int]]:
@@ -132,9 +132,7 @@ def test_events_that_wait_are_told_to_whoever_asks() -> None:
 def test_slots_of_row_entries_are_kept_although_they_are_of_another_type() -> None:
     history = SlotHistory(64, "cpu", SITES)
     mixed = [event(FREE, 1, [4]), event(FREE, 2, [5])]
-    row = SlotEvent(
-        FREE, PoolKind.FULL, torch.tensor([6], dtype=torch.int32), 1, None, 3, mixed[0].calls
-    )
+    row = SlotEvent(FREE, PoolKind.FULL, torch.tensor([6], dtype=torch.int32), 1, 3, mixed[0].calls)
     history.keep([*mixed, row])
     assert [told(history.of(PoolKind.FULL, slot)) for slot in (4, 5, 6)] == [
         [(FREE, 1)],

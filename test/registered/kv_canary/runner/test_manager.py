@@ -542,7 +542,7 @@ def test_slots_of_events_stay_allocated_until_they_are_read(count: int, monkeypa
     monkeypatch.setattr(torch.cuda, "Event", _StreamEvent)
     monkeypatch.setattr(_StreamEvent, "has_run", False)
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
-    ledger = SlotLedger(SimpleNamespace(apply_slot_event=lambda *_: None), groups, None)
+    ledger = SlotLedger(SimpleNamespace(apply_slot_runs=lambda *_: None), groups, None)
     freed = [torch.tensor([i, i + 1]).as_subclass(_CudaSlots) for i in range(count)]
     alive = [weakref.ref(slots) for slots in freed]
     for slots in freed:
@@ -560,7 +560,7 @@ def test_the_runs_of_a_step_have_their_own_slots() -> None:
     """The slots of all events are joined at once, with those of loads, which change no record."""
     launched: list[tuple] = []
     groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
-    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
+    backend = SimpleNamespace(apply_slot_runs=lambda *launch: launched.append(launch))
     history = SlotHistory(64, "cpu", SITES)
     ledger = SlotLedger(backend, groups, None, history)
     free, alloc, load = SlotEventKind.FREE, SlotEventKind.ALLOC, SlotEventKind.LOAD
@@ -577,15 +577,13 @@ def test_the_runs_of_a_step_have_their_own_slots() -> None:
     ]
     for step, (kind, pool, slots) in enumerate(happened):
         ledger.record(kind, pool, torch.tensor(slots), 1, step, (len(slots), 0, None))
-    assert ledger.apply() == 5
+    assert ledger.apply() == 3
     assert [
-        (kind, slots.tolist(), group.allocator_kind) for kind, slots, group, *_ in launched
+        (runs, slots.tolist(), group.allocator_kind) for runs, slots, group, *_ in launched
     ] == [
-        (free, [1, 2, 3], full),
-        (free, [5], full),
-        (alloc, [6, 7, 10], full),
-        (free, [9], swa),
-        (alloc, [8], swa),
+        ([(free, 3)], [1, 2, 3], full),
+        ([(free, 1), (alloc, 3)], [5, 6, 7, 10], full),
+        ([(free, 1), (alloc, 1)], [9, 8], swa),
     ]
     for step, (kind, pool, slots) in enumerate(happened):
         for slot in slots:
@@ -599,16 +597,15 @@ def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_siz
     """Only where frees give back whole pages does it matter which call listed a slot."""
     launched: list[tuple] = []
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
-    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
-    ledger = SlotLedger(backend, groups, None)
+    ledger = SlotLedger(_launches_to(launched), groups, None)
     for first in (8, 16, 24):
         ledger.record(kind, PoolKind.FULL, torch.arange(first, first + 2), page_size)
     ledger.record(SlotEventKind.CLEAR, PoolKind.FULL, None, page_size)
     assert ledger.apply() == 2
-    (applied, slots, group, _, size, call_ids), clear = launched
-    assert (applied, group, size) == (kind, groups[0], page_size)
+    (runs, slots, group, _, size, call_ids), clear = launched
+    assert (runs, group, size) == ([(kind, 6)], groups[0], page_size)
     assert slots.tolist() == [8, 9, 16, 17, 24, 25]
-    if kind is SlotEventKind.FREE and page_size > 1:
+    if page_size > 1:
         assert call_ids.tolist() == [0, 0, 1, 1, 2, 2]
     else:
         assert call_ids is None
@@ -616,11 +613,32 @@ def test_events_of_several_calls_become_one_launch(kind: SlotEventKind, page_siz
     assert ledger.apply() == 0
 
 
+def _launches_to(launched: list[tuple]) -> SimpleNamespace:
+    return SimpleNamespace(
+        apply_slot_event=lambda *launch: launched.append(launch),
+        apply_slot_runs=lambda *launch: launched.append(launch),
+    )
+
+
+def test_calls_are_numbered_anew_in_each_run() -> None:
+    launched: list[tuple] = []
+    ledger = SlotLedger(
+        _launches_to(launched), (SimpleNamespace(allocator_kind=PoolKind.FULL),), None
+    )
+    free, alloc = SlotEventKind.FREE, SlotEventKind.ALLOC
+    for kind, slots in ((free, [4]), (free, [8, 9]), (alloc, [4]), (free, [12]), (free, [4])):
+        ledger.record(kind, PoolKind.FULL, torch.tensor(slots), 4)
+    assert ledger.apply() == 1
+    ((runs, slots, _, _, _, call_ids),) = launched
+    assert runs == [(free, 3), (alloc, 1), (free, 2)]
+    assert slots.tolist() == [4, 8, 9, 4, 12, 4]
+    assert call_ids.tolist() == [0, 1, 1, 0, 0, 1]
+
+
 def test_after_a_loss_nothing_is_due_until_every_pool_has_come_back() -> None:
     launched: list[tuple] = []
     groups = tuple(SimpleNamespace(allocator_kind=k) for k in (PoolKind.FULL, PoolKind.SWA))
-    backend = SimpleNamespace(apply_slot_event=lambda *launch: launched.append(launch))
-    ledger = SlotLedger(backend, groups, None)
+    ledger = SlotLedger(_launches_to(launched), groups, None)
     slots = torch.tensor([1, 2])
     ledger.record(SlotEventKind.FREE, PoolKind.FULL, slots, 1)
     assert (ledger.due, ledger.complete) == (True, True)
@@ -634,7 +652,7 @@ def test_after_a_loss_nothing_is_due_until_every_pool_has_come_back() -> None:
     kinds = [(launch[0], launch[2].allocator_kind) for launch in launched]
     assert kinds == [
         (SlotEventKind.CLEAR, PoolKind.FULL),
-        (SlotEventKind.FREE, PoolKind.FULL),
+        ([(SlotEventKind.FREE, 2)], PoolKind.FULL),
         (SlotEventKind.CLEAR, PoolKind.SWA),
     ]
 

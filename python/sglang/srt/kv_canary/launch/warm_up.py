@@ -15,22 +15,20 @@ MANY_SLOTS = 4096  # more than one program frees at once
 
 
 def warm_up_slot_events(launcher: Launcher, page_size: int) -> None:
-    """Every allocator event, on slot 0, which none of them changes. `free()` receives int32 and int64."""
+    """Every allocator event, on slot 0, which none of them changes. The ledger joins their slots as int64."""
+    state, backend = launcher.state, launcher.backend
     for group in launcher.groups:
-        device = group.k_head.device
-        for kind in (SlotEventKind.ALLOC, SlotEventKind.FREE):
-            for dtype in (torch.int32, torch.int64):
-                for count in (1, MANY_SLOTS):
-                    slots = torch.zeros(count, dtype=dtype, device=device)
-                    launcher.backend.apply_slot_event(kind, slots, group, launcher.state, page_size)
-                    if kind is SlotEventKind.FREE and page_size > 1:  # merged calls of a step
-                        launcher.backend.apply_slot_event(
-                            kind, slots, group, launcher.state, page_size, slots.int()
-                        )
+        slots = torch.zeros(MANY_SLOTS, dtype=torch.int64, device=group.k_head.device)
+        ids = (None, slots.int()) if page_size > 1 else (None,)  # merged calls of a step
+        for calls in ids:
+            some = None if calls is None else calls[:1]
+            backend.apply_slot_runs(
+                [(SlotEventKind.FREE, 1)], slots[:1], group, state, page_size, some
+            )
+            backend.apply_slot_event(SlotEventKind.FREE, slots, group, state, page_size, calls)
+        backend.apply_slot_event(SlotEventKind.ALLOC, slots, group, state, page_size)
         # Nothing is live yet, so clearing changes nothing.
-        launcher.backend.apply_slot_event(
-            SlotEventKind.CLEAR, None, group, launcher.state, page_size
-        )
+        backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state, page_size)
 
 
 def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:

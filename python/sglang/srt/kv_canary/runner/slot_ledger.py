@@ -76,7 +76,7 @@ class SlotLedger:
             self._unknown.discard(pool_kind)
         if pool_kind in self._unknown:
             return
-        self._events.append(SlotEvent(kind, pool_kind, slots, page_size, None, step, calls))
+        self._events.append(SlotEvent(kind, pool_kind, slots, page_size, step, calls))
         self._must_apply |= kind not in (SlotEventKind.ALLOC, SlotEventKind.LOAD)
 
     def record_load_back(self, load: LoadBack) -> None:
@@ -154,8 +154,7 @@ class SlotLedger:
         self.loads_wait = self._moves_wait = False
         launches = self._expose_late_writes()  # before the frees that followed them
         try:
-            for run in self._runs(events, untold):
-                launches += self._launch(run)
+            launches += self._apply_in_order(events, untold)
         finally:  # what is queued reads them even if a later launch fails
             self._borrowed.keep(list(_slots_of(events)))
         return launches
@@ -170,25 +169,10 @@ class SlotLedger:
                 each.expose_late_writes()
         return len(landed) - len(self._landed)
 
-    def _launch(self, event: _Event) -> int:
-        """Returns the number of launches."""
-        if isinstance(event, LoadBack):
-            self._landed.append(event.land())
-            return 1
-        groups = self._groups[event.pool_kind]
-        for group in groups:
-            if isinstance(event, RecordMove):
-                self._copy_records(group, event.sources, event.targets)
-            else:
-                self._backend.apply_slot_event(
-                    event.kind, event.slots, group, self._state, event.page_size, event.call_ids
-                )
-        return len(groups)
+    def _apply_in_order(self, events: list[_Event], untold: bool) -> int:
+        """Each pool kind's events in order. Returns the number of launches, at least. `untold`: the history lacks them.
 
-    def _runs(self, events: list[_Event], untold: bool) -> list[_Event]:
-        """Runs of equal events of a pool kind, as one event each. The order within a pool kind is kept.
-
-        The slots of all events are joined once, for the runs and, if `untold`, for the history.
+        The slots of all events are joined once, for the history and for all launches.
         """
         kinds = dict.fromkeys([event.pool_kind for event in events])
         if len(kinds) > 1:
@@ -197,44 +181,74 @@ class SlotLedger:
         slots = slots_of(listed)
         if untold:
             self._history.keep(listed, slots)
-        runs: list[_Event] = []
-        start = 0  # of the run in `slots`
-        for (kind, _), alike in groupby(events, _likeness):
-            run = list(alike)
-            if kind is None:
-                runs += run
-                continue
-            for first in range(0, len(run), MOST_CALLS):
-                part = run[first : first + MOST_CALLS]
-                lengths = [0 if event.slots is None else event.slots.shape[0] for event in part]
-                end = start + sum(lengths)
-                if kind is not SlotEventKind.LOAD:  # it changes no record
-                    runs.append(self._merge(part, slots, start, end, lengths))
-                start = end
-        return runs
+        launches = start = 0  # `start`: of the next event's slots
+        for (kind, _), alike in groupby(events, _takes_turns):
+            group = list(alike)
+            if kind is not None:
+                launches += self._apply_turns(group, slots, start)
+            else:
+                launches += sum(self._launch(event) for event in group)
+            start += sum(
+                len(e.slots) for e in group if type(e) is SlotEvent and e.slots is not None
+            )
+        return launches
 
-    def _merge(
-        self,
-        run: list[SlotEvent],
-        slots: torch.Tensor | None,
-        start: int,
-        end: int,
-        lengths: list[int],
-    ) -> SlotEvent:
-        """`slots`: of all events, those of `run` from `start` to `end`. `lengths`: of each one of them."""
-        first = run[0]
-        if len(run) == 1 or first.slots is None:
-            return first
+    def _apply_turns(self, events: list[SlotEvent], slots: torch.Tensor, start: int) -> int:
+        """ALLOCs and FREEs, whose slots begin at `start` of `slots`. Returns the number of launches, at least."""
+        lengths = [event.slots.shape[0] for event in events]
+        end = start + sum(lengths)
+        own = slots if end - start == slots.shape[0] else slots[start:end]
+        runs, calls = _runs_of(events, lengths)
+        page_size = events[0].page_size
         call_ids = None
-        if first.kind is SlotEventKind.FREE and first.page_size > 1:
-            call_ids = self._ids_of(lengths, slots.device)
-        return first._replace(slots=slots[start:end], call_ids=call_ids)
+        if page_size > 1 and len(calls) > len(runs):
+            call_ids = self._ids_of(calls, lengths, slots.device)
+        groups = self._groups[events[0].pool_kind]
+        for group in groups:
+            self._backend.apply_slot_runs(runs, own, group, self._state, page_size, call_ids)
+        return len(groups)
 
-    def _ids_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
-        """int32[sum of `lengths`]: index i, repeated lengths[i] times. Copies nothing to the device."""
+    def _launch(self, event: _Event) -> int:
+        """Returns the number of launches."""
+        if isinstance(event, LoadBack):
+            self._landed.append(event.land())
+            return 1
+        if isinstance(event, SlotEvent) and event.kind is SlotEventKind.LOAD:
+            return 0  # it changes no record
+        groups = self._groups[event.pool_kind]
+        for group in groups:
+            if isinstance(event, RecordMove):
+                self._copy_records(group, event.sources, event.targets)
+            else:
+                self._backend.apply_slot_event(
+                    event.kind, event.slots, group, self._state, event.page_size
+                )
+        return len(groups)
+
+    def _ids_of(self, calls: list[int], lengths: list[int], device: torch.device) -> torch.Tensor:
+        """int32[sum of `lengths`]: calls[i], repeated lengths[i] times. Copies nothing to the device."""
         if self._call_ids is None:
             self._call_ids = torch.arange(MOST_CALLS, dtype=torch.int32, device=device)
-        return torch.cat([self._call_ids[i : i + 1].expand(n) for i, n in enumerate(lengths)])
+        known = zip(calls, lengths, strict=True)
+        return torch.cat([self._call_ids[call : call + 1].expand(n) for call, n in known])
+
+
+def _runs_of(
+    events: list[SlotEvent], lengths: list[int]
+) -> tuple[list[tuple[SlotEventKind, int]], list[int]]:
+    """(runs of equal kinds with their numbers of slots, each event's number in its run)."""
+    runs: list[tuple[SlotEventKind, int]] = []
+    calls: list[int] = []
+    call = 0
+    for event, count in zip(events, lengths, strict=True):
+        if runs and runs[-1][0] is event.kind and call + 1 < MOST_CALLS:
+            call += 1
+            runs[-1] = event.kind, runs[-1][1] + count
+        else:
+            call = 0
+            runs.append((event.kind, count))
+        calls.append(call)
+    return runs, calls
 
 
 def _slots_of(events: list[_Event]) -> Iterator[torch.Tensor]:
@@ -245,6 +259,8 @@ def _slots_of(events: list[_Event]) -> Iterator[torch.Tensor]:
             yield event.slots
 
 
-def _likeness(event: _Event) -> tuple[SlotEventKind | None, PoolKind]:
-    """Equal for neighbours that are applied as one. (None, ...): each on its own."""
-    return event.kind if type(event) is SlotEvent else None, event.pool_kind
+def _takes_turns(event: _Event) -> tuple[PoolKind | None, int]:
+    """Equal for neighbours that are applied together. (None, ...): launched one by one."""
+    if type(event) is SlotEvent and event.kind <= SlotEventKind.FREE:
+        return event.pool_kind, event.page_size
+    return None, 0

@@ -8,6 +8,7 @@ from .history import History
 from .operations import (
     Alias,
     AllocatorEvent,
+    AllocatorRuns,
     Arm,
     Clear,
     Evict,
@@ -30,6 +31,7 @@ from .operations import (
 __all__ = [
     "Alias",
     "AllocatorEvent",
+    "AllocatorRuns",
     "Arm",
     "Clear",
     "Evict",

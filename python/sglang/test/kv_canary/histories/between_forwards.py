@@ -14,6 +14,7 @@ from .damage import Damages
 from .host import HostRow
 from .operations import (
     AllocatorEvent,
+    AllocatorRuns,
     Arm,
     Clear,
     Evict,
@@ -50,13 +51,26 @@ class BetweenForwards(Damages):
         g, model = self._group(op.group)
         if op.event is SlotEventKind.UNFILL and not (model.chain_source or op.careless):
             return
+        self._event(op.event, self._listed(op, model), g, model, op.calls)
+
+    def _listed(self, op: AllocatorEvent, model: GroupModel) -> list[int]:
         stride = model.stride
         span = (model.num_slots + 3) * stride  # the last ones lie outside
-        slots = [
+        return [
             p % span if p % 3 == 0 else self._pick_slot(p, model) * stride + p % stride
             for p in op.slots
         ]
-        self._event(op.event, slots, g, model, op.calls)
+
+    def _do_allocator_runs(self, op: AllocatorRuns) -> None:
+        g, model = self._group(op.group)
+        runs = [(e.event, self._listed(e, model), e.calls) for e in op.events]
+        runs = [(event, slots, calls) for event, slots, calls in runs if slots]
+        if not runs:
+            return
+        ids = [self._call_ids(*run) for run in runs]
+        self.world.slot_runs([(event, slots) for event, slots, _ in runs], g, ids)
+        for (event, slots, _), call_ids in zip(runs, ids, strict=True):
+            self._predict_event(event, slots, model, call_ids)
 
     def _do_clear(self, op: Clear) -> None:
         for g, model in self._groups():

@@ -10,6 +10,7 @@ from .comparison import Comparison
 from .damage import DAMAGE_HANDLERS
 from .operations import (
     AllocatorEvent,
+    AllocatorRuns,
     Arm,
     Clear,
     Evict,
@@ -44,6 +45,7 @@ _HANDLERS = {
     Release: History._do_release,
     Evict: History._do_evict,
     AllocatorEvent: History._do_allocator_event,
+    AllocatorRuns: History._do_allocator_runs,
     Clear: History._do_clear,
     Move: History._do_move,
     MovePage: History._do_move_page,

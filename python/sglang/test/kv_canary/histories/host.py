@@ -75,10 +75,24 @@ class Host:
     ) -> None:
         if slots is not None and not slots:
             return
-        call_ids = None
-        if calls > 1 and self.spec.page_size > 1 and kind is SlotEventKind.FREE:
-            call_ids = [i * calls // len(slots) for i in range(len(slots))]
+        call_ids = self._call_ids(kind, slots, calls)
         self.world.event(kind, slots, g, call_ids)
+        self._predict_event(kind, slots, model, call_ids)
+
+    def _call_ids(
+        self, kind: SlotEventKind, slots: Sequence[int] | None, calls: int
+    ) -> list[int] | None:
+        if calls > 1 and self.spec.page_size > 1 and kind is SlotEventKind.FREE:
+            return [i * calls // len(slots) for i in range(len(slots))]
+        return None
+
+    def _predict_event(
+        self,
+        kind: SlotEventKind,
+        slots: Sequence[int] | None,
+        model: GroupModel,
+        call_ids: list[int] | None,
+    ) -> None:
         if kind is SlotEventKind.FREE:
             self.oracle.free(slots, model, self.spec.page_size, call_ids)
         elif kind is SlotEventKind.ALLOC:

@@ -150,6 +150,14 @@ class AllocatorEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class AllocatorRuns:
+    """ALLOCs and FREEs of one group that its records are told of in one launch, in this order."""
+
+    events: tuple[AllocatorEvent, ...]
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """The pool is flushed. `careless`: requests keep reading."""
 
@@ -204,6 +212,7 @@ Operation = (
     | Release
     | Evict
     | AllocatorEvent
+    | AllocatorRuns
     | Clear
     | Move
     | MovePage

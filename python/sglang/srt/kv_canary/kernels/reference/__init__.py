@@ -11,12 +11,13 @@ from .arrivals import adopt_records
 from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
 from .forward import check_and_write
 from .next_tokens import note_next_tokens
-from .slots import apply_slot_event, copy_records
+from .slots import apply_slot_event, apply_slot_runs, copy_records
 from .sweep import check_list
 
 __all__ = [
     "adopt_records",
     "apply_slot_event",
+    "apply_slot_runs",
     "check_and_write",
     "check_and_write_content",
     "check_list",

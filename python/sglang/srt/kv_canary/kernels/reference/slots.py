@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -49,6 +51,23 @@ def apply_slot_event(
         own = own[own < group.num_slots]
     mode = Mode.CLEAR if clears else Mode.FREE
     _mark_freed(group, np.unique(own), record.pack_writer(forward, 0, mode, State.FREED))
+
+
+def apply_slot_runs(
+    runs: Sequence[tuple[SlotEventKind, int]],
+    slots: torch.Tensor,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    page_size: int = 1,
+    call_ids: torch.Tensor | None = None,
+) -> None:
+    """Apply ALLOCs and FREEs, in order; arguments as of `triton.slots.apply_slot_runs`."""
+    start = 0
+    for kind, count in runs:
+        listed = slots[start : start + count]
+        ids = None if call_ids is None else call_ids[start : start + count]
+        apply_slot_event(kind, listed, group, state, page_size, ids)
+        start += count
 
 
 def _first_of_its_slot(

@@ -20,7 +20,7 @@ from .forward import check_and_write
 from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
 from .next_tokens import note_next_tokens
-from .slots import apply_slot_event, copy_records
+from .slots import apply_slot_event, apply_slot_runs, copy_records
 from .sweep import check_list
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "adopt_records",
     "apply_slot_event",
+    "apply_slot_runs",
     "check_and_write",
     "check_and_write_content",
     "check_list",

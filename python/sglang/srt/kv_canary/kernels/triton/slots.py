@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ...buffer_group import CanaryBufferGroup, Side
 from ...record import Mode, State
 from ...slot_event import MOST_CALLS, SlotEventKind
 from ...state import CanaryDeviceState
+from .device import slot_runs_kernel as runs_in_one
 from .device.slots_kernel import copy_kernel, slot_event_kernel
 from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import dense, grid_of, prepared, record_arguments, report_arguments
@@ -17,9 +19,17 @@ from .launch import dense, grid_of, prepared, record_arguments, report_arguments
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
-ONE_PROGRAM_SLOTS = 2048  # a FREE of at most so many slots is checked and marked in one launch
+ONE_PROGRAM_SLOTS = 2048  # a FREE, or several runs, of at most so many slots in all are one launch
 COPY_SLOTS = 2048  # moved in one launch, at most
+RUNS = int(runs_in_one.RUNS)  # in one launch, at most
+_END_BITS, _FREE_FIRST = int(runs_in_one.END_BITS), 1 << int(runs_in_one.FREE_FIRST_BIT)
+_LARGE = (
+    2 * _FREE_FIRST
+)  # an integer that does not fit in 32 bits whatever the runs are: one variant
 _launch_event, _launch_copy = KernelLauncher(slot_event_kernel), KernelLauncher(copy_kernel)
+_launch_runs = KernelLauncher(runs_in_one.slot_runs_kernel)
+
+SlotRun = tuple[SlotEventKind, int]  # ALLOC or FREE, and how many slots it has
 
 _WRITES: dict[SlotEventKind, tuple[Mode, State]] = {
     SlotEventKind.ALLOC: (Mode.NONE, State.ALLOCATED),
@@ -52,10 +62,8 @@ def apply_slot_event(
     grid = grid_of(-(-size // BLOCK), device, PROGRAMS_PER_SM)
     free = kind is SlotEventKind.FREE
     by_call = free and page_size > 1 and call_ids is not None
-    if by_call and page_size % group.stride:
-        raise ValueError(
-            f"{group.kind.value}: expected pages of a multiple of {group.stride} full slots, got {page_size}"
-        )
+    if by_call:
+        _refuse_split_slots(group, page_size)
     number = group.free_marks.take(MOST_CALLS if by_call else 1) if free else 0
     phases = (by_call, free, True)  # tag, check, mark
     launches = [(grid, phases)]
@@ -89,12 +97,122 @@ def _fixed_arguments(
     mode, written = _WRITES[kind]
     return {
         **report_arguments(state, group, Side.HEAD),
-        **record_arguments(group),
-        "marks": group.free_marks.marks,
-        "page_size": page_size,
+        **_slot_arguments(group, page_size),
         "mode": int(mode),
         "state": int(written),
         "KIND": int(kind),
+    }
+
+
+def apply_slot_runs(
+    runs: Sequence[SlotRun],
+    slots: torch.Tensor,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    page_size: int = 1,
+    call_ids: torch.Tensor | None = None,
+) -> None:
+    """Apply ALLOCs and FREEs to all records of `group`, in order, as `apply_slot_event` does one by one.
+
+    `slots` int64[n] and `call_ids` int32[n] are those of all `runs`, one run's after the other's. Calls are numbered
+    anew in each run; those of ALLOCs do not matter. Up to RUNS short runs by turns are one launch.
+    """
+    start = 0
+    for together in _launches_of(runs):
+        size = sum(count for _, count in together)
+        whole = size == slots.shape[0]
+        listed = slots if whole else slots[start : start + size]
+        ids = call_ids if call_ids is None or whole else call_ids[start : start + size]
+        start += size
+        if size > ONE_PROGRAM_SLOTS:
+            ((kind, _),) = together
+            apply_slot_event(kind, listed, group, state, page_size, ids)
+        elif size:
+            _apply_in_one(together, listed, group, state, page_size, ids)
+
+
+def _launches_of(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
+    """Runs that are one launch. A run that is too long for a program is one by itself."""
+    launches: list[list[SlotRun]] = []
+    room, slots_left = 0, 0
+    for run in runs:
+        kind, count = run
+        needed = 2 if room and launches[-1][-1][0] is kind else 1
+        if needed > room or count > slots_left:
+            launches.append([])
+            room, slots_left, needed = RUNS, ONE_PROGRAM_SLOTS, 1
+        launches[-1].append(run)
+        room, slots_left = room - needed, slots_left - count
+    return launches
+
+
+def packed_runs(runs: Sequence[SlotRun]) -> int:
+    """What the kernel takes: where each of RUNS runs ends, END_BITS each, and whether the first one is a FREE.
+
+    They take turns. An empty run lies between two of one kind.
+    """
+    packed, at, end = _LARGE, 0, 0
+    if runs[0][0] is SlotEventKind.FREE:
+        packed |= _FREE_FIRST
+    before = None
+    for kind, count in runs:
+        if kind is before:
+            packed |= end << at
+            at += _END_BITS
+        end += count
+        packed |= end << at
+        at += _END_BITS
+        before = kind
+    while at < RUNS * _END_BITS:
+        packed |= end << at
+        at += _END_BITS
+    return packed
+
+
+def _apply_in_one(
+    runs: Sequence[SlotRun],
+    slots: torch.Tensor,
+    group: CanaryBufferGroup,
+    state: CanaryDeviceState,
+    page_size: int,
+    call_ids: torch.Tensor | None,
+) -> None:
+    by_call = page_size > 1 and call_ids is not None
+    if by_call:
+        _refuse_split_slots(group, page_size)
+    fixed = prepared(
+        state,
+        ("slot runs", page_size),
+        (group,),
+        lambda: FixedArguments(
+            {
+                **report_arguments(state, group, Side.HEAD),
+                **_slot_arguments(group, page_size),
+            }
+        ),
+    )
+    arguments = {
+        "slot_list": dense(slots),
+        "call_list": call_ids if by_call else None,
+        "runs": packed_runs(runs),
+        "number": group.free_marks.take(RUNS * (MOST_CALLS if by_call else 1)),
+    }
+    _launch_runs((1,), NUM_WARPS, arguments, fixed)
+
+
+def _refuse_split_slots(group: CanaryBufferGroup, page_size: int) -> None:
+    if page_size % group.stride:
+        raise ValueError(
+            f"{group.kind.value}: expected pages of a multiple of {group.stride} full slots, got {page_size}"
+        )
+
+
+def _slot_arguments(group: CanaryBufferGroup, page_size: int) -> dict[str, Any]:
+    """Arguments, by name, of every kernel that applies events."""
+    return {
+        **record_arguments(group),
+        "marks": group.free_marks.marks,
+        "page_size": page_size,
         "SINGLE": page_size == 1,
         "STRIDE": group.stride,
         "BLOCK": BLOCK,

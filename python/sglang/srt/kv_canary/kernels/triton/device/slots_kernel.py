@@ -123,6 +123,111 @@ def _first_of_page(listed, page_size, STRIDE: tl.constexpr):
     return listed // page_size * page_size // STRIDE
 
 
+# The phases of an event, for one block of its list. Each has seen every slot before the next begins.
+
+
+@jit
+def tag_calls(
+    slot_list,
+    call_list,
+    marks,
+    size,
+    num_slots,
+    page_size,
+    number,
+    item,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mark each page with the first call that lists it."""
+    _, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+    calls, _ = _calls(call_list, size, item, BLOCK)
+    mark = marks + _first_of_page(listed, page_size, STRIDE)
+    tl.atomic_max(mark, number - calls, mask=usable)
+
+
+@jit
+def check_frees(
+    report,
+    slot_list,
+    call_list,
+    marks,
+    k_head,
+    size,
+    num_slots,
+    page_size,
+    number,
+    item,
+    SINGLE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Report slots that are free already, or listed before."""
+    slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+    calls, calls_before = _calls(call_list, size, item, BLOCK)
+    if STRIDE != 1:
+        # The first of a slot's tokens, which are neighbours in the list, speaks for it.
+        before = _listed_before(slot_list, size, item, BLOCK)
+        usable = usable & ((slots != before // STRIDE) | (calls != calls_before))
+    repeated = tl.full([BLOCK], False, tl.int1)
+    if SINGLE and STRIDE == 1:
+        mine = tl.full([BLOCK], 0, tl.int32) + number
+        repeated = tl.atomic_max(marks + slots, mine, mask=usable) == mine
+    elif call_list is not None:
+        mark = marks + _first_of_page(listed, page_size, STRIDE)
+        repeated = tl.load(mark, mask=usable, other=0) > number - calls
+    _report_double_free(report, k_head, slots, listed, usable, repeated)
+
+
+@jit
+def mark_listed(
+    slot_list,
+    k_head,
+    k_tail,
+    v_head,
+    v_tail,
+    size,
+    num_slots,
+    word,
+    item,
+    KIND: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Apply the event to the records of the listed slots themselves."""
+    slots, usable, _ = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+    _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND)
+
+
+@jit
+def mark_pages(
+    slot_list,
+    k_head,
+    k_tail,
+    v_head,
+    v_tail,
+    size,
+    num_slots,
+    page_size,
+    word,
+    item,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mark all slots of the listed slots' pages as freed."""
+    _, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
+    # Neighbours in the list mostly lie in one page: the first of them marks it.
+    before = _listed_before(slot_list, size, item, BLOCK)
+    page = listed // page_size
+    same = (before // STRIDE > 0) & (before // STRIDE < num_slots)
+    usable = usable & ~(same & (before // page_size == page))
+    first = page * page_size // STRIDE
+    for place in range((page_size + (STRIDE - 1)) // STRIDE):
+        slot = first + place
+        inside = usable & (slot < num_slots)
+        _mark_all(k_head, k_tail, v_head, v_tail, slot, inside, word, FREE)
+
+
 @jit(
     do_not_specialize=[
         "size",
@@ -169,45 +274,61 @@ def slot_event_kernel(
     items = (size + (BLOCK - 1)) // BLOCK
     if TAG:
         for item in range(program, items, programs):
-            _, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
-            calls, _ = _calls(call_list, size, item, BLOCK)
-            mark = marks + _first_of_page(listed, page_size, STRIDE)
-            tl.atomic_max(mark, number - calls, mask=usable)  # the first call's stays
+            tag_calls(
+                slot_list, call_list, marks, size, num_slots, page_size, number, item, STRIDE, BLOCK
+            )
         tl.debug_barrier()
     if CHECK:
         report = Report(summary, ring, capacity, tag, forward)
         for item in range(program, items, programs):
-            slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
-            calls, calls_before = _calls(call_list, size, item, BLOCK)
-            if STRIDE != 1:
-                # The first of a slot's tokens, which are neighbours in the list, speaks for it.
-                before = _listed_before(slot_list, size, item, BLOCK)
-                usable = usable & ((slots != before // STRIDE) | (calls != calls_before))
-            repeated = tl.full([BLOCK], False, tl.int1)
-            if SINGLE and STRIDE == 1:
-                mine = tl.full([BLOCK], number, tl.int32)
-                repeated = tl.atomic_max(marks + slots, mine, mask=usable) == mine
-            elif call_list is not None:
-                mark = marks + _first_of_page(listed, page_size, STRIDE)
-                repeated = tl.load(mark, mask=usable, other=0) > number - calls
-            _report_double_free(report, k_head, slots, listed, usable, repeated)
+            check_frees(
+                report,
+                slot_list,
+                call_list,
+                marks,
+                k_head,
+                size,
+                num_slots,
+                page_size,
+                number,
+                item,
+                SINGLE,
+                STRIDE,
+                BLOCK,
+            )
         tl.debug_barrier()
     if MARK:
         for item in range(program, items, programs):
-            slots, usable, listed = _listed(slot_list, size, num_slots, item, STRIDE, BLOCK)
             if KIND == FREE and not SINGLE:
-                # Neighbours in the list mostly lie in one page: the first of them marks it.
-                before = _listed_before(slot_list, size, item, BLOCK)
-                page = listed // page_size
-                same = (before // STRIDE > 0) & (before // STRIDE < num_slots)
-                usable = usable & ~(same & (before // page_size == page))
-                first = page * page_size // STRIDE
-                for place in range((page_size + (STRIDE - 1)) // STRIDE):
-                    slot = first + place
-                    inside = usable & (slot < num_slots)
-                    _mark_all(k_head, k_tail, v_head, v_tail, slot, inside, word, KIND)
+                mark_pages(
+                    slot_list,
+                    k_head,
+                    k_tail,
+                    v_head,
+                    v_tail,
+                    size,
+                    num_slots,
+                    page_size,
+                    word,
+                    item,
+                    STRIDE,
+                    BLOCK,
+                )
             else:
-                _mark_all(k_head, k_tail, v_head, v_tail, slots, usable, word, KIND)
+                mark_listed(
+                    slot_list,
+                    k_head,
+                    k_tail,
+                    v_head,
+                    v_tail,
+                    size,
+                    num_slots,
+                    word,
+                    item,
+                    KIND,
+                    STRIDE,
+                    BLOCK,
+                )
 
 
 @jit(

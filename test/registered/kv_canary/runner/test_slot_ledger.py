@@ -1,0 +1,120 @@
+"""Events of allocators: what is launched in a step, and that merged events do what single ones do."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
+from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.kernels import triton as triton_backend
+from sglang_kv_canary.kernels.triton.jit import _Interpreted
+from sglang_kv_canary.record import Column
+from sglang_kv_canary.reports.slot_history import SlotHistory
+from sglang_kv_canary.runner.slot_ledger import SlotLedger
+from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.state import CanaryDeviceState
+from sglang_kv_canary_rigs.kernel_cases import SIDES, kernel_device, make_group, make_state
+from sglang_kv_canary_rigs.volume import volume
+
+register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
+
+# numpy's word on how Triton's interpreter turns its 0-d values into integers
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+ALLOC, FREE, CLEAR, UNFILL, LOAD = SlotEventKind
+SLOTS = 24
+
+
+def live_group() -> CanaryBufferGroup:
+    group = make_group(SLOTS)
+    for name in SIDES:
+        words = getattr(group, name)
+        words[1 : SLOTS - 4, record.WORD_WRITER] = record.pack_writer(1, 1, 1, record.State.LIVE)
+    return group
+
+
+def records_of(group: CanaryBufferGroup) -> list[Any]:
+    return [getattr(group, name).tolist() for name in SIDES]
+
+
+def reported(state: CanaryDeviceState) -> list[tuple[int, int]]:
+    """(reasons, slot) of all rows, in any order."""
+    rows = state.violations.rows[: int(state.violations.total)]
+    return sorted(map(tuple, rows[:, [Column.REASONS, Column.SLOT]].tolist()))
+
+
+# The last kind is no event: what waits is applied.
+KINDS = st.sampled_from([ALLOC, ALLOC, ALLOC, FREE, FREE, FREE, LOAD, UNFILL, CLEAR, None])
+LISTS = st.lists(st.integers(0, SLOTS + 2), min_size=1, max_size=5, unique=True)
+
+
+@pytest.mark.parametrize("backend", [reference, triton_backend], ids=["reference", "kernels"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@settings(
+    max_examples=volume(8, 60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(happened=st.lists(st.tuples(KINDS, LISTS), min_size=3, max_size=14))
+def test_merged_events_do_what_single_ones_do(
+    backend: ModuleType, page_size: int, happened: list[tuple[SlotEventKind | None, list[int]]]
+) -> None:
+    single, merged = live_group(), live_group()
+    states = make_state(), make_state()
+    history = SlotHistory(256, "cpu", [])
+    ledger = SlotLedger(backend, (merged,), states[1], history)
+    for kind, slots in happened:
+        if kind is None:
+            ledger.apply()
+            continue
+        listed = None if kind is CLEAR else torch.tensor(slots, device=kernel_device())
+        ledger.record(kind, PoolKind.FULL, listed, page_size)
+        if kind is not LOAD:
+            reference.apply_slot_event(kind, listed, single, states[0], page_size)
+    ledger.apply(at_once=True)
+    assert records_of(merged) == records_of(single)
+    assert reported(states[1]) == reported(states[0])
+
+
+def test_a_step_that_evicts_is_one_launch_one_join_and_one_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often the allocator was called, and by whatever turns."""
+    calls: list[str] = []
+
+    def counted(of: Any, name: str, what: str) -> None:
+        original = getattr(of, name)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            calls.append(what)
+            return original(*args, **keywords)
+
+        monkeypatch.setattr(of, name, call)
+
+    counted(torch, "cat", "join")
+    counted(SlotHistory, "_copy_slots", "copy")
+    counted(_Interpreted, "run", "launch")
+    history = SlotHistory(1024, "cpu", [])
+    ledger = SlotLedger(triton_backend, (live_group(),), make_state(), history)
+    once = {"join": 1, "copy": 1, "launch": 1}
+    for turns in ([ALLOC, FREE, ALLOC], [FREE], [FREE, ALLOC, FREE, ALLOC, FREE]):
+        calls.clear()
+        for kind in turns:
+            for first in (1, 5, 9):
+                slots = torch.arange(first, first + 4, device=kernel_device())
+                ledger.record(kind, PoolKind.FULL, slots, 1, 1, (4, 0, None))
+        assert ledger.apply() == 1
+        assert {what: calls.count(what) for what in calls} == once
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
