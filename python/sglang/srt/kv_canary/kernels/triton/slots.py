@@ -114,8 +114,8 @@ def apply_slot_runs(
 ) -> None:
     """Apply ALLOCs and FREEs to all records of `group`, in order, as `apply_slot_event` does one by one.
 
-    `slots` int64[n] and `call_ids` int32[n] are those of all `runs`, one run's after the other's. Calls are numbered
-    anew in each run; those of ALLOCs do not matter. Up to RUNS short runs by turns are one launch.
+    `slots` int64[n] and `call_ids` int32[n] are those of all `runs`, one run's after the other's. In each run calls
+    are numbered from 0; those of ALLOCs do not matter. Up to RUNS short runs by turns are one launch.
     """
     start = 0
     for together in _launches_of(runs):
