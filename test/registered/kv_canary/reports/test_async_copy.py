@@ -63,9 +63,9 @@ def test_a_copy_waits_for_the_forwards_and_makes_no_event(device: Device) -> Non
     for turn in range(3):
         source += turn
         out = torch.zeros(5, dtype=torch.int64)
-        done = side.copy((source,), (out,))
+        side.copy((source,), (out,))
         assert torch.equal(out, source)
-        assert done.at == "side"
+        assert side.done.at == "side"
     once = [
         "record forwards",
         "side waits for forwards",

@@ -15,15 +15,15 @@ class SideStream:
     Each step copies, so this makes as few calls as it can: a context manager for a stream makes ten.
     """
 
-    __slots__ = ("_before", "_done", "_stream")
+    __slots__ = ("_before", "_stream", "done")
 
     def __init__(self, stream: Any) -> None:
         """`stream`: a torch.cuda.Stream of the device of all tensors."""
         self._stream = stream
-        self._before, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._before, self.done = torch.cuda.Event(), torch.cuda.Event()
 
-    def copy(self, tensors: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> Any:
-        """Start copying to `out`, pinned, after what the current stream has queued. Returns the event of its end."""
+    def copy(self, tensors: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
+        """Start copying to `out`, pinned, after what the current stream has queued. `done` is recorded at its end."""
         current = torch.cuda.current_stream(self._stream.device)
         self._before.record(current)
         self._stream.wait_event(self._before)
@@ -31,14 +31,13 @@ class SideStream:
         try:
             for target, source in zip(out, tensors, strict=True):
                 target.copy_(source, non_blocking=True)
-            self._done.record(self._stream)
+            self.done.record(self._stream)
         finally:
             torch.cuda.set_stream(current)
-        return self._done
 
 
 class FutureTensors(NamedTuple):
-    """Host copies of device tensors. They are valid once `ready()`. A tuple: one is made in each step."""
+    """Host copies of device tensors. They are valid once `ready()`."""
 
     host: tuple[torch.Tensor, ...]
     done: Any | None  # torch.cuda.Event; None: the copy is complete
@@ -48,24 +47,14 @@ class FutureTensors(NamedTuple):
         """Copy to new host tensors. The memory of `tensors` stays valid until the copy is complete."""
         cuda = stream is not None
         out = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=cuda) for t in tensors)
-        future = cls.copy(tensors, SideStream(stream) if cuda else None, out)
-        for tensor in tensors if cuda else ():
+        if not cuda:
+            _copy_at_once(tensors, out)
+            return cls(out, None)
+        side = SideStream(stream)
+        side.copy(tensors, out)
+        for tensor in tensors:
             tensor.record_stream(stream)
-        return future
-
-    @classmethod
-    def copy(
-        cls,
-        tensors: tuple[torch.Tensor, ...],
-        side: SideStream | None,
-        out: tuple[torch.Tensor, ...],
-    ) -> FutureTensors:
-        """Start copying to `out` (pinned on CUDA) by `side`, which has no other copy under way. None: a CPU's."""
-        if side is not None:
-            return cls(out, side.copy(tensors, out))
-        for target, source in zip(out, tensors, strict=True):
-            target.copy_(source)
-        return cls(out, None)
+        return cls(out, side.done)
 
     def ready(self) -> bool:
         return self.done is None or self.done.query()
@@ -74,6 +63,11 @@ class FutureTensors(NamedTuple):
         """Block until the copy is complete (shutdown and idle only)."""
         if self.done is not None:
             self.done.synchronize()
+
+
+def _copy_at_once(sources: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
+    for target, source in zip(out, sources, strict=True):
+        target.copy_(source)
 
 
 class DelayedDeviceHostHandler:
@@ -96,6 +90,8 @@ class DelayedDeviceHostHandler:
         self._callback = callback
         self._side = SideStream(torch.cuda.Stream(device)) if cuda else None
         self._out = tuple(torch.empty(s.shape, dtype=s.dtype, pin_memory=cuda) for s in sources)
+        # All copies are the same two: one event, one host memory
+        self._future = FutureTensors(self._out, None if self._side is None else self._side.done)
         # The copy that is under way or waits to be handed over, and its context. For others to read
         self.pending: tuple[FutureTensors, Any] | None = None
         self._min_seconds = min_seconds
@@ -115,7 +111,11 @@ class DelayedDeviceHostHandler:
         if self.pending is not None or (now < self._not_before and not at_once):
             return False
         self._not_before = now + self._min_seconds
-        self.pending = FutureTensors.copy(self._sources, self._side, self._out), context
+        if self._side is None:
+            _copy_at_once(self._sources, self._out)
+        else:
+            self._side.copy(self._sources, self._out)
+        self.pending = self._future, context
         return True
 
     def deliver(self, wait: bool = False) -> bool:

@@ -85,6 +85,7 @@ class Steps:
     in_flight: deque[StepRecord] = field(
         default_factory=deque
     )  # whose result has not arrived, oldest first
+    without_result: int = 0  # of them, those that have none
 
 
 class FlightRecorder:
@@ -132,6 +133,7 @@ class FlightRecorder:
         steps.current = StepRecord(steps.count, named)
         if origins is not None:
             steps.current.origins, steps.current.has_result = origins, False
+            steps.without_result += 1
         if starts is not None:
             steps.current.starts = starts
         steps.in_flight.append(steps.current)
@@ -143,7 +145,9 @@ class FlightRecorder:
 
     def note_forward(self, forward: int, mode: str) -> None:
         """`forward` is launched now. The number of an abandoned forward is reused."""
-        self._forwards[forward] = ForwardRecord(forward, mode, self._steps.current)
+        named = forward, mode, self._steps.current
+        # Its own constructor is a function in Python
+        self._forwards[forward] = tuple.__new__(ForwardRecord, named)
         if len(self._forwards) > self._max_forwards:
             self._forwards.popitem(last=False)
         self._newest = forward
@@ -160,7 +164,7 @@ class FlightRecorder:
             waiting.popleft()
         elif step in waiting:
             waiting.remove(step)
-        if waiting:
+        if self._steps.without_result:
             self.settle_without_result(step.step)
 
     def settle_without_result(self, before: float = math.inf) -> None:
@@ -169,6 +173,7 @@ class FlightRecorder:
         for step in [s for s in waiting if not s.has_result and s.step < before]:
             step.in_flight = False
             waiting.remove(step)
+            self._steps.without_result -= 1
 
     def _settle_complete(self) -> None:
         """A request that ends with its first token gives its row back right after the check of what has arrived."""

@@ -411,7 +411,11 @@ class CanaryManager:
         if self.checking:
             with self.clock:
                 for index in single_forward_indices:
-                    self._timed_attempt(self._single_forwards[index].note_replay, mode)
+                    single = self._single_forwards[index]
+                    try:
+                        single.note_replay(mode)
+                    except Exception as error:
+                        self._contain(error, single.note_replay)
 
     def begin_forwards(
         self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
@@ -419,15 +423,15 @@ class CanaryManager:
         """The first half of `with_ops_outside_graph`. Returns whether the forwards are bracketed."""
         with self.clock:
             self._before_forwards()
-            return self.checking and self._timed_attempt(self._open, indices, expected, mode)
-
-    def _open(self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None):
-        for index in indices:
-            self._single_forwards[index].pre_ops_outside_graph(expected, mode)
-
-    def _close(self, indices: tuple[int, ...]) -> None:
-        for index in indices:
-            self._single_forwards[index].post_ops_outside_graph()
+            if not self.checking:
+                return False
+            try:
+                for index in indices:
+                    self._single_forwards[index].pre_ops_outside_graph(expected, mode)
+            except Exception as error:
+                self._contain(error, self.begin_forwards)
+                return False
+            return True
 
     def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
@@ -458,10 +462,12 @@ class CanaryManager:
             self._stop_checking()
         if self._blind:
             self._timed_attempt(self._check_again_if_possible)
-        self._apply_events()
+        if self.ledger.may_apply or self.arrivals is not None:
+            self._apply_events()
         if self._has_new_weights:
             self._timed_attempt(self._tell_device_of_weights)
-        self._tell_observers("before_forwards", self)
+        if self._calls_of("before_forwards"):
+            self._tell_observers("before_forwards", self)
 
     def _apply_events(self) -> None:
         """On the stream of the forwards."""
@@ -480,10 +486,10 @@ class CanaryManager:
         with self.clock:
             if opened and self.checking:
                 try:
-                    self._timed_attempt(self._close, indices)
-                except BaseException:
-                    self.abandon_forwards(launched_before)
-                    raise
+                    for index in indices:
+                        self._single_forwards[index].post_ops_outside_graph()
+                except BaseException as error:
+                    self._close_failed(error, launched_before)
             if step_goes_on:
                 self.owes_copy = True
             else:
@@ -491,16 +497,27 @@ class CanaryManager:
         if attempts is not None:
             attempts.raise_first()
 
+    def _close_failed(self, error: BaseException, launched_before: int) -> None:
+        """Raises `error` if serving must not go on."""
+        try:
+            if not isinstance(error, Exception):
+                raise error
+            self._contain(error, self.end_forwards)
+        except BaseException:
+            self.abandon_forwards(launched_before)
+            raise
+
     def _after_forwards(self) -> FirstError | None:
         attempts, awaited = None, False
         try:
             awaited = self._tell_observers("after_forwards", self)
         except Exception as error:
             attempts = self._noted(attempts, self._tell_observers, error)
-        try:
-            self._drain()
-        except Exception as error:
-            attempts = self._noted(attempts, self._drain, error)
+        if self._copy.pending is not None or self.violations.has_work or self.arrivals is not None:
+            try:
+                self._drain()
+            except Exception as error:
+                attempts = self._noted(attempts, self._drain, error)
         try:
             # The ring is small, and its first rows are the most useful.
             self._start_copy(awaited or self._finding)
@@ -518,11 +535,7 @@ class CanaryManager:
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
         """Call `method` of every observer. Returns whether any returned True. An error does not stop the others."""
-        calls = self._calls.get(method) if self._calls_are_of == self.observers else None
-        if calls is None:
-            calls = self._calls_of(method)
-        if not calls:
-            return False
+        calls = self._calls_of(method)
         told, attempts = False, None
         for call in calls:
             try:
@@ -535,6 +548,9 @@ class CanaryManager:
 
     def _calls_of(self, method: str) -> list[Callable[..., object]]:
         """`method` of every observer that does something there. A step asks several times."""
+        known = self._calls.get(method)
+        if known is not None and self._calls_are_of == self.observers:
+            return known
         if self._calls_are_of != self.observers:
             self._calls_are_of, self._calls = list(self.observers), {}
         nothing = getattr(StepObserver, method)
@@ -555,11 +571,15 @@ class CanaryManager:
         try:
             function(*args)
         except Exception as error:
-            if not self.errors.contain(error, function):
-                raise
-            self.lose_track()
+            self._contain(error, function)
             return False
         return True
+
+    def _contain(self, error: Exception, function: Callable[..., object]) -> None:
+        """`function` keeps records up to date, and has raised `error`. Raises it if serving must not go on."""
+        if not self.errors.contain(error, function):
+            raise error
+        self.lose_track()
 
     def lose_track(self) -> None:
         """Records are out of date. No runner of the process checks until every slot has been given back."""
@@ -616,7 +636,8 @@ class CanaryManager:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
-        point = CopyPoint(self.step_ct, self.forward_ct, self.abandoned_ct)
+        counts = self.step_ct, self.forward_ct, self.abandoned_ct
+        point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
         if self._copy.start(point, at_once):
             self._copy_is_awaited = at_once

@@ -76,8 +76,11 @@ class SlotLedger:
             self._unknown.discard(pool_kind)
         if pool_kind in self._unknown:
             return
-        self._events.append(SlotEvent(kind, pool_kind, slots, page_size, step, calls))
-        self._must_apply |= kind not in (SlotEventKind.ALLOC, SlotEventKind.LOAD)
+        event = kind, pool_kind, slots, page_size, step, calls
+        # Its own constructor is a function in Python
+        self._events.append(tuple.__new__(SlotEvent, event))
+        if kind is not SlotEventKind.ALLOC and kind is not SlotEventKind.LOAD:
+            self._must_apply = True
 
     def record_load_back(self, load: LoadBack) -> None:
         """Record that records come into slots whose allocation has been recorded."""

@@ -72,7 +72,7 @@ class PhaseTracker:
     def leave(self) -> None:
         """The forward is over. Raises CanaryPhaseError unless both inside phases ran."""
         phase = self.phase
-        self.reset()
+        self.phase, self._outside = Phase.IDLE, False
         if phase is not Phase.POST_INSIDE:
             frame = sys._getframe(1)
             ended_at = _words((frame.f_code, frame.f_lasti))

@@ -14,9 +14,9 @@ from .model_forward import around_patch_model
 
 @guarded
 def before_replay(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    manager = context.manager_of(graph_runner.model_runner)
+    manager = context.by_runner.get(id(graph_runner.model_runner))
     if manager is not None:
-        manager.note_replay(forward_batch.forward_mode.name)
+        manager.note_replay(forward_batch.forward_mode._name_)  # `name` is two calls
 
 
 def around_capture(

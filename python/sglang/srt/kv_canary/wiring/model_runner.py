@@ -23,15 +23,16 @@ def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
 def _around_forward(
     original: Callable[..., Any], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    manager = context.manager_of(model_runner)
+    manager = context.by_runner.get(id(model_runner))
     if manager is None or manager.identity.role == "draft":
         return original(model_runner, forward_batch, *args, **kwargs)
-    if forward_batch.forward_mode.is_extend():
+    decodes = forward_batch.forward_mode._name_ == "DECODE"  # `is_decode` is a call
+    if not decodes and forward_batch.forward_mode.is_extend():
         attempt(update_anchors, context.managers, context.requests)
     if context.states is not None:
         context.states.note_forward(forward_batch, context.requests)
     expected = None
-    if not forward_batch.forward_mode.is_decode():  # it has none
+    if not decodes:  # it has none
         expected = attempt_aside(expected_tokens_of, manager, forward_batch, context.requests)
     with manager.with_ops_outside_graph(
         maybe_inaccurate_forward_batch=forward_batch, expected=expected

@@ -25,7 +25,7 @@ from .token_oracle import Continuation, continuation_of_forward, continuation_of
 
 @guarded_aside
 def _after_sample(tokens: Any, model_runner: Any, _: Any, forward_batch: Any, *__: Any) -> None:
-    manager = context.manager_of(model_runner)
+    manager = context.by_runner.get(id(model_runner))
     if manager is None or manager.identity.role != "target" or tokens is None:
         return
     rows, count = forward_batch.req_pool_indices, tokens.shape[0]

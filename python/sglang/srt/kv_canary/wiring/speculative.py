@@ -173,17 +173,17 @@ def _publish_tree(manager: CanaryManager, spec_info: Any) -> None:
 
 @guarded
 def before_draft_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    manager = context.manager_of(runner.model_runner)
+    manager = context.by_runner.get(id(runner.model_runner))
     if manager is not None:
         steps = _inner_forwards(runner.speculative_num_steps)
-        manager.note_replay(forward_batch.forward_mode.name, steps)
+        manager.note_replay(forward_batch.forward_mode._name_, steps)
 
 
 @guarded
 def before_draft_extend_replay(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    manager = context.manager_of(runner.model_runner)
+    manager = context.by_runner.get(id(runner.model_runner))
     if manager is not None:
-        manager.note_replay(forward_batch.forward_mode.name)
+        manager.note_replay(forward_batch.forward_mode._name_)
 
 
 # Slots that change owner within a step
