@@ -150,6 +150,8 @@ class Server:
         self._lengths: dict[int, int] = {}  # by row: slots that it holds
         self._next: dict[int, int] = {}  # by row: what was sampled last
         self._numbers = 0
+        self.steps = 0
+        self.is_full = False  # the prefix cache has had to evict
         self._last: Any | None = None  # a decode whose result is not in yet
         batch = self._decode_batch([0] * options.requests, self._tensor([0] * options.requests))
         self._decoder = decoder(self.rig, batch)
@@ -250,15 +252,22 @@ class Server:
     def _make_room(self) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-        room = self._allocator.available_size()
-        asked = room < self._spare and self._rng.random() < self._options.evicts
-        if asked or room < self._least:
-            self.rig.tree.evict(EvictParams(num_tokens=self._spare - room))
+        room, wanted = self._allocator.available_size(), 0
+        if room < self._least:
+            wanted = self._spare - room
+        elif room < self._spare and self._rng.random() < self._options.evicts:
+            wanted = int(
+                self._options.requests / self._options.evicts
+            )  # what steps take, on average
+        if wanted:
+            self.is_full = True
+            self.rig.tree.evict(EvictParams(num_tokens=wanted))
 
     # Steps
 
     def step(self) -> None:
         """A decode, and the result of the one before it, as under overlap."""
+        self.steps += 1
         self.clock.start("receive")
         self._server.inside["recv_requests"] = lambda: None
         self._server.recv_requests()
@@ -360,7 +369,7 @@ Parts = list[tuple[dict[str, int], dict[str, int]]]  # per step: ns by entry, CP
 
 def measure(options: argparse.Namespace, mode: CanaryMode, decoder: Any) -> Parts:
     server, parts = Server(options, mode, decoder), []
-    for _ in range(options.spare_steps):
+    while not server.is_full or options.spare_steps > server.steps:
         server.step()
     server.clock.running = True
     for _ in range(options.steps):
@@ -400,7 +409,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default="raise,log")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200, help="that are timed")
-    parser.add_argument("--spare-steps", type=int, default=SPARE_STEPS, help="before them")
+    parser.add_argument(
+        "--spare-steps",
+        type=int,
+        default=SPARE_STEPS,
+        help="before them, at least; they go on until the pool is full",
+    )
     parser.add_argument("--replaced", type=float, default=0.8, help="share of steps, > 0")
     parser.add_argument("--evicts", type=float, default=0.4, help="share of steps")
     parser.add_argument("--sweep", type=int, default=20, help="steps between passes of the sweep")
