@@ -17,7 +17,12 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.containment_pairs import PairBase
 from sglang_kv_canary_rigs.containment_serving import LONG
 from sglang_kv_canary_rigs.containment_traffic import PairPool
-from sglang_kv_canary_rigs.pd_serving import OverNixl, PdServing, nothing_to_synchronize
+from sglang_kv_canary_rigs.pd_serving import (
+    AfterThePrefill,
+    OverNixl,
+    PdServing,
+    nothing_to_synchronize,
+)
 
 if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
@@ -47,6 +52,45 @@ class TestRetraction(PairBase):
         "SGLANG_TEST_RETRACT_INTERVAL": "20",
     }
     plugins: ClassVar = () if torch.cuda.is_available() else (nothing_to_synchronize,)
+
+
+class Optimistic(PdServing):
+    prefill_flags: ClassVar = {"optimistic_prefill_attempts": 3, "log_level": "info"}
+
+
+class Yielding(Optimistic):
+    """Half of the prefills that begin too early give their slots to others, and begin again."""
+
+    prefill_env: ClassVar = {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": "0.5"}
+
+
+@long_form
+@pytest.mark.skipif(not release().has_own_canary, reason="this release has none")
+class TestOptimisticPrefill(PairBase):
+    """Prefills begin before the decode server is ready."""
+
+    transport: ClassVar = Optimistic
+
+
+@long_form
+@pytest.mark.skipif(not release().has_own_canary, reason="this release has none")
+class TestYieldingPrefill(PairBase):
+    """What such a prefill has read is left in no answer. So nobody ends for it."""
+
+    transport: ClassVar = Yielding
+    spares: ClassVar = True
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        super().test_exactly_the_readers_of_damage_end()
+        assert "optimistic prefill yielded" in self.serving.prefill.stderr
+
+
+@long_form
+@pytest.mark.skipif(not release().has_own_canary, reason="this release has none")
+class TestAllocationAfterThePrefill(PairBase):
+    """The decode server has slots for a prompt once all of its KV is computed."""
+
+    transport: ClassVar = AfterThePrefill
 
 
 class Caching(PdServing):

@@ -20,6 +20,7 @@ if "v0_5_22.action" not in release().hook_modules:
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
+from sglang_kv_canary.runner.damage_desk import Damage, Reader
 from sglang_kv_canary.wiring.containment.containment import Containment
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots
@@ -104,17 +105,40 @@ def test_chains_of_a_pair_start_as_if_no_cache_had_been_dropped(key: str | None)
     assert as_sent(request.extra_key) == release().namespace_of(request) == key
 
 
-def test_nothing_slides_out_of_the_window_of_a_wrong_row() -> None:
+def _containment(scheduler: Any, terms: Any) -> Containment:
     manager = ManagerRig().manager
-    containment = Containment(
-        scheduler=None,
+    return Containment(
+        scheduler=scheduler,
         manager=manager,
         desk=manager.expect_action(),
         prefixes=NoPrefixes(),
         withheld=WithheldSlots({}),
         owned=None,
-        terms=TERMS,
+        terms=terms,
     )
+
+
+@pytest.mark.parametrize("queue", ["waiting", "bootstrap", "none"])
+def test_nobody_ends_for_an_optimistic_prefill_that_was_thrown_away(queue: str) -> None:
+    """It has yielded its slots, and begins again. A request that is gone had its answer."""
+    ada = SimpleNamespace(rid="ada", is_retracted=True, kv=SimpleNamespace(req_pool_idx=None))
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(disaggregation_mode="prefill"),
+        waiting_queue=[ada] if queue == "waiting" else [],
+        disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[ada] if queue == "bootstrap" else []),
+        disagg_prefill_inflight_queue=[],
+        chunked_req=None,
+        collect_inflight_reqs=list,
+    )
+    containment = _containment(scheduler, for_server_of(scheduler, TERMS))
+    verdict = containment.judge(Damage(readers=(Reader("ada", 3, 7, 5, ("CONTENT",)),)))
+    assert (verdict.running, verdict.waiting) == ({}, {})
+    assert [*verdict.answered] == (["ada"] if queue == "none" else [])
+    assert verdict.computed == {"ada": 5}  # it may be cached
+
+
+def test_nothing_slides_out_of_the_window_of_a_wrong_row() -> None:
+    containment = _containment(None, TERMS)
     (hook,) = (hook for hook in HOOKS if hook.target.endswith(".evict_sliding_windows"))
     slid: list[str] = []
 

@@ -333,6 +333,7 @@ class Containment:
         live = self._live()
         by_id = {each.request.rid: each for each in live}
         waiting = self._retracted()
+        begin_again = {request.rid for request in self.terms.begin_again(self.scheduler)}
         ends: dict[str, str] = {}
         retracted: dict[str, str] = {}
         answered: dict[str, int] = {}
@@ -351,6 +352,8 @@ class Containment:
                     answered[reader.request_id] = reader.forward
                 else:
                     ends[reader.request_id] = _why(reader)
+            elif reader.request_id in begin_again:
+                continue
             elif reader.request_id in waiting:
                 retracted[reader.request_id] = _why(reader)
             else:

@@ -41,6 +41,8 @@ class Terms:
     end_running: Callable[[Any, str], bool] = end_running
     # Of a scheduler: a list with the requests that wait after a retraction, among others
     retracted: Callable[[Any], list[Any]] = _waiting_queue
+    # Of a scheduler: requests that will be computed again from the start. Nothing of what they have read is left.
+    begin_again: Callable[[Any], Iterable[Any]] = _nobody
     # Whether the answer of a request that holds slots has gone out
     is_answered: Callable[[Any], bool] = _never
     # Whether SGLang ends a running request that its client has aborted. A prefill server sends its KV all the same.

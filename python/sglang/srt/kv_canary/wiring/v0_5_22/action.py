@@ -43,10 +43,6 @@ def _why_not(scheduler: Any) -> str | None:
         why = "no test has run it with HiCache on a decode server"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
-    elif args.disaggregation_mode == "prefill" and args.optimistic_prefill_attempts > 0:
-        why = "optimistic prefills are taken back and run again, and no test has run it with them"
-    elif args.disaggregation_decode_allocation_policy != "early":
-        why = "no test has run it with allocation after the prefill"
     else:
         return None
     return f"findings are reported only, because on this release {why}"

@@ -32,7 +32,8 @@ def for_server_of(scheduler: Any, terms: Terms) -> Terms:
     mode = scheduler.server_args.disaggregation_mode
     context.is_of_pair = mode != "null"
     if mode == "prefill":
-        return for_prefill_server(terms, _fail_sending)
+        prefill = for_prefill_server(terms, _fail_sending)
+        return replace(prefill, retracted=_none_of_them, begin_again=_yielded)
     if mode != "decode":
         return terms
     decode = for_decode_server(terms, _forget_copy, _leaving)
@@ -43,6 +44,16 @@ def for_server_of(scheduler: Any, terms: Terms) -> Terms:
 def status_now(poll: Callable[[], int]) -> int:
     """The status of a failed transfer, whose slots SGLang frees once nothing is written to them."""
     return poll()
+
+
+def _none_of_them(_: Any) -> list[Any]:
+    return []
+
+
+def _yielded(scheduler: Any) -> list[Any]:
+    """Optimistic prefills that have given their slots to others, and wait for their next attempt."""
+    bootstrap = scheduler.disagg_prefill_bootstrap_queue.queue
+    return [request for request in (*scheduler.waiting_queue, *bootstrap) if request.is_retracted]
 
 
 def _retracted(scheduler: Any) -> list[Any]:
