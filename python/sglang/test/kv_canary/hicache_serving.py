@@ -91,6 +91,17 @@ class Pages:
         path.write_bytes(data)
 
 
+def load_short_prefixes() -> None:
+    """A plugin: SGLang loads no prefix below ten tokens, and fails a request of a decode server that promised one."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def after_init(_: Any, tree: Any, *__: Any, **___: Any) -> None:
+        tree.load_back_threshold = 1
+
+    target = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
+    HookRegistry.register(target, after_init, HookType.AFTER)
+
+
 class WithPages:
     """For a server class before its base class: a storage folder of its own."""
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+import sglang.version
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.eagle_mode import V1, V2
@@ -34,7 +35,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
     ask,
 )
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.hicache_serving import STORAGE, WithPages, hits
+from sglang_kv_canary_rigs.hicache_serving import STORAGE, WithPages, hits, load_short_prefixes
 from sglang_kv_canary_rigs.pd_images import MORE, TEXT, picture
 from sglang_kv_canary_rigs.pd_serving import PdServing, Replicas, ServesPair
 from sglang_kv_canary_rigs.tiny_lora import WithAdapter
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.skipif(not LONG, reason="set KV_CANARY_TEST_CONTAINMENT
 
 NEWER = release().has_own_canary
 # SGLang pins what it copies. On newer releases all pairs have this fill-in.
+LOADS_ON_DECODE = NEWER and sglang.version.__version__ != "0.5.22"
 PINNED = () if torch.cuda.is_available() or NEWER else (pageable_memory,)
 
 
@@ -175,9 +177,12 @@ PAUSE_S = 25.0  # a request took 21 s with 25 busy processes on two cores
 ONE_TOKEN = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
 
 
+POOL = 480
+
+
 class HostPrefill(PdServing):
     # A round does not fit on the device: prefixes go to host memory and come back.
-    prefill_flags: ClassVar = {**SMALL_POOL, "max_total_tokens": 480}
+    prefill_flags: ClassVar = {**SMALL_POOL, "max_total_tokens": POOL}
 
 
 class TestHiCache(ServesAllAgain, PairBase):
@@ -201,6 +206,36 @@ class StoringPrefill(HostPrefill):
 class TestHiCacheStorage(WithPages, TestHiCache):
     transport: ClassVar = StoringPrefill
     tier: ClassVar = "storage"
+
+
+class HostDecode(HostPrefill):
+    decode_flags: ClassVar = {
+        **HostPrefill.prefill_flags,
+        "disaggregation_decode_enable_radix_cache": True,
+        "num_reserved_decode_tokens": 16,
+    }
+
+
+@pytest.mark.skipif(not LOADS_ON_DECODE, reason="a decode server of this release loads nothing")
+class TestHiCacheOnDecode(TestHiCache):
+    """The decode server loads prefixes, too, and the prefill server sends the rest."""
+
+    transport: ClassVar = HostDecode
+    plugins: ClassVar = (*FILL_INS, load_short_prefixes)
+    pool: ClassVar = PairPool(has_cache=True)
+
+    def test_exactly_the_readers_of_damage_end(self) -> None:
+        super().test_exactly_the_readers_of_damage_end()
+        longest = [r.requests[-1] for r in self.plan[:6]]
+        self.ask_all(longest, "first-")
+        assert self.run(self.serving.flush_one(self.serving.prefill))
+        # More than fits on the device: the rest was loaded.
+        found = sum(hits(decode, "device") for _, decode in self.ask_all(longest, "again-"))
+        assert found > POOL
+
+    def ask_all(self, asked: list[Asked], prefix: str) -> list[list[dict[str, Any]]]:
+        bodies = [{**each.body(prefix), "sampling_params": ONE_TOKEN} for each in asked]
+        return [self.run(self.serving.ask_both(body)) for body in bodies]
 
 
 class EaglePair(Speculation, ServesPair, EagleE2EBase):

@@ -21,7 +21,7 @@ if "v0_5_22.action" not in release().hook_modules:
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
 from sglang_kv_canary.runner.damage_desk import Damage, Reader
-from sglang_kv_canary.wiring.containment.containment import Containment
+from sglang_kv_canary.wiring.containment.containment import Containment, _Live
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary.wiring.containment.withheld_slots import WithheldSlots
 from sglang_kv_canary.wiring.v0_5_22.action import HOOKS, TERMS
@@ -135,6 +135,39 @@ def test_nobody_ends_for_an_optimistic_prefill_that_was_thrown_away(queue: str) 
     assert (verdict.running, verdict.waiting) == ({}, {})
     assert [*verdict.answered] == (["ada"] if queue == "none" else [])
     assert verdict.computed == {"ada": 5}  # it may be cached
+
+
+@pytest.mark.parametrize(
+    ("start", "key", "length", "ends"),
+    [
+        (4, None, 8, True),
+        (6, None, 8, False),  # what bob has computed follows another token
+        (4, None, 4, False),  # so far nothing is promised
+        (4, "tenant", 8, False),
+        (4, None, 0, False),
+    ],
+)
+def test_a_promised_prefix_that_was_computed_from_damage_ends_its_request(
+    start: int, key: str | None, length: int, ends: bool
+) -> None:
+    """A decode server has told the prefill server of it, and no row has it yet."""
+    ada = SimpleNamespace(rid="ada", extra_key=key, origin_input_ids=[1, 2, 3, 4, 5, 6, 70, 80, 90])
+    bob = SimpleNamespace(
+        rid="bob", extra_key=None, origin_input_ids=[1, 2, 3, 4, 5, 6], output_ids=[7, 8, 9]
+    )
+    match = SimpleNamespace(needs_local_restore=length > 0, decode_prefix_len=length)
+    waiting = SimpleNamespace(req=ada, prefix_match=match)
+    prealloc = SimpleNamespace(queue=[], retracted_queue=[], held_rebootstrap_reqs=[])
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(disaggregation_mode="decode"),
+        waiting_queue=[],
+        disagg_decode_prealloc_queue=prealloc,
+        disagg_decode_transfer_queue=SimpleNamespace(queue=[waiting]),
+    )
+    containment = _containment(scheduler, for_server_of(scheduler, TERMS))
+    live = [_Live(bob, 3, 9)]
+    assert set(containment._promised_damage(live, {"bob": start})) == ({"ada"} if ends else set())
+    assert not set(containment._promised_damage(live, {"cat": start}))
 
 
 def test_nothing_slides_out_of_the_window_of_a_wrong_row() -> None:

@@ -6,9 +6,10 @@ the cache, and memory that changes by itself leaves the allocator.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,7 @@ MAX_NAMED = 16  # requests in one log line
 
 # Damage with which every slot still has one owner, who knows it
 _KEEPS_OWNERS = frozenset({"CONTENT", "BAD_STATE", "WRITE_TOKEN", "WRITE_POSITION"})
+_READS = "this request reads KV cache that is damaged or was computed from damage"
 
 __all__ = ["Containment"]
 
@@ -306,8 +308,7 @@ class Containment:
         try:
             computed = [
                 Computed([*r.origin_input_ids, *r.output_ids], r.extra_key, starts[r.rid])
-                for r in (*(each.request for each in live), *self._without_a_row())
-                if r.rid in starts
+                for r in self._named(live, starts)
             ]
             with self._freeing_only_owned():
                 return self.prefixes.drop(slots, computed)
@@ -316,6 +317,26 @@ class Containment:
                 if self.prefixes.holds(each.request):
                     each.request.skip_radix_cache_insert = True
             self.desk.quarantined = self.prefixes.num_held
+
+    def _named(self, live: list[_Live], ids: Container[str]) -> Iterator[Any]:
+        """The requests, present or past, with these ids."""
+        for request in (*(each.request for each in live), *self._without_a_row()):
+            if request.rid in ids:
+                yield request
+
+    def _promised_damage(self, live: list[_Live], starts: Mapping[str, int]) -> Iterator[str]:
+        """Ids of requests that will get what others have computed from damage, from `starts` on."""
+        promised = tuple(self.terms.promised(self.scheduler))
+        for source in self._named(live, starts) if promised else ():
+            tokens = [*source.origin_input_ids, *source.output_ids]
+            for request, length in promised:
+                if _namespace(request) == _namespace(source):
+                    pairs = zip(tokens, request.origin_input_ids[:length], strict=False)
+                    same = sum(
+                        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                    )
+                    if same > starts[source.rid]:
+                        yield request.rid
 
     def _admit_only_what_fits(self) -> None:
         """SGLang's bound of a request's length does not know of withheld slots: a longer one would wait forever."""
@@ -360,6 +381,8 @@ class Containment:
                 answered[reader.request_id] = reader.forward
         changed = {slot.slot for slot in damage.slots if slot.changed}
         suspect = self._spread(changed, tainted, live, ends, computed)
+        for rid in self._promised_damage(live, computed):
+            ends.setdefault(rid, _READS)
         for each in live:
             if each.request.rid in ends and self._is_answered(each.request):
                 del ends[each.request.rid]
@@ -416,9 +439,7 @@ class Containment:
                     continue
                 is_tainted = any(rows[rid][i] in tainted for i in at)
                 (tainted if is_tainted else suspect).update(rows[rid][at[0] + 1 :])
-                ends[rid] = (
-                    "this request reads KV cache that is damaged or was computed from damage"
-                )
+                ends[rid] = _READS
                 computed[rid] = min(at[0], computed.get(rid, at[0]))
                 found = True
         return suspect
@@ -558,6 +579,10 @@ def _has_read(live: _Live, reader: Reader) -> bool:
 def _is_misled(reader: Reader) -> bool:
     """Whether the request's row, or the allocator's free list, may be wrong."""
     return not _KEEPS_OWNERS.issuperset(reader.reasons)
+
+
+def _namespace(request: Any) -> tuple[str | None, str | None]:
+    return request.extra_key, getattr(request, "cache_salt", None)
 
 
 def _why(reader: Reader) -> str:

@@ -30,17 +30,27 @@ _HELD = "_kv_canary_held"  # of a receiver: the forward that checks what it rece
 _COUNTED = "_kv_canary_counted"  # of a receiver: its failure is one of ours
 
 
-def hold(scheduler: Any, waiting: Any, await_end: Callable[[Callable[[], int]], int]) -> None:
+def _always() -> bool:
+    return True
+
+
+def hold(
+    scheduler: Any,
+    waiting: Any,
+    await_end: Callable[[Callable[[], int]], int],
+    is_whole: Callable[[], bool] = _always,
+) -> None:
     """Let `waiting`, a DecodeRequest, succeed only with KV that is right, as far as its server or this one checks it.
 
     Damage fails its transfer. SGLang then ends the request alone, on all ranks, and caches nothing of it.
     `await_end`: the status of a failed transfer, by its poll, once SGLang may free its slots on this rank.
+    `is_whole`: whether the row has all that the request needs, once its transfer has succeeded. SGLang waits for it.
     """
     receiver = waiting.kv_receiver
     if not hasattr(receiver, _WRAPPED):
         setattr(receiver, _WRAPPED, True)
         poll, request = receiver.poll, waiting.req
-        receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver)
+        receiver.poll = functools.partial(_poll_held, poll, scheduler, request, receiver, is_whole)
         receiver.failure_exception = functools.partial(
             _raise_when_over, receiver.failure_exception, poll, await_end, request, receiver
         )
@@ -51,7 +61,13 @@ def was_held(request: Any) -> bool:
     return request.__dict__.pop(_HELD, False)
 
 
-def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiver: Any) -> int:
+def _poll_held(
+    original: Callable[[], int],
+    scheduler: Any,
+    request: Any,
+    receiver: Any,
+    is_whole: Callable[[], bool],
+) -> int:
     from sglang.srt.disaggregation.base import KVPoll
 
     status = original()
@@ -60,6 +76,8 @@ def _poll_held(original: Callable[[], int], scheduler: Any, request: Any, receiv
     if damage := _damage_at_sender(request):
         return _fail(receiver, request, damage)
     if context.target.config.action is not Action.ABORT:
+        return status
+    if not is_whole():
         return status
     verdict = attempt(_verdict, scheduler, request, receiver)
     if verdict is None:  # also after an internal error, with which serving goes on

@@ -43,6 +43,8 @@ class Terms:
     retracted: Callable[[Any], list[Any]] = _waiting_queue
     # Of a scheduler: requests that will be computed again from the start. Nothing of what they have read is left.
     begin_again: Callable[[Any], Iterable[Any]] = _nobody
+    # Of a scheduler: (request, length) of those that will get a cached prefix of that length, which no row has yet
+    promised: Callable[[Any], Iterable[tuple[Any, int]]] = _nobody
     # Whether the answer of a request that holds slots has gone out
     is_answered: Callable[[Any], bool] = _never
     # Whether SGLang ends a running request that its client has aborted. A prefill server sends its KV all the same.

@@ -39,8 +39,6 @@ def _why_not(scheduler: Any) -> str | None:
     args = release().settled(scheduler.server_args)
     if not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
         why = "no test has run it with speculation other than EAGLE and EAGLE3"
-    elif args.enable_hierarchical_cache and args.disaggregation_mode == "decode":
-        why = "no test has run it with HiCache on a decode server"
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
     else:

@@ -7,7 +7,7 @@ waits for another one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def for_server_of(scheduler: Any, terms: Terms) -> Terms:
         return terms
     decode = for_decode_server(terms, _forget_copy, _leaving)
     end_waiting = functools.partial(_end_waiting, decode.end_waiting)
-    return replace(decode, retracted=_retracted, end_waiting=end_waiting)
+    return replace(decode, retracted=_retracted, end_waiting=end_waiting, promised=_promised)
 
 
 def status_now(poll: Callable[[], int]) -> int:
@@ -77,6 +77,14 @@ def _end_waiting(
 def _leaving(scheduler: Any) -> list[Any]:
     """Requests that have ended, and whose slots may still be written to."""
     return [entry[0].req for entry in scheduler.disagg_decode_transfer_queue._deferred_releases]
+
+
+def _promised(scheduler: Any) -> Iterator[tuple[Any, int]]:
+    """Prefixes in host memory of which the prefill server knows. They come into rows when all else has arrived."""
+    for waiting in scheduler.disagg_decode_transfer_queue.queue:
+        match = waiting.prefix_match
+        if match is not None and match.needs_local_restore:
+            yield waiting.req, match.decode_prefix_len
 
 
 def _forget_copy(scheduler: Any, request: Any) -> None:
