@@ -37,6 +37,7 @@ class ContainmentRig:
             cur_batch=None,
             chunked_req=None,
             waiting_queue=[],
+            pp_size=1,
             page_size=1,
             max_total_num_tokens=POOL_SLOTS,
             max_req_len=POOL_SLOTS - 1,

@@ -15,8 +15,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.utils.common import broadcast_pyobj
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
-from sglang_kv_canary.wiring.containment import bell as bell_module
 from sglang_kv_canary.wiring.containment import rank_group
+from sglang_kv_canary.wiring.containment import shared_memory as memory_module
 from sglang_kv_canary.wiring.containment.agreed import AgreedContainment
 from sglang_kv_canary.wiring.containment.bell import Bell
 from sglang_kv_canary.wiring.containment.parked_pages import ParkedPages
@@ -280,10 +280,10 @@ def test_one_rank_alone_cannot_hang_a_bell(tmp_path: Any) -> None:
 
     def work(group: Any) -> Any:
         ranks = RankGroup(group)
-        mapped = bell_module._mapped
+        mapped = memory_module._mapped
         there = (lambda *_: None) if ranks.rank == 1 else mapped
-        bell_module.tempfile.tempdir = str(tmp_path)
-        with replaced(bell_module, "_mapped", there):
+        memory_module.tempfile.tempdir = str(tmp_path)
+        with replaced(memory_module, "_mapped", there):
             return Bell.hang(ranks) is None
 
     assert on_ranks(work) == [True, True]
@@ -293,7 +293,7 @@ def test_one_rank_alone_cannot_hang_a_bell(tmp_path: Any) -> None:
 def test_a_file_of_the_same_name_on_another_host_is_no_bell(tmp_path: Any) -> None:
     def work(group: Any) -> Any:
         ranks = RankGroup(group)
-        mapped = bell_module._mapped
+        mapped = memory_module._mapped
 
         def of_another_host(path: str, size: int) -> Any:
             own = tmp_path / "same-name"
@@ -301,7 +301,7 @@ def test_a_file_of_the_same_name_on_another_host_is_no_bell(tmp_path: Any) -> No
             return mapped(str(own), size)
 
         there = of_another_host if ranks.rank == 1 else mapped
-        with replaced(bell_module, "_mapped", there):
+        with replaced(memory_module, "_mapped", there):
             return Bell.hang(ranks) is None
 
     assert on_ranks(work) == [True, True]

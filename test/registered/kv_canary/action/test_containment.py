@@ -380,6 +380,7 @@ def test_a_decode_server_ends_who_waits_in_host_memory(rig: ContainmentRig) -> N
 def args(**changed: Any) -> SimpleNamespace:
     known = {"disaggregation_mode": "null", "pp_size": 1, "tp_size": 1, "dp_size": 1, "nnodes": 1}
     known |= {"scheduler_recv_interval": 1, "enable_dp_attention": False}
+    known |= {"speculative_algorithm": None, "enable_streaming_session": False}
     return SimpleNamespace(**{**known, **changed})
 
 
@@ -396,7 +397,13 @@ def args(**changed: Any) -> SimpleNamespace:
         ({"tp_size": 2, "attn_dp_size": 2}, None),
         ({"tp_size": 4, "attn_dp_size": 2}, "data-parallel attention"),
         ({"tp_size": 2, "attn_dp_size": 1, "nnodes": 2}, "several hosts"),
-        ({"pp_size": 2}, "one pipeline stage"),
+        ({"pp_size": 2}, None),
+        ({"pp_size": 2, "nnodes": 2}, "pipeline stages are on several hosts"),
+        ({"pp_size": 2, "tp_size": 2}, "pipeline stages beside"),
+        ({"pp_size": 2, "dp_size": 2}, "pipeline stages beside"),
+        ({"pp_size": 2, "disaggregation_mode": "decode"}, "pipeline stages beside"),
+        ({"pp_size": 2, "speculative_algorithm": "EAGLE"}, "pipeline stages beside"),
+        ({"pp_size": 2, "enable_streaming_session": True}, "pipeline stages beside"),
         ({"disaggregation_mode": "decode"}, None),
     ],
     ids=str,

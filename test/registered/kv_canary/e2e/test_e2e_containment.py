@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 from urllib.error import HTTPError
@@ -26,10 +28,12 @@ from sglang_kv_canary_rigs.containment_traffic import (
     ENV,
     FLAGS,
     KINDS_OF_FAULTS,
+    Fault,
     Pool,
     rounds,
     serve,
 )
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
@@ -145,6 +149,29 @@ class TestPages(ContainmentBase):
     # SGLang's page allocator is a Triton kernel.
     env: ClassVar = {**ENV, **(INTERPRETED if ON_CPU else {})}
     plugins: ClassVar = (quick_interpreter,) if ON_CPU else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOfStages(Pool):
+    """Each stage has one of two layers."""
+
+    def kinds(
+        self, family: Sequence[str], loners: Sequence[str], prefix: Sequence[int]
+    ) -> list[Fault]:
+        kinds = Pool.kinds(self, family, loners, prefix)
+        return [
+            replace(kind, args={**kind.args, "source": 0}) if "source" in kind.args else kind
+            for kind in kinds
+        ]
+
+
+@long_form
+class TestStages(ContainmentBase):
+    """Of a pipeline. All of them end a request in the same micro-batch, whichever finds the damage."""
+
+    flags: ClassVar = {**FLAGS, "pp_size": 2}
+    env: ClassVar = {**ENV, **bind_each_rank(2)}
+    pool: ClassVar = PoolOfStages(ranks=((1,), (0,), (1,), (0, 1)))
 
 
 @long_form

@@ -85,6 +85,9 @@ class AgreedContainment:
     def receiving(self) -> AbstractContextManager[None]:
         return self.bell.receiving()
 
+    def received(self, requests: list[Any]) -> list[Any]:
+        return requests
+
     def between_steps(self) -> None:
         """The requests of a step have arrived, and perhaps a bell with them."""
         self._may_miss_slots = False

@@ -7,14 +7,13 @@ step's new requests to the other ranks, and sends a mark along. No rank waits fo
 from __future__ import annotations
 
 import mmap
-import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from .rank_group import RankGroup
+from .shared_memory import shared_memory
 
 __all__ = ["Bell", "BellMark", "memory_size"]
 
@@ -38,22 +37,8 @@ class Bell:
     @classmethod
     def hang(cls, ranks: RankGroup) -> Bell | None:
         """All ranks must ask. None, on all of them: they share no memory, because they are on several hosts."""
-        path = _new_file(memory_size(ranks.size)) if ranks.rank == 0 else ""
-        path = ranks.gather(path)[0]
-        memory = _mapped(path, memory_size(ranks.size))
-        # A file of the same name on another host would be mapped, too. So each rank shows that it is the same one.
-        if memory is not None:
-            memory[ranks.rank] = ranks.rank + 1 & 0xFF
-        everywhere = all(ranks.gather(memory is not None))
-        seen = everywhere and memory[: ranks.size] == bytes(r + 1 & 0xFF for r in range(ranks.size))
-        everywhere = all(ranks.gather(seen))
-        if ranks.rank == 0 and path:
-            os.unlink(path)
-        if not everywhere:
-            return None
-        memory[ranks.rank] = 0
-        ranks.gather(None)  # no rank rings before all bytes are 0
-        return cls(ranks, memory)
+        memory = shared_memory(ranks, memory_size(ranks.size))
+        return None if memory is None else cls(ranks, memory)
 
     def ring(self) -> None:
         """All ranks hear it in one of the next steps, also if several of them ring."""
@@ -109,22 +94,3 @@ def memory_size(numbers: int, ranks: int | None = None) -> int:
     """Bytes of `ranks` bells, as many as `numbers` if None, and of `numbers` numbers behind them."""
     bells = numbers if ranks is None else ranks
     return -(-bells // _NUMBER.size) * _NUMBER.size + numbers * _NUMBER.size
-
-
-def _new_file(size: int) -> str:
-    """ "" if there is no place for it."""
-    try:
-        handle, path = tempfile.mkstemp(prefix="kv_canary_bell_")
-    except OSError:
-        return ""
-    with os.fdopen(handle, "wb") as file:
-        file.write(bytes(size))
-    return path
-
-
-def _mapped(path: str, size: int) -> mmap.mmap | None:
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), size)
-    except (OSError, ValueError):
-        return None

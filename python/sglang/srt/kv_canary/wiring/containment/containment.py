@@ -100,9 +100,12 @@ class Containment:
             self.carry_out(verdict)
         self.tidy()
 
-    def judge(self, found: Damage) -> Verdict:
-        """What to do about `found`. Changes nothing: after an error, it is found again in the next step."""
-        return self._verdict(self._resolved(found))
+    def judge(self, found: Damage, elsewhere: Iterable[Damage] = ()) -> Verdict:
+        """What to do about `found`, and about what other stages have resolved.
+
+        Changes nothing: after an error, it is found again in the next step.
+        """
+        return self._verdict(Damage.of_all((self.resolved(found), *elsewhere)))
 
     def carry_out(self, verdict: Verdict, everything: bool = False) -> None:
         """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached."""
@@ -140,7 +143,7 @@ class Containment:
         if self.owned.disturbed:
             self.tidy()
 
-    def _resolved(self, found: Damage) -> Damage:
+    def resolved(self, found: Damage) -> Damage:
         """`found`, as it lies in the pool now."""
         slots = self._as_they_are(found.slots)
         return replace(found, slots=slots, tainted=self._computed_from_damage(found.readers))
@@ -169,6 +172,10 @@ class Containment:
     def receiving(self) -> AbstractContextManager[None]:
         """While the requests of a step arrive."""
         return nullcontext()
+
+    def received(self, requests: list[Any]) -> list[Any]:
+        """Those that have arrived, without what is for a containment."""
+        return requests
 
     @property
     def may_miss_slots(self) -> bool:

@@ -18,6 +18,7 @@ __all__ = [
     "after_clear",
     "around_check_pool",
     "around_recv_requests",
+    "around_send_to_next_stage",
     "before_eviction",
     "before_row_free",
 ]
@@ -28,7 +29,7 @@ def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any
     if containment is None:
         return original(*a, **k)
     with containment.receiving():
-        requests = original(*a, **k)
+        requests = containment.received(original(*a, **k))
     _between_steps(containment)
     if context.held_sends is not None:
         context.held_sends.begin_round()
@@ -39,6 +40,14 @@ def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any
 @guarded_aside
 def _between_steps(containment: Any) -> None:
     containment.between_steps()
+
+
+def around_send_to_next_stage(
+    original: Callable[..., Any], scheduler: Any, data: Any, *a: Any, **k: Any
+) -> Any:
+    """What a pipeline stage passes on: the requests of a step, as long as nothing else is sent."""
+    sent = getattr(context.containment, "sent", None)
+    return original(scheduler, data if sent is None else sent(data), *a, **k)
 
 
 def _around_broadcast(original: Callable[..., Any], *a: Any, **k: Any) -> Any:
@@ -101,6 +110,12 @@ HOOKS = (
     HookSpec("sglang.srt.utils.common.broadcast_pyobj", _around_broadcast, HookType.AROUND, ACTION),
     HookSpec(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, HookType.BEFORE, ACTION
+    ),
+    HookSpec(
+        "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin._pp_send_pyobj_to_next_stage",
+        around_send_to_next_stage,
+        HookType.AROUND,
+        ACTION,
     ),
     HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
     HookSpec(

@@ -12,10 +12,12 @@ from ..releases import release
 from .agreed import AgreedContainment
 from .bell import Bell
 from .containment import Containment
+from .mailbox import Mailbox
 from .owned_slots import OwnedSlots
 from .parked_pages import ParkedPages
 from .prefixes import Prefixes
 from .rank_group import RankGroup
+from .staged import StagedContainment
 from .terms import Terms
 from .withheld_slots import WithheldSlots, allocators_by_kind
 
@@ -39,11 +41,15 @@ def install_containment(
     """At the end of the scheduler's start. `why`: the release's own reason to report only."""
     args = release().settled(scheduler.server_args)
     why = why or why_reported_only(args, prefixes, scheduler)
-    ranks, bell = None, None
+    ranks, bell, mailbox = None, None, None
     if why is None and _shares_requests(args):
         ranks = RankGroup(scheduler.tp_cpu_group)
         if (bell := Bell.hang(ranks)) is None:
             why = SEVERAL_HOSTS
+    if why is None and args.pp_size > 1:
+        ranks = RankGroup(scheduler.pp_group.cpu_group)
+        if (mailbox := Mailbox.hang(ranks)) is None:
+            why = f"{_REPORTED} the pipeline stages are on several hosts"
     if why is not None:
         logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
         return
@@ -62,6 +68,8 @@ def install_containment(
     )
     if ranks is None:
         context.containment = alone
+    elif mailbox is not None:
+        context.containment = StagedContainment(alone, ranks.rank, mailbox)
     else:
         context.containment = AgreedContainment(alone, ranks, bell, ParkedPages(allocators))
     context.starts_of = _starts_of
@@ -69,10 +77,16 @@ def install_containment(
 
 def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> str | None:
     """Where an action would be wrong or is not known to be right. None: findings end their readers."""
-    if args.pp_size > 1:
+    if args.pp_size > 1 and (
+        args.tp_size > 1
+        or args.dp_size > 1
+        or args.disaggregation_mode != "null"
+        or args.speculative_algorithm is not None
+        or args.enable_streaming_session
+    ):
         return (
-            f"{_REPORTED} what one pipeline stage finds does not reach the others. Each has a scheduler, and all must "
-            "end a request in the same micro-batch"
+            f"{_REPORTED} no test has run it with pipeline stages beside tensor or data parallelism, disaggregation, "
+            "speculation or streaming sessions"
         )
     if attention_groups(args) not in (1, args.tp_size):
         return (
@@ -86,6 +100,8 @@ def why_reported_only(args: Any, prefixes: Prefixes | None, scheduler: Any) -> s
             f"{_REPORTED} with --scheduler-recv-interval above 1 tensor-parallel ranks do not speak to each other in "
             "every step"
         )
+    if args.pp_size > 1 and args.nnodes > 1:
+        return f"{_REPORTED} the pipeline stages are on several hosts"
     if prefixes is None:
         name = type(scheduler.tree_cache).__name__
         return f"{_REPORTED} nothing can be dropped from the prefix cache {name}"

@@ -51,7 +51,10 @@ def _why_not(args: Any) -> str | None:
 
 
 def _requests_of(scheduler: Any) -> Iterator[Any]:
-    for batch in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch):
+    batches = [scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch]
+    if scheduler.pp_size > 1:
+        batches += [*scheduler.running_mbs, *scheduler.mbs]
+    for batch in batches:
         if batch is not None:
             yield from batch.reqs
     yield scheduler.chunked_req

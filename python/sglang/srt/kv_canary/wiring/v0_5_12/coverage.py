@@ -50,7 +50,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         _PARTLY,
-        "also with HiCache or streaming sessions; not with pipeline parallelism; see docs/operate.md",
+        "also with HiCache, streaming sessions or pipeline parallelism; see docs/operate.md",
     ),
     PathSupport(
         "LMCache",

@@ -28,7 +28,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         Coverage.PARTLY,
-        "MHA, MLA and SWA pools; also with HiCache without storage, and over disaggregation; not with sessions; "
+        "MHA, MLA and SWA pools; also with HiCache, pipeline stages, and over disaggregation; not with sessions; "
         f"{NO_GPU}; see docs/operate.md",
     ),
     PathSupport(
