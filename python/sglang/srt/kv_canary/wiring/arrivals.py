@@ -75,9 +75,18 @@ def _note_filled(scheduler: Any, requests: Sequence[Any], arrivals: Sequence[Arr
         )
 
 
-def arrival_of(scheduler: Any, request: Any) -> Arrival:
+Extent = tuple[int, int]  # the first token that has arrived, and the one after the last
+
+
+def extent_of(request: Any) -> Extent:
+    """Of what has arrived, until SGLang schedules `request`."""
+    known = release().transfers
+    return known.cached(request), known.committed(request)
+
+
+def arrival_of(scheduler: Any, request: Any, extent: Extent) -> Arrival:
     if release().transfers.is_fake(request, scheduler.server_args):
-        return as_arrival(request, Notice("", False, False))
+        return as_arrival(request, Notice("", False, False), extent)
     notice = context.notices.take(request.bootstrap_room)
     where = address_of(request)
     if notice is None:
@@ -102,7 +111,7 @@ def arrival_of(scheduler: Any, request: Any) -> Arrival:
             safe_text(notice.why),
             count,
         )
-    return as_arrival(request, notice)
+    return as_arrival(request, notice, extent)
 
 
 def _comparable(scheduler: Any, request: Any, notice: Notice) -> Notice:
@@ -127,13 +136,13 @@ def _news(peer: str, what: str) -> int:
     return count if count in _SAID_AT else 0
 
 
-def as_arrival(request: Any, notice: Notice) -> Arrival:
+def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
     """The request's tokens but the last one, whose K and V nobody has computed yet."""
-    known = release().transfers
-    tokens = _first_tokens(request, known.committed(request))
+    first, end = extent
+    tokens = _first_tokens(request, end)
     return Arrival(
         row=release().row_of(request),
-        first=known.cached(request),
+        first=first,
         tokens=tokens,
         anchor=anchor_of(release().namespace_of(request)),
         origin=_origin(request, notice),

@@ -14,7 +14,7 @@ from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .adapter_names import AdapterNames
 from .adapters import knows_adapter
-from .arrivals import arrival_of, as_arrival, take_in
+from .arrivals import Extent, arrival_of, as_arrival, extent_of, take_in
 from .context import context
 from .forward_stream import on_forward_stream
 from .guard import attempt, guarded, guarded_aside
@@ -148,11 +148,17 @@ def _after_resume(requests: Any, queue: Any, *_: Any, **__: Any) -> None:
     with on_forward_stream(queue.scheduler, context.target):
         for request in requests:
             copy = request.__dict__.pop(COPY, None)
-            arrival = as_arrival(request, Notice("", copy is not None, copy is not None))
+            notice = Notice("", copy is not None, copy is not None)
+            arrival = as_arrival(request, notice, extent_of(request))
             if copy is not None:
                 context.target.arrivals.copy_in(arrival.row, arrival.length, copy)
             arrivals.append(arrival)
     take_in(queue.scheduler, requests, arrivals)
+
+
+def _take_in_new(scheduler: Any, requests: list[Any], extents: list[Extent]) -> None:
+    of = zip(requests, extents, strict=True)
+    take_in(scheduler, requests, [arrival_of(scheduler, *each) for each in of])
 
 
 def _may_wait(scheduler: Any) -> bool:
@@ -198,8 +204,8 @@ def transfer_hooks(
         context.check_due_arrivals()
         new = [request for request in requests if not is_checked(request)]
         if new:
-            arrivals = [arrival_of(queue.scheduler, request) for request in new]
-            check = functools.partial(attempt, take_in, queue.scheduler, new, arrivals)
+            extents = [extent_of(request) for request in new]
+            check = functools.partial(attempt, _take_in_new, queue.scheduler, new, extents)
             context.due_arrivals.append(check)
             if _end_at_once(new) or not _may_wait(queue.scheduler):
                 context.check_due_arrivals()

@@ -145,12 +145,11 @@ def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
 def sides_of(kv_manager: Any, peer: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`blocks` as descriptors of the memory here and at the peer, uint64[n, 3] of (address, bytes, device) each."""
     here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    source, target, size = blocks.T
-    first, second = (
-        np.stack([side, size, np.full_like(size, gpu)], axis=1)
-        for side, gpu in ((source, here), (target, there))
-    )
-    return first, second
+    sides = np.empty((2, *blocks.shape), dtype=np.uint64)
+    sides[:, :, 0] = blocks.T[:2]
+    sides[:, :, 1] = blocks[:, 2]
+    sides[:, :, 2] = ((here,), (there,))
+    return sides[0], sides[1]
 
 
 def _settle(agent: Any, handle: Any) -> str:

@@ -138,14 +138,16 @@ class RecordSender:
         pointers = self._peer(peer).pointers
         if pointers is None or peer in self._broken or not len(source_pages):
             return _NO_BLOCKS
-        firsts, there, lengths = _runs(source_pages, target_pages)
-        size = self._page_bytes
-        blocks = [
-            np.stack([records.data_ptr() + size * firsts, target + size * there, size * lengths], 1)
+        here, there, lengths = (self._page_bytes * of for of in _runs(source_pages, target_pages))
+        sides = [
+            (records.data_ptr(), target)
             for (space, records), target in zip(self._buffers, pointers, strict=False)
             if space is kind
         ]
-        return np.concatenate(blocks).astype(np.uint64) if blocks else _NO_BLOCKS
+        blocks = np.empty((len(sides), len(lengths), 3), dtype=np.uint64)
+        for block, (records, target) in zip(blocks, sides, strict=True):
+            block[:, 0], block[:, 1], block[:, 2] = here + records, there + target, lengths
+        return blocks.reshape(-1, 3)
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         from sglang.srt.disaggregation.base.conn import StateType
@@ -210,12 +212,13 @@ def _runs(
     SGLang's own function makes a list of each run, which takes milliseconds for a long prompt in scattered slots.
     """
     count = min(len(source_pages), len(target_pages))
-    sides = (source_pages[:count], target_pages[:count])
-    sources, targets = (np.asarray(pages, np.int64) for pages in sides)
-    is_first = np.ones(len(sources), dtype=bool)
-    is_first[1:] = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    at = np.flatnonzero(is_first)
-    return sources[at], targets[at], np.diff(at, append=len(sources))
+    sources, targets = source_pages[:count], target_pages[:count]
+    steps = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
+    ends = np.flatnonzero(steps)
+    at = np.zeros(len(ends) + 1, dtype=np.int64)
+    at[1:] = ends + 1
+    firsts = (np.asarray(side[at], np.int64) for side in (sources, targets))
+    return *firsts, np.diff(at, append=count)
 
 
 def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config import Action
 from ...reports.safe_text import safe_text
-from ..arrivals import address_of, arrival_of, take_in
+from ..arrivals import address_of, arrival_of, extent_of, take_in
 from ..context import context
 from ..guard import attempt
 from ..releases import release
@@ -156,7 +156,7 @@ def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
     manager = context.target
     forward = getattr(receiver, _HELD, None)
     if forward is None:
-        arrival = arrival_of(scheduler, request)
+        arrival = arrival_of(scheduler, request, extent_of(request))
         forward = take_in(scheduler, [request], [arrival], awaited=arrival.has_records)
         forward = forward if arrival.has_records else 0
         setattr(request, _HELD, True)
