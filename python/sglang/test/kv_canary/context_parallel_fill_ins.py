@@ -13,18 +13,37 @@ from typing import Any
 
 import torch
 
-__all__ = ["FLASH", "IN_PARTS", "context_parallel_flags", "context_parallel_on_torch_native"]
+from sglang.srt.environ import envs
+
+__all__ = [
+    "FLASH",
+    "IN_PARTS",
+    "IN_RUNNER",
+    "context_parallel_flags",
+    "context_parallel_on_torch_native",
+]
 
 # Whether SGLang's own attention over parts runs here. Some builds of its kernels are without it.
 FLASH = torch.cuda.is_available() and find_spec("sgl_kernel.flash_ops") is not None
 
 
+# Of 0.5.17: its eager runner splits a prompt, as in newer releases, or the model does, as in older ones.
+IN_RUNNER = "SGLANG_ENABLE_CP_V2"
 IN_PARTS = "fill-in: attention over a part of the prompts"  # said on stderr each time
 
 
 def _is_newer() -> bool:
-    """From 0.5.17 on, SGLang has strategies of context parallelism; until then, functions for one of them."""
+    """From 0.5.17 on, SGLang has strategies of context parallelism; up to there, functions for one of them."""
     return find_spec("sglang.srt.layers.cp") is not None
+
+
+def _has_strategies_alone() -> bool:
+    """0.5.17 has both."""
+    return _is_newer() and not hasattr(envs, IN_RUNNER)
+
+
+def _splits_in_runner() -> bool:
+    return _has_strategies_alone() or (_is_newer() and getattr(envs, IN_RUNNER).get())
 
 
 def context_parallel_flags() -> dict[str, Any]:
@@ -45,24 +64,23 @@ def context_parallel_on_torch_native() -> None:
     if torch.cuda.is_available():
         return
     torch.cuda.current_stream = lambda *_: None
-    if _is_newer():
-        HookRegistry.register(f"{group}.all_gather_into_tensor", _all_gather, HookType.REPLACE)
-        return
-    HookRegistry.register(f"{group}.cp_all_gather_into_tensor_async", _all_gather, HookType.REPLACE)
-    metadata = "sglang.srt.layers.utils.cp_utils.prepare_context_parallel_metadata"
-    HookRegistry.register(metadata, _without_a_gpu, HookType.AROUND)
+    gather = "all_gather_into_tensor" if _is_newer() else "cp_all_gather_into_tensor_async"
+    HookRegistry.register(f"{group}.{gather}", _all_gather, HookType.REPLACE)
+    if not _has_strategies_alone():
+        metadata = "sglang.srt.layers.utils.cp_utils.prepare_context_parallel_metadata"
+        HookRegistry.register(metadata, _without_a_gpu, HookType.AROUND)
 
 
 def _all_gather(group: Any, output: torch.Tensor, input: torch.Tensor, *_: Any) -> None:
     torch.distributed.all_gather_into_tensor(output, input, group=group.device_group)
 
 
-def _without_a_gpu(original: Callable[..., Any], *args: Any) -> Any:
+def _without_a_gpu(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """SGLang puts the lengths of the parts on "cuda"."""
     tensor = torch.tensor
     torch.tensor = lambda *a, device=None, **k: tensor(*a, **k)
     try:
-        return original(*args)
+        return original(*args, **named)
     finally:
         torch.tensor = tensor
 
@@ -115,14 +133,14 @@ def _extend_part(
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
     """SGLang's: stores K and V of all parts; runs attention over this rank's parts."""
-    if _is_newer():
+    if _splits_in_runner():
         from sglang.srt.layers.cp.base import get_cp_strategy
 
         strategy = get_cp_strategy()
         return strategy.materialize_full_kv, strategy.run_attention
     from sglang.srt.layers.utils import cp_utils
 
-    size = cp_utils.get_attention_cp_size()
+    size = context_parallel_flags()["attn_cp_size"]
     return (
         lambda batch, layer, k, v: cp_utils.cp_allgather_and_save_kv_cache(
             batch, layer, k, v, size

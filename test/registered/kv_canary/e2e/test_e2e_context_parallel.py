@@ -11,15 +11,16 @@ from typing import ClassVar
 import pytest
 import torch
 
+from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_qwen3_moe
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
-from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.context_parallel_fill_ins import (
     FLASH,
     IN_PARTS,
+    IN_RUNNER,
     context_parallel_flags,
     context_parallel_on_torch_native,
 )
@@ -28,15 +29,9 @@ from sglang_kv_canary_rigs.volume import volume
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-2-gpu-large")
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
-    ),
-    pytest.mark.skipif(
-        "v0_5_17.context_parallel" in release().hook_modules,
-        reason="SGLang 0.5.17 splits prompts in two ways, of which the fill-in knows neither",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
+)
 
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 24)))
 RANKS = [0, 1]
@@ -88,6 +83,15 @@ class TestContextParallel(CanaryE2EBase):
         self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
         assert {e["rank"] for e in self.violations()} == {rank}
         self.assert_all_explained(done)
+
+
+@pytest.mark.skipif(
+    not hasattr(envs, IN_RUNNER), reason="0.5.17 alone has both ways; lifted by SGLANG=0.5.17"
+)
+class TestPartsInsideTheModel(TestContextParallel):
+    """The model splits a prompt, as in older releases, instead of the runner."""
+
+    env: ClassVar = {**TestContextParallel.env, IN_RUNNER: "0"}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         _PARTLY,
-        "each rank stores, and checks, all tokens; MHA on CPU; NSA: read, never run",
+        "each rank stores, and checks, all tokens; MHA on CPU; NSA read, as its kernels need a GPU",
     ),
     PathSupport(
         "HiCache: host memory, and the storage backend file",

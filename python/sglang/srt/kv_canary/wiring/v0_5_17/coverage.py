@@ -27,7 +27,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
-        "each rank stores, and checks, all tokens; read, never run",
+        "each rank stores, and checks, all tokens; MHA on CPU, with either SGLANG_ENABLE_CP_V2; MLA read; DSA read, as "
+        "its kernels need a GPU",
     ),
     PathSupport(
         "sweep of cached prefixes",

@@ -47,7 +47,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
-        "each rank stores, and checks, all tokens; MHA on CPU; MLA and DSA: read, never run",
+        "each rank stores, and checks, all tokens; MHA on CPU; MLA read; DSA read, as its kernels need a GPU",
     ),
     PathSupport(
         "beam search",
