@@ -191,9 +191,9 @@ class SlotLedger:
                 launches += self._apply_turns(group, slots, start)
             else:
                 launches += sum(self._launch(event) for event in group)
-            start += sum(
-                len(e.slots) for e in group if type(e) is SlotEvent and e.slots is not None
-            )
+            for event in group:
+                if type(event) is SlotEvent and event.slots is not None:
+                    start += event.slots.shape[0]  # `len` of a tensor is a function in Python
         return launches
 
     def _apply_turns(self, events: list[SlotEvent], slots: torch.Tensor, start: int) -> int:

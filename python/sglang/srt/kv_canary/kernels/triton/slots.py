@@ -118,8 +118,7 @@ def apply_slot_runs(
     are numbered from 0; those of ALLOCs do not matter. Up to RUNS short runs by turns are one launch.
     """
     start = 0
-    for together in _launches_of(runs):
-        size = sum(count for _, count in together)
+    for together, size in _launches_of(runs):
         whole = size == slots.shape[0]
         listed = slots if whole else slots[start : start + size]
         ids = call_ids if call_ids is None or whole else call_ids[start : start + size]
@@ -131,18 +130,22 @@ def apply_slot_runs(
             _apply_in_one(together, listed, group, state, page_size, ids)
 
 
-def _launches_of(runs: Sequence[SlotRun]) -> list[list[SlotRun]]:
-    """Runs that are one launch. A run that is too long for a program is one by itself."""
-    launches: list[list[SlotRun]] = []
-    room, slots_left = 0, 0
+def _launches_of(runs: Sequence[SlotRun]) -> list[tuple[list[SlotRun], int]]:
+    """Runs that are one launch, and their slots. A run that is too long for a program is one by itself."""
+    launches: list[tuple[list[SlotRun], int]] = []
+    together: list[SlotRun] = []
+    room, size = 0, 0
     for run in runs:
         kind, count = run
-        needed = 2 if room and launches[-1][-1][0] is kind else 1
-        if needed > room or count > slots_left:
-            launches.append([])
-            room, slots_left, needed = RUNS, ONE_PROGRAM_SLOTS, 1
-        launches[-1].append(run)
-        room, slots_left = room - needed, slots_left - count
+        needed = 2 if together and together[-1][0] is kind else 1
+        if needed > room or size + count > ONE_PROGRAM_SLOTS:
+            if together:
+                launches.append((together, size))
+            together, room, size, needed = [], RUNS, 0, 1
+        together.append(run)
+        room, size = room - needed, size + count
+    if together:
+        launches.append((together, size))
     return launches
 
 
