@@ -352,6 +352,7 @@ def _poll_with_patience(original: Callable[[Any], int], receiver: Any) -> int:
 
 FAULT_FILE = "KV_CANARY_TRANSIT_FAULT_FILE"
 DAMAGES = ("drop_layer", "shift_layer", "reverse_slots", "drop_records", "drop_all")
+DROP_FIRST_TOKEN = "drop_first_token"  # of the answer: what an earlier request left there is read
 DROP_WINDOW = "drop_window"  # of layers with a sliding window, whose KV is SGLang's first state
 AGAIN_LATER, RELEASED = "again_later", "released"
 HOST_COPY = "host_copy"
@@ -445,6 +446,9 @@ def damaged(fault: str, args: Any, blocks: Blocks) -> Blocks:
     if fault == "shift_layer":
         size = args.kv_item_lens[-1]
         return [(s, t + size, n) if is_last_layer((s, t, n)) else (s, t, n) for s, t, n in blocks]
+    if fault == DROP_FIRST_TOKEN:
+        tokens = (args.aux_data_ptrs[:1], args.aux_data_lens[:1])
+        return [block for block in blocks if not in_buffers(block[0], *tokens)]
     if fault == DROP_WINDOW:
         window = (args.state_data_ptrs[0], args.state_data_lens[0])
         return [block for block in blocks if not in_buffers(block[0], *window)]

@@ -36,6 +36,7 @@ from sglang_kv_canary_rigs.pd_pairs import (
 )
 from sglang_kv_canary_rigs.pd_serving import (
     AGAIN_LATER,
+    DROP_FIRST_TOKEN,
     HOST_COPY,
     CachingServing,
     PdServing,
@@ -100,6 +101,16 @@ class TestMha(DamagedPair):
         }
         self.serving.post("/generate", body)
         self.assert_no_violations()
+
+    @pytest.mark.skipif(PdServing.backend != "mooncake", reason="the fault is in Mooncake's writes")
+    def test_the_first_token_of_another_answer(self) -> None:
+        """It comes with SGLang's metadata, and not with the KV."""
+        self.expect_violations()
+        rng = random.Random("first")
+        with self.serving.damaging(DROP_FIRST_TOKEN):
+            self.ask("mistaken", random_tokens(rng, 40), 8)
+        event = self.assert_violation("WRITE_TOKEN", "HEAD_K_FULL")
+        assert (event["reader"]["request_id"], event["expected_position"]) == ("mistaken", 40)
 
     def test_damage_after_arrival_is_found_by_the_forward_that_reads_it(self) -> None:
         self.damage_bytes_later("V")

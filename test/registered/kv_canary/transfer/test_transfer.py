@@ -13,7 +13,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
-from sglang_kv_canary.transfer.notice import Notice, NoticeBoard, SentChunks
+from sglang_kv_canary.transfer.notice import NO_TOKEN, Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
 from sglang_kv_canary_rigs.world import World, WorldSpec
@@ -24,7 +24,13 @@ WORLD = World(WorldSpec(swa_slots=48), REFERENCE)
 GROUPS = tuple(g.group for g in WORLD.groups)
 LAYOUT = TransferLayout.of(GROUPS, 16, ContentMode.ALL, 2, 1)
 NOTICE = Notice(
-    "10.0.0.1:8998 rank 0", True, True, has_draft_records=True, request="r-7", chunks=(0, 64)
+    "10.0.0.1:8998 rank 0",
+    True,
+    True,
+    has_draft_records=True,
+    request="r-7",
+    chunks=(0, 64),
+    first_token=9,
 )
 
 
@@ -114,9 +120,9 @@ def test_a_notice_survives_the_wire():
 
 def test_a_notice_of_an_earlier_version():
     said = json.loads(NOTICE.to_wire())
-    for new in ("has_draft_records", "request", "chunks"):
+    for new in ("has_draft_records", "request", "chunks", "first_token"):
         del said[new]
-    known = replace(NOTICE, has_draft_records=False, request="", chunks=())
+    known = replace(NOTICE, has_draft_records=False, request="", chunks=(), first_token=NO_TOKEN)
     assert Notice.from_wire(json.dumps(said).encode()) == known
 
 
@@ -156,8 +162,11 @@ def test_a_peer_cannot_make_lists_long():
         said(chunks=[0, int("9" * 400)]),
         said(chunks=[64, 0]),
         said(chunks=[-1]),
+        said(first_token=1 << 31),
+        said(first_token=-2),
+        said(first_token="x"),
     ],
-    ids=["nested", "long", "huge number", "unordered", "negative"],
+    ids=["nested", "long", "huge number", "unordered", "negative", "no token", "below", "word"],
 )
 def test_notices_that_no_server_sends_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="expected a notice about records"):
@@ -178,10 +187,26 @@ def test_chunks_that_were_sent_are_named_in_the_notice():
         sent.note(7, "r-7", first, "")
     sent.note(8, "r-8", 16, "")  # after a prefix that the decode server had
     assert sent.complete(NOTICE, 7) == replace(
-        NOTICE, request="r-7", chunks=(0, 64, 128), images=""
+        NOTICE, request="r-7", chunks=(0, 64, 128), images="", first_token=NO_TOKEN
     )
     assert sent.complete(NOTICE, 8).chunks == (16,)
-    assert sent.complete(NOTICE, 9) == replace(NOTICE, request="", chunks=(), images=None)
+    nobody = replace(NOTICE, request="", chunks=(), images=None, first_token=NO_TOKEN)
+    assert sent.complete(NOTICE, 9) == nobody
+
+
+def test_the_first_token_goes_with_the_last_chunk():
+    sent = SentChunks()
+    sent.note(7, "r-7", 0, "")
+    assert sent.complete(NOTICE, 7).first_token == NO_TOKEN
+    sent.note(7, "r-7", 64, "", first_token=5)
+    assert sent.complete(NOTICE, 7).first_token == 5
+
+
+def test_ranks_that_sampled_different_tokens_say_none():
+    other = replace(NOTICE, first_token=8)
+    assert NOTICE.merge(NOTICE).first_token == 9
+    assert NOTICE.merge(other).merge(NOTICE).first_token == NO_TOKEN
+    assert NOTICE.merge(replace(other, request="r-8")).first_token == 8  # the next user of the room
 
 
 def test_the_numbers_of_images_go_with_the_notice():
@@ -315,7 +340,9 @@ def test_a_room_that_is_used_again(request_id):
     sent = SentChunks()
     for name, first in (("r-7", 0), ("r-7", 64), (request_id, 0)):
         sent.note(7, name, first, "")
-    assert sent.complete(NOTICE, 7) == replace(NOTICE, request=request_id, chunks=(0,), images="")
+    assert sent.complete(NOTICE, 7) == replace(
+        NOTICE, request=request_id, chunks=(0,), images="", first_token=NO_TOKEN
+    )
 
 
 def test_chunks_of_requests_that_have_ended_are_bounded(monkeypatch):

@@ -35,6 +35,7 @@ class Arrival:
     has_draft_records: bool = False
     origin: str = ""  # for reports
     chunks: tuple[int, ...] = ()  # first position of each chunk in which it came
+    next_token: int | None = None  # what comes after `tokens`. None: not known
 
     @property
     def length(self) -> int:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-__all__ = ["Notice", "NoticeBoard", "SentChunks"]
+__all__ = ["NO_TOKEN", "Notice", "NoticeBoard", "SentChunks"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ _LONGEST_TEXT = 200  # characters; a peer is not trusted
 _LONGEST_NOTICE = 1 << 20  # bytes
 _MOST_TOKENS = 1 << 31  # of a request
 _DIFFER = "its ranks number images in different ways"
+NO_TOKEN = -1
 _MOST_CHUNKS = 512  # of a request that are told apart; the last one stands for all others
 
 
@@ -35,6 +36,8 @@ class Notice:
     # A digest of the tokens that stand for images, as the sender numbers them: "" without images. None: not said
     images: str | None = None
     damage: str = ""  # why the sender has failed the request: its KV must not be used
+    # What the sender has sampled after the prompt. SGLang sends it beside the KV. NO_TOKEN: not said, or ranks differ
+    first_token: int = NO_TOKEN
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -58,7 +61,10 @@ class Notice:
             images = said.get("images")
             images = None if images is None else str(images)[:_LONGEST_TEXT]
             damage = str(said.get("damage", ""))[:_LONGEST_TEXT]
-            return cls(texts[0], *flags, texts[1], draft, request, chunks, images, damage)
+            token = int(said.get("first_token", NO_TOKEN))
+            if not NO_TOKEN <= token < _MOST_TOKENS:
+                raise ValueError("a token that no vocabulary has")
+            return cls(texts[0], *flags, texts[1], draft, request, chunks, images, damage, token)
         except (
             KeyError,
             TypeError,
@@ -79,6 +85,7 @@ class Notice:
         images = {self.images, other.images} - {None}
         is_same = self.request == other.request
         damage = other.damage or (self.damage if is_same else "")
+        tokens = {self.first_token} if is_same else {other.first_token}
         if is_same and len(images) > 1:
             return replace(
                 other, has_records=False, has_draft_records=False, why=_DIFFER, damage=damage
@@ -93,6 +100,7 @@ class Notice:
             chunks=other.chunks or self.chunks,
             images=self.images if other.images is None else other.images,
             damage=damage,
+            first_token=other.first_token if tokens <= {other.first_token} else NO_TOKEN,
         )
 
 
@@ -136,6 +144,7 @@ class _Sent:
     images: str | None = None
     obstacle: str = ""
     chunks: tuple[int, ...] = ()
+    first_token: int = NO_TOKEN
     damage: str = ""  # why its transfer fails
     has_gone: bool = False  # a decode rank has been told that the KV is complete
 
@@ -154,8 +163,16 @@ class SentChunks:
     _requests: OrderedDict[int, _Sent] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, room: int, request: str, first: int, images: str, obstacle: str = "") -> None:
-        """The chunk of `request` from position `first` on is sent next. `images`: see Notice.
+    def note(
+        self,
+        room: int,
+        request: str,
+        first: int,
+        images: str,
+        obstacle: str = "",
+        first_token: int = NO_TOKEN,
+    ) -> None:
+        """The chunk of `request` from position `first` on is sent next. `images`, `first_token`: see Notice.
 
         `obstacle`: why the peer cannot compare the request's records with what it expects. "": it can.
         """
@@ -169,7 +186,8 @@ class SentChunks:
                 chunks = (*chunks, first)
             is_same = before.request == request
             damage, has_gone = (before.damage, before.has_gone) if is_same else ("", False)
-            self._put(room, _Sent(request, images, obstacle, chunks, damage, has_gone))
+            sent = _Sent(request, images, obstacle, chunks, first_token, damage, has_gone)
+            self._put(room, sent)
 
     def fail(self, room: int, request: str, why: str) -> bool:
         """The transfer of `request` must fail. False: its last part has gone already, and nothing is done."""
@@ -225,6 +243,7 @@ class SentChunks:
             chunks=sent.chunks,
             images=sent.images,
             damage=sent.damage,
+            first_token=sent.first_token,
         )
         if not sent.obstacle:
             return notice

@@ -10,10 +10,11 @@ from typing import Any
 
 from ..plan.anchor import anchor_of
 from ..plan.arrival import Arrival
+from ..plan.upload import upload
 from ..reports.origin import Origin
 from ..reports.safe_text import safe_text
 from ..runner.manager import CanaryManager
-from ..transfer.notice import Notice
+from ..transfer.notice import NO_TOKEN, Notice
 from .adapters import knows_adapter
 from .anchors import update_anchors
 from .context import context
@@ -46,6 +47,7 @@ def take_in(
         step = context.recorder.begin_step(rows, origins)
         try:
             forward = manager.note_arrivals(arrivals, awaited)
+            _note_next_tokens(manager, arrivals)
             # After the target's: the chains of drafts step from its records.
             for draft in context.drafts:
                 _take_in_draft(draft, arrivals)
@@ -53,6 +55,17 @@ def take_in(
             return forward
         finally:
             context.recorder.end_step()
+
+
+def _note_next_tokens(manager: CanaryManager, arrivals: Sequence[Arrival]) -> None:
+    """SGLang sends the first token of an answer apart from the KV. The request's first decode is compared with it."""
+    following = [
+        (a.row, a.next_token) for a in arrivals if a.has_records and a.next_token is not None
+    ]
+    if following:
+        device = manager.plan_input.req_to_token.device
+        rows, tokens = (upload(list(side), device) for side in zip(*following, strict=True))
+        manager.note_next_tokens(rows, tokens)
 
 
 def _take_in_draft(manager: CanaryManager, arrivals: Sequence[Arrival]) -> None:
@@ -150,6 +163,7 @@ def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
         keeps_content=notice.keeps_content,
         has_draft_records=notice.has_draft_records,
         chunks=notice.chunks,
+        next_token=_next_token(request, notice, tokens),
     )
 
 
@@ -159,6 +173,12 @@ def _first_tokens(request: Any, count: int) -> array[int]:
     tokens = array("q", prompt if len(prompt) <= count else prompt[:count])
     tokens.extend(array("q", request.output_ids[: count - len(tokens)]))
     return tokens
+
+
+def _next_token(request: Any, notice: Notice, arrived: Sequence[int]) -> int | None:
+    """A request that resumes goes on after other tokens than its prompt."""
+    follows = len(arrived) == len(request.origin_input_ids)
+    return notice.first_token if follows and notice.first_token != NO_TOKEN else None
 
 
 def address_of(request: Any) -> str:

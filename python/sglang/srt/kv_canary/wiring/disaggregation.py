@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import startup_error
 from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
-from ..transfer.notice import Notice
+from ..transfer.notice import NO_TOKEN, Notice
 from .adapter_names import AdapterNames
 from .adapters import knows_adapter
 from .arrivals import Extent, arrival_of, as_arrival, extent_of, take_in
@@ -115,7 +115,9 @@ def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
     if images is None:  # once for all chunks: it goes through the whole prompt
         images = image_numbers(scheduler.model_config, request.origin_input_ids)
     obstacle = "" if knows_adapter(request) else _NO_NAME
-    context.sent_chunks.note(room, name, first, images, obstacle)
+    # The last chunk goes when the first token of the answer is known.
+    token = request.output_ids[0] if len(request.output_ids) else NO_TOKEN
+    context.sent_chunks.note(room, name, first, images, obstacle, token)
 
 
 @guarded
