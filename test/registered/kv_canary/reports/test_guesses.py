@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, StaleWeights
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports import neighbours, story, violation_reporter
@@ -28,6 +29,7 @@ from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.sentence import sentence
 from sglang_kv_canary.reports.story import Story, report_of
+from sglang_kv_canary.reports.tier_finding import NO_FORWARD_FOUND_IT
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.runner.surroundings import RequestNow
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -219,6 +221,68 @@ def late_transfer(receives: bool = True) -> ManagerRig:
     tail = records(rig, "K", Side.TAIL)
     tail[rig.slot(1, 5)] = tail[rig.slot(2, 7)]
     rig.manager.recorder.receives = receives
+    rig.decode([1])
+    return rig
+
+
+def arrived(
+    leaves_out: Sequence[int] = (),
+    shifts: int = 0,
+    damages: Sequence[int] = (),
+    used: bool = False,
+    told: bool = True,
+    tokens: Sequence[int] = TOKENS,
+) -> ManagerRig:
+    """The KV of row 1 has arrived in row 3. The transfer leaves positions out, shifts slots, or brings other bytes.
+
+    `used`: the slots had another tenant, with the same prompt. `told`: the allocators' calls are known. `tokens`: what
+    row 3 expects.
+    """
+    rig = mha()
+    rig.manager.expect_arrivals(page_size=1)
+    if used:
+        rig.extend(3, TOKENS)
+        slots = rig.rows.req_to_token[3, :20].long()
+        tell(rig, FREE, *slots.tolist())
+        rig.recorder.row_released(3)
+    else:
+        slots = rig.allocator.alloc(20)
+        rig.rows.req_to_token[3, :20] = slots.int()
+    if told:
+        tell(rig, ALLOC, *slots.tolist())
+    rig.decode([2])
+    came = [position for position in range(20) if position not in leaves_out]
+    sent = rig.rows.req_to_token[1, :20].long().roll(shifts)[came]
+    for half, buffers in (("K", rig.pool.k_buffer), ("V", rig.pool.v_buffer)):
+        tail = records(rig, half, Side.TAIL)
+        tail[slots[came]] = tail[sent]
+        for buffer in buffers:
+            buffer[slots[came]] = buffer[sent]
+            buffer[slots[list(damages)]] += 1
+    if told:
+        tell(rig, LOAD, *slots.tolist(), function="process_decode_queue")
+    rig.recorder.begin_step([(3, "req-3")])
+    rig.manager.note_arrivals([Arrival(3, 0, list(tokens), 0)])
+    rig.recorder.end_step()
+    return rig
+
+
+def page_in_host_memory() -> Evidence:
+    """Of a changed slot, as the check of host memory finds it."""
+    evidence = evidence_of(bytes_changed("k_buffer", "v_buffer"))
+    reader = replace(evidence.first.reader, row=0, request_id=None, mode=NO_FORWARD_FOUND_IT)
+    first = replace(evidence.first, tag="HOST_K_FULL", tier="host", reader=reader)
+    return replace(evidence, first=first, tags=("HOST_K_FULL", "HOST_V_FULL"), scene=None)
+
+
+def filled() -> ManagerRig:
+    """Other bytes in a slot that was filled from elsewhere."""
+    rig = ManagerRig()
+    rig.extend(1, TOKENS)
+    rig.decode([1])
+    tell(rig, LOAD, rig.slot(1, 5), function="start_loading")
+    for buffers in (rig.pool.k_buffer, rig.pool.v_buffer):
+        buffers[0][rig.slot(1, 5)] += 1
     rig.decode([1])
     return rig
 
@@ -532,6 +596,21 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: bytes_changed("k_buffer", "v_buffer"),
         "bytes of all halves",
     ),
+    "nothing arrived": (
+        lambda: arrived(leaves_out=[5]),
+        lambda: shares(300, ALLOC, LOAD),
+        "came without records",
+    ),
+    "another token arrived": (
+        lambda: arrived(shifts=1),
+        lambda: shifted((5, 7)),
+        "stored elsewhere",
+    ),
+    "other bytes arrived": (
+        lambda: arrived(damages=[5]),
+        filled,
+        "bytes of a filled slot",
+    ),
     "one half of several slots": (
         lambda: bytes_changed("v_buffer", positions=(5, 6)),
         lambda: bytes_changed("v_buffer"),
@@ -545,6 +624,16 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
     "bytes of an SWA slot": (
         lambda: bytes_changed_beside_swa("swa_kv_pool"),
         lambda: bytes_changed_beside_swa("full_kv_pool"),
+        "bytes of all halves",
+    ),
+    "bytes of a page": (
+        page_in_host_memory,
+        lambda: bytes_changed("k_buffer", "v_buffer"),
+        "bytes of all halves",
+    ),
+    "bytes of a filled slot": (
+        filled,
+        lambda: bytes_changed("k_buffer", "v_buffer"),
         "bytes of all halves",
     ),
     "bytes of all halves": (
@@ -760,6 +849,38 @@ def test_a_rule_decides_its_scene_and_not_the_twin(name: str) -> None:
     assert deciding(twin) == instead
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_what_arrived_is_known_without_the_history(told: bool) -> None:
+    assert deciding(lambda: arrived(shifts=1, told=told)) == "another token arrived"
+    assert deciding(lambda: arrived(damages=[5], told=told)) == "other bytes arrived"
+
+
+def test_a_slot_in_which_nothing_arrived_may_hold_the_same_prompt_of_an_earlier_request() -> None:
+    evidence = evidence_of(arrived(leaves_out=[5], used=True))
+    assert evidence.same_chain
+    assert decide(evidence).name == "nothing arrived"
+    assert "where nothing has arrived since it was handed out" in sentence(evidence)
+
+
+def test_a_slot_that_is_new_to_its_reader_was_not_freed_too_early() -> None:
+    """It holds the same prompt of another request, and nothing of this one's."""
+    evidence = evidence_of(freed_of_another(5, FREE, ALLOC))
+    first = replace(evidence.first, expected_token=evidence.first.stored_token)
+    compared = replace(evidence, first=first)
+    assert decide(compared).name == "handed out and not stored"
+    ran = replace(evidence.history, before_forward=1)
+    assert decide(replace(compared, history=ran)).name == "freed while in use"
+
+
+def test_the_sweep_finds_a_slot_that_was_handed_out_twice() -> None:
+    evidence = evidence_of(shares(26, ALLOC, ALLOC))
+    reader = replace(evidence.first.reader, row=0, request_id=None)
+    first = replace(evidence.first, tag="SWEEP_K_FULL", reader=reader)
+    swept = replace(evidence, first=first, tags=("SWEEP_K_FULL", "SWEEP_V_FULL"), readers=0)
+    assert decide(swept).name == "handed out twice"
+    assert decide(replace(swept, moments=())).name == "unknown"
+
+
 def test_classes_and_faults_are_covered() -> None:
     assert {*TITLES} == {*BugClass} == {rule.bug for rule in RULES}
     assert {*EXPECTED_GUESS.values()} <= {*BugClass}
@@ -817,6 +938,13 @@ SENTENCES = {
         'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
         "request wrote them itself 1 forward earlier"
     ),
+    "nothing arrived": ('request "req-3" at position 5 reads slot 46, where nothing has arrived'),
+    "another token arrived": (
+        'request "req-3" at position 0 reads slot 41, where position 19 has arrived'
+    ),
+    "other bytes arrived": (
+        'request "req-3" at position 5 reads slot 46, where bytes have arrived as K and V that were not sent'
+    ),
     "one half of several slots": (
         'request "req-1" at position 5 reads slot 6, whose V bytes have changed since the request'
         " wrote them itself 1 forward earlier"
@@ -828,6 +956,14 @@ SENTENCES = {
     "bytes of an SWA slot": (
         'request "req-1" at position 10 reads SWA slot 11 (full slot 11), whose K and V bytes '
         "have changed since the request wrote them itself 2 forwards earlier"
+    ),
+    "bytes of a page": (
+        "the canary finds host slot 6 at position 5, whose K and V bytes have changed since "
+        '"req-1" wrote them 1 forward earlier'
+    ),
+    "bytes of a filled slot": (
+        'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
+        "request wrote them itself 2 forwards earlier"
     ),
     "bytes of all halves": (
         'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
@@ -1513,6 +1649,7 @@ EXAMPLES: dict[BugClass, tuple[Callable[[], ManagerRig], int]] = {
     BugClass.SWA_MAPPING: (shared_swa_slot, 1),
     BugClass.BYTES_DAMAGED: (lambda: bytes_changed("v_buffer"), 1),
     BugClass.LATE_WRITE: (lambda: bytes_changed("k_buffer", "v_buffer"), 1),
+    BugClass.WRONG_TRANSFER: (lambda: arrived(damages=[5]), 1),
     BugClass.NEVER_STORED: (lambda: shares(300, CLEAR, ALLOC), 1),
     BugClass.WRONG_POSITION: (wrong_position, 1),
     BugClass.ALTERED_TOKEN: (wrong_token, 1),

@@ -21,6 +21,7 @@ class BugClass(str, Enum):
     SWA_MAPPING = "swa_mapping"
     BYTES_DAMAGED = "bytes_damaged"
     LATE_WRITE = "late_write"
+    WRONG_TRANSFER = "wrong_transfer"
     NEVER_STORED = "never_stored"
     WRONG_POSITION = "wrong_position"
     ALTERED_TOKEN = "altered_token"
@@ -38,6 +39,7 @@ TITLES: dict[BugClass, str] = {
     BugClass.SWA_MAPPING: "wrong full-to-SWA mapping",
     BugClass.BYTES_DAMAGED: "bytes damaged in place",
     BugClass.LATE_WRITE: "late or stray write",
+    BugClass.WRONG_TRANSFER: "wrong transfer",
     BugClass.NEVER_STORED: "never stored",
     BugClass.WRONG_POSITION: "wrong position on write",
     BugClass.ALTERED_TOKEN: "altered token",
@@ -258,6 +260,27 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "nothing arrived",
+        BugClass.WRONG_TRANSFER,
+        lambda e: e.is_arrival and (_never_written(e) or e.has(*_LIFETIME)),
+        "no record has arrived in the slot: the transfer left it out, or wrote elsewhere",
+        LIKELY,
+    ),
+    Rule(
+        "another token arrived",
+        BugClass.WRONG_TRANSFER,
+        lambda e: e.is_arrival and _holds_something_else(e),
+        "what arrived belongs to another slot or request: the transfer exchanged or shifted slots",
+        LIKELY,
+    ),
+    Rule(
+        "other bytes arrived",
+        BugClass.WRONG_TRANSFER,
+        lambda e: e.is_arrival and _bytes_only(e),
+        "the record fits and the bytes do not: layers or slots were left out, exchanged, or sent too early",
+        LIKELY,
+    ),
+    Rule(
         "one half of several slots",
         BugClass.LATE_WRITE,
         lambda e: (
@@ -281,6 +304,20 @@ RULES: tuple[Rule, ...] = (
         lambda e: _bytes_only(e) and len(e.halves_seen) > 1 and e.kind is PoolKind.SWA,
         "a stray store of a token, or one through a stale full-to-SWA translation: which one the bytes cannot tell",
         UNSURE,
+    ),
+    Rule(
+        "bytes of a page",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and len(e.halves_seen) > 1 and e.first.tier is not None,
+        "K and V of the page have both changed: its copy brought other bytes, or something wrote to it since",
+        LIKELY,
+    ),
+    Rule(
+        "bytes of a filled slot",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and len(e.halves_seen) > 1 and e.was_filled,
+        "K and V are not those that filled the slot: the copy brought other bytes, or something wrote there since",
+        LIKELY,
     ),
     Rule(
         "bytes of all halves",
@@ -397,7 +434,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "freed while in use",
         BugClass.USE_AFTER_FREE,
-        lambda e: _freed_prefix(e) and (e.is_own or e.first.expected_token is not None),
+        lambda e: (
+            _freed_prefix(e)
+            and (e.is_own or (e.first.expected_token is not None and not e.is_of_earlier_owner))
+        ),
         "the slot still holds the reader's own prefix, so it was freed too early",
         SURE,
     ),
@@ -504,7 +544,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "handed out twice",
         BugClass.ALIASING,
-        lambda e: _written_by_another(e) and e.is_handed_out_twice,
+        lambda e: (
+            (_written_by_another(e) or (e.is_sweep and _holds_something_else(e)))
+            and e.is_handed_out_twice
+        ),
         "the allocator handed the slot out twice, and no free came between",
         LIKELY,
     ),

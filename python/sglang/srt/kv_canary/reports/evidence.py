@@ -192,6 +192,20 @@ class Evidence:
         return self.last_kind is SlotEventKind.LOAD
 
     @property
+    def is_arrival(self) -> bool:
+        """Whether it was found on arrival, in what has arrived and not in a cached prefix."""
+        if self.first.reader.mode != Mode.ARRIVAL.name:
+            return False
+        writer = self.first.writer
+        came = writer is not None and writer.mode == Mode.ARRIVAL.name and self.forwards_ago == 0
+        return came or self.was_filled
+
+    @property
+    def is_of_earlier_owner(self) -> bool:
+        """Whether the slot may be new to its reader: another one wrote it, and it was handed out again since."""
+        return self.is_foreign and self.was_handed_out and self.history.before_forward is None
+
+    @property
     def was_freed_through_mapping(self) -> bool:
         """Of an SWA slot that was freed twice: whether the second free went through the full-to-SWA mapping."""
         step = self.first.reader.step

@@ -142,6 +142,8 @@ def _held(v: Violation) -> str:
 
 def _holds(e: Evidence) -> str:
     v, freed = e.first, e.freed_before
+    if e.is_arrival:
+        return f"{_reads(e)}, where {_arrived(e)}"
     if e.history.is_of_peer:
         return f"{_reads(e)}, to which a prefill server has written{_instead(e)}"
     if e.in_one_record:
@@ -149,6 +151,16 @@ def _holds(e: Evidence) -> str:
     if freed is None:
         return f"{_reads(e)}, {_which_wrote(e)}{_instead(e)}"
     return f"{_reads(e)}, {_which_wrote(e, 'rewrote')}{_instead(e)}{_after_free(freed)}"
+
+
+def _arrived(e: Evidence) -> str:
+    """What has come into the slot, as far as it is not what the request expects."""
+    v = e.first
+    if e.has(Reason.POSITION):
+        return f"position {v.stored_position} has arrived"
+    if e.has(Reason.TOKEN):
+        return f"token {v.stored_token} has arrived instead of {v.expected_token}"
+    return "this position of another prefix has arrived"
 
 
 def _instead(e: Evidence) -> str:
@@ -169,6 +181,9 @@ def _instead(e: Evidence) -> str:
 
 def _freed(e: Evidence) -> str:
     v = e.first
+    if e.is_arrival:
+        wrote = "" if v.writer is None else f"; {_wrote(e)}{_at(v.stored_position)}"
+        return f"{_reads(e)}, where nothing has arrived since it was handed out{wrote}"
     freed = "" if v.freed is None else f" after forward {v.freed.forward}"
     freed += f" ({e.freed_for})" if e.freed_for else ""
     if e.has(Reason.UNWRITTEN_SINCE_ALLOC) or e.was_handed_out:
@@ -183,6 +198,9 @@ def _content(e: Evidence) -> str:
         return (
             f"{_reads(e)}, whose {halves} fingerprint does not fit its bytes; {_wrote(e, 'them')}"
         )
+    if e.is_arrival:
+        what = "zeros" if v.content_now == ALL_ZERO else "bytes"
+        return f"{_reads(e)}, where {what} have arrived as {halves} that were not sent"
     now = ", to zero," if v.content_now == ALL_ZERO else ""
     return f"{_reads(e)}, whose {halves} bytes have changed{now} since {_wrote(e, 'them')}"
 
@@ -285,6 +303,8 @@ _SAYINGS: tuple[tuple[Reason, Callable[[Evidence], str]], ...] = (
 
 
 def _never_written(e: Evidence) -> str:
+    if e.is_arrival:
+        return "where nothing has arrived"
     if e.in_one_record:
         return f"and only one of its canary records was never written ({e.first.tag})"
     if e.was_filled:
