@@ -194,6 +194,11 @@ def pack_identity(token: int, position: int) -> int:
     return to_signed64((token & 0xFFFFFFFF) | ((position & 0xFFFFFFFF) << 32))
 
 
+def unpack_identity(word: int) -> tuple[int, int]:
+    """(token, position) of word 0."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1), to_unsigned64(word) >> 32
+
+
 def chain_step(previous: int, token: int, position: int) -> int:
     """Word 1 of the slot that follows `previous`, as a signed int64."""
     mixed = mix64(to_unsigned64(pack_identity(token, position)))

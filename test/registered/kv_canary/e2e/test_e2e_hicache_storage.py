@@ -168,14 +168,18 @@ class TestDamage(StorageE2E):
         self.assert_no_violations()
 
     def test_page_of_another_prefix(self) -> None:
-        """Its records are whole and of this server, and not of these tokens."""
+        """Its records are whole and of this server, and not of the tokens that its key is made of."""
         ours, theirs = prompts("prefix", 2)
+        theirs[20] = next(token for token in range(5, 500) if token not in ours)
         other = self.store("theirs", theirs)[20]
         keys = self.store("ours", ours)
         for key in ("", "kvc:"):
             shutil.copy(self.file(f"{key}{other}"), self.file(f"{key}{keys[20]}"))
+        self.expect_violations()
         assert self.fetch("ours", ours) == 20
-        self.assert_no_violations()
+        event = self.assert_violation("TOKEN", "FILE_K_FULL", slot=None)
+        assert (event["tier"], event["key"]) == ("file", keys[20])
+        assert (event["expected_token"], event["stored_token"]) == (ours[20], theirs[20])
 
     def test_short_page(self) -> None:
         """As one that another server is just writing."""

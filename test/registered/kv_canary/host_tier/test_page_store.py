@@ -77,19 +77,49 @@ def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("position", "chain", "tokens"),
-    [(0, 1, TOKENS), (4, 0, TOKENS), (0, 0, [6, *TOKENS]), (0, 0, TOKENS[:3])],
-    ids=["namespace", "position", "tokens", "short"],
+    ("position", "chain", "tokens", "found"),
+    [
+        (0, 1, TOKENS, []),
+        (4, 0, TOKENS, []),
+        (0, 0, [6, *TOKENS], [("TOKEN", 0, 0)]),
+        (4, 0, [*TOKENS[4:], *TOKENS[:4]], [("POSITION", 4, 0)]),
+        (0, 0, [*TOKENS[:2], 9, *TOKENS[3:]], [("TOKEN", 2, 2)]),
+        (0, 0, TOKENS[:3], []),
+    ],
+    ids=["namespace", "other start", "tokens", "position", "one token", "short"],
 )
 def test_a_page_of_another_prefix_is_not_used(
-    rig: HiCacheRig, tmp_path: Path, position: int, chain: int, tokens: list[int]
+    rig: HiCacheRig,
+    tmp_path: Path,
+    position: int,
+    chain: int,
+    tokens: list[int],
+    found: list[tuple[str, int, int]],
 ) -> None:
+    """A key is made of tokens, and not of a namespace. So a page of other tokens lies there by mistake."""
     store = store_in(tmp_path, rig)
     store.claim(KEYS, rig.host, nothing)
     store.begin("r", position, chain)
     assert not store.accept("r", KEYS[0], tokens, rig.host[:PAGE])
-    assert store.unusable == {Unusable.OTHER: 1}
-    assert not rig.found
+    assert store.unusable == {Unusable.DAMAGED if found else Unusable.OTHER: 1}
+    assert [(f.reason.name, f.expected_position, f.position) for f in rig.found] == found
+
+
+def test_a_finding_names_the_writer_of_this_server_alone(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Forwards and rows of another server are those of other requests here."""
+    store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS[1:2], rig.host[PAGE : 2 * PAGE], nothing)
+    store.begin("r", 0, 0)
+    rig.host_pool.v_buffer[0, rig.host[[2, PAGE + 2]]] += 1
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    last = rig.tier.records.get(rig.host).words[PAGE - 1, 0]
+    store.begin("r", PAGE, int(last[record.WORD_CHAIN]))
+    assert not store.accept("r", KEYS[1], TOKENS[PAGE:], rig.host[PAGE : 2 * PAGE])
+    theirs, ours = (found.as_violation(rig.recorder, 1) for found in rig.found)
+    assert theirs.writer is None
+    assert ours.writer is not None
+    assert ours.writer.request_id == "req-1"
 
 
 def test_behind_an_unknown_prefix_nothing_is_used(rig: HiCacheRig, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -210,10 +211,10 @@ class PageStore:
 
     def recorded(self, keys: Sequence[str]) -> int:
         """How many of the stored pages `keys`, from the first on, have records."""
-        for count, key in enumerate(keys):
+        for number, key in enumerate(keys):
             if not self.files.exists(key):
                 self._refuse(Unusable.MISSING)
-                return count
+                return number
         return len(keys)
 
     def accept(
@@ -239,8 +240,13 @@ class PageStore:
             self._tier.report(Finding.of_records(self.name, key, self._tier.group.kind))
         if isinstance(records, Unusable):
             return self._refuse(records)
+        if name != self._own_name:
+            self._stamp(records)
         mine = tokens[start.token : start.token + self.page_size]
         if not self._continues(records, start, mine):
+            if len(mine) == len(records) and not _occurs_in(tokens, records):
+                self._report_other_tokens(records, start, mine, key)
+                return self._refuse(Unusable.DAMAGED)
             return self._refuse(Unusable.OTHER)
         if self._is_damaged(records, host_slots, key):
             return self._refuse(Unusable.DAMAGED)
@@ -260,6 +266,17 @@ class PageStore:
         if self.unusable[why] == 1 and why in _SAID:
             logger.warning("kv-canary: a page in storage is not used: %s. Said once", _SAID[why])
         return False
+
+    def _report_other_tokens(
+        self, records: SlotRecords, start: _Start, tokens: Sequence[int], key: str
+    ) -> None:
+        for words, position, token in zip(
+            records.words[:, 0], count(start.position), tokens, strict=False
+        ):
+            if int(words[record.WORD_IDENTITY]) != record.pack_identity(token, position):
+                where = (self.name, key, self._tier.group.kind)
+                self._tier.report(Finding.of_other_token(*where, words, position, token))
+                return
 
     def _continues(self, records: SlotRecords, start: _Start, tokens: Sequence[int]) -> bool:
         """Whether the records are those of `tokens` behind the start, in the same namespace."""
@@ -296,3 +313,17 @@ def _are_written_after(forward: int, records: SlotRecords) -> bool:
     live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
     written = writer & record.FORWARD_MASK
     return bool((live & (written > forward)).all())
+
+
+def _occurs_in(tokens: Sequence[int], records: SlotRecords) -> bool:
+    """Whether a page of `tokens`, those of a prefetch, has these records. A key is made of tokens, so one has.
+
+    Which one it is does not count: a request of the same name may have begun another prefetch since.
+    """
+    named = [
+        record.unpack_identity(int(word)) for word in records.words[:, 0, record.WORD_IDENTITY]
+    ]
+    theirs, first = [token for token, _ in named], named[0][1]
+    size = len(theirs)
+    last = min(first, len(tokens) - size)
+    return any(list(tokens[at : at + size]) == theirs for at in range(0, last + 1, size))

@@ -8,7 +8,7 @@ import torch
 
 from .. import record
 from ..buffer_group import PoolKind
-from ..record import Reason
+from ..record import Mode, Reason
 from .flight_recorder import FlightRecorder
 from .violation import Actor, Violation, actor_of, state_name
 
@@ -31,6 +31,8 @@ class Finding:
     token: int | None
     content_written: int | None
     content_now: int | None
+    expected_position: int | None = None
+    expected_token: int | None = None
 
     @classmethod
     def of(
@@ -45,24 +47,37 @@ class Finding:
     ) -> Finding:
         """Bytes that do not fit the slot's record `words` int64[RECORD_WORDS]."""
         identity, _, content, writer = words.tolist()
-        return cls(
-            tier,
-            key,
-            kind,
-            half,
-            slot,
-            Reason.CONTENT,
-            writer,
-            position=record.to_unsigned64(identity) >> 32,
-            token=(identity & 0xFFFFFFFF) - ((identity & 0x80000000) << 1),
-            content_written=content,
-            content_now=content_now,
-        )
+        token, position = record.unpack_identity(identity)
+        place = (tier, key, kind, half, slot)
+        return cls(*place, Reason.CONTENT, writer, position, token, content, content_now)
+
+    @classmethod
+    def of_other_token(
+        cls,
+        tier: str,
+        key: str,
+        kind: PoolKind,
+        words: torch.Tensor,
+        expected_position: int,
+        expected_token: int,
+    ) -> Finding:
+        """A stored page whose record `words` int64[RECORD_WORDS] is not that of its key's tokens."""
+        identity, _, _, writer = words.tolist()
+        token, position = record.unpack_identity(identity)
+        reason = Reason.POSITION if position != expected_position else Reason.TOKEN
+        expected = expected_position, expected_token
+        place = (tier, key, kind, "K", None)
+        return cls(*place, reason, writer, position, token, None, None, *expected)
 
     @classmethod
     def of_records(cls, tier: str, key: str, kind: PoolKind) -> Finding:
         """Stored records that are damaged themselves."""
         return cls(tier, key, kind, "K", None, Reason.BAD_STATE, 0, None, None, None, None)
+
+    @property
+    def _is_of_this_server(self) -> bool:
+        """Otherwise forward and row say nothing here."""
+        return self.writer != 0 and record.unpack_writer(self.writer)[2] != Mode.LOADED
 
     def as_violation(self, recorder: FlightRecorder, forward: int) -> Violation:
         """`forward`: the last one that was launched before the finding."""
@@ -73,16 +88,16 @@ class Finding:
             slot=self.slot,
             full_slot=None,
             prev_slot=None,
-            expected_position=None,
+            expected_position=self.expected_position,
             stored_position=self.position,
-            expected_token=None,
+            expected_token=self.expected_token,
             stored_token=self.token,
             expected_chain=None,
             stored_chain=None,
             content_written=self.content_written,
             content_now=self.content_now,
             reader=Actor(forward, 0, NO_FORWARD_FOUND_IT, None, None),
-            writer=actor_of(self.writer, recorder) if self.writer else None,
+            writer=actor_of(self.writer, recorder) if self._is_of_this_server else None,
             freed=None,
             state=state_name(self.writer) if self.writer else None,
             tier=self.tier,
