@@ -294,22 +294,6 @@ def test_damage_on_one_rank_is_damage_to_the_request():
     assert board.damage(7) == "damage"
 
 
-def test_images_beside_another_feature_are_refused():
-    """Also where ServerArgs do not hold the model."""
-    from sglang_kv_canary.wiring.disaggregation import _refuse_beside_images
-
-    names = ("enable_lora", "lora_paths", "speculative_algorithm", "enable_hierarchical_cache")
-    args = SimpleNamespace(**dict.fromkeys(names), pp_size=1, language_only=False)
-    model = SimpleNamespace(is_multimodal=True)
-    scheduler = SimpleNamespace(server_args=args, model_config=model)
-    _refuse_beside_images(scheduler)
-    args.pp_size = 2
-    with pytest.raises(CanaryStartupError, match="images beside speculation, pipeline stages"):
-        _refuse_beside_images(scheduler)
-    model.is_multimodal = False
-    _refuse_beside_images(scheduler)
-
-
 def test_a_cached_window_is_refused():
     from sglang_kv_canary.wiring.disaggregation import _refuse_cached_windows
 
