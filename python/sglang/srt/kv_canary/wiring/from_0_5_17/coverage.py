@@ -22,7 +22,7 @@ _PATHS: dict[str, str] = {
     "flush_cache": "",
     "LoRA and cache salts": "by the chain's anchor",
     "decode CUDA graphs": "",
-    "prefill CUDA graphs": "breakable and piecewise",
+    "prefill CUDA graphs": "breakable; on 0.5.17 piecewise, too",
     "weight update, also under running requests": "",
     "tensor parallelism": "each rank checks its own pool",
     "pipeline parallelism": "each stage checks its own layers, and decode inputs against the last stage's samples",
@@ -43,11 +43,12 @@ _PARTLY_SERVED: dict[str, str] = {
 }
 
 
-def served(*on_gpu: str) -> tuple[PathSupport, ...]:
-    """`on_gpu`: the paths that have run on a GPU."""
+def served(*on_gpu: str, where: str = "") -> tuple[PathSupport, ...]:
+    """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases."""
+    ran = dict.fromkeys(on_gpu, where)
     return (
-        *(_path(name, what, name in on_gpu) for name, what in _PATHS.items()),
-        *(_path(name, what, name in on_gpu, _PARTLY) for name, what in _PARTLY_SERVED.items()),
+        *(_path(name, what, ran.get(name)) for name, what in _PATHS.items()),
+        *(_path(name, what, ran.get(name), _PARTLY) for name, what in _PARTLY_SERVED.items()),
         PathSupport(
             "states of linear-attention layers",
             _PARTLY,
@@ -63,6 +64,7 @@ def served(*on_gpu: str) -> tuple[PathSupport, ...]:
     )
 
 
-def _path(name: str, what: str, on_gpu: bool, status: Coverage = _COVERED) -> PathSupport:
-    note = "; ".join(part for part in (what, "" if on_gpu else NO_GPU) if part)
-    return PathSupport(name, _PARTLY if name in _GRAPHS and not on_gpu else status, note)
+def _path(name: str, what: str, on_gpu: str | None, status: Coverage = _COVERED) -> PathSupport:
+    """`on_gpu`: where it has run on one; None: nowhere."""
+    note = "; ".join(part for part in (what, NO_GPU if on_gpu is None else on_gpu) if part)
+    return PathSupport(name, _PARTLY if name in _GRAPHS and on_gpu is None else status, note)

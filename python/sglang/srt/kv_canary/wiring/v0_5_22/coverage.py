@@ -6,8 +6,20 @@ from ...pool_patcher.registry import Coverage
 from ..from_0_5_17.coverage import NO_GPU, served
 from ..path_support import PathSupport
 
+_ON_GPU = (
+    "decode",
+    "extend (prefill)",
+    "chunked prefill",
+    "overlap scheduling",
+    "retraction and resume",
+    "flush_cache",
+    "decode CUDA graphs",
+    "prefill CUDA graphs",
+    "HiCache: host memory, and the storage backend file",
+)
+
 SERVED: tuple[PathSupport, ...] = (
-    *served(),
+    *served(*_ON_GPU, where="run on a GPU with 0.5.23 only"),
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
