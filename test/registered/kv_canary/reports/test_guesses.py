@@ -404,6 +404,17 @@ def shares(
     return rig
 
 
+def other_namespace(anchor: int = 99) -> ManagerRig:
+    """Row 3 has another anchor than row 1, of which it is given the prefix."""
+    rig = ManagerRig()
+    rig.extend(1, TOKENS)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.lengths[3] = 20
+    rig.manager.state.anchors[3] = anchor
+    rig.decode([3])
+    return rig
+
+
 def never_written_in_swa(full_too: bool = False) -> ManagerRig:
     rig = swa()
     mapping = rig.pool.full_to_swa_index_mapping
@@ -794,6 +805,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: shares(26),
         "another request's slot",
     ),
+    "prefix of another beginning": (
+        other_namespace,
+        lambda: shares(26),
+        "another request's slot",
+    ),
     "another request's slot": (
         lambda: shares(26),
         lambda: shares(26, reads_before=True),
@@ -860,6 +876,10 @@ def test_a_slot_in_which_nothing_arrived_may_hold_the_same_prompt_of_an_earlier_
     assert evidence.same_chain
     assert decide(evidence).name == "nothing arrived"
     assert "where nothing has arrived since it was handed out" in sentence(evidence)
+
+
+def test_a_prefix_of_the_same_namespace_is_no_finding() -> None:
+    assert not causes_of(other_namespace(anchor=0))
 
 
 def test_a_slot_that_is_new_to_its_reader_was_not_freed_too_early() -> None:
@@ -1087,6 +1107,10 @@ SENTENCES = {
     ),
     "entry changed since the last read": (
         'request "req-3" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at '
+        "this position of another prefix"
+    ),
+    "prefix of another beginning": (
+        'request "req-3" at position 0 reads slot 1, which "req-1" wrote 1 forward earlier at '
         "this position of another prefix"
     ),
     "another request's slot": (

@@ -566,6 +566,13 @@ RULES: tuple[Rule, ...] = (
         LIKELY,
     ),
     Rule(
+        "prefix of another beginning",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _written_by_another(e) and e.begins_elsewhere,
+        "its chain begins with another token, extra key, salt or adapter: a prefix hit of another request's prefix",
+        LIKELY,
+    ),
+    Rule(
         "another request's slot",
         BugClass.ROW_SUBSTITUTION,
         _written_by_another,

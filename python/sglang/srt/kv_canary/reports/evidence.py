@@ -259,6 +259,12 @@ class Evidence:
         return v.stored_position is not None and v.stored_position == v.expected_position
 
     @property
+    def begins_elsewhere(self) -> bool:
+        """Whether it is a prefix's first slot, whose chain alone is wrong: it has another token or namespace."""
+        at_first = self.same_position and self.first.stored_position == 0
+        return at_first and self.has(Reason.CHAIN) and self.only(Reason.CHAIN)
+
+    @property
     def same_chain(self) -> bool:
         """Whether the slot is known to continue the reader's prefix."""
         return self.is_continuous or continues(self.first)
