@@ -415,6 +415,13 @@ def other_namespace(anchor: int = 99) -> ManagerRig:
     return rig
 
 
+def by_the_sweep(evidence: Evidence) -> Evidence:
+    """The same, found by the sweep."""
+    reader = replace(evidence.first.reader, row=0, request_id=None)
+    first = replace(evidence.first, tag="SWEEP_K_FULL", reader=reader)
+    return replace(evidence, first=first, tags=("SWEEP_K_FULL", "SWEEP_V_FULL"), readers=0)
+
+
 def never_written_in_swa(full_too: bool = False) -> ManagerRig:
     rig = swa()
     mapping = rig.pool.full_to_swa_index_mapping
@@ -744,6 +751,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: freed(0),
         "freed while in use",
     ),
+    "freed while cached": (
+        lambda: by_the_sweep(evidence_of(shares(26, later=(FREE,)))),
+        lambda: shares(26, later=(FREE,)),
+        "free slot of somebody else",
+    ),
     "own slot freed while in use": (
         forgotten_predecessor,
         lambda: evidence_of(freed(5, 6), 2),
@@ -893,10 +905,7 @@ def test_a_slot_that_is_new_to_its_reader_was_not_freed_too_early() -> None:
 
 
 def test_the_sweep_finds_a_slot_that_was_handed_out_twice() -> None:
-    evidence = evidence_of(shares(26, ALLOC, ALLOC))
-    reader = replace(evidence.first.reader, row=0, request_id=None)
-    first = replace(evidence.first, tag="SWEEP_K_FULL", reader=reader)
-    swept = replace(evidence, first=first, tags=("SWEEP_K_FULL", "SWEEP_V_FULL"), readers=0)
+    swept = by_the_sweep(evidence_of(shares(26, ALLOC, ALLOC)))
     assert decide(swept).name == "handed out twice"
     assert decide(replace(swept, moments=())).name == "unknown"
 
@@ -1056,6 +1065,10 @@ SENTENCES = {
     "another's free slot": (
         'request "req-3" at position 0 reads slot 1, which was freed after forward 2; "req-1" '
         "wrote it 2 forwards earlier at position 0"
+    ),
+    "freed while cached": (
+        "the sweep finds slot 26 in the prefix cache at position 5, which was freed after forward 2; "
+        '"req-2" wrote it 1 forward earlier at position 5'
     ),
     "own slot freed while in use": (
         'request "req-1" at position 6 reads slot 7, which was freed after forward 2; the request'

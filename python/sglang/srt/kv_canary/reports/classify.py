@@ -470,6 +470,13 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "freed while cached",
+        BugClass.USE_AFTER_FREE,
+        lambda e: e.is_sweep and e.has(Reason.USE_AFTER_FREE),
+        "the prefix cache holds a slot that has been given back: freed too early, or cached after its free",
+        LIKELY,
+    ),
+    Rule(
         "own slot freed while in use",
         BugClass.USE_AFTER_FREE,
         lambda e: (
