@@ -298,7 +298,6 @@ NOT_BY_AN_ARGUMENT = {
             "PD disaggregation with HiCache on the decode server of 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
             "PD disaggregation with staging buffers",
-            "PD disaggregation with a multimodal model and another feature",
             "PD disaggregation with SGLANG_KV_CANARY_ACTION=abort and early release of KV",
             "PD disaggregation with a change of role and SGLANG_KV_CANARY_ACTION=abort",
         ]
