@@ -188,17 +188,7 @@ class PdServing(CanaryServer):
     async def generate(
         self, request_id: str, input_ids: list[int], max_new_tokens: int, **more: Any
     ) -> list[int]:
-        body = {
-            "rid": request_id,
-            "input_ids": input_ids,
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
-            **more,
-        }
-        answer = await self.ask(body)
+        answer = await self.ask({**_asked(request_id, input_ids, max_new_tokens), **more})
         return answer.get("output_ids", [])
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,17 +238,8 @@ class PdServing(CanaryServer):
         self, request_id: str, input_ids: list[int], max_new_tokens: int
     ) -> tuple[list[float], list[int]]:
         """Seconds until each part of the answer, and its tokens."""
-        body = {
-            "rid": request_id,
-            "input_ids": input_ids,
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
-            "stream": True,
-        }
-        of_prefill, of_decode = self.bodies(body)
+        asked = _asked(request_id, input_ids, max_new_tokens)
+        of_prefill, of_decode = self.bodies({**asked, "stream": True})
         start, times, tokens = time.perf_counter(), [], []
 
         async def read(server: CanaryServer, whole: Mapping[str, Any]) -> None:
@@ -291,6 +272,18 @@ class PdServing(CanaryServer):
     async def flush_one(self, server: CanaryServer) -> bool:
         async with self._session.post(f"{server.url}/flush_cache?timeout=60") as answer:
             return answer.status == 200
+
+
+def _asked(request_id: str, input_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+    return {
+        "rid": request_id,
+        "input_ids": input_ids,
+        "sampling_params": {
+            "temperature": 0.0,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": True,
+        },
+    }
 
 
 class CachingServing(PdServing):

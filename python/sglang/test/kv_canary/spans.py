@@ -78,7 +78,7 @@ _CANARY = (
             "post_ops_outside_graph",
         )
     ),
-    "wiring.record_sender.RecordSender.start",
+    "wiring.record_sender.RecordSender.send",
     "wiring.record_sender.RecordSender.blocks",
     "wiring.disaggregation.arrival_of",
     "wiring.disaggregation.take_in",

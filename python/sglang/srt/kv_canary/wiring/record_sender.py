@@ -72,23 +72,17 @@ class RecordSender:
         # Peer -> its first error. It stays, so that no request goes with a part of its records
         self._broken: dict[str, str] = {}
 
-    def start(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> Arrive:
-        """Start to send the records of these full pages, int[n] each.
-
-        What is returned must be called, also after an error of SGLang: slots of a failed request go to others.
-        """
-        pages = (source_pages, target_pages, PoolKind.FULL)
-        return self.contained(peer, self._start, peer, *pages) or at_once
-
     def blocks(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> np.ndarray:
-        """What `start` would write, for a transfer that SGLang posts: uint64[n, 3], see `post`."""
+        """What `send` would write, for a transfer that SGLang posts: uint64[n, 3], see `post`."""
         pages = (source_pages, target_pages, PoolKind.FULL)
         found = self.contained(peer, self._blocks, peer, *pages)
         return _NO_BLOCKS if found is None else found
 
     def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
-        """Send these records. Returns the transport's status, 0 for success."""
-        return self.start(peer, source_pages, target_pages)()
+        """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
+        pages = (source_pages, target_pages, PoolKind.FULL)
+        arrive = self.contained(peer, self._start, peer, *pages) or at_once
+        return arrive()
 
     def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""

@@ -87,9 +87,8 @@ class StagedContainment:
         if self._mark is not None:
             self._awaits = False
             self.alone.carry_out(self._mark.verdict, self._mark.drops)
-        if (
-            not self.alone.owned.disturbed
-        ):  # otherwise each stage would free what only its own rows allow
+        # Otherwise each stage would free what only its own rows allow.
+        if not self.alone.owned.disturbed:
             self.alone.tidy()
 
     def before_eviction(self) -> None:
