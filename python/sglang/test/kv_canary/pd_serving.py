@@ -116,6 +116,7 @@ class PdServing(CanaryServer):
         plugins: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.bootstrap_port = free_port()
+        self._unanswered: dict[str, asyncio.Future[list[dict[str, Any]]]] = {}  # by request id
         both = {
             **HOST_POOL,
             **(flags or {}),
@@ -198,7 +199,13 @@ class PdServing(CanaryServer):
     async def ask_both(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The answers of the prefill and of the decode server."""
         both = zip((self.prefill, self), self.bodies(body), strict=True)
-        return await asyncio.gather(*(self._post(server, whole) for server, whole in both))
+        answers = asyncio.gather(*(self._post(server, whole) for server, whole in both))
+        name = str(body.get("rid"))
+        self._unanswered[name] = answers
+        try:
+            return await answers
+        finally:
+            self._unanswered.pop(name, None)
 
     async def exchange(self, body: Mapping[str, Any]) -> tuple[int, str]:
         """HTTP status and text of the decode server's answer to `body`, which both servers get."""
@@ -258,10 +265,18 @@ class PdServing(CanaryServer):
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
 
     async def abort(self, request_id: str) -> None:
-        for server in (self.prefill, self):
-            url = f"{server.url}/abort_request"
-            async with self._session.post(url, json={"rid": request_id}):
-                pass
+        """Each second until both have answered: a server ignores it that does not know the request yet.
+
+        The other one then waits 300 s for a peer that has ended the request.
+        """
+        answers = self._unanswered.get(request_id)
+        while True:
+            for server in (self.prefill, self):
+                url = f"{server.url}/abort_request"
+                async with self._session.post(url, json={"rid": request_id}):
+                    pass
+            if answers is None or (await asyncio.wait([answers], timeout=1))[0]:
+                return
 
     async def flush(self) -> bool:
         flushed = True
