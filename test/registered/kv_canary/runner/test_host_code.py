@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import sys
 import tracemalloc
@@ -151,7 +152,71 @@ def test_what_has_stayed_is_carried_over(code: ModuleType) -> None:
     assert code.carry_over(before[:3], before, values, [values[1]]) == (["0", None, "2"], [1])
 
 
+PAGES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30)
+WORD = st.integers(0, 2**64 - 1)
+WIDTHS = st.sampled_from([np.int32, np.int64])
+
+
+def _described(code: ModuleType, *arguments: Any) -> tuple[np.ndarray, ...]:
+    sides = code.describe_pages(*arguments)
+    return tuple(np.frombuffer(side, np.uint64).reshape(-1, 3) for side in sides)
+
+
+@given(PAGES, st.integers(0, 3), st.lists(st.tuples(WORD, WORD), max_size=3), WIDTHS, WIDTHS)
+def test_described_pages_are_equal(
+    pages: list[tuple[int, int]], more: int, bases: list[Any], width: type, other: type
+) -> None:
+    """Also if one list is longer: its last pages have no counterpart."""
+    sources = np.array([source for source, _ in pages], dtype=width)
+    targets = np.array([*(target for _, target in pages), *range(more)], dtype=other)
+    for lists in ((sources, targets), (targets, sources), (sources[::-2], targets[::3])):
+        arguments = (*lists, tuple(bases), 96, (1, 2**64 - 1))
+        assert C.describe_pages(*arguments) == twins.describe_pages(*arguments)
+
+
+@BOTH
+@given(PAGES)
+def test_runs_are_contiguous_on_both_sides_and_as_long_as_possible(
+    code: ModuleType, pages: list[tuple[int, int]]
+) -> None:
+    columns = [np.array([pair[side] for pair in pages], dtype=np.int32) for side in (0, 1)]
+    both = ((1000, 2000), (5000, 6000))
+    here, there = _described(code, *columns, both, 32, (3, 4))
+    assert (here[:, 1] == there[:, 1]).all()
+    assert (here[:, 2] == 3).all()
+    assert (there[:, 2] == 4).all()
+    for of_base, bases in zip(np.split(np.arange(len(here)), 2), both, strict=True):
+        runs = [
+            (
+                int(here[i, 0] - bases[0]) // 32,
+                int(there[i, 0] - bases[1]) // 32,
+                int(here[i, 1]) // 32,
+            )
+            for i in of_base
+        ]
+        sent = [(source + i, target + i) for source, target, count in runs for i in range(count)]
+        assert sent == pages
+        for (source, target, count), (next_source, next_target, _) in itertools.pairwise(runs):
+            assert (next_source, next_target) != (source + count, target + count)
+
+
 # Bad input
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [np.uint8, np.float32, np.float64])
+def test_pages_of_other_types_raise(code: ModuleType, kind: type) -> None:
+    right, wrong = np.arange(3), np.arange(3).astype(kind)
+    for lists in ((right, wrong), (wrong, right)):
+        with pytest.raises(TypeError, match="expected a list of int32 or int64"):
+            code.describe_pages(*lists, ((1, 2),), 32, (0, 0))
+
+
+@BOTH
+def test_addresses_below_0_raise(code: ModuleType) -> None:
+    for bases, devices in ((((-1, 0),), (0, 0)), (((0, 0),), (0, -1))):
+        with pytest.raises(OverflowError):
+            code.describe_pages(np.arange(3), np.arange(3), bases, 32, devices)
 
 
 @BOTH
@@ -213,6 +278,10 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.launch_arguments((), (), (), [], TYPES[:1], 4, {}),
         lambda: C.carry_over([], [], [], ()),
         lambda: C.carry_over([], [], []),
+        lambda: C.describe_pages(np.arange(3), np.arange(3), [], 32, (0, 0)),
+        lambda: C.describe_pages(np.arange(3), np.arange(3), (1,), 32, (0, 0)),
+        lambda: C.describe_pages(np.arange(3), np.arange(3), ((1, 2),), 32, (0,)),
+        lambda: C.describe_pages([1], np.arange(3), (), 32, (0, 0)),
     ):
         with pytest.raises(TypeError):
             call()
@@ -264,6 +333,11 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "pack", lambda: C.pack_lists(known, *_memory())
     yield "pack fails", lambda: C.pack_lists([(0, bad[-2:], 0, 0)], *_memory())
     yield "pack has no room", lambda: C.pack_lists([(0, tokens, 0, 0)], *_memory())
+    pages = numbers, numbers[::-1].copy()
+    bases = ((10**12, 10**13),)
+    yield "pages", lambda: C.describe_pages(*pages, bases, 32, (0, 1))
+    yield "pages fail", lambda: C.describe_pages(*pages, (*bases, (1, None)), 32, (0, 1))
+    yield "pages of another type", lambda: C.describe_pages(numbers, tensor, bases, 32, (0, 1))
     values = [object() for _ in tokens]
     yield "carry over", lambda: C.carry_over(tokens[1:] + tokens[:2], tokens, values, values[5:7])
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])

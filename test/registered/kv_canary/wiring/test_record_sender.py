@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import RECORD_BYTES
@@ -24,7 +21,7 @@ from sglang_kv_canary.transfer.notice import Notice, SentChunks
 from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
-from sglang_kv_canary.wiring.record_sender import RecordSender, _runs, at_once
+from sglang_kv_canary.wiring.record_sender import RecordSender, Sides, at_once
 from sglang_kv_canary.wiring.v0_5_22.nixl import _Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -75,8 +72,10 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
 def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSender]) -> None:
     written: list[Sequence[tuple[int, int, int]]] = []
 
-    def post(_: str, blocks: np.ndarray) -> Callable[[], int]:
-        written.append([tuple(block) for block in blocks.tolist()])
+    def post(_: str, sides: Sides) -> Callable[[], int]:
+        pairs = zip(*(side.tolist() for side in sides), strict=True)
+        assert all(here[1] == there[1] for here, there in pairs)
+        written.append([(a, b, size) for (a, size, _), (b, _, _) in zip(*sides, strict=True)])
         return at_once
 
     sender = sender_of(post)
@@ -91,19 +90,6 @@ def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSe
     ]
     notice = sender.notice("alike", 7)
     assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
-def test_runs_are_contiguous_on_both_sides_and_as_long_as_possible(
-    pages: list[tuple[int, int]],
-) -> None:
-    sources, targets = (np.array(side, dtype=np.int32) for side in zip(*pages, strict=True))
-    runs = list(zip(*(column.tolist() for column in _runs(sources, targets)), strict=True))
-    sent = [(source + i, target + i) for source, target, count in runs for i in range(count)]
-    assert sent == pages
-    for (source, target, count), (next_source, next_target, _) in itertools.pairwise(runs):
-        assert (next_source, next_target) != (source + count, target + count)
 
 
 def test_a_peer_without_a_canary_gets_nothing(
@@ -229,13 +215,11 @@ def test_a_transfer_that_cannot_begin_is_an_error_of_the_transport(is_newer: boo
     )
     kv_manager = SimpleNamespace(
         agent=agent,
-        kv_args=SimpleNamespace(gpu_id=0),
-        decode_kv_args_table={"peer": SimpleNamespace(gpu_id=1)},
         **({"_post_xfer": post_xfer} if is_newer else {}),
     )
-    blocks = np.ones((2, 3), dtype=np.uint64)
+    sides = np.ones((2, 3), dtype=np.uint64), np.ones((2, 3), dtype=np.uint64)
     with pytest.raises(PostError if is_newer else nixl._TransferFailed, match="cannot begin"):
-        nixl._post(kv_manager, "peer", blocks)
+        nixl._post(kv_manager, "peer", sides)
 
 
 class _Describing:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from .. import record
 from . import twins
 from .interface import HOST
@@ -81,6 +83,13 @@ _OBJECTS = [1.5, "one", b"two", None]
 _SAMPLES = {
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
+    "describe_pages": (
+        np.array([4, 5, 6, 9], np.int32),
+        np.array([7, 8, 3, 4]),
+        ((2**63, 100), (1, 0)),
+        32,
+        (0, 5),
+    ),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
     "launch_arguments": (
         ("a", "b", "c"),

@@ -1,4 +1,4 @@
-/* The host's loops over tokens and launch arguments. `twins.py` has the same functions in Python, which define them.
+/* The host's loops over tokens, pages and launch arguments. `twins.py` has the same functions in Python, which define them.
  *
  * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2 and CHAIN_MULTIPLIER come
  * from `record.py`. All of it runs with Python's lock held. Arithmetic is modulo 2^64.
@@ -171,6 +171,128 @@ static PyObject *pack_lists(PyObject *self, PyObject *const *args, Py_ssize_t n)
   return PyLong_FromLongLong(packed);
 }
 
+/* Pages of a buffer of 32-bit or 64-bit integers. */
+static int open_pages(PyObject *source, Py_buffer *view) {
+  if (PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)) return -1;
+  const char *format = view->format == NULL ? "" : view->format;
+  if (view->ndim == 1 && strlen(format) == 1 && strchr(view->itemsize == 4 ? "il" : "ql", *format) &&
+      (view->itemsize == 4 || view->itemsize == 8))
+    return 0;
+  PyErr_Format(PyExc_TypeError, "expected a list of int32 or int64, got items of %zd bytes with format '%s'",
+               view->itemsize, format);
+  PyBuffer_Release(view);
+  return -1;
+}
+
+static int64_t page_at(const Py_buffer *view, Py_ssize_t i) {
+  const char *item = (const char *)view->buf + view->strides[0] * i;
+  int32_t narrow;
+  int64_t wide;
+  if (view->itemsize == 8) {
+    memcpy(&wide, item, 8);
+    return wide;
+  }
+  memcpy(&narrow, item, 4);
+  return narrow;
+}
+
+static int follows(const Py_buffer *view, Py_ssize_t i) {
+  return page_at(view, i) == page_at(view, i - 1) + 1;
+}
+
+/* The end of the run that begins at `first`: contiguous on both sides, at most up to `count`. */
+static Py_ssize_t run_end(const Py_buffer *sources, const Py_buffer *targets, Py_ssize_t first,
+                          Py_ssize_t count) {
+  Py_ssize_t end = first + 1;
+  while (end < count && follows(sources, end) && follows(targets, end)) end++;
+  return end;
+}
+
+#define DESCRIPTOR_WORDS 3
+
+static void describe(char *out, int64_t at, uint64_t base, int64_t first, int64_t pages,
+                     int64_t page_bytes, uint64_t device) {
+  uint64_t words[DESCRIPTOR_WORDS] = {base + (uint64_t)page_bytes * (uint64_t)first,
+                                      (uint64_t)page_bytes * (uint64_t)pages, device};
+  memcpy(out + (int64_t)sizeof words * at, words, sizeof words);
+}
+
+/* One pair of integers, without a sign. */
+static int pair_of(PyObject *pair, uint64_t *first, uint64_t *second) {
+  if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+    PyErr_SetString(PyExc_TypeError, "expected a pair of integers");
+    return -1;
+  }
+  *first = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(pair, 0));
+  if (*first == (uint64_t)-1 && PyErr_Occurred()) return -1;
+  *second = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(pair, 1));
+  return *second == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Of each base: (here, there). A new array, or NULL with an exception. */
+static uint64_t *read_bases(PyObject *bases) {
+  Py_ssize_t count = PyTuple_GET_SIZE(bases);
+  uint64_t *read = PyMem_New(uint64_t, 2 * count + 1);
+  if (read == NULL) return (uint64_t *)PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (pair_of(PyTuple_GET_ITEM(bases, i), &read[2 * i], &read[2 * i + 1])) {
+      PyMem_Free(read);
+      return NULL;
+    }
+  return read;
+}
+
+static PyObject *described(const uint64_t *bases, Py_ssize_t sides, const Py_buffer *sources,
+                           const Py_buffer *targets, int64_t page_bytes, uint64_t here, uint64_t there) {
+  Py_ssize_t runs = 0, run = 0;
+  Py_ssize_t count = sources->shape[0], others = targets->shape[0];
+  if (others < count) count = others;
+  for (Py_ssize_t i = 0; i < count; i = run_end(sources, targets, i, count)) runs++;
+  Py_ssize_t bytes = sides * runs * DESCRIPTOR_WORDS * (Py_ssize_t)sizeof(uint64_t);
+  PyObject *of_here = PyByteArray_FromStringAndSize(NULL, bytes);
+  PyObject *of_there = PyByteArray_FromStringAndSize(NULL, bytes);
+  if (of_here == NULL || of_there == NULL) {
+    Py_XDECREF(of_here);
+    Py_XDECREF(of_there);
+    return NULL;
+  }
+  char *out_here = PyByteArray_AS_STRING(of_here), *out_there = PyByteArray_AS_STRING(of_there);
+  for (Py_ssize_t i = 0, end; i < count; i = end, run++) {
+    end = run_end(sources, targets, i, count);
+    int64_t source = page_at(sources, i), target = page_at(targets, i);
+    for (Py_ssize_t side = 0, at = run; side < sides; side++, at += runs) {
+      describe(out_here, at, bases[2 * side], source, end - i, page_bytes, here);
+      describe(out_there, at, bases[2 * side + 1], target, end - i, page_bytes, there);
+    }
+  }
+  return Py_BuildValue("(NN)", of_here, of_there); /* takes both */
+}
+
+/* describe_pages(sources, targets, bases, page_bytes, devices) */
+static PyObject *describe_pages(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  int64_t page_bytes;
+  uint64_t here, there;
+  Py_buffer sources, targets;
+  if (n != 5 || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "describe_pages takes two lists, a tuple, a number of bytes and a pair of devices");
+    return NULL;
+  }
+  if (int64_of(args[3], &page_bytes) || pair_of(args[4], &here, &there)) return NULL;
+  PyObject *found = NULL;
+  uint64_t *bases = read_bases(args[2]);
+  if (bases == NULL) return NULL;
+  if (open_pages(args[0], &sources)) goto no_sources;
+  if (open_pages(args[1], &targets)) goto no_targets;
+  found = described(bases, PyTuple_GET_SIZE(args[2]), &sources, &targets, page_bytes, here, there);
+  PyBuffer_Release(&targets);
+no_targets:
+  PyBuffer_Release(&sources);
+no_sources:
+  PyMem_Free(bases);
+  return found;
+}
+
 static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr;
 static PyObject *int32_first, *int32_end;
 
@@ -308,6 +430,7 @@ failed:
 static PyMethodDef methods[] = {
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
+    {"describe_pages", (PyCFunction)(void (*)(void))describe_pages, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};

@@ -98,6 +98,42 @@ def pack_lists(known: list[tuple[int, Sequence[int], int, int]], address: int, w
     return len(flat)
 
 
+def describe_pages(
+    sources: np.ndarray,
+    targets: np.ndarray,
+    bases: tuple[tuple[int, int], ...],
+    page_bytes: int,
+    devices: tuple[int, int],
+) -> tuple[bytearray, bytearray]:
+    """Memory of pages here and at a peer: uint64[n, 3] of (address, bytes, device) each, as bytes.
+
+    `sources`, `targets`: int32 or int64[m] pages, the i-th of which belong together. Pages that follow each other on
+    both sides are one entry. `bases`: for each pair of buffers, their addresses (here, there); their entries come one
+    pair after the other. SGLang's own function makes a list of each run, which takes milliseconds for a long prompt
+    in scattered slots. Raises TypeError for pages of other types.
+    """
+    count = min(len(sources), len(targets))
+    pages = np.stack([_int64(side)[:count] for side in (sources, targets)])
+    breaks = (np.diff(pages) != 1).any(axis=0)
+    firsts = np.flatnonzero(np.concatenate([[True] * min(count, 1), breaks]))
+    lengths = np.diff(firsts, append=count)
+    described = []
+    for side, device in enumerate(devices):
+        entries = np.empty((len(bases), len(firsts), 3), dtype=np.uint64)
+        for entry, base in zip(entries, bases, strict=True):
+            entry[:, 0] = pages[side, firsts] * page_bytes
+            entry[:, 0] += np.uint64(base[side])
+        entries[:, :, 1], entries[:, :, 2] = lengths * page_bytes, device
+        described.append(bytearray(entries.tobytes()))
+    return described[0], described[1]
+
+
+def _int64(pages: np.ndarray) -> np.ndarray:
+    if pages.dtype not in (np.int32, np.int64) or pages.ndim != 1:
+        raise TypeError(f"expected a list of int32 or int64, got {pages.dtype} {pages.shape}")
+    return pages.astype(np.int64)
+
+
 def launch_arguments(
     names: tuple[str, ...],
     only_types: tuple[bool, ...],

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
 from .context import context
-from .record_sender import Arrive, RecordSender, wrap_method
+from .record_sender import Arrive, RecordSender, Sides, wrap_method
 from .releases import release
 from .transfer_answers import Transport
 
@@ -21,9 +19,11 @@ HEADER = b"KV_CANARY"  # of our messages, which SGLang's receiver reads as those
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    def post(session: str, blocks: np.ndarray) -> Arrive:
+    def post(session: str, sides: Sides) -> Arrive:
         """Mooncake's call returns when they have arrived."""
-        status = kv_manager._transfer_data(session, list(zip(*blocks.T.tolist(), strict=True)))
+        here, there = sides
+        columns = (column.tolist() for column in (here[:, 0], there[:, 0], here[:, 1]))
+        status = kv_manager._transfer_data(session, list(zip(*columns, strict=True)))
         return lambda: status
 
     sender = RecordSender(kv_manager, layout, post)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..transfer.layout import TransferLayout
-from .record_sender import Arrive, RecordSender, wrap_method
+from .record_sender import Arrive, RecordSender, Sides, wrap_method
 
-__all__ = ["Passenger", "beside", "sender_over_nixl", "sides_of", "waiting_in"]
+__all__ = ["Passenger", "beside", "sender_over_nixl", "waiting_in"]
 
 _DEVICE = "VRAM"  # SGLang registers all states as memory of the device
 Posted = Callable[[Any], Arrive]  # of the handle of a transfer
@@ -30,16 +30,19 @@ def sender_over_nixl(kv_manager: Any, layout: TransferLayout, posted: Posted) ->
     """For `kv_manager`, a NixlKVManager of a prefill rank. Peers have the names of their agents."""
     errors = _errors()
 
-    def post(peer: str, blocks: np.ndarray) -> Arrive:
+    def post(peer: str, sides: Sides) -> Arrive:
         try:
-            return posted(_post(kv_manager, peer, blocks))
+            return posted(_post(kv_manager, peer, sides))
         except errors:
             raise
         except Exception as error:
             _raise_if_dropped(kv_manager.agent, peer, error)
             raise
 
-    return RecordSender(kv_manager, layout, post, errors)
+    def devices_of(registration: Any) -> tuple[int, int]:
+        return kv_manager.kv_args.gpu_id, registration.gpu_id
+
+    return RecordSender(kv_manager, layout, post, errors, devices_of)
 
 
 def waiting_in(agent: Any) -> Posted:
@@ -74,10 +77,10 @@ class Passenger:
     def carry(
         self,
         post_kv: Callable[[], Any],
-        sides: tuple[np.ndarray, np.ndarray],
+        sides: Sides,
         otherwise: Callable[[], object],
     ) -> Any:
-        """What `post_kv` returns, the handle of SGLang's own transfer. It takes `sides` along, see `sides_of`.
+        """What `post_kv` returns, the handle of SGLang's own transfer. It takes `sides` along, see RecordSender.
 
         `otherwise` sends the records where `post_kv` describes no memory of the device.
         """
@@ -94,7 +97,7 @@ class Passenger:
     ) -> Any:
         waiting = getattr(self._sides, "waiting", None)
         if waiting and kind == _DEVICE and isinstance(blocks, np.ndarray):
-            blocks = np.concatenate([blocks, waiting.pop().astype(blocks.dtype)])
+            blocks = np.concatenate([blocks, waiting.pop().astype(blocks.dtype, copy=False)])
         return original(blocks, kind, *args, **more)
 
 
@@ -127,11 +130,11 @@ def _raise_if_dropped(agent: Any, peer: str, error: Exception) -> None:
         raise _TransferFailed("kv-canary: NIXL has dropped the decode rank") from error
 
 
-def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
-    """Start to write `blocks`, see RecordSender. Returns the transfer's handle."""
+def _post(kv_manager: Any, peer: str, sides: Sides) -> Any:
+    """Start to write `sides`, see RecordSender. Returns the transfer's handle."""
     agent = kv_manager.agent
-    sides = (agent.get_xfer_descs(side, _DEVICE) for side in sides_of(kv_manager, peer, blocks))
-    handle = agent.initialize_xfer("WRITE", *sides, peer)
+    described = (agent.get_xfer_descs(side, _DEVICE) for side in sides)
+    handle = agent.initialize_xfer("WRITE", *described, peer)
     why = "kv-canary: NIXL cannot begin a transfer of records"
     if (post := getattr(kv_manager, "_post_xfer", None)) is not None:
         post(
@@ -140,16 +143,6 @@ def _post(kv_manager: Any, peer: str, blocks: np.ndarray) -> Any:
     elif agent.transfer(handle) == "ERR":
         raise _TransferFailed(why)
     return handle
-
-
-def sides_of(kv_manager: Any, peer: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`blocks` as descriptors of the memory here and at the peer, uint64[n, 3] of (address, bytes, device) each."""
-    here, there = kv_manager.kv_args.gpu_id, kv_manager.decode_kv_args_table[peer].gpu_id
-    sides = np.empty((2, *blocks.shape), dtype=np.uint64)
-    sides[:, :, 0] = blocks.T[:2]
-    sides[:, :, 1] = blocks[:, 2]
-    sides[:, :, 2] = ((here,), (there,))
-    return sides[0], sides[1]
 
 
 def _settle(agent: Any, handle: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,12 +16,13 @@ import numpy as np
 
 from ..buffer_group import PoolKind
 from ..errors import startup_error
+from ..host_code import HOST
 from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .context import context
 
-__all__ = ["TRANSFERS", "Arrive", "RecordSender", "at_once", "wrap_method"]
+__all__ = ["TRANSFERS", "Arrive", "RecordSender", "Sides", "at_once", "wrap_method"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ Arrive = Callable[
     [], int
 ]  # waits until blocks have arrived. Returns the transport's status, 0 for success
 T = TypeVar("T")
-_NO_BLOCKS = np.empty((0, 3), dtype=np.uint64)
+Sides = tuple[np.ndarray, np.ndarray]  # memory here and at the peer, see `host_code.describe_pages`
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class _Peer:
     """A decode rank that this rank sends to."""
 
     registration: Any  # SGLang's, kept to see that the peer registers anew
-    # Of its record buffers that ours go to: the target's, then the draft's. None: records are not sent
-    pointers: Sequence[int] | None
+    # Addresses of record buffers (here, there) by slot space. None: records are not sent
+    bases: Mapping[PoolKind, tuple[tuple[int, int], ...]] | None
+    devices: tuple[int, int]  # of the memory here and there
     notice: Notice | None  # None: it has no canary, so it is told nothing
     heeds_damage: bool = False  # it fails requests whose notice says why
 
@@ -47,8 +49,9 @@ class _Peer:
 class RecordSender:
     """Sends the records of this prefill rank. Used from the transfer's threads.
 
-    `post(peer, blocks)` starts to write `blocks`, uint64[n, 3] of (address here, address at the peer, bytes). It and
-    what it returns may raise one of `transport_errors`, which SGLang handles as those of its own transfers. Peers are
+    `post(peer, sides)` starts to write: `sides` are uint64[n, 3] of (address, bytes, device) here, and the same at the
+    peer. It and what it returns may raise one of `transport_errors`, which SGLang handles as those of its own
+    transfers. `devices_of`: numbers of the memory's devices (here, at the peer), of a peer's registration. Peers are
     named as in SGLang's `decode_kv_args_table`.
     """
 
@@ -56,13 +59,15 @@ class RecordSender:
         self,
         kv_manager: Any,
         layout: TransferLayout,
-        post: Callable[[str, np.ndarray], Arrive],
+        post: Callable[[str, Sides], Arrive],
         transport_errors: tuple[type[Exception], ...] = (),
+        devices_of: Callable[[Any], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
         self._manager = kv_manager
         self._layout = layout
         self._post = post
         self._transport_errors = transport_errors
+        self._devices_of = devices_of
         target = transferred_records(context.target.groups)
         drafts = [group for draft in context.drafts for group in draft.groups]
         self._of_target = len(target)  # buffers
@@ -72,11 +77,10 @@ class RecordSender:
         # Peer -> its first error. It stays, so that no request goes with a part of its records
         self._broken: dict[str, str] = {}
 
-    def blocks(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> np.ndarray:
-        """What `send` would write, for a transfer that SGLang posts: uint64[n, 3], see `post`."""
+    def sides(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> Sides | None:
+        """What `send` would write, for a transfer that SGLang posts, see `post`. None: nothing."""
         pages = (source_pages, target_pages, PoolKind.FULL)
-        found = self.contained(peer, self._blocks, peer, *pages)
-        return _NO_BLOCKS if found is None else found
+        return self.contained(peer, self._sides, peer, *pages)
 
     def send(self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray) -> int:
         """Send the records of these full pages, int[n] each. Returns the transport's status, 0 for success."""
@@ -123,25 +127,21 @@ class RecordSender:
     def _start(
         self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
     ) -> Arrive:
-        blocks = self._blocks(peer, source_pages, target_pages, kind)
-        return self._post(peer, blocks) if len(blocks) else at_once
+        sides = self._sides(peer, source_pages, target_pages, kind)
+        return at_once if sides is None else self._post(peer, sides)
 
-    def _blocks(
-        self, peer: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
-    ) -> np.ndarray:
-        pointers = self._peer(peer).pointers
-        if pointers is None or peer in self._broken or not len(source_pages):
-            return _NO_BLOCKS
-        here, there, lengths = (self._page_bytes * of for of in _runs(source_pages, target_pages))
-        sides = [
-            (records.data_ptr(), target)
-            for (space, records), target in zip(self._buffers, pointers, strict=False)
-            if space is kind
-        ]
-        blocks = np.empty((len(sides), len(lengths), 3), dtype=np.uint64)
-        for block, (records, target) in zip(blocks, sides, strict=True):
-            block[:, 0], block[:, 1], block[:, 2] = here + records, there + target, lengths
-        return blocks.reshape(-1, 3)
+    def _sides(
+        self, name: str, source_pages: np.ndarray, target_pages: np.ndarray, kind: PoolKind
+    ) -> Sides | None:
+        peer = self._peer(name)
+        if peer.bases is None or name in self._broken or not len(source_pages):
+            return None
+        bases = peer.bases[kind]
+        described = HOST.describe_pages(
+            source_pages, target_pages, bases, self._page_bytes, peer.devices
+        )
+        here, there = [np.frombuffer(side, np.uint64).reshape(-1, 3) for side in described]
+        return (here, there) if len(here) else None
 
     def _send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         from sglang.srt.disaggregation.base.conn import StateType
@@ -163,6 +163,7 @@ class RecordSender:
 
     def _meet(self, registration: Any) -> _Peer:
         where = f"{safe_text(registration.endpoint)}:{registration.dst_port}"
+        devices = self._devices_of(registration)
         numbers = registration.dst_state_dim_per_tensor
         theirs = TransferLayout.from_wire(numbers[-1]) if numbers else None
         if theirs is None:
@@ -170,7 +171,7 @@ class RecordSender:
                 "kv-canary: the decode server at %s has no canary of this kind. Nothing checks the KV that it gets",
                 where,
             )
-            return _Peer(registration, None, None)
+            return _Peer(registration, None, devices, None)
         manager = self._manager
         name = f"{manager.local_ip}:{manager.bootstrap_port} rank {manager.kv_args.engine_rank}"
         dp_rank = None if context.sink is None else context.sink.dp_rank
@@ -187,32 +188,25 @@ class RecordSender:
         draft = obstacle is None and self._layout.shares_draft_with(theirs)
         notice = Notice(name, obstacle is None, content is None, obstacle or content or "", draft)
         if obstacle is not None:
-            return _Peer(registration, None, notice, bool(theirs.heeds_damage))
+            return _Peer(registration, None, devices, notice, bool(theirs.heeds_damage))
         pointers = registration.dst_state_data_ptrs[-1]
         pointers = pointers if draft else pointers[: self._of_target]
-        return _Peer(registration, pointers, notice, bool(theirs.heeds_damage))
+        return _Peer(
+            registration, self._bases(pointers), devices, notice, bool(theirs.heeds_damage)
+        )
+
+    def _bases(self, pointers: Sequence[int]) -> dict[PoolKind, tuple[tuple[int, int], ...]]:
+        """`pointers`: of the peer's record buffers that ours go to, the target's, then the draft's."""
+        pairs = list(zip(self._buffers, pointers, strict=False))
+        return {
+            kind: tuple((ours.data_ptr(), to) for (space, ours), to in pairs if space is kind)
+            for kind in PoolKind
+        }
 
 
 def at_once() -> int:
     """The `Arrive` of what has arrived, or of nothing."""
     return 0
-
-
-def _runs(
-    source_pages: np.ndarray, target_pages: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first source page, first target page, pages) int64[n] of each run that is contiguous on both sides.
-
-    SGLang's own function makes a list of each run, which takes milliseconds for a long prompt in scattered slots.
-    """
-    count = min(len(source_pages), len(target_pages))
-    sources, targets = source_pages[:count], target_pages[:count]
-    steps = (sources[1:] - sources[:-1] != 1) | (targets[1:] - targets[:-1] != 1)
-    ends = np.flatnonzero(steps)
-    at = np.zeros(len(ends) + 1, dtype=np.int64)
-    at[1:] = ends + 1
-    firsts = (np.asarray(side[at], np.int64) for side in (sources, targets))
-    return *firsts, np.diff(at, append=count)
 
 
 def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import Notice, NoticeBoard
-from ..nixl import Passenger, sender_over_nixl, sides_of, waiting_in
+from ..nixl import Passenger, sender_over_nixl, waiting_in
 from ..record_sender import wrap_method
 from ..transfer_answers import Transport
 
@@ -37,13 +37,13 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
         pointers, target, gpu, notification, *rest = args
-        blocks = sender.blocks(peer, source, target)
+        sides = sender.sides(peer, source, target)
         sent = (peer, source, pointers, target, gpu, noted(peer, notification), *rest)
         post_kv = functools.partial(original, *sent, **more)
-        if not len(blocks):
+        if sides is None:
             return post_kv()
         otherwise = functools.partial(sender.send, peer, source, target)
-        return passenger.carry(post_kv, sides_of(kv_manager, peer, blocks), otherwise)
+        return passenger.carry(post_kv, sides, otherwise)
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
