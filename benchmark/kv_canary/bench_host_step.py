@@ -120,15 +120,18 @@ class HookedRig(TreeRig):
 class Server:
     """Decode steps of running requests, of which one ends now and then. `step` times one."""
 
+    prompt = PROMPT
+    times_prefills = False
+
     def __init__(self, options: argparse.Namespace, mode: CanaryMode, decoder: Any) -> None:
         context.reset()
         self._options, self._rng = options, random.Random(options.seed)
         self._device = options.device
         self.clock = Clock(options.cold_mib)
         life = int(options.requests / options.replaced) + 1  # steps of a request
-        longest = PROMPT[1] + life + SPARE_STEPS
+        longest = self.prompt[1] + life + SPARE_STEPS
         self._least = 2 * options.requests + longest  # slots that a step must find free
-        running = options.requests * (sum(PROMPT) // 2 + life // 2)
+        running = options.requests * (sum(self.prompt) // 2 + life // 2)
         self._spare = 2 * self._least  # slots that are free after an eviction
         self.rig = HookedRig(
             size=int(running * (1 + SHARE_CACHED)) + 2 * self._spare,
@@ -202,12 +205,13 @@ class Server:
     # Requests
 
     def _admit(self) -> None:
-        """A request is prefilled. Not timed."""
+        """A request is prefilled."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        was_running, self.clock.running = self.clock.running, False
-        tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(*PROMPT))]
+        was_running = self.clock.running
+        self.clock.running = was_running and self.times_prefills
+        tokens = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randint(*self.prompt))]
         self._numbers += 1
         request = Req(f"request-{self._numbers}", "", tokens, SamplingParams(max_new_tokens=64))
         request.fill_ids, request.last_node = list(tokens), self.rig.tree.root_node
@@ -226,8 +230,14 @@ class Server:
         self._lengths[row] = len(tokens)
 
         def forward() -> None:
+            self.clock.cool()
+            self.clock.start("before the layers")
             with self.rig.manager.bracket_model_forward(batch):
+                self.clock.stop()
                 self.rig._model(slots)
+                self.clock.cool()
+                self.clock.start("after the layers")
+            self.clock.stop()
 
         prefill = self._launch([request], batch, forward)
         self._process(prefill, lambda: None)
@@ -403,12 +413,22 @@ def table(parts: Parts) -> dict[str, list[float]]:
     return rows
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Of the arguments that all benchmarks of hooks have."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--modes", default="raise,log")
-    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200, help="that are timed")
+    parser.add_argument("--cold-mib", type=float, default=64.0, help="0 leaves the caches warm")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--python", action="store_true", help="the host code in C is not used")
+    parser.add_argument("--out", help="a JSON line per mode is appended to it")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument(
         "--spare-steps",
         type=int,
@@ -418,15 +438,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replaced", type=float, default=0.8, help="share of steps, > 0")
     parser.add_argument("--evicts", type=float, default=0.4, help="share of steps")
     parser.add_argument("--sweep", type=int, default=20, help="steps between passes of the sweep")
-    parser.add_argument("--cold-mib", type=float, default=64.0, help="0 leaves the caches warm")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--python", action="store_true", help="the host code in C is not used")
-    parser.add_argument("--out", help="a JSON line per mode is appended to it")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parse()
+def run(options: argparse.Namespace, measured: Callable[[CanaryMode, Any], Parts]) -> None:
     torch.set_num_threads(1)
     if not options.python:
         begin_to_compile().join()  # as a server's start does
@@ -435,7 +450,7 @@ def main() -> None:
         without_kernels.install()
     decoder = Graph if options.device == "cuda" else WithoutKernels
     for mode in map(CanaryMode, options.modes.split(",")):
-        rows = table(measure(options, mode, decoder))
+        rows = table(measured(mode, decoder))
         print(f"mode {mode}, {options.steps} steps, us:")
         print(f"{'entry':<18}{'CPU':>8}{'lowest':>8}{'wall':>8}{'lowest':>8}{'steps':>7}")
         for name, figures in rows.items():
@@ -446,6 +461,11 @@ def main() -> None:
         if options.out:
             with Path(options.out).open("a") as file:
                 file.write(json.dumps({**vars(options), "mode": str(mode), "us": rows}) + "\n")
+
+
+def main() -> None:
+    options = parse()
+    run(options, lambda mode, decoder: measure(options, mode, decoder))
 
 
 if __name__ == "__main__":
