@@ -12,7 +12,7 @@ import torch
 from .buffer_group import CanaryBufferGroup, PoolKind
 from .capacities import CanaryLaunchCapacities
 from .endpoint import NUM_TAGS
-from .plan.expected_inputs import words_of_lists
+from .plan.expected_inputs import ListMemory, words_of_lists
 from .record import (
     ROW_WORD_CHAIN,
     ROW_WORD_LENGTH,
@@ -135,7 +135,7 @@ class CanaryDeviceState:
     summary: torch.Tensor  # int64[SUMMARY_WORDS]
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
-    token_lists: torch.Tensor  # int64[words], see ExpectedTokens.from_lists
+    token_lists: ListMemory
     row_memory: RowMemory
     capacities: CanaryLaunchCapacities
     # What a backend has worked out for its launches on this state, by what they are for. A state that is made from
@@ -155,7 +155,7 @@ class CanaryDeviceState:
             summary=summary,
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
-            token_lists=torch.zeros(words, dtype=torch.int64, device=device),
+            token_lists=ListMemory(words, device),
             row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )
@@ -168,7 +168,8 @@ class CanaryDeviceState:
     @property
     def nbytes(self) -> int:
         rows = (self.row_memory.words, self.row_memory.sampled)
-        tensors = (self.summary, self.violations.rows, self.anchors, self.token_lists, *rows)
+        lists = self.token_lists.words
+        tensors = (self.summary, self.violations.rows, self.anchors, lists, *rows)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_armed(self, armed: bool) -> None:

@@ -10,6 +10,7 @@ from sglang_kv_canary.plan.expected_inputs import (
     TAIL_TOKENS,
     ExpectedTokens,
     KnownTokens,
+    ListMemory,
     RowStart,
     words_of_lists,
 )
@@ -43,15 +44,15 @@ def test_spans_say_where_each_requests_tokens_are(known):
 def test_lists_that_fit_need_no_memory_of_their_own():
     """Each forward's go over those of the one before; longer ones stand elsewhere."""
     known = [KnownTokens(4, list(range(TAIL_TOKENS + 8))), KnownTokens(0, [7])]
-    memory = torch.zeros(words_of_lists(2, 0), dtype=torch.int64, device=kernel_device())
+    memory = ListMemory(words_of_lists(2, 0), kernel_device())
     for lists in (known, known[::-1], KNOWN[0]):
         expected = ExpectedTokens.from_lists(lists, kernel_device(), memory)
-        assert expected.spans.data_ptr() == memory.data_ptr()
+        assert expected.spans.data_ptr() == expected.tokens.data_ptr() == memory.words.data_ptr()
         assert _found(expected) == lists
     longer = [*known, KnownTokens(0, list(range(TAIL_TOKENS)))]
     expected = ExpectedTokens.from_lists(longer, kernel_device(), memory)
     assert _found(expected) == longer
-    assert memory.data_ptr() != expected.spans.data_ptr()
+    assert memory.words.data_ptr() != expected.spans.data_ptr()
 
 
 def test_where_nothing_is_known_nothing_is_copied():

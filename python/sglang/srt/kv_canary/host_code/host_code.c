@@ -106,8 +106,10 @@ static PyObject *chain_of_tokens(PyObject *self, PyObject *const *args, Py_ssize
   return PyLong_FromLongLong((int64_t)chain);
 }
 
-/* One entry of `known`: its span, and its tokens from `offset` on. Returns how many there are, -1 with an exception. */
-static Py_ssize_t pack_one(PyObject *entry, char *span, char *out, int64_t room, int64_t offset) {
+/* One entry of `known`: its span, and its tokens from `offset` on, after `before` of the memory that are none. Returns
+   how many there are, -1 with an exception. */
+static Py_ssize_t pack_one(PyObject *entry, char *span, char *out, int64_t room, int64_t offset,
+                           int64_t before) {
   int64_t words[SPAN_WORDS], token;
   Tokens tokens;
   if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 4) {
@@ -134,7 +136,7 @@ static Py_ssize_t pack_one(PyObject *entry, char *span, char *out, int64_t room,
     memcpy(out + 4 * (offset + i), &low, 4);
   }
   close_tokens(&tokens);
-  words[0] = offset;
+  words[0] = before + offset;
   words[2] = size;
   if (size >= 0) memcpy(span, words, sizeof words);
   return size;
@@ -163,7 +165,8 @@ static PyObject *pack_lists(PyObject *self, PyObject *const *args, Py_ssize_t n)
     PyObject *entry = PyList_GET_ITEM(args[0], i);
     Py_INCREF(entry);
     Py_ssize_t size =
-        pack_one(entry, out + 8 * SPAN_WORDS * i, out + 8 * SPAN_WORDS * count, room, packed);
+        pack_one(entry, out + 8 * SPAN_WORDS * i, out + 8 * SPAN_WORDS * count, room, packed,
+                 2 * SPAN_WORDS * count);
     Py_DECREF(entry);
     if (size < 0) return NULL;
     packed += size;

@@ -77,14 +77,16 @@ def pack_lists(known: list[tuple[int, Sequence[int], int, int]], address: int, w
     """Write (offset, first, count, start, start chain) of each of `known`, and then all tokens, to memory.
 
     `known`: (first, tokens, start, start chain), int64 each. The memory has `words` int64 from `address` on. Tokens
-    are int32 there: their low 32 bits. Returns how many there are. Raises ValueError if they do not fit.
+    are int32 there: their low 32 bits. Their offsets count from `address`, in tokens. Returns how many there are.
+    Raises ValueError if they do not fit.
     """
     spans, flat = (
         array("q"),
         array("q"),
     )  # reads lists faster than numpy, and that is three times as fast as torch
     for first, tokens, start, start_chain in known:
-        spans.extend((len(flat), first, len(tokens), int(start), start_chain))
+        offset = 2 * SPAN_WORDS * len(known) + len(flat)
+        spans.extend((offset, first, len(tokens), int(start), start_chain))
         if type(tokens) is list:
             flat.fromlist(tokens)  # twice as fast
         else:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from ..record import Mode
-from .expected_inputs import ExpectedTokens, KnownTokens
+from .expected_inputs import ExpectedTokens, KnownTokens, ListMemory
 from .host_chain import chain_of_tokens
 from .plan_input import ForwardPlan, VerifyPlan, WritePlan
 from .upload import upload
@@ -46,7 +46,7 @@ class Arrival:
 def check_plan(
     arrivals: Sequence[Arrival],
     req_to_token: torch.Tensor,
-    memory: torch.Tensor,
+    memory: ListMemory,
     knows_tokens: bool = True,
 ) -> ForwardPlan:
     """A forward that reads every token of the rows, all of which the host knows, and computes none.
@@ -70,7 +70,7 @@ def check_plan(
 
 
 def take_over_plan(
-    arrivals: Sequence[Arrival], req_to_token: torch.Tensor, memory: torch.Tensor
+    arrivals: Sequence[Arrival], req_to_token: torch.Tensor, memory: ListMemory
 ) -> ForwardPlan:
     """A forward that writes records for what has arrived, as if it were computed here."""
     known, tokens, positions = [], [], []
