@@ -92,7 +92,16 @@ FILL_INS = (
 HOST_POOL = (
     {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"} if FILL_INS else {}
 )
-TRANSPORT = {"MC_FORCE_TCP": "1", "SGLANG_HOST_IP": HOST, "MC_LOG_LEVEL": "ERROR"}
+# SGLang drops an abort that overtakes its request, and never sends it again. The peer, where the abort has arrived, has
+# ended the request then, so the other server waits until such a timeout, which is 300 by default.
+_SECONDS_FOR_A_PEER = "100"
+TRANSPORT = {
+    "MC_FORCE_TCP": "1",
+    "SGLANG_HOST_IP": HOST,
+    "MC_LOG_LEVEL": "ERROR",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": _SECONDS_FOR_A_PEER,
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": _SECONDS_FOR_A_PEER,
+}
 
 
 class PdServing(CanaryServer):
@@ -265,10 +274,7 @@ class PdServing(CanaryServer):
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
 
     async def abort(self, request_id: str) -> None:
-        """Each second until both have answered: a server ignores it that does not know the request yet.
-
-        The other one then waits 300 s for a peer that has ended the request.
-        """
+        """Each second until both have answered: a server ignores it that does not know the request yet."""
         answers = self._unanswered.get(request_id)
         while True:
             for server in (self.prefill, self):
