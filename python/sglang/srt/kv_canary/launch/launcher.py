@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -22,18 +23,24 @@ if TYPE_CHECKING:
 
 
 def invoke_plan(
-    plan_input: PlanInput, forward_batch: ForwardBatch, expected: ExpectedTokens | None = None
+    plan_input: PlanInput,
+    forward_batch: ForwardBatch,
+    expected: ExpectedTokens | None,
+    capturing: bool,
 ) -> ForwardPlan | None:
     """What the forward verifies and writes; None when it has no requests.
 
     A capture takes nothing from `expected`: the host's tokens are of one forward, and the graph serves all.
     """
-    return plan_input.fill_from_forward_batch(forward_batch, None if is_capturing() else expected)
+    return plan_input.fill_from_forward_batch(forward_batch, None if capturing else expected)
+
+
+_has_cuda = cache(torch.cuda.is_available)  # asks the driver
 
 
 def is_capturing() -> bool:
     """Whether launches on the current stream are captured into a graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _has_cuda() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)

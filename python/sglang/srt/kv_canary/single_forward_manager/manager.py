@@ -59,7 +59,7 @@ class SingleForwardManager:
         """Plan, then verify and write HEAD. May be under stream capture."""
         self._phases.enter(Phase.PRE_INSIDE)
         capturing = is_capturing()
-        self._plan = invoke_plan(self._plan_input, forward_batch, self._expected)
+        self._plan = invoke_plan(self._plan_input, forward_batch, self._expected, capturing)
         if self._plan is None:
             return
         if not capturing and Part.NUMBER in self._plan.parts(Side.HEAD):
