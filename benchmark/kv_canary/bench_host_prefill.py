@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from bench_host_step import Parts, Server, parser_of, run
+from bench_host_step import Parts, Server, parser_of, run, timed_steps
 
 from sglang_kv_canary.config import CanaryMode
 
@@ -39,16 +39,10 @@ class PrefillServer(Server):
 
 
 def measure(options: argparse.Namespace, mode: CanaryMode, decoder: Any) -> Parts:
-    server, parts = PrefillServer(options, mode, decoder), []
+    server = PrefillServer(options, mode, decoder)
     for _ in range(WARM_UP):
         server.step()
-    server.clock.running = True
-    for _ in range(options.steps):
-        server.step()
-        parts.append(server.clock.take())
-    server.clock.running = False
-    server.settle()
-    return parts
+    return timed_steps(server, options.steps)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -377,17 +377,22 @@ def release_kv_cache(req: Any, server: Server) -> None:
 Parts = list[tuple[dict[str, int], dict[str, int]]]  # per step: ns by entry, CPU and wall
 
 
-def measure(options: argparse.Namespace, mode: CanaryMode, decoder: Any) -> Parts:
-    server, parts = Server(options, mode, decoder), []
-    while not server.is_full or options.spare_steps > server.steps:
-        server.step()
+def timed_steps(server: Server, steps: int) -> Parts:
+    parts = []
     server.clock.running = True
-    for _ in range(options.steps):
+    for _ in range(steps):
         server.step()
         parts.append(server.clock.take())
     server.clock.running = False
     server.settle()
     return parts
+
+
+def measure(options: argparse.Namespace, mode: CanaryMode, decoder: Any) -> Parts:
+    server = Server(options, mode, decoder)
+    while not server.is_full or options.spare_steps > server.steps:
+        server.step()
+    return timed_steps(server, options.steps)
 
 
 def _figures(values: list[int]) -> tuple[float, float]:

@@ -59,5 +59,22 @@ def test_the_hooks_of_a_step_are_timed_one_by_one_and_find_nothing(
     assert rows["free"][4] < rows["run_batch"][4] == 1
 
 
+def test_the_hooks_of_a_prefill_are_timed_and_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    import bench_host_prefill
+    import bench_host_step
+
+    sizes = bench_host_prefill.parse(["--prompt=40", "--steps=8", "--cold-mib=0"])
+    try:
+        parts = bench_host_prefill.measure(sizes, CanaryMode.RAISE, bench_host_step.Eager)
+        forwards = int(context.target.launcher.state.summary[Header.FORWARD_DONE])
+    finally:
+        context.reset()
+    rows = bench_host_step.table(parts)
+    assert rows.keys() >= {"before the layers", "after the layers", "forward", "run_batch"}
+    assert all(rows[name][4] == 1 for name in ("before the layers", "after the layers"))
+    assert forwards >= 8
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
