@@ -11,10 +11,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -356,6 +358,21 @@ class TestFeatures(CleanServer):
     @cases_of("features")
     def test_clean(self, case: Case) -> None:
         case.drive(self)
+
+    @pytest.mark.skipif(
+        find_spec("sglang.srt.beam_search") is None,
+        reason="this release has no beam search; lifted by make test SGLANG=0.5.23",
+    )
+    @pytest.mark.parametrize("widths", [(2,), (1, 2)], ids=["alone", "later_in_a_batch"])
+    def test_beam_search_is_refused(self, widths: Sequence[int]) -> None:
+        """Each item of a batch has a width of its own. The second one would be fed tokens that nobody has sampled."""
+        prompts = [prompt(f"beam{i}", 40) for i in range(len(widths))]
+        bodies = [self.body("", (), 8, sampling_params={"beam_width": w}) for w in widths]
+        sampling = [body["sampling_params"] for body in bodies]
+        with pytest.raises(HTTPError, match=r"400.*kv-canary: beam_width > 1 is refused"):
+            self.serving.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
+        one = {"beam_width": 1}
+        assert len(self.ask("beam", prompts[0], 8, sampling_params=one)["output_ids"]) == 8
 
 
 class TestPage16WithPriorities(CleanServer):

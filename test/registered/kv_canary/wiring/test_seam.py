@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
@@ -598,26 +597,6 @@ def test_what_runs_without_graphs_is_planned_for_this_releases_batches() -> None
 @has_seam
 def test_each_refusal_is_tested() -> None:
     assert {case.name for case in release().refusals()} == ASKED.keys() | NOT_BY_AN_ARGUMENT
-
-
-@pytest.mark.skipif(
-    not hasattr(GenerateReqInput, "_handle_beam_search_parallel_sampling"),
-    reason="this release has no beam search; lifted by make test SGLANG=0.5.23",
-)
-@pytest.mark.parametrize(
-    ("mode", "width", "refused"), [("log", 2, True), ("log", 1, False), ("none", 2, False)]
-)
-def test_requests_for_beam_search_are_refused(mode, width, refused, monkeypatch) -> None:
-    """The published arguments stand in for those of a server: nothing else of it is asked."""
-    load_plugins()
-    published = SimpleNamespace(kv_canary=mode)
-    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: published)
-    request = GenerateReqInput(input_ids=[1, 2], sampling_params={"beam_width": width})
-    if refused:
-        with pytest.raises(ValueError, match="beam_width > 1 is refused"):
-            request.normalize_batch_and_arguments()
-    else:
-        request.normalize_batch_and_arguments()
 
 
 if __name__ == "__main__":

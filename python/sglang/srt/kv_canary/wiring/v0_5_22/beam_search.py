@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ...config import is_asked_for
+from ..context import context
 from ..hook_spec import HookSpec, HookType
 
+_REFUSED = (
+    "kv-canary: beam_width > 1 is refused: this server runs with --kv-canary, which does not cover beam search on this "
+    "release yet. Send the request without beam_width, and start the server without it in --preferred-sampling-params."
+)
 
-def _refuse_beams(request: Any, *_: Any, **__: Any) -> None:
-    """In the main process, where SGLang answers a ValueError as a bad request."""
-    from sglang.srt.runtime_context import get_server_args
 
-    if request._sampling_params_beam_width() > 1 and is_asked_for(get_server_args()):
-        raise ValueError(
-            "kv-canary: beam_width > 1 is refused: this server runs with --kv-canary, which does not cover beam "
-            "search on this release yet. Send the request without beam_width."
-        )
+def _refuse_beams(original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
+    """What SGLang answers a request with that it cannot search beams for. Each item of a batch comes here by itself."""
+    return _REFUSED if context.active else original(*args, **kwargs)
 
 
 HOOKS = (
     HookSpec(
-        "sglang.srt.managers.io_struct.GenerateReqInput._handle_beam_search_parallel_sampling",
+        "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
         _refuse_beams,
-        HookType.BEFORE,
+        HookType.AROUND,
         "beam search could raise false alarms",
     ),
 )
