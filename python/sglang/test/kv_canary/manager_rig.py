@@ -45,6 +45,7 @@ class RigRequest:
     req_pool_idx: int
     fill_ids: Sequence[int]
     extra_key: str | None = None
+    session: None = None
 
 
 class ManagerRig:

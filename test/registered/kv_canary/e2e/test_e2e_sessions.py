@@ -48,15 +48,24 @@ class TestStreamingSessions(CanaryE2EBase):
     def close(self, session: str) -> None:
         self.serving.post("/close_session", {"session_id": session})
 
-    def take_turn(self, session: str, turn: int, tokens: list[int], answer: int) -> dict[str, Any]:
-        """SGLang's answer to the turn's own tokens; what was said before is the session's."""
+    def take_turn(
+        self, session: str, turn: int, tokens: list[int], answer: int, **more: Any
+    ) -> dict[str, Any]:
+        """SGLang's answer to the turn's own tokens; what was said before is the session's. `more`: further fields."""
         body = {
             "rid": f"{session}.{turn}",
             "input_ids": tokens,
             "sampling_params": {"temperature": 0.0, "max_new_tokens": answer, "ignore_eos": True},
             "session_params": {"id": session},
+            **more,
         }
         return self.serving.post("/generate", body)
+
+    def take_turn_alone(self, name: str, tokens: list[int], **more: Any) -> None:
+        """A request of no session."""
+        sampling = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+        body = {"rid": name, "input_ids": tokens, "sampling_params": sampling, **more}
+        self.serving.post("/generate", body)
 
     def converse(self, number: int, prefixes: list[list[int]]) -> list[int]:
         """One session; returns how many tokens of each turn were there already. A few of them stay open."""
@@ -101,6 +110,20 @@ class TestStreamingSessions(CanaryE2EBase):
         self.assert_no_violations()
         self.assert_healthy()
         assert self.serving.stderr.count("Testing retraction") > 0
+
+    def test_turns_that_name_other_namespaces_read_what_the_session_holds(self) -> None:
+        """Its first turn reads a prefix of its own namespace. The row of a session that was closed begins anew."""
+        rng = random.Random("namespaces")
+        for session, key in (("first", "a"), ("second", "b")):
+            cached = random_tokens(rng, 40)
+            self.take_turn_alone(session, cached, extra_key=key)
+            self.open(session)
+            turns = [([*cached, 9], key, 40), (random_tokens(rng, 20), None, 48), ([7], "c", 76)]
+            for turn, (tokens, other, held) in enumerate(turns):
+                answer = self.take_turn(session, turn, tokens, 8, extra_key=other)
+                assert answer["meta_info"]["cached_tokens"] >= held
+            self.close(session)
+        self.assert_no_violations()
 
     def two_turns(self) -> None:
         rng = random.Random("kept")

@@ -583,12 +583,12 @@ def test_an_anchor_whose_write_failed_is_written_next_time(
     extra_key: str | None, in_context: Any, monkeypatch: Any
 ) -> None:
     rig = in_context(ManagerRig())
-    request = SimpleNamespace(req_pool_idx=3, extra_key="tenant")
+    request = SimpleNamespace(req_pool_idx=3, extra_key="tenant", session=None)
     with monkeypatch.context() as patch:
         patch.setattr(anchors, "upload", _broken)
         with pytest.raises(Broken):
             anchors.update_anchors([rig.manager], [request])
-    retried = SimpleNamespace(req_pool_idx=3, extra_key=extra_key)
+    retried = SimpleNamespace(req_pool_idx=3, extra_key=extra_key, session=None)
     rig.manager.state.anchors[3] = 17  # as far as the failed write may have come
     anchors.update_anchors([rig.manager], [retried])
     assert int(rig.manager.state.anchors[3]) == anchor_of(extra_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,12 @@ from sglang_kv_canary_rigs.manager_rig import ManagerRig
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
 
-def _request(row: int, extra_key: str | None) -> SimpleNamespace:
-    """The two fields of SGLang's Req that are read."""
-    return SimpleNamespace(req_pool_idx=row, extra_key=extra_key)
+def _request(
+    row: int, extra_key: str | None, session: str | None = None, lora: str | None = None
+) -> SimpleNamespace:
+    """The fields of SGLang's Req that are read. `session`: a streaming one."""
+    kept = session and SimpleNamespace(session_id=session, streaming=True)
+    return SimpleNamespace(req_pool_idx=row, extra_key=extra_key, session=kept, lora_id=lora)
 
 
 def _share_prefix(rig: ManagerRig, reader_key: str | None) -> list:
@@ -53,6 +57,41 @@ def test_a_recycled_row_forgets_its_namespace() -> None:
     update_anchors([rig.manager], [_request(1, "a")])
     update_anchors([rig.manager], [_request(1, None)])
     assert int(rig.manager.state.anchors.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("between", "later", "anchor"),
+    [
+        (None, _request(1, "b", "s"), "a"),
+        (None, _request(1, None, "s"), "a"),
+        (context.row_shortened, _request(1, "b", "s"), "a"),
+        (context.row_released, _request(1, "b", "s"), "b"),
+        (lambda _: context.session_rows.forget_all(), _request(1, "b", "s"), "b"),
+        (None, _request(1, "b", "other"), "b"),
+        (None, _request(1, "b"), "b"),
+        (None, _request(1, "ared", "s", "red"), "ared"),
+    ],
+    ids=[
+        "salt",
+        "no_salt",
+        "shortened",
+        "given_back",
+        "flushed",
+        "other_session",
+        "no_session",
+        "adapter",
+    ],
+)
+def test_a_turn_goes_on_in_the_namespace_of_the_sessions_row(
+    between: Callable[[int], Any] | None, later: Any, anchor: str
+) -> None:
+    """What another adapter has computed is not what this turn's adapter would have."""
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    update_anchors([rig.manager], [_request(1, "a", "s")])
+    if between is not None:
+        between(1)
+    update_anchors([rig.manager], [later])
+    assert int(rig.manager.state.anchors[1]) == anchor_of(anchor)
 
 
 def test_anchors_are_stable_and_distinct() -> None:

@@ -114,6 +114,7 @@ def noting_allocations(inside: str = "") -> Callable[..., None]:
 
 @guarded
 def after_clear(_: Any, allocator: Any) -> None:
+    context.session_rows.forget_all()
     call = call_of(0) if context.history else None
     context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
 

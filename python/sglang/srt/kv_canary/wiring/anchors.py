@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def update_anchors(managers: Iterable[CanaryManager], requests: Iterable[Any]) -> None:
     """Set the anchors of the rows of `requests` if they changed, on the current stream."""
     known, row_of = context.anchor_of_row, release().row_of
-    namespace_of = release().namespace_of
+    namespace_of = context.session_rows.namespace_of
     changed = {
         row: anchor
         for request in requests

@@ -21,6 +21,7 @@ from .call_site import QueuedFrees, site_of
 from .registration import Registration, SchedulerStart
 from .request_names import RequestNames
 from .row_owners import RowOwners
+from .session_rows import SessionRows
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,7 @@ class CanaryContext:
     names: RequestNames = field(default_factory=RequestNames)  # of requests of the last steps
     weight_version: str | None = None  # name of the weights in the current update
     row_owners: RowOwners = field(default_factory=RowOwners)
+    session_rows: SessionRows = field(default_factory=SessionRows)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
     anchor_of_row: dict[int, int | None] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
@@ -108,7 +110,12 @@ class CanaryContext:
             setattr(self, part.name, getattr(fresh, part.name))
 
     def row_released(self, row: int) -> None:
-        """A request row, or a part of it, was given back."""
+        """A request row was given back."""
+        self.row_shortened(row)
+        self.session_rows.forget(row)
+
+    def row_shortened(self, row: int) -> None:
+        """The end of a request row was given back, or all of it."""
         if self.due_arrivals:
             self.check_due_arrivals()
         self.names.row_given_back(row)

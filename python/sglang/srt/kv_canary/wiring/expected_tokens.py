@@ -92,5 +92,5 @@ def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
     """(tokens in the row, chain of the last one) of a request that is new in it."""
     if prefix and not has_tokens:
         return RowStart.FORGET, 0
-    anchor = anchor_of(release().namespace_of(request))
+    anchor = anchor_of(context.session_rows.namespace_of(request))
     return prefix, chain_of_tokens(release().tokens_of(request), anchor, count=prefix)

@@ -28,7 +28,7 @@ def _before_session_release(sessions: Any, session_id: str) -> None:
 def _before_session_trim(_: Any, row: int, target: int, end: int) -> None:
     """A session keeps its row but gives back the part after `target`. Its next turn allocates that part again."""
     if context.active and end > target:
-        context.row_released(row)
+        context.row_shortened(row)
 
 
 _SESSIONS = "sglang.srt.session.streaming_session.StreamingSession"

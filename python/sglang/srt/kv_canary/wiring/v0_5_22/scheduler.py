@@ -23,7 +23,7 @@ def _before_rows_free(_: Any, rows: Iterable[int], *a: Any, **k: Any) -> None:
 def _before_session_trim(_: Any, kv: Any, target: int, end: int) -> None:
     """A session keeps its row but gives back the part after `target`. Its next turn allocates that part again."""
     if context.active and end > target and kv.req_pool_idx is not None:
-        context.row_released(kv.req_pool_idx)
+        context.row_shortened(kv.req_pool_idx)
 
 
 HOOKS = (
