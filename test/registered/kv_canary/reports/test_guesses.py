@@ -27,9 +27,11 @@ from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Guess, cl
 from sglang_kv_canary.reports.evidence import Evidence
 from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
+from sglang_kv_canary.reports.origin import Origin
+from sglang_kv_canary.reports.scene_facts import CachedAt
 from sglang_kv_canary.reports.sentence import sentence
 from sglang_kv_canary.reports.story import Story, report_of
-from sglang_kv_canary.reports.tier_finding import NO_FORWARD_FOUND_IT
+from sglang_kv_canary.reports.tier_finding import NO_FORWARD_FOUND_IT, Finding
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.runner.surroundings import RequestNow
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -48,6 +50,7 @@ ALLOC, FREE, CLEAR, LOAD = (
     SlotEventKind.LOAD,
 )
 TOKENS, OTHERS = range(20), range(100, 120)
+CHUNKS = (0, 12)
 HOSTILE = 'x"\n[2026-11-20 11:38:51] kv-canary violation #7\x1b[2J'
 
 
@@ -86,10 +89,11 @@ def tell(
     *slots: int,
     pool: PoolKind = PoolKind.FULL,
     function: str = "alloc_for_decode",
+    request: str | None = None,
 ) -> None:
     """An event of an allocator, with its call site: so the history has it."""
     listed = torch.tensor(slots) if slots else None
-    calls = (len(slots), site_of("", function), None)
+    calls = (len(slots), site_of("", function), request)
     rig.manager.ledger.record(kind, pool, listed, 1, rig.recorder.step_count, calls)
 
 
@@ -232,11 +236,15 @@ def arrived(
     used: bool = False,
     told: bool = True,
     tokens: Sequence[int] = TOKENS,
+    chunks: tuple[int, ...] = (),
+    heir: str | None = None,
+    frees: Sequence[int] = (),
 ) -> ManagerRig:
     """The KV of row 1 has arrived in row 3. The transfer leaves positions out, shifts slots, or brings other bytes.
 
     `used`: the slots had another tenant, with the same prompt. `told`: the allocators' calls are known. `tokens`: what
-    row 3 expects.
+    row 3 expects. `chunks`: first position of each chunk that was sent. `heir`: another request that is handed the
+    slots meanwhile. `frees`: positions of row 1 that its server has freed.
     """
     rig = mha()
     rig.manager.expect_arrivals(page_size=1)
@@ -250,6 +258,9 @@ def arrived(
         rig.rows.req_to_token[3, :20] = slots.int()
     if told:
         tell(rig, ALLOC, *slots.tolist())
+    if heir is not None:
+        tell(rig, ALLOC, *slots.tolist(), request=heir)
+    free(rig, *(rig.slot(1, position) for position in frees))
     rig.decode([2])
     came = [position for position in range(20) if position not in leaves_out]
     sent = rig.rows.req_to_token[1, :20].long().roll(shifts)[came]
@@ -261,10 +272,25 @@ def arrived(
             buffer[slots[list(damages)]] += 1
     if told:
         tell(rig, LOAD, *slots.tolist(), function="process_decode_queue")
-    rig.recorder.begin_step([(3, "req-3")])
+    origins = {3: Origin("a prefill server", chunks)} if chunks else None
+    rig.recorder.begin_step([(3, "req-3")], origins)
     rig.manager.note_arrivals([Arrival(3, 0, list(tokens), 0)])
     rig.recorder.end_step()
+    rig.lengths[3] = 20
     return rig
+
+
+def a_free_slot_arrived() -> ManagerRig:
+    rig = arrived(frees=[5], chunks=CHUNKS)
+    rig.manager.recorder.receives = True  # so that row 1 is another server's
+    return rig
+
+
+def loaded_for(position: int) -> Evidence:
+    """Position 5 of row 3 leads to a slot of row 2 that was filled for a cached prefix, where it is at `position`."""
+    evidence = evidence_of(shares(26, LOAD))
+    cached = CachedAt(position, None, None, None, None)
+    return replace(evidence, scene=replace(evidence.scene, cached_at=(cached,)))
 
 
 def page_in_host_memory() -> Evidence:
@@ -614,6 +640,16 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: bytes_changed("k_buffer", "v_buffer"),
         "bytes of all halves",
     ),
+    "handed out while it was awaited": (
+        lambda: arrived(shifts=1, heir="heir"),
+        lambda: arrived(shifts=1, heir="req-3"),
+        "another token arrived",
+    ),
+    "a free slot arrived": (
+        a_free_slot_arrived,
+        lambda: arrived(leaves_out=[5], used=True, chunks=CHUNKS),
+        "nothing arrived",
+    ),
     "nothing arrived": (
         lambda: arrived(leaves_out=[5]),
         lambda: shares(300, ALLOC, LOAD),
@@ -685,6 +721,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: evidence_of(other_row(damages_last=True), "ROW_CHAIN"),
         other_row,
         "row of another prefix",
+    ),
+    "another token was loaded": (
+        lambda: loaded_for(5),
+        lambda: loaded_for(6),
+        "another request's slot",
     ),
     "row of two requests": (
         row_of_two,
@@ -807,6 +848,16 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: shares(26, ALLOC, FREE, ALLOC),
         "another request's slot",
     ),
+    "freed before it was filled": (
+        lambda: shares(26, FREE, LOAD, ALLOC),
+        lambda: shares(26, LOAD, ALLOC),
+        "handed out while filled",
+    ),
+    "handed out while filled": (
+        lambda: shares(26, LOAD, ALLOC),
+        lambda: shares(26, LOAD, FREE, ALLOC),
+        "another request's slot",
+    ),
     "written while in use": (
         written_over,
         lambda: shares(26, reads_before=True),
@@ -881,6 +932,118 @@ def test_a_rule_decides_its_scene_and_not_the_twin(name: str) -> None:
 def test_what_arrived_is_known_without_the_history(told: bool) -> None:
     assert deciding(lambda: arrived(shifts=1, told=told)) == "another token arrived"
     assert deciding(lambda: arrived(damages=[5], told=told)) == "other bytes arrived"
+
+
+def test_a_wrong_transfer_is_one_cause_for_each_chunk() -> None:
+    """Its tokens may differ in their reasons: the first of a prefix also continues nothing."""
+    rig = arrived(shifts=1, chunks=CHUNKS)
+    causes = causes_of(rig)
+    assert [(c.extent.slots, c.positions) for c in causes] == [(12, (0, 11)), (8, (12, 19))]
+    assert len({c.first.reasons for c in causes}) == 2
+    assert {decide(evidence_of(rig, c.number)).name for c in causes} == {"another token arrived"}
+    both = causes_of(arrived(damages=[3, 5, 13], chunks=CHUNKS))
+    assert [(c.extent.slots, c.positions) for c in both] == [(2, (3, 5)), (1, (13, 13))]
+
+
+def test_forwards_that_read_what_arrived_wrong_find_no_further_cause() -> None:
+    """They compare no tokens, so they have fewer reasons."""
+    for scene in (
+        lambda: arrived(shifts=1, chunks=CHUNKS),
+        lambda: arrived(leaves_out=[5, 6], used=True, chunks=CHUNKS),
+        lambda: arrived(damages=[5, 6], chunks=CHUNKS),
+    ):
+        rig = scene()
+        before = len(causes_of(rig))
+        rig.decode([3])
+        found = causes_of(rig)[before:]
+        assert {c.first.reasons for c in found} <= {("ROW_CHAIN",), ("CHAIN",)}, found
+        assert len(found) <= 1
+
+
+def test_a_row_that_is_another_one_since_its_transfer_is_explained_by_it() -> None:
+    rig = arrived(shifts=1, chunks=CHUNKS)
+    rig.decode([3])
+    row = evidence_of(rig, "ROW_CHAIN")
+    assert decide(row).name == "another token arrived"
+    assert classify(row).reason.startswith("it follows from cause #2: ")
+
+
+def test_damage_after_the_arrival_is_a_cause_of_its_own() -> None:
+    rig = arrived(damages=[5], chunks=CHUNKS)
+    assert len(causes_of(rig)) == 1
+    for buffers in (rig.pool.k_buffer, rig.pool.v_buffer):
+        buffers[0][rig.slot(3, 8)] += 1
+    rig.decode([3])
+    assert [c.positions for c in causes_of(rig)] == [(5, 5), (8, 8)]
+
+
+def test_nothing_that_another_request_left_in_a_slot_is_the_reader_s_own_prefix() -> None:
+    """Its chain may go on from its own beginning. The tokens tell. The history may not be known."""
+    rig = arrived(leaves_out=range(20), used=True, tokens=OTHERS, chunks=CHUNKS)
+    causes = causes_of(rig)
+    found = [replace(evidence_of(rig, cause.number), moments=()) for cause in causes]
+    assert {decide(e).name for e in found} == {"nothing arrived"}
+    unsent = [replace(e, history=replace(e.history, was_sent=False)) for e in found]
+    assert {decide(e).bug for e in unsent} <= {BugClass.ROW_SUBSTITUTION, BugClass.NEVER_STORED}
+
+
+def test_a_record_of_a_free_slot_that_arrived_is_no_double_free() -> None:
+    rig = a_free_slot_arrived()
+    free(rig, rig.slot(3, 5))
+    rig.decode([2])
+    twice = evidence_of(rig, "DOUBLE_FREE")
+    assert decide(twice).name == "a free slot arrived"
+    assert classify(twice).reason.startswith("it follows from cause #1: ")
+
+
+def test_damage_of_which_too_much_came_to_look_it_up_has_the_guess_of_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(violation_reporter, "MAX_LOOKUPS", 1)
+    rig = mha()
+    entries = [rig.slot(2, position + 1) for position in range(5, 9)]
+    for slot in entries:
+        for kind in (LOAD, ALLOC):
+            tell(rig, kind, slot)
+    rig.rows.req_to_token[3, :20] = rig.rows.req_to_token[1, :20]
+    rig.rows.req_to_token[3, 5:9] = torch.tensor(entries)
+    rig.lengths[3] = 20
+    rig.decode([3])
+    causes = causes_of(rig)
+    assert causes[0].moments
+    assert causes[3].moments is None
+    found = [evidence_of(rig, cause.number) for cause in causes[:4]]
+    assert {decide(e).name for e in found} == {"handed out while filled"}
+    assert "it follows from cause #1: " in classify(found[3]).reason
+
+
+def test_a_forward_whose_findings_were_overwritten_has_not_found_its_prefix_intact() -> None:
+    found = evidence_of(shares(26, reads_before=True))
+    assert decide(found).name == "entry changed since the last read"
+    lost = replace(found, history=replace(found.history, is_before_lost=True))
+    assert decide(lost).name == "another request's slot"
+
+
+@pytest.mark.parametrize("capacity", [8, 1024])
+def test_overwritten_findings_are_missed_in_the_history_of_later_ones(capacity: int) -> None:
+    rig = mha(ring_capacity=capacity)
+    for position in range(5, 9):
+        rig.rows.req_to_token[1, position] = rig.slot(2, position - 1)
+    rig.decode([1])
+    rig.decode([1])
+    assert causes_of(rig)[-1].history.is_before_lost is (capacity == 8)
+
+
+def test_slots_of_one_write_back_are_one_cause() -> None:
+    rig = mha()
+    for half in "KV":
+        for position in (5, 6, 7):
+            words = records(rig, half, Side.TAIL)[rig.slot(1, position)]
+            found = Finding.of("host", None, PoolKind.FULL, half, 100 + position, words, 1)
+            rig.manager.violations.found(found, 2)
+    (cause,) = causes_of(rig)
+    assert (cause.extent.slots, cause.positions) == (3, (5, 7))
+    assert decide(evidence_of(rig)).name == "bytes of a page"
 
 
 def test_a_slot_in_which_nothing_arrived_may_hold_the_same_prompt_of_an_earlier_request() -> None:
@@ -967,6 +1130,13 @@ SENTENCES = {
         'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
         "request wrote them itself 1 forward earlier"
     ),
+    "handed out while it was awaited": (
+        'request "req-3" at position 0 reads slot 41, where position 19 has arrived'
+    ),
+    "a free slot arrived": (
+        'request "req-3" at position 5 reads slot 46, where the record of a slot has arrived that was free on the '
+        "prefill server"
+    ),
     "nothing arrived": ('request "req-3" at position 5 reads slot 46, where nothing has arrived'),
     "another token arrived": (
         'request "req-3" at position 0 reads slot 41, where position 19 has arrived'
@@ -1018,6 +1188,10 @@ SENTENCES = {
     "row of another prefix, slot damaged": (
         'request "req-1" is given a row that leads to another prefix than its own: at position 19'
         " it ends in slot 20, which it wrote itself 2 forwards earlier"
+    ),
+    "another token was loaded": (
+        'request "req-3" at position 5 reads slot 26, which was filled from elsewhere with what "req-2" '
+        "wrote 1 forward earlier at this position of another prefix"
     ),
     "row of two requests": (
         'request "heir-1" at position 5 reads slot 26, which "req-2" wrote 2 forwards earlier at this position of '
@@ -1113,6 +1287,14 @@ SENTENCES = {
     "handed out twice": (
         'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at '
         "this position of another prefix"
+    ),
+    "freed before it was filled": (
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at this '
+        "position of another prefix"
+    ),
+    "handed out while filled": (
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at this '
+        "position of another prefix"
     ),
     "written while in use": (
         'request "req-1" at position 5 reads slot 6, which "req-2" wrote 1 forward earlier at '

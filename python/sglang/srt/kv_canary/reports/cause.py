@@ -8,8 +8,9 @@ from typing import Any
 from ..buffer_group import PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import Reason
-from .evidence import History
+from .evidence import History, chunk_of
 from .extent import MAX_SLOTS, Extent, parts_of
+from .flight_recorder import FlightRecorder
 from .scene import Pending, Scene
 from .slot_history import SlotMoment
 from .story import Story
@@ -17,6 +18,7 @@ from .violation import Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
 READERS_SHOWN = 4  # in a report
+HOST = "host"  # tier
 MAX_EVENTS = 64  # violation events per cause; later ones are only counted
 
 Stamp = tuple[int, int, str]  # forward, request row, forward mode
@@ -48,12 +50,67 @@ class CauseKey:
         return cls(
             CanaryLaunchTag.kind_of(v.tag),
             v.slot,
-            v.reasons,
+            _compared_by_all(v.reasons),
             _stamp(v.writer),
             _stamp(v.freed),
             None if v.slot else (v.full_slot, _reader(v.reader)),
             page=None if v.tier is None else v.page,
         )
+
+
+_POSITION, _TOKEN, _CHAIN = Reason.POSITION.name, Reason.TOKEN.name, Reason.CHAIN.name
+_FAMILIES = (
+    frozenset({_POSITION, _TOKEN, _CHAIN}),  # another token
+    frozenset(
+        reason.name
+        for reason in (
+            Reason.NEVER_WRITTEN,
+            Reason.USE_AFTER_FREE,
+            Reason.UNWRITTEN_SINCE_ALLOC,
+        )
+    ),  # nothing
+    frozenset({Reason.CONTENT.name}),  # other bytes
+)
+
+
+def _compared_by_all(reasons: tuple[str, ...]) -> tuple[str, ...]:
+    """`reasons` without what only some forwards compare: not all of them know the expected token."""
+    others = tuple(reason for reason in reasons if reason != _TOKEN)
+    return others if not {_POSITION, _CHAIN}.isdisjoint(others) else reasons
+
+
+def family_of(reasons: tuple[str, ...]) -> frozenset[str] | None:
+    """Reasons that mean the same as `reasons`: another token, nothing, or other bytes. None: they mean other things."""
+    return next((family for family in _FAMILIES if family.issuperset(reasons)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyKey:
+    """What findings must share that one copy of several slots has caused: a chunk of a transfer, or a write-back."""
+
+    kind: PoolKind
+    forward: int  # that checked what has arrived, or the last one before the check of host memory
+    family: frozenset[str]  # see `family_of`
+    part: tuple[
+        object, ...
+    ]  # reader's row and number of the chunk; in host memory, who wrote the slots
+
+    @classmethod
+    def of(cls, violation: Violation, recorder: FlightRecorder) -> CopyKey | None:
+        """None: it was not found in what has just arrived, nor in host memory."""
+        v = violation
+        family = family_of(v.reasons)
+        part = _part_of(v, recorder) if v.slot is not None else None
+        if family is None or part is None:
+            return None
+        return cls(CanaryLaunchTag.kind_of(v.tag), v.reader.forward, family, part)
+
+
+def _part_of(v: Violation, recorder: FlightRecorder) -> tuple[object, ...] | None:
+    if v.tier == HOST:
+        return v.tier, _stamp(v.writer)
+    chunk = chunk_of(v, recorder) if _has_reader(v) and v.slot else None
+    return None if chunk is None else (v.reader.row, chunk)
 
 
 @dataclass(slots=True)
@@ -64,6 +121,9 @@ class Cause:
     first: Violation
     history: History = field(default_factory=History)
     earlier: Violation | None = None  # first finding of an older cause of the same slot
+    run: Cause | None = (
+        None  # of the same damage at the positions beside: the first of these causes
+    )
     tags: dict[str, None] = field(default_factory=dict)  # in the order of discovery
     first_tags: dict[str, None] = field(default_factory=dict)  # of the forward that found it first
     readers: dict[Reader, Actor] = field(default_factory=dict)
@@ -129,7 +189,7 @@ class Cause:
                 self.slots.add(v.slot)
             else:
                 self.has_more_slots = True
-        position = v.stored_position if v.expected_position is None else v.expected_position
+        position = _position(v)
         if position is not None:
             low, high = self.positions or (position, position)
             self.positions = min(low, position), max(high, position)
@@ -160,7 +220,7 @@ class Cause:
     def line(self) -> str:
         """One line for log tools. -1 stands for an unknown number."""
         v = self.first
-        position = v.stored_position if v.expected_position is None else v.expected_position
+        position = _position(v)
         return (
             f"kv_canary violation: launch_tag={v.tag} fail_reason={'+'.join(v.reasons)} "
             f"slot={_number(v.slot)} position={_number(position)}"
@@ -209,6 +269,10 @@ class Cause:
             "history": [moment.as_dict() for moment in story.history],
             "scene": None if story.scene is None else story.scene.as_dict(),
         }
+
+
+def _position(v: Violation) -> int | None:
+    return v.stored_position if v.expected_position is None else v.expected_position
 
 
 def _stamp(actor: Actor | None) -> Stamp | None:

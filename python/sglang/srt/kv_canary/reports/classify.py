@@ -124,7 +124,7 @@ def _never_written(e: Evidence) -> bool:
 
 
 def _freed_prefix(e: Evidence) -> bool:
-    return e.has(*_LIFETIME) and e.same_position and e.same_chain
+    return e.has(*_LIFETIME) and e.same_position and e.same_chain and not e.has_other_token
 
 
 def _is_of_an_entry(e: Evidence) -> bool:
@@ -260,6 +260,20 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "handed out while it was awaited",
+        BugClass.USE_AFTER_FREE,
+        lambda e: e.is_arrival and e.is_anothers and (_is_of_an_entry(e) or e.has(*_LIFETIME)),
+        "the slot was handed out to another request while the transfer into it was awaited",
+        LIKELY,
+    ),
+    Rule(
+        "a free slot arrived",
+        BugClass.WRONG_TRANSFER,
+        lambda e: e.is_free_on_peer,
+        "the record of a free slot has arrived: the prefill server sent a slot that it had freed",
+        LIKELY,
+    ),
+    Rule(
         "nothing arrived",
         BugClass.WRONG_TRANSFER,
         lambda e: e.is_arrival and (_never_written(e) or e.has(*_LIFETIME)),
@@ -374,6 +388,13 @@ RULES: tuple[Rule, ...] = (
         lambda e: e.has(Reason.ROW_CHAIN),
         "the row's last slot has a cause of its own, which may explain it",
         UNSURE,
+    ),
+    Rule(
+        "another token was loaded",
+        BugClass.WRONG_TRANSFER,
+        lambda e: _holds_something_else(e) and e.is_misfilled,
+        "the prefix cache has the slot here, too, and it was filled from elsewhere: with another slot's KV",
+        LIKELY,
     ),
     Rule(
         "row of two requests",
@@ -556,6 +577,20 @@ RULES: tuple[Rule, ...] = (
             and e.is_handed_out_twice
         ),
         "the allocator handed the slot out twice, and no free came between",
+        LIKELY,
+    ),
+    Rule(
+        "freed before it was filled",
+        BugClass.USE_AFTER_FREE,
+        lambda e: _holds_something_else(e) and e.was_freed_unfilled,
+        "the slot was freed before it was filled from elsewhere, and handed out again after that",
+        LIKELY,
+    ),
+    Rule(
+        "handed out while filled",
+        BugClass.ALIASING,
+        lambda e: _holds_something_else(e) and e.is_handed_out_filled,
+        "the slot was handed out again after it was filled from elsewhere, and no free came between",
         LIKELY,
     ),
     Rule(

@@ -33,9 +33,14 @@ class History:
     is_earlier_run: bool = False
     is_row_shared: bool = False  # another request ran in the reader's row and has not given it back
     is_of_peer: bool = False  # a prefill server wrote the record, and no arrival has taken it over
+    is_before_lost: bool = False  # findings of the reader's forward before were overwritten unread
+    was_sent: bool = (
+        False  # it was found on arrival, in what the prefill server says that it has sent
+    )
 
     @classmethod
-    def of(cls, violation: Violation, recorder: FlightRecorder) -> History:
+    def of(cls, violation: Violation, recorder: FlightRecorder, lost_until: int = 0) -> History:
+        """`lost_until`: some findings of forwards up to this one are not known."""
         reader, writer = violation.reader, violation.writer
         before = recorder.previous_of(reader.forward, reader.row)
         dead = writer is not None and recorder.is_moot(writer.forward, writer.row)
@@ -48,6 +53,8 @@ class History:
             _is_earlier_run(violation, recorder),
             recorder.other_owner(reader.forward, reader.row) is not None,
             recorder.receives and writer is not None and writer.mode == Mode.EXTEND.name,
+            before is not None and before.forward <= lost_until,
+            chunk_of(violation, recorder) is not None,
         )
 
 
@@ -121,15 +128,18 @@ class Evidence:
 
     @property
     def forwards_ago(self) -> int | None:
-        """Forwards from the write to the read."""
+        """Forwards from the write to the read. None: not known. A prefill server counts alone."""
         v = self.first
-        return None if v.writer is None else v.reader.forward - v.writer.forward
+        is_unknown = v.writer is None or self.history.is_of_peer
+        return None if is_unknown else v.reader.forward - v.writer.forward
 
     @property
     def read_between(self) -> bool:
         """Whether the reader ran between write and read, and found nothing."""
         before, writer = self.history.before_forward, self.first.writer
-        return before is not None and writer is not None and writer.forward < before
+        if before is None or writer is None or self.history.is_before_lost:
+            return False
+        return writer.forward < before
 
     @property
     def written_since(self) -> bool:
@@ -170,11 +180,19 @@ class Evidence:
         return frees[-1].site.purpose if frees and frees[-1].site is not None else ""
 
     @property
+    def _before_read(self) -> list[SlotMoment]:
+        step = self.first.reader.step
+        return [m for m in self.moments if step is not None and m.step < step]
+
+    @property
+    def _kinds(self) -> list[SlotEventKind]:
+        return [moment.kind for moment in self._before_read]
+
+    @property
     def last_kind(self) -> SlotEventKind | None:
         """The last thing that the allocators did with the slot before it was read. None: not known."""
-        step = self.first.reader.step
-        before = [m.kind for m in self.moments if step is not None and m.step < step]
-        return before[-1] if before else None
+        kinds = self._kinds
+        return kinds[-1] if kinds else None
 
     @property
     def was_handed_out(self) -> bool:
@@ -198,7 +216,12 @@ class Evidence:
             return False
         writer = self.first.writer
         came = writer is not None and writer.mode == Mode.ARRIVAL.name and self.forwards_ago == 0
-        return came or self.was_filled
+        return came or self.was_filled or self.history.was_sent
+
+    @property
+    def is_free_on_peer(self) -> bool:
+        """Whether the record of a free slot has arrived. Here, slots are handed out before anything arrives."""
+        return self.is_arrival and self.history.is_of_peer and self.has(Reason.USE_AFTER_FREE)
 
     @property
     def is_of_earlier_owner(self) -> bool:
@@ -223,9 +246,24 @@ class Evidence:
     @property
     def is_handed_out_twice(self) -> bool:
         """Whether the slot was handed out twice before it was read, without a free in between."""
-        step = self.first.reader.step
-        kinds = [m.kind for m in self.moments if step is not None and m.step < step]
-        return kinds[-2:] == [SlotEventKind.ALLOC] * 2
+        return self._kinds[-2:] == [SlotEventKind.ALLOC] * 2
+
+    @property
+    def is_handed_out_filled(self) -> bool:
+        """Whether the slot was handed out after it was filled from elsewhere, without a free in between."""
+        return self._kinds[-2:] == [SlotEventKind.LOAD, SlotEventKind.ALLOC]
+
+    @property
+    def was_freed_unfilled(self) -> bool:
+        """Whether the slot was free when it was filled, and handed out after that."""
+        return self.is_handed_out_filled and self._kinds[-3:-2] == [SlotEventKind.FREE]
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether the slot was handed out last for another request than its reader."""
+        reader = self.first.reader.request_id
+        given = [m.request_id for m in self._before_read if m.kind is SlotEventKind.ALLOC]
+        return bool(given) and None not in (reader, given[-1]) and given[-1] != reader
 
     # What lay around the slot
 
@@ -233,6 +271,12 @@ class Evidence:
     def was_read_before(self) -> bool:
         """Whether the reader's forward before read the position, too, and found nothing."""
         return self.scene is not None and self.scene.last_read is not None
+
+    @property
+    def is_misfilled(self) -> bool:
+        """Whether the slot was filled from elsewhere for this position, as the prefix cache has it, too."""
+        scene = self.scene
+        return self.was_filled and scene is not None and scene.is_cached_there
 
     @property
     def is_elsewhere(self) -> bool:
@@ -259,6 +303,12 @@ class Evidence:
         return v.stored_position is not None and v.stored_position == v.expected_position
 
     @property
+    def has_other_token(self) -> bool:
+        """Whether both tokens are known and differ, whatever else was found."""
+        v = self.first
+        return None not in (v.expected_token, v.stored_token) and v.stored_token != v.expected_token
+
+    @property
     def begins_elsewhere(self) -> bool:
         """Whether it is a prefix's first slot, whose chain alone is wrong: it has another token or namespace."""
         at_first = self.same_position and self.first.stored_position == 0
@@ -276,6 +326,15 @@ class Evidence:
         if v.content_written is None or v.content_now is None:
             return False
         return to_unsigned64(v.content_written ^ v.content_now).bit_count() == 1
+
+
+def chunk_of(v: Violation, recorder: FlightRecorder) -> int | None:
+    """Number of the chunk that should have brought what an arrival's check finds wrong. None: not known to be sent."""
+    if v.reader.mode != Mode.ARRIVAL.name:
+        return None
+    is_windowed = CanaryLaunchTag.kind_of(v.tag) is PoolKind.SWA
+    position = v.stored_position if v.expected_position is None else v.expected_position
+    return recorder.chunk(v.reader.forward, v.reader.row, position, is_windowed)
 
 
 @cache

@@ -291,9 +291,19 @@ class FlightRecorder:
 
         `is_windowed`: in the pool of layers with a sliding window.
         """
-        found = self._forwards.get(forward)
-        origin = None if found is None or found.step is None else found.step.origins.get(row)
+        origin = self._origin(forward, row)
         return None if origin is None else origin.at(position, is_windowed)
+
+    def chunk(
+        self, forward: int, row: int, position: int | None, is_windowed: bool = False
+    ) -> int | None:
+        """Number of the chunk that brought what `forward` checked at `position` of `row`. None: none is known."""
+        origin = self._origin(forward, row)
+        return None if origin is None else origin.chunk(position, is_windowed)
+
+    def _origin(self, forward: int, row: int) -> Origin | None:
+        step = self.step_of(forward)
+        return None if step is None else step.origins.get(row)
 
     def start_of(self, forward: int, row: int) -> int:
         """The first position that `forward` computed for `row`. 0 if it is not on record."""

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from ..buffer_group import PoolKind
 from ..endpoint import CanaryLaunchTag
-from ..record import Reason
-from .cause import Cause
-from .evidence import Evidence, continues, is_same
+from ..record import Mode, Reason
+from .cause import Cause, family_of
+from .evidence import Evidence, History, continues, is_same
 from .violation import Violation
 
 MAX_NOTED = 4096  # entries of each index; the oldest is forgotten
@@ -47,6 +47,22 @@ _OF_AN_ENTRY = frozenset(
 
 
 @dataclass(slots=True)
+class _Run:
+    """Causes of neighbouring positions that one forward has found alike."""
+
+    begin: Cause
+    low: int
+    high: int
+
+    def take(self, position: int) -> bool:
+        """Whether `position` continues it, at either end."""
+        if not self.low - 1 <= position <= self.high + 1:
+            return False
+        self.low, self.high = min(self.low, position), max(self.high, position)
+        return True
+
+
+@dataclass(slots=True)
 class Neighbours:
     """Finds related causes by slot, by row entry, and by the position that a slot holds instead."""
 
@@ -56,6 +72,7 @@ class Neighbours:
     _holding: dict[tuple[PoolKind, int, str | None, int], Cause] = field(default_factory=dict)
     # Causes with these reasons alone, by reasons, pool kind and forward
     _alike: dict[tuple[tuple[str, ...], PoolKind, int], int] = field(default_factory=dict)
+    _runs: dict[tuple[object, ...], _Run] = field(default_factory=dict)  # newest, by what is alike
 
     def note(self, cause: Cause) -> None:
         """A new cause. It takes the place of an older one of its slot."""
@@ -71,6 +88,26 @@ class Neighbours:
         if v.reasons in _COUNTED:
             key = v.reasons, kind, v.reader.forward
             _put(self._alike, key, self._alike.get(key, 0) + 1)
+        self._note_run(cause)
+
+    def _note_run(self, cause: Cause) -> None:
+        v = cause.first
+        position = v.stored_position if v.expected_position is None else v.expected_position
+        family = family_of(v.reasons)
+        if position is None or family is None:
+            return
+        is_own = is_same(v.writer, v.reader)
+        key = cause.kind, v.reader.forward, v.reader.row, family, is_own
+        run = self._runs.get(key)
+        if run is not None and run.take(position):
+            cause.run = run.begin
+        else:
+            _put(self._runs, key, _Run(cause, position, position))
+
+    def join(self, cause: Cause, violation: Violation) -> None:
+        """`cause` has reached another slot."""
+        if violation.slot is not None:
+            _put(self._at_slot, (cause.kind, violation.slot), cause)
 
     def evidence_of(self, cause: Cause, is_complete: bool, depth: int = MAX_ORIGINS) -> Evidence:
         """What is known of `cause` now. `is_complete`: as in `Evidence`."""
@@ -78,7 +115,9 @@ class Neighbours:
         origin = None
         if _is_wrong_write(same_slot, cause.first):
             origin = Evidence(same_slot)
-        elif depth and (other := self._in_full(cause) or self._before(cause)):
+        elif arrived := _as_arrived(same_slot, cause.first):
+            origin = arrived
+        elif depth and (other := self._in_full(cause) or self._before(cause) or _begin_of(cause)):
             origin = self.evidence_of(other, is_complete, depth - 1)
         return Evidence(
             first=cause.first,
@@ -180,11 +219,40 @@ def _is_wrong_write(earlier: Violation | None, now: Violation) -> bool:
     return earlier.reader.forward == now.writer.forward
 
 
+def _as_arrived(earlier: Violation | None, now: Violation) -> Evidence | None:
+    """The wrong transfer into the slot, if `now` follows: a row that it makes another one, or a second free.
+
+    A slot counts as free if the record of a free slot of the prefill server has arrived in it.
+    """
+    if earlier is None or earlier.reader.mode != Mode.ARRIVAL.name:
+        return None
+    found = Evidence(earlier, history=History(is_of_peer=_is_of_peer(earlier), was_sent=True))
+    if Reason.ROW_CHAIN.name in now.reasons:
+        return found if is_same(earlier.reader, now.reader) else None
+    return found if Reason.DOUBLE_FREE.name in now.reasons and found.is_free_on_peer else None
+
+
+def _is_of_peer(v: Violation) -> bool:
+    """Whether the finding of an arrival is about a record that is still the prefill server's."""
+    return v.writer is not None and v.writer.mode == Mode.EXTEND.name
+
+
+def _begin_of(cause: Cause) -> Cause | None:
+    """The cause at the beginning of the same damage, if more is known of it: not every slot is looked up."""
+    begin = cause.run
+    return begin if begin is not None and cause.moments is None and begin.moments else None
+
+
 def _position_key(v: Violation, position: int) -> tuple[PoolKind, int, str | None, int]:
     return CanaryLaunchTag.kind_of(v.tag), v.reader.row, v.reader.request_id, position
 
 
 def _put(index: dict[K, V], key: K, value: V) -> None:
-    if key not in index and len(index) >= MAX_NOTED:
+    put_bounded(index, key, value, MAX_NOTED)
+
+
+def put_bounded(index: dict[K, V], key: K, value: V, most: int) -> None:
+    """Of `most` entries the oldest is forgotten."""
+    if key not in index and len(index) >= most:
         index.pop(next(iter(index)))
     index[key] = value

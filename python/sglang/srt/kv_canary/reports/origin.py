@@ -22,7 +22,16 @@ class Origin:
             return f"{self.text}, chunk {count} of {count} (the window is sent with the last one)"
         if position is None or not self.chunks or position < self.chunks[0]:
             return self.text
-        number = bisect_right(self.chunks, position)
-        first, count = self.chunks[number - 1], len(self.chunks)
+        number, count = self._number(position), len(self.chunks)
+        first = self.chunks[number - 1]
         until = f"to {self.chunks[number] - 1}" if number < count else "on"
         return f"{self.text}, chunk {number} of {count} (positions from {first} {until})"
+
+    def chunk(self, position: int | None, is_windowed: bool = False) -> int | None:
+        """Number of the chunk, from 1, that brought the token at `position`. None: none did, or it is not known."""
+        if is_windowed and self.chunks:
+            return len(self.chunks)
+        return None if position is None else self._number(position) or None
+
+    def _number(self, position: int) -> int:
+        return bisect_right(self.chunks, position)

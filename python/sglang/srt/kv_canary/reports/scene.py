@@ -251,6 +251,11 @@ class Scene:
         """Whether other entries of the reader's row have the same full slot."""
         return any(row == self.row for row, _ in self.other_entries)
 
+    @property
+    def is_cached_there(self) -> bool:
+        """Whether the prefix cache holds the slot at the reader's position, as the reader's row does."""
+        return any(at.position == self.position for at in self.cached_at)
+
     def _cached(self) -> str:
         if self.cached_at:
             return "in the prefix cache " + "; and ".join(at.text() for at in self.cached_at)

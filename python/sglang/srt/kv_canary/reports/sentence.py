@@ -144,6 +144,9 @@ def _holds(e: Evidence) -> str:
     v, freed = e.first, e.freed_before
     if e.is_arrival:
         return f"{_reads(e)}, where {_arrived(e)}"
+    if e.is_misfilled:
+        who = "the request itself" if e.is_own else _name(v.writer)
+        return f"{_reads(e)}, which was filled from elsewhere with what {who} wrote{_ago(e)}{_instead(e)}"
     if e.history.is_of_peer:
         return f"{_reads(e)}, to which a prefill server has written{_instead(e)}"
     if e.in_one_record:
@@ -182,6 +185,8 @@ def _instead(e: Evidence) -> str:
 def _freed(e: Evidence) -> str:
     v = e.first
     if e.is_arrival:
+        if e.is_free_on_peer:
+            return f"{_reads(e)}, where the record of a slot has arrived that was free on the prefill server"
         wrote = "" if v.writer is None else f"; {_wrote(e)}{_at(v.stored_position)}"
         return f"{_reads(e)}, where nothing has arrived since it was handed out{wrote}"
     freed = "" if v.freed is None else f" after forward {v.freed.forward}"

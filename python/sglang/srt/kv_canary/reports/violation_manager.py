@@ -138,7 +138,11 @@ class ViolationManager:
         sequences = np.arange(first, total)
         fetched = _taken_from_ring(rows, first, max(first, total))
         fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
-        self.overwritten += first - self._fetched + len(overwritten)
+        lost = first - self._fetched + len(overwritten)
+        self.overwritten += lost
+        if lost:
+            oldest = fetched[:, Column.READER_FORWARD].min(initial=self._recorder.newest)
+            self._reporter.lost_until = max(self._reporter.lost_until, int(oldest))
         waits, self.has_work = len(self._unsettled) > 0, True
         self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)

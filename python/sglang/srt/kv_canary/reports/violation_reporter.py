@@ -17,13 +17,13 @@ import numpy as np
 from ..config import CanaryMode
 from ..errors import CanaryViolationError
 from ..record import MIX_INCREMENT, Column, mix64
-from .cause import MAX_EVENTS, Cause, CauseKey
+from .cause import MAX_EVENTS, Cause, CauseKey, CopyKey
 from .event_sink import EventSink
 from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
 from .known_findings import KnownFindings, KnownSlots, Repeats, finding_keys
-from .neighbours import Halves, Neighbours
+from .neighbours import Halves, Neighbours, put_bounded
 from .scene import Taker
 from .scenes import Scenes
 from .slot_history import SlotHistory
@@ -83,6 +83,8 @@ class ViolationReporter:
         self._known = KnownFindings()
         self._damaged = KnownSlots()
         self._causes: dict[CauseKey, Cause] = {}
+        self._copies: dict[CopyKey, Cause] = {}  # that went wrong
+        self._joined: dict[CauseKey, Cause] = {}  # findings in further slots of these
         self._neighbours = Neighbours({} if halves is None else halves)
         self._unread: dict[int, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
@@ -94,6 +96,7 @@ class ViolationReporter:
         self._only_repeats = False  # nothing in the last rows was new
         self._turn = 0  # of parts of floods
         self._dropped = 0  # findings, since the last log line about them
+        self.lost_until = 0  # of findings of forwards up to this one some were overwritten unread
         self.distinct = 0  # findings
         self.repeats = 0
         self.causes = 0
@@ -174,7 +177,7 @@ class ViolationReporter:
     ) -> Cause:
         self.distinct += 1
         key = CauseKey.of(violation)
-        cause = self._causes.get(key)
+        cause = self._causes.get(key) or self._of_copy(key, violation, recorder)
         if cause is None:
             cause = self._new_cause(key, violation, recorder)
             cause.is_in_part = is_in_part
@@ -187,9 +190,23 @@ class ViolationReporter:
             self._grown[cause.number] = cause
         return cause
 
+    def _of_copy(
+        self, key: CauseKey, violation: Violation, recorder: FlightRecorder
+    ) -> Cause | None:
+        """The cause of the same copy of several slots, in whichever of them it was found first."""
+        if key in self._joined:
+            return self._joined[key]
+        copy = CopyKey.of(violation, recorder)
+        cause = None if copy is None else self._copies.get(copy)
+        if cause is not None:
+            put_bounded(self._joined, key, cause, MAX_CAUSES)
+            if violation.tier is None:
+                self._neighbours.join(cause, violation)
+        return cause
+
     def _new_cause(self, key: CauseKey, violation: Violation, recorder: FlightRecorder) -> Cause:
         number = next(self._numbers)
-        history = History.of(violation, recorder)
+        history = History.of(violation, recorder, self.lost_until)
         cause = Cause(number, replace(violation, cause=number), history)
         if self._history is not None:
             self._history.catch_up()
@@ -197,9 +214,9 @@ class ViolationReporter:
         if violation.tier is None:  # other tiers have slot numbers of their own
             self._neighbours.note(cause)
         self._untold.append(cause)
-        if len(self._causes) >= MAX_CAUSES:
-            self._causes.pop(next(iter(self._causes)))
-        self._causes[key] = cause
+        put_bounded(self._causes, key, cause, MAX_CAUSES)
+        if (copy := CopyKey.of(violation, recorder)) is not None:
+            put_bounded(self._copies, copy, cause, MAX_CAUSES)
         self.causes += 1
         if self._mode is not CanaryMode.RAISE:
             self._waiting.append(cause)
@@ -299,7 +316,9 @@ class ViolationReporter:
         place = cause.place
         if cause.moments is not None or self._history is None or place is None:
             return
-        if self._lookups < MAX_LOOKUPS:
+        # What continues the damage of a cause has the guess of that one. Others need a lookup of their own.
+        most = MAX_LOOKUPS if cause.run is None else (MAX_LOOKUPS + 1) // 2
+        if self._lookups < most:
             self._lookups += 1
             cause.moments = self._history.of(*place)
 
