@@ -293,6 +293,15 @@ def loaded_for(position: int) -> Evidence:
     return replace(evidence, scene=replace(evidence.scene, cached_at=(cached,)))
 
 
+def behind_others(diverges: str) -> Evidence:
+    """The first entries of row 1 lead to another request's prefix, which is whole. So the next one does not fit."""
+    rig = mha()
+    rig.rows.req_to_token[1, :5] = rig.rows.req_to_token[2, :5]
+    rig.decode([1])
+    evidence = evidence_of(rig)
+    return replace(evidence, scene=replace(evidence.scene, diverges=diverges))
+
+
 def page_in_host_memory() -> Evidence:
     """Of a changed slot, as the check of host memory finds it."""
     evidence = evidence_of(bytes_changed("k_buffer", "v_buffer"))
@@ -898,6 +907,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: shifted((5, 7), reads_before=True, loses=True),
         "own slot of another position",
     ),
+    "own slot behind others": (
+        lambda: behind_others("position 0 leads to slot 21, which holds token 100"),
+        lambda: behind_others(""),
+        "unknown",
+    ),
     "own slot, other token": (
         lambda: wrong_token(reads_it=True),
         wrong_token,
@@ -975,6 +989,8 @@ def test_damage_after_the_arrival_is_a_cause_of_its_own() -> None:
         buffers[0][rig.slot(3, 8)] += 1
     rig.decode([3])
     assert [c.positions for c in causes_of(rig)] == [(5, 5), (8, 8)]
+    said = "whose K and V bytes have changed since they arrived 1 forward earlier"
+    assert said in sentence(evidence_of(rig, 2))
 
 
 def test_nothing_that_another_request_left_in_a_slot_is_the_reader_s_own_prefix() -> None:
@@ -1327,6 +1343,10 @@ SENTENCES = {
     "own slot, other position": (
         'request "req-1" at position 5 reads slot 8, which it wrote itself 2 forwards earlier at '
         "position 7"
+    ),
+    "own slot behind others": (
+        'request "req-1" at position 5 reads slot 6, which it wrote itself 2 forwards earlier at this '
+        "position, but not after what slot 25 holds now"
     ),
     "own slot, other token": (
         'request "req-1" at position 0 reads slot 1, which it wrote itself 1 forward earlier, '

@@ -650,6 +650,13 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "own slot behind others",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: e.has(Reason.CHAIN) and e.only(Reason.CHAIN) and e.is_own and e.diverges_before,
+        "the slot is the reader's own; an entry before it leads to another token, position or request",
+        LIKELY,
+    ),
+    Rule(
         "own slot, other token",
         BugClass.ALTERED_TOKEN,
         lambda e: _holds_something_else(e) and e.is_own and e.has(Reason.TOKEN),

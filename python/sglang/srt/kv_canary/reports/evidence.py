@@ -286,6 +286,11 @@ class Evidence:
         return bool(self.scene and self.scene.elsewhere) and modes.isdisjoint(_SPECULATIVE)
 
     @property
+    def diverges_before(self) -> bool:
+        """Of a slot with the reader's position and token: whether an entry before it leads to others."""
+        return self.scene is not None and bool(self.scene.diverges)
+
+    @property
     def is_repeated(self) -> bool:
         """Whether the reader's row leads to the slot at several positions."""
         return self.scene is not None and self.scene.is_repeated

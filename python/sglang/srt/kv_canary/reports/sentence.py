@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..buffer_group import PoolKind
-from ..record import PREV_ANCHOR, Reason
+from ..record import PREV_ANCHOR, Mode, Reason
 from .evidence import ALL_ZERO, Evidence
 from .safe_text import safe_text
 from .violation import STATE_TIER, Actor, Violation
@@ -207,7 +207,9 @@ def _content(e: Evidence) -> str:
         what = "zeros" if v.content_now == ALL_ZERO else "bytes"
         return f"{_reads(e)}, where {what} have arrived as {halves} that were not sent"
     now = ", to zero," if v.content_now == ALL_ZERO else ""
-    return f"{_reads(e)}, whose {halves} bytes have changed{now} since {_wrote(e, 'them')}"
+    arrived = v.writer is not None and v.writer.mode == Mode.ARRIVAL.name
+    since = f"they arrived{_ago(e)}" if arrived else _wrote(e, "them")
+    return f"{_reads(e)}, whose {halves} bytes have changed{now} since {since}"
 
 
 def _double_free(e: Evidence) -> str:
