@@ -286,9 +286,9 @@ def a_free_slot_arrived() -> ManagerRig:
     return rig
 
 
-def loaded_for(position: int) -> Evidence:
-    """Position 5 of row 3 leads to a slot of row 2 that was filled for a cached prefix, where it is at `position`."""
-    evidence = evidence_of(shares(26, LOAD))
+def cached_for(position: int, *events: SlotEventKind) -> Evidence:
+    """Position 5 of row 3 leads to a slot of row 2, which the prefix cache has at `position`."""
+    evidence = evidence_of(shares(26, *events))
     cached = CachedAt(position, None, None, None, None)
     return replace(evidence, scene=replace(evidence.scene, cached_at=(cached,)))
 
@@ -732,8 +732,8 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         "row of another prefix",
     ),
     "another token was loaded": (
-        lambda: loaded_for(5),
-        lambda: loaded_for(6),
+        lambda: cached_for(5, LOAD),
+        lambda: cached_for(6, LOAD),
         "another request's slot",
     ),
     "row of two requests": (
@@ -880,6 +880,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
     "prefix of another beginning": (
         other_namespace,
         lambda: shares(26),
+        "another request's slot",
+    ),
+    "another request's slot, cached": (
+        lambda: cached_for(5),
+        lambda: cached_for(6),
         "another request's slot",
     ),
     "another request's slot": (
@@ -1322,6 +1327,10 @@ SENTENCES = {
     ),
     "prefix of another beginning": (
         'request "req-3" at position 0 reads slot 1, which "req-1" wrote 1 forward earlier at '
+        "this position of another prefix"
+    ),
+    "another request's slot, cached": (
+        'request "req-3" at position 5 reads slot 26, which "req-2" wrote 1 forward earlier at '
         "this position of another prefix"
     ),
     "another request's slot": (

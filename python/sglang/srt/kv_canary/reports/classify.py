@@ -615,6 +615,13 @@ RULES: tuple[Rule, ...] = (
         LIKELY,
     ),
     Rule(
+        "another request's slot, cached",
+        BugClass.ROW_SUBSTITUTION,
+        lambda e: _written_by_another(e) and e.is_cached_there,
+        "the prefix cache has the slot here, too: its prefix is wrong, or the slot was handed out while it was cached",
+        UNSURE,
+    ),
+    Rule(
         "another request's slot",
         BugClass.ROW_SUBSTITUTION,
         _written_by_another,

@@ -275,8 +275,12 @@ class Evidence:
     @property
     def is_misfilled(self) -> bool:
         """Whether the slot was filled from elsewhere for this position, as the prefix cache has it, too."""
-        scene = self.scene
-        return self.was_filled and scene is not None and scene.is_cached_there
+        return self.was_filled and self.is_cached_there
+
+    @property
+    def is_cached_there(self) -> bool:
+        """Whether the prefix cache holds the slot at the reader's position, as the reader's row does."""
+        return self.scene is not None and self.scene.is_cached_there
 
     @property
     def is_elsewhere(self) -> bool:
