@@ -322,6 +322,12 @@ def filled() -> ManagerRig:
     return rig
 
 
+def filled_in_k(is_complete: bool) -> Evidence:
+    """Only the finding about K is known."""
+    found = replace(evidence_of(filled()), tags=("TAIL_K_FULL",), scene=None)
+    return replace(found, is_complete=is_complete)
+
+
 def damaged_fingerprint(bits: int) -> ManagerRig:
     rig = mha()
     records(rig, "K", Side.TAIL)[rig.slot(1, 5), record.WORD_CONTENT] ^= bits
@@ -704,6 +710,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: bytes_changed("k_buffer"),
         "bytes of one half",
     ),
+    "bytes of a filled slot, in part": (
+        lambda: filled_in_k(is_complete=False),
+        lambda: filled_in_k(is_complete=True),
+        "bytes of one half",
+    ),
     "bytes": (
         lambda: of_one_half(bytes_changed("k_buffer")),
         lambda: bytes_changed("k_buffer"),
@@ -1045,6 +1056,19 @@ def test_a_forward_whose_findings_were_overwritten_has_not_found_its_prefix_inta
     assert decide(lost).name == "another request's slot"
 
 
+@pytest.mark.parametrize(("capacity", "said"), [(8, "bytes"), (1024, "bytes of all halves")])
+def test_nothing_is_concluded_from_the_absence_of_overwritten_findings(
+    capacity: int, said: str
+) -> None:
+    """Of K and V of ten slots, the ring keeps the newest findings: those of V."""
+    rig = mha(ring_capacity=capacity)
+    slots = rig.rows.req_to_token[1, 5:15].long()
+    for buffers in (rig.pool.k_buffer, rig.pool.v_buffer):
+        buffers[1][slots] += 1
+    rig.decode([1])
+    assert {decide(evidence_of(rig, cause.number)).name for cause in causes_of(rig)} == {said}
+
+
 @pytest.mark.parametrize("capacity", [8, 1024])
 def test_overwritten_findings_are_missed_in_the_history_of_later_ones(capacity: int) -> None:
     rig = mha(ring_capacity=capacity)
@@ -1188,6 +1212,10 @@ SENTENCES = {
     "bytes of all halves": (
         'request "req-1" at position 5 reads slot 6, whose K and V bytes have changed since the '
         "request wrote them itself 1 forward earlier"
+    ),
+    "bytes of a filled slot, in part": (
+        'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request'
+        " wrote them itself 2 forwards earlier"
     ),
     "bytes": (
         'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request'

@@ -341,6 +341,13 @@ RULES: tuple[Rule, ...] = (
         LIKELY,
     ),
     Rule(
+        "bytes of a filled slot, in part",
+        BugClass.LATE_WRITE,
+        lambda e: _bytes_only(e) and e.was_filled and not e.is_complete,
+        "the bytes are not those that filled the slot; whether both halves have changed is not known",
+        UNSURE,
+    ),
+    Rule(
         "bytes",
         BugClass.BYTES_DAMAGED,
         _bytes_only,

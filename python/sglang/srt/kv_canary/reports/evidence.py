@@ -39,7 +39,7 @@ class History:
     )
 
     @classmethod
-    def of(cls, violation: Violation, recorder: FlightRecorder, lost_until: int = 0) -> History:
+    def of(cls, violation: Violation, recorder: FlightRecorder, lost_until: int = -1) -> History:
         """`lost_until`: some findings of forwards up to this one are not known."""
         reader, writer = violation.reader, violation.writer
         before = recorder.previous_of(reader.forward, reader.row)

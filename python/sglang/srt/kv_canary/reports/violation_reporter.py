@@ -96,7 +96,7 @@ class ViolationReporter:
         self._only_repeats = False  # nothing in the last rows was new
         self._turn = 0  # of parts of floods
         self._dropped = 0  # findings, since the last log line about them
-        self.lost_until = 0  # of findings of forwards up to this one some were overwritten unread
+        self.lost_until = -1  # of findings of forwards up to this one some were overwritten unread
         self.distinct = 0  # findings
         self.repeats = 0
         self.causes = 0
@@ -325,7 +325,8 @@ class ViolationReporter:
     def _evidence_of(self, cause: Cause) -> Evidence:
         # Outside the device pool the halves of a page are found one after the other.
         is_of_device = cause.first.tier is None
-        is_complete = is_of_device and not cause.is_in_part and self._is_complete(cause)
+        is_whole = not cause.is_in_part and cause.first.reader.forward > self.lost_until
+        is_complete = is_of_device and is_whole and self._is_complete(cause)
         return self._neighbours.evidence_of(cause, is_complete)
 
     def _is_complete(self, cause: Cause) -> bool:
