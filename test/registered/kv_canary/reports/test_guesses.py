@@ -958,6 +958,11 @@ def test_a_rule_decides_its_scene_and_not_the_twin(name: str) -> None:
     assert deciding(twin) == instead
 
 
+@pytest.mark.parametrize("function", ["free_swa", "free_swa_segment", "free_page_ids"])
+def test_newer_releases_free_through_the_mapping_under_other_names(function: str) -> None:
+    assert deciding(lambda: freed_swa_again(function)) == "SWA slot freed twice through the mapping"
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_what_arrived_is_known_without_the_history(told: bool) -> None:
     assert deciding(lambda: arrived(shifts=1, told=told)) == "another token arrived"

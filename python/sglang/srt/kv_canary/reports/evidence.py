@@ -16,7 +16,8 @@ from .slot_history import SlotMoment
 from .violation import Actor, Violation
 
 ALL_ZERO = to_signed64(CONTENT_BASE)  # fingerprint of a slot whose bytes are all zero
-FREE_SWA = "free_swa"  # SGLang's function that frees SWA slots through the mapping
+# SGLang's functions that free SWA slots through the mapping. The last one is the end of a group of such frees
+FREES_SWA = frozenset({"free_swa", "free_swa_segment", "free_page_ids"})
 _FREES = (SlotEventKind.FREE, SlotEventKind.CLEAR)
 _SPECULATIVE = {mode.name for mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE)}
 
@@ -233,7 +234,8 @@ class Evidence:
         """Of an SWA slot that was freed twice: whether the second free went through the full-to-SWA mapping."""
         step = self.first.reader.step
         frees = [m for m in self.moments if m.kind is SlotEventKind.FREE and m.step == step]
-        return any(m.site is not None and FREE_SWA in m.site.functions for m in frees)
+        sites = [m.site for m in frees if m.site is not None]
+        return any(not FREES_SWA.isdisjoint(site.functions) for site in sites)
 
     @property
     def was_freed_between(self) -> bool:
