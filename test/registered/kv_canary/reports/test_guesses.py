@@ -310,6 +310,15 @@ def page_in_host_memory() -> Evidence:
     return replace(evidence, first=first, tags=("HOST_K_FULL", "HOST_V_FULL"), scene=None)
 
 
+def page_of_others_in_storage() -> ManagerRig:
+    """The page of position 5 of row 1 has the records of row 2."""
+    rig = mha()
+    words = records(rig, "K", Side.TAIL)[rig.slot(2, 5)]
+    found = Finding.of_other_token("file", "key", PoolKind.FULL, words, 5, 5)
+    rig.manager.violations.found(found, 2)
+    return rig
+
+
 def filled() -> ManagerRig:
     """Other bytes in a slot that was filled from elsewhere."""
     rig = ManagerRig()
@@ -741,6 +750,11 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: evidence_of(other_row(damages_last=True), "ROW_CHAIN"),
         other_row,
         "row of another prefix",
+    ),
+    "another page was stored": (
+        page_of_others_in_storage,
+        lambda: shares(26),
+        "another request's slot",
     ),
     "another token was loaded": (
         lambda: cached_for(5, LOAD),
@@ -1242,6 +1256,10 @@ SENTENCES = {
     "row of another prefix, slot damaged": (
         'request "req-1" is given a row that leads to another prefix than its own: at position 19'
         " it ends in slot 20, which it wrote itself 2 forwards earlier"
+    ),
+    "another page was stored": (
+        'the canary finds page key of the file backend at position 5, which "req-2" wrote in the '
+        "same forward, with token 105 instead of 5"
     ),
     "another token was loaded": (
         'request "req-3" at position 5 reads slot 26, which was filled from elsewhere with what "req-2" '

@@ -397,6 +397,13 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "another page was stored",
+        BugClass.WRONG_TRANSFER,
+        lambda e: _holds_something_else(e) and e.first.tier is not None,
+        "the page is that of other tokens than its key: stored under another key, or exchanged with another file",
+        LIKELY,
+    ),
+    Rule(
         "another token was loaded",
         BugClass.WRONG_TRANSFER,
         lambda e: _holds_something_else(e) and e.is_misfilled,
