@@ -24,6 +24,7 @@ from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
 from .wiring.call_site import SITES
 from .wiring.context import context
+from .wiring.log_reach import let_findings_through
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
 from .wiring.startup_check import verify_hooks_applied
@@ -56,6 +57,7 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
+    let_findings_through(config, server_args.enable_metrics)
     begin_to_compile()
     if model_runner.is_draft_worker and not checks_draft(server_args):
         _say_what_of_the_draft_is_checked(server_args, model_runner)

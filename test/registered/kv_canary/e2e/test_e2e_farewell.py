@@ -27,6 +27,8 @@ class TestSigterm(CanaryE2EBase):
     transport = FreshServer if FULL_VOLUME else CanaryServer
     ends_server = True
     plugins: ClassVar = (names_nothing_while_idle,)
+    # Findings are shown at every level.
+    flags: ClassVar = {**CanaryE2EBase.flags, "log_level": "critical"}
     env: ClassVar = {"SGLANG_KV_CANARY_LOG_EVERY_S": "1e9"}
 
     def test_everything_that_waits_is_named_before_the_server_ends(self) -> None:
