@@ -146,6 +146,7 @@ ON_NEWER_RELEASES = (
     "project/test_doctor.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
+    "wiring/test_late_patches.py",
     "wiring/test_live_questions.py",
     "wiring/test_model_forward.py",
     "wiring/test_namespaces.py",

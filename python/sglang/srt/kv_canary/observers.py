@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .monitors.health import HealthCheck
@@ -11,6 +12,7 @@ from .monitors.swa_divergence import SwaDivergenceReporter
 from .runner.step_observer import StepObserver
 from .sweep.orchestrator import SweepOrchestrator
 from .wiring.adapters import anchor_of_key
+from .wiring.startup_check import AppliedHooks
 
 if TYPE_CHECKING:
     from .runner.manager import CanaryManager
@@ -28,7 +30,7 @@ def build_observers(
         sweep = SweepOrchestrator(config, groups, sink, anchor_of_key)
         observers.append(sweep)
     if config.health_check_interval:
-        health = HealthCheck(config, groups, sink, role, sweep)
+        health = HealthCheck(config, groups, sink, role, sweep, _lost_hooks(role))
         observers.append(health)
     if config.stats_print_every_n_steps:
         interval = config.stats_print_every_n_steps
@@ -42,3 +44,15 @@ def build_observers(
 
         observers.append(PerturbObserver(config.perturb_dir, model_runner, ranks))
     return observers
+
+
+def _lost_hooks(role: str) -> Callable[[], list[str]]:
+    """The target's runner says it for the process."""
+    applied = AppliedHooks()
+
+    def lost() -> list[str]:
+        missing = applied.missing() if role == "target" else ()
+        lost = (f"{hook.target} no longer calls the canary ({hook.protects})" for hook in missing)
+        return list(dict.fromkeys(lost))
+
+    return lost

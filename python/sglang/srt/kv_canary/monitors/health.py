@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, CanaryMode, ContentMode
@@ -34,6 +35,7 @@ class HealthCheck(StepObserver):
     - the content fingerprints of what they wrote;
     - every SWEEP launch that was issued (none without `sweep`, so none on draft runners).
 
+    SGLang must still call every hook: another package may replace a function while the server serves.
     The device must have counted as many forwards as the host launched. An idle server owes nothing. If a check fails,
     RAISE raises CanaryHealthError. LOG logs an error, emits an event and clears `healthy`.
     """
@@ -45,13 +47,16 @@ class HealthCheck(StepObserver):
         sink: EventSink,
         role: str = "target",
         sweep: SweepOrchestrator | None = None,
+        lost_hooks: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """`lost_hooks`: what SGLang does not call any more, as text."""
         self._config = config
         self._groups = groups
         self._tags = tags_of(groups, PER_FORWARD)
         self._sink = sink
         self._role = role
         self._sweep = sweep
+        self._lost_hooks = lost_hooks
         self._last: Summary | None = None
         # Forwards that the device counted beyond the host's launches, as last reported.
         self._ahead = 0
@@ -112,6 +117,7 @@ class HealthCheck(StepObserver):
             problems += self._lost_checks(between)
             problems += self._without_fingerprints(between)
         problems += self._miscounted(between.later)
+        problems += self._lost_hooks()
         silent += self._silent_sweeps(between, sweeps)
         if silent:
             problems.insert(0, f"did not run: {', '.join(silent)}")

@@ -18,7 +18,7 @@ from .process_identity import process_identity
 from .question_desk import install_question_desk
 from .releases import release
 from .request_names import RequestNames
-from .startup_check import set_active_summary
+from .startup_check import set_active_summary, verify_hooks_applied
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
     if context.active:
         from .warm_up import compile_launches
 
+        verify_hooks_applied()  # again: another plugin may have replaced one since
         compile_launches(scheduler)
         identity = process_identity(release().settled(scheduler.server_args))
     for manager in context.managers:

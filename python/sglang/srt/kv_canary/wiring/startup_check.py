@@ -2,7 +2,8 @@
 
 SGLang logs and swallows errors of plugins, so nothing here assumes that a hook is in place:
 - `register()` records its result in the process context, in every process;
-- `verify_hooks_applied()` looks for each hook in the attribute that SGLang will call;
+- `verify_hooks_applied()` looks for each hook in the attribute that SGLang will call, up to the end of the start. The
+  health check goes on with it (`AppliedHooks`);
 - the main process launches each scheduler through `run_guarded_scheduler_process`. That function is the process's
   target, so it needs no hook there. It reports "ready" only after the canary was installed (`set_active_summary`), and
   sends a refusal to the main process;
@@ -35,6 +36,7 @@ from .releases import release
 __all__ = [
     "ACTIVE_KEY",
     "HOOKS",
+    "AppliedHooks",
     "run_guarded_scheduler_process",
     "set_active_summary",
     "verify_hooks_applied",
@@ -59,11 +61,49 @@ def verify_hooks_applied() -> None:
     """Raises `CanaryStartupError` with every hook target that does not call our hook in this process."""
     if context.registration.hooks is None:
         raise startup_error(_why_not_registered(), _EVERYTHING)
-    missing = [hook for hook in context.registration.hooks if not _is_applied(hook)]
-    if missing:
+    if missing := AppliedHooks().missing():
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
         raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
+
+
+class AppliedHooks:
+    """Looks for hooks again and again, as cheaply as it can: what has not changed since is not looked into."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Any] = {}  # by target: what called all its hooks at the last look
+
+    def missing(self) -> list[HookSpec]:
+        """The hooks that SGLang does not call."""
+        changed = {
+            target: attribute
+            for target in dict.fromkeys(hook.target for hook in context.registration.hooks or ())
+            if (attribute := _attribute(target)) is None or attribute is not self._seen.get(target)
+        }
+        hooks = [hook for hook in context.registration.hooks or () if hook.target in changed]
+        missing = [hook for hook in hooks if not _is_applied(hook)]
+        lost = {hook.target for hook in missing}
+        self._seen.update((t, a) for t, a in changed.items() if t not in lost)
+        return missing
+
+
+def _attribute(target: str) -> Any:
+    """What `target` itself holds, unbound where it is a method. None if there is nothing, or something inherited."""
+    owner, _, name = target.rpartition(".")
+    try:
+        return vars(_owner(owner)).get(name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _owner(path: str) -> Any:
+    """A module, or a class in one, that is imported already in most cases."""
+    module = sys.modules.get(path)
+    if module is not None:
+        return module
+    parent, _, name = path.rpartition(".")
+    module = sys.modules.get(parent)
+    return pkgutil.resolve_name(path) if module is None else getattr(module, name)
 
 
 def _why_not_registered() -> str:
