@@ -336,8 +336,8 @@ def install_env_fields() -> None:
 def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
     """`CanaryConfig` field name -> typed value, for the whole table.
 
-    Raises `CanaryConfigError` for a value that is not allowed. Also for a variable that has the canary's prefix but
-    does not exist: a misspelt one would otherwise be ignored.
+    Raises `CanaryConfigError` for a value that is not allowed. Also for a variable that does not exist, but has the
+    canary's prefix or almost the name of one: a misspelt one would otherwise be ignored.
     """
     environ = os.environ if environ is None else environ
     check_builtin_settings(environ)
@@ -352,14 +352,31 @@ def _read(setting: EnvSetting, environ: Any) -> Any:
 
 def _refuse_unknown_names(environ: Any) -> None:
     known = {*_READ_ELSEWHERE, *(setting.name for setting in SETTINGS)}
-    ours = (n for n in environ if n.startswith(ENV_PREFIX) and not is_builtin(n))
-    unknown = sorted(n for n in ours if n not in known)
+    by_letters = {_letters(name): name for name in known}
+    unknown = sorted(n for n in set(environ) - known if _is_ours(n, by_letters, environ))
     if not unknown:
         return
     name = unknown[0]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = by_letters.get(_letters(name)) or next(
+        iter(difflib.get_close_matches(name, known, n=1)), None
+    )
+    hint = f"; did you mean {close}?" if close else ""
     raise CanaryConfigError(
         f"{name}={environ[name]!r} is refused: there is no such variable{hint} "
         f"Known: {', '.join(sorted(known))}."
     )
+
+
+def _is_ours(name: str, by_letters: dict[str, str], environ: Any) -> bool:
+    """Whether a variable that does not exist is meant for the canary."""
+    if name.startswith(ENV_PREFIX):
+        return not is_builtin(name)
+    meant = by_letters.get(_letters(name))
+    # A start script may keep a value in a variable of its own.
+    return meant is not None and meant not in environ
+
+
+def _letters(name: str) -> str:
+    """What people remember of a name: neither case nor underscores, nor whether it begins with SGLANG or SGL."""
+    letters = "".join(filter(str.isalnum, name)).upper()
+    return letters.removeprefix("SGLANG").removeprefix("SGL")

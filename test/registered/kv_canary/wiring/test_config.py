@@ -108,6 +108,33 @@ def test_misspelt_variable_is_refused_with_a_hint(monkeypatch):
         config_of()
 
 
+ALMOST = (
+    "sglang_kv_canary_action",
+    "SGLANG_KV_canary_Action",
+    "SGL_KV_CANARY_ACTION",
+    "KV_CANARY_ACTION",
+    "SGLANG_KVCANARY_ACTION",
+    "SGLANG_KV_CANARY__ACTION",
+    "SGLANG_KV_CANARY-ACTION",
+)
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_variable_with_almost_the_name_is_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "abort")
+    right = "SGLANG_KV_CANARY_ACTION"
+    with pytest.raises(CanaryConfigError, match=rf"{name}='abort'.*did you mean {right}\?"):
+        config_of()
+
+
+def test_variable_of_a_start_script_is_not_taken_for_ours(monkeypatch):
+    """`SGLANG_KV_CANARY_ACTION=$KV_CANARY_ACTION`; a Kubernetes service that is called kv-canary."""
+    monkeypatch.setenv("KV_CANARY_ACTION", "abort")
+    monkeypatch.setenv("SGLANG_KV_CANARY_ACTION", "abort")
+    monkeypatch.setenv("KV_CANARY_SERVICE_HOST", "10.0.0.7")
+    assert config_of().action is Action.ABORT
+
+
 def test_canary_that_is_off_ignores_its_variables(monkeypatch):
     monkeypatch.setenv(BY_KEY["RING_CAPACITY"].name, "x")
     assert config_of(mode="none") == CanaryConfig()
