@@ -27,6 +27,7 @@ __all__ = [
     "TOKEN_ORACLE",
     "EnvSetting",
     "default_of",
+    "given_names",
     "install_env_fields",
     "read_settings",
 ]
@@ -348,6 +349,13 @@ def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
 def _read(setting: EnvSetting, environ: Any) -> Any:
     text = environ.get(setting.name)
     return setting.default if text is None else setting.parse(text)
+
+
+def given_names(environ: dict[str, str] | None = None) -> list[str]:
+    """Variables that somebody has set to change what the canary does, known or not."""
+    environ = os.environ if environ is None else environ
+    ours = (n for n in environ if n == ENV_PREFIX[:-1] or n.startswith(ENV_PREFIX))
+    return sorted(n for n in ours if environ[n] and n not in _READ_ELSEWHERE)
 
 
 def _refuse_unknown_names(environ: Any) -> None:

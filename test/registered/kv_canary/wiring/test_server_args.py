@@ -17,7 +17,11 @@ from sglang_kv_canary.testing.tiny_models import (
     write_tiny_whisper,
 )
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary.wiring.server_args import FIELDS, check_request
+from sglang_kv_canary.wiring.server_args import (
+    FIELDS,
+    check_request,
+    warn_of_settings_without_mode,
+)
 from sglang_kv_canary.wiring.v0_5_12.server_args import add_fields, install_server_args
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
@@ -173,6 +177,28 @@ def test_variable_that_does_not_parse_refuses(make_args, monkeypatch):
     with pytest.raises(CanaryConfigError, match="SGLANG_KV_CANARY_RING_CAPACITY='many'"):
         make_args(kv_canary="log")
     make_args()  # not asked for: not looked at
+
+
+FORGOTTEN = ("SGLANG_KV_CANARY_ACTION", "SGLANG_KV_CANARY_EVENT_FILE", "SGLANG_KV_CANARY")
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_settings_without_the_flag_are_said_once(name, make_args, monkeypatch, caplog):
+    warn_of_settings_without_mode.cache_clear()
+    monkeypatch.setenv(name, "abort")
+    make_args(), make_args(kv_canary="none")
+    (warning,) = [r for r in caplog.records if r.levelname == "WARNING" and "kv-canary" in r.msg]
+    assert f"{name} is set" in warning.getMessage()
+    assert "--kv-canary log" in warning.getMessage()
+
+
+@pytest.mark.parametrize("variables", [{}, {"SGLANG_KV_CANARY_EVENT_FILE": ""}], ids=str)
+def test_a_canary_that_nobody_wants_is_not_spoken_of(variables, make_args, monkeypatch, caplog):
+    warn_of_settings_without_mode.cache_clear()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    make_args()
+    assert "kv-canary" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 from typing import Any
 
 from ..config import (
@@ -14,12 +16,21 @@ from ..config import (
     ContentMode,
     parse_interval,
 )
+from ..environ import given_names
 from ..errors import GO_ON_WITHOUT, CanaryConfigError, CanaryStartupError
 from .refusals import Refusal
 from .releases import release
 from .startup_check import verify_hooks_applied
 
-__all__ = ["FIELDS", "add_canary_args", "check_request", "refused_setups"]
+__all__ = [
+    "FIELDS",
+    "add_canary_args",
+    "check_request",
+    "refused_setups",
+    "warn_of_settings_without_mode",
+]
+
+logger = logging.getLogger(__name__)
 
 # Field name -> (type, default).
 FIELDS: dict[str, tuple[type, Any]] = {
@@ -70,14 +81,28 @@ def refused_setups(server_args: Any) -> list[Refusal]:
     return [case for case in release().refusals() if case.predicate(settled)]
 
 
+@functools.cache
+def warn_of_settings_without_mode() -> None:
+    """Whoever sets variables of the canary may believe that it is on. Said once in a process."""
+    if given := given_names():
+        verb = "is" if len(given) == 1 else "are"
+        logger.warning(
+            "kv-canary is off: nothing is checked, although %s %s set. To turn it on, add %s log",
+            ", ".join(given),
+            verb,
+            FLAG_MODE,
+        )
+
+
 def check_request(server_args: Any) -> None:
-    """Check the canary's settings and setup. Does nothing if the canary is off.
+    """Check the canary's settings and setup. Refuses nothing if the canary is off.
 
     Raises `CanaryConfigError` for wrong values, `CanaryStartupError` for a server that cannot be protected or lacks
     hooks.
     """
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:
+        warn_of_settings_without_mode()
         return
     if cases := refused_setups(server_args):
         reasons = "; ".join(f"{case.name}: {case.why} {case.how_to_go_on}" for case in cases)
