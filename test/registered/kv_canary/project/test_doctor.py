@@ -151,6 +151,21 @@ def test_a_wrong_setting_is_a_problem(served: tuple[str, ...]) -> None:
     assert "SGLANG_KV_CANARY_RING_CAPACITY='many'" in problem
 
 
+def test_flags_that_need_the_mode_are_a_problem(served: tuple[str, ...]) -> None:
+    outcome = _ask(*served, "--kv-canary-real-data", "all")
+    assert outcome.returncode == 1
+    (problem,) = _problems(outcome)
+    assert "given without --kv-canary" in problem
+
+
+def test_a_server_without_the_canary_is_said(served: tuple[str, ...], tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text("kv-canary: log\n")
+    asked = ("--kv-canary", "none"), (), ON, ("--config", str(config))
+    said = [" ".join(_lines(_ask(*served, *flags), "server")) for flags in asked]
+    assert ["--kv-canary is not given" in text for text in said] == [True, True, False, False]
+
+
 def test_a_setting_is_listed(served: tuple[str, ...]) -> None:
     outcome = _ask(*served, *ON, SGLANG_KV_CANARY_RING_CAPACITY="99")
     assert outcome.returncode == 0

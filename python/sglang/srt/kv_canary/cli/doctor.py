@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import CanaryConfig, CanaryMode
+from ..config import FLAG_MODE, CanaryConfig, CanaryMode, is_asked_for
 from ..environ import SETTINGS
 from ..errors import CanaryConfigError, CanaryStartupError
 from ..pool_patcher.api import record_bytes_per_slot
@@ -117,6 +117,7 @@ def _settings(server_argv: list[str]) -> Diagnosis:
     """The canary's flags and environment variables. Raises CanaryConfigError for a wrong one."""
     flags, _ = _split(server_argv)
     if flags.kv_canary == CanaryMode.NONE.value:
+        CanaryConfig.from_server_args(flags)  # refuses the other flags without this one
         flags.kv_canary = CanaryMode.LOG.value  # as if the canary were asked for
     CanaryConfig.from_server_args(flags)
     given = [s.name for s in SETTINGS if s.name in os.environ]
@@ -134,7 +135,7 @@ def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
     from sglang.srt.server_args import prepare_server_args
 
     # Without the canary's flags, SGLang speaks of its own arguments only, and every refusal can be named.
-    _, own = _split(server_argv)
+    flags, own = _split(server_argv)
     server_args = _attempt(lambda: prepare_server_args(own))
     if isinstance(server_args, Diagnosis):
         yield server_args
@@ -148,6 +149,10 @@ def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
             "server",
             "no argument is refused. The KV pools are checked again at start-up",
         )
+    # A config file's flags are among SGLang's own arguments here.
+    if not (is_asked_for(flags) or is_asked_for(server_args)):
+        text = f"{FLAG_MODE} is not given: this server would run without the canary"
+        yield Diagnosis("server", text)
     yield from _pools(server_args)
     yield from _paths(server_args)
 
