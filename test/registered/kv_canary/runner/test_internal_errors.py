@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.plan_input import UnsupportedForwardError
 from sglang_kv_canary.reports import internal_errors as guard
 from sglang_kv_canary.reports.internal_errors import InternalErrors, describe_error
+from sglang_kv_canary.runner.manager import REMIND_EVERY_S
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.single_forward_manager import Phase
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -243,6 +245,64 @@ def test_checks_that_have_stopped_show_in_the_metrics(monkeypatch: Any, events: 
     rig.manager.lose_track()
     rig.idle(2)
     assert (rig.value("healthy"), rig.value("active", mode="log", content="all")) == (0, 0)
+
+
+def test_checks_that_have_stopped_show_in_the_servers_answer(in_context: Any, events: Path) -> None:
+    """`/server_info` must not go on with what was true at the start."""
+    rig = in_context(ManagerRig(event_file=str(events)))
+    rig.result(rig.extend(1, range(20)))
+    before = _server_state()
+    rig.manager.lose_track()
+    after = _server_state()
+    assert (before["runner"], before["rank"], before["mode"]) == ("target", 0, "log")
+    assert (before["checking"], before["healthy"]) == (True, True)
+    assert (after["checking"], after["healthy"]) == (False, False)
+
+
+def test_findings_and_errors_show_in_the_servers_answer(in_context: Any, events: Path) -> None:
+    rig = in_context(ManagerRig(event_file=str(events)))
+    rig.result(rig.extend(1, range(20)))
+    _damage_is_found(rig, 1)
+    rig.manager.observers.append(BrokenObserver())
+    rig.result(rig.decode([1]))
+    state = _server_state()
+    assert state["violations"] == rig.manager.violations.reported > 0
+    assert (state["checking"], state["healthy"], state["internal_errors"]) == (True, False, 1)
+
+
+class BrokenObserver(StepObserver):
+    after_forwards = _broken
+
+
+def _server_state() -> dict[str, Any]:
+    """What the scheduler adds to SGLang's answer, after the way to the main process."""
+    from sglang_kv_canary.wiring.server_info import after_internal_state
+
+    answer = SimpleNamespace(internal_state={"last_gen_throughput": 1.0})
+    assert after_internal_state(answer, SimpleNamespace(), SimpleNamespace()) is None
+    assert answer.internal_state["last_gen_throughput"] == 1.0
+    (state,) = json.loads(json.dumps(answer.internal_state))["kv_canary"]
+    return state
+
+
+def test_checks_that_have_stopped_are_said_again(monkeypatch: Any, caplog: Any) -> None:
+    """The first line is soon far up in the log."""
+    rig = ManagerRig()
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.lose_track()
+    rig.result(rig.decode([1]))
+    assert caplog.text.count("kv-canary has stopped checking the target runner") == 1
+    assert "kv-canary still does not check" not in caplog.text
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + REMIND_EVERY_S)
+    rig.result(rig.decode([1]))
+    rig.result(rig.decode([1]))
+    assert caplog.text.count("kv-canary still does not check the target runner, for 600 s") == 1
+    _flush(rig)
+    rig.result(rig.extend(1, range(20)))
+    caplog.clear()
+    rig.result(rig.decode([1]))
+    assert "kv-canary still does not check" not in caplog.text
 
 
 # Where records go out of date

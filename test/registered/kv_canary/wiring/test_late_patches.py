@@ -35,6 +35,7 @@ class TestWhileServing(CanaryE2EBase):
     def test_a_hook_that_is_lost_is_unhealthy(self) -> None:
         self._answer("before")
         assert all(event["healthy"] for event in self.serving.events("health"))
+        assert self._state()["healthy"]
         self.run(self.serving.flush())
         self._answer("after")
         health = self._last_health()
@@ -43,10 +44,18 @@ class TestWhileServing(CanaryE2EBase):
         assert REPLACED in problem
         assert "slots that are read after they were freed" in problem
         assert REPLACED in self.serving.stderr
+        state = self._state()
+        assert (state["checking"], state["healthy"]) == (True, False)
 
     def _answer(self, name: str) -> None:
         self.generate(name, random_tokens(random.Random(name), 30), 3 * PERIOD)
         self.settle()
+
+    def _state(self) -> dict[str, Any]:
+        """As a monitor without Prometheus sees it."""
+        (replica,) = self.serving.get("/server_info")["internal_states"]
+        (target,) = replica["kv_canary"]
+        return target
 
     def _last_health(self) -> dict[str, Any]:
         return self.serving.events("health")[-1]

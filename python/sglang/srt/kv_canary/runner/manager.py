@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REMIND_EVERY_S = 600.0  # while forwards are not checked
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerIdentity:
@@ -140,6 +142,7 @@ class CanaryManager:
         self._tracking = Tracking() if tracking is None else tracking
         self._losses_seen = 0
         self._blind = False  # records are out of date
+        self._blind_since = self._next_reminder = 0.0  # time.monotonic()
         self._has_new_weights = False  # the device does not know them yet
         self.weights_ct = 0  # updates since the start
         self.weights_name: str | None = None  # of the last update
@@ -462,6 +465,7 @@ class CanaryManager:
             self._stop_checking()
         if self._blind:
             self._timed_attempt(self._check_again_if_possible)
+            self._remind_of_blindness()
         if self.ledger.may_apply or self.arrivals is not None:
             self._apply_events()
         if self._has_new_weights:
@@ -615,15 +619,31 @@ class CanaryManager:
         if checking:
             logger.warning("kv-canary has resumed checking the %s runner", self.identity.role)
         else:
-            how = "restart the server" if self._tracking.until_restart else "flush the cache"
+            self._blind_since = time.monotonic()
+            self._next_reminder = self._blind_since + REMIND_EVERY_S
             logger.error(
                 "kv-canary has stopped checking the %s runner after an internal error, because its records are out "
                 "of date and would raise false alarms. To resume, %s",
                 self.identity.role,
-                how,
+                self._how_to_resume(),
             )
         event = {"event": "checking", "checking": checking, "reason": self.errors.last}
         FirstError(self.errors).run(self.sink.emit, event)
+
+    def _how_to_resume(self) -> str:
+        return "restart the server" if self._tracking.until_restart else "flush the cache"
+
+    def _remind_of_blindness(self) -> None:
+        now = time.monotonic()
+        if not self._blind or now < self._next_reminder:
+            return
+        self._next_reminder = now + REMIND_EVERY_S
+        logger.error(
+            "kv-canary still does not check the %s runner, for %.0f s now. To resume, %s",
+            self.identity.role,
+            now - self._blind_since,
+            self._how_to_resume(),
+        )
 
     # Device to host
 
@@ -726,6 +746,22 @@ class CanaryManager:
         self._tell_observers("on_summary", self, summary)
 
     # What it is
+
+    def state_now(self) -> dict[str, Any]:
+        """Whether it does what `describe` says, JSON-ready, for monitors that ask for no metrics."""
+        in_order = all(observer.healthy for observer in self.observers)
+        return {
+            "runner": self.identity.role,
+            "rank": self.identity.rank,
+            "pp_rank": self.identity.pp_rank,
+            "dp_rank": self.identity.dp_rank,
+            "mode": str(self.config.mode),
+            "content": str(self.config.content_mode),
+            "checking": self.armed,
+            "healthy": in_order and self.armed and not self.errors.recent,
+            "violations": self.violations.reported,
+            "internal_errors": self.errors.total,
+        }
 
     def describe(self) -> dict[str, Any]:
         """What is protected, JSON-ready, for the start-up line, /server_info and metrics."""

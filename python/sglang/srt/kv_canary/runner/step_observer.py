@@ -91,6 +91,8 @@ class StepObserver:
     An error of one observer does not stop the others. See InternalErrors for what happens to it.
     """
 
+    healthy = True  # False: something that should check does not
+
     def before_forwards(self, manager: Observed) -> None:
         """Before the step's forwards are launched, on the forward stream."""
 

@@ -83,7 +83,7 @@ def refused_setups(server_args: Any) -> list[Refusal]:
 
 @functools.cache
 def warn_of_settings_without_mode() -> None:
-    """Whoever sets variables of the canary may believe that it is on. Said once in a process."""
+    """People who set variables of the canary may believe that it is on. Said once in a process."""
     if given := given_names():
         verb = "is" if len(given) == 1 else "are"
         logger.warning(

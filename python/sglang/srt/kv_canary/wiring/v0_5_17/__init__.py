@@ -80,6 +80,7 @@ RELEASE = Release(
         "token_oracle",
         "v0_5_17.weights",
         "live_questions",
+        "server_info",
         "compile_server",
         "farewell",  # after last_words: reports that it triggers come before the last words
         "startup_check",  # last, so that it sees every error
