@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from .environ import ENV_PREFIX, default_of, read_settings
+from .environ import ENV_PREFIX, SETTINGS, default_of, read_settings
 from .errors import CanaryConfigError
 
 __all__ = [
@@ -151,6 +151,11 @@ class CanaryConfig:
     @property
     def enabled(self) -> bool:
         return self.mode is not CanaryMode.NONE
+
+    def changed_settings(self) -> dict[str, str]:
+        """Environment variables that say something else than their default, as text: some of them check less."""
+        values = {setting: getattr(self, setting.config_field) for setting in SETTINGS}
+        return {s.name: str(value) for s, value in values.items() if value != s.default}
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> CanaryConfig:

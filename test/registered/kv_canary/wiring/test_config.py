@@ -197,6 +197,13 @@ def test_variables_are_declared_as_sglangs_own(monkeypatch):
         assert config_of().ring_capacity == 7
 
 
+def test_settings_that_are_not_the_default_are_told(monkeypatch):
+    assert config_of().changed_settings() == {}
+    monkeypatch.setenv("SGLANG_KV_CANARY_TOKEN_CHECK", "none")
+    monkeypatch.setenv("SGLANG_KV_CANARY_RING_CAPACITY", str(BY_KEY["RING_CAPACITY"].default))
+    assert config_of().changed_settings() == {"SGLANG_KV_CANARY_TOKEN_CHECK": "none"}
+
+
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         CanaryConfig().mode = CanaryMode.LOG

@@ -35,7 +35,9 @@ class TestWhileServing(CanaryE2EBase):
     def test_a_hook_that_is_lost_is_unhealthy(self) -> None:
         self._answer("before")
         assert all(event["healthy"] for event in self.serving.events("health"))
-        assert self._state()["healthy"]
+        state = self._state()
+        assert state["healthy"]
+        assert state["settings"]["SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL"] == str(PERIOD)
         self.run(self.serving.flush())
         self._answer("after")
         health = self._last_health()

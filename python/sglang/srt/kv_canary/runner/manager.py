@@ -761,6 +761,7 @@ class CanaryManager:
             "healthy": in_order and self.armed and not self.errors.recent,
             "violations": self.violations.reported,
             "internal_errors": self.errors.total,
+            "settings": self.config.changed_settings(),
         }
 
     def describe(self) -> dict[str, Any]:

@@ -144,6 +144,10 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         manager.mark_init_finished()
         description = manager.describe()
         logger.info("%s", active_line(description))
+        changed = manager.config.changed_settings()
+        if changed and description["role"] == "target":
+            text = ", ".join(f"{name}={value}" for name, value in changed.items())
+            logger.info("kv-canary settings: %s", text)
         if folder := description["fault_injection"]:
             logger.warning(
                 "kv-canary: fault injection is ON: anyone who can write to the folder %r can damage the KV cache of "
