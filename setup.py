@@ -70,10 +70,17 @@ class BuildWheelContents(build_py):
     def run(self) -> None:
         if self.editable_mode:
             super().run()
+            self._guard_editable_install()
             return
         self._forget_earlier_builds()
         super().run()
         Path(self.build_lib, PTH).write_text(PTH_LINE)
+
+    def _guard_editable_install(self) -> None:
+        """As in the wheel. The names of the folders are for an SGLang without a canary of its own."""
+        if PACKAGE in self.packages:
+            folder = self.get_finalized_command("install").install_lib
+            Path(folder, PTH).write_text(PTH_LINE)
 
     def _forget_earlier_builds(self) -> None:
         """What lies in build/lib goes into the wheel: deleted modules, and the folders of earlier versions."""
