@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 import stat
 import sys
@@ -19,6 +20,7 @@ from sglang_kv_canary.environ import SETTINGS
 from sglang_kv_canary.errors import CanaryConfigError
 from sglang_kv_canary.reports import event_file
 from sglang_kv_canary.reports.event_sink import EventSink
+from sglang_kv_canary.reports.rank_file import EventFolder
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -195,6 +197,39 @@ def test_where_the_file_is_is_looked_up_once_a_second(tmp_path: Path) -> None:
     path.rename(old)
     sink.emit({"event": "soon"})
     assert _kinds(old) == ["soon"]
+
+
+# Deletion
+
+
+def test_a_deleted_file_is_noticed_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    sink = EventSink(str(path), 0)
+    path.unlink()
+    sink.emit({"event": "soon"})
+    assert _kinds(path) == ["soon"]
+    assert sink.is_complete
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_events_without_a_folder_are_lost_and_said(
+    is_folder: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "events"
+    folder.mkdir()
+    kept = EventFolder(str(folder), 4096, 4) if is_folder else None
+    sink = EventSink("" if is_folder else str(folder / "events.jsonl"), 0, folder=kept)
+    sink.emit({"event": "before"})
+    shutil.rmtree(folder)
+    for _ in range(50):  # more than one file of the folder has room for
+        sink.emit({"event": "lost", "padding": "x" * 200})
+    assert not sink.is_complete
+    assert caplog.text.count("its event file was deleted") == 1
+    assert "1 events lost so far" in caplog.text
+    folder.mkdir()
+    sink.emit({"event": "again"})
+    (file,) = folder.iterdir()
+    assert _kinds(file) == ["again"]
 
 
 if __name__ == "__main__":

@@ -44,9 +44,17 @@ class EventFile:
         """Bytes."""
         return os.fstat(self._fd).st_size
 
+    @property
+    def _is_deleted(self) -> bool:
+        """Whether the open file has no name any more: at the path, nobody would see another line."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def append(self, line: str) -> None:
         """Write `line`, which ends in a newline."""
         self._reopen_if_moved()
+        if self._is_deleted:
+            self._lose(f"its event file was deleted, and {self.path} cannot be created")
+            return
         error = "only a part of the event was written"
         data = ("\n" + line if self._is_torn else line).encode()
         try:
@@ -57,11 +65,13 @@ class EventFile:
             self._is_torn = False
             return
         self._is_torn |= written > 0
+        self._lose(f"cannot write to its event file: {error}")
+
+    def _lose(self, why: str) -> None:
         self.lost += 1
         self.complain(
-            f"cannot write to its event file: {error}; {self.lost} events lost so far. "
-            "The log continues, but shows only some of many violations. Make room for the file, or set "
-            f"{self._setting} to another one"
+            f"{why}; {self.lost} events lost so far. The log continues, but shows only some of many violations. "
+            f"Make room for the file, create its folder, or set {self._setting} to another one"
         )
 
     def reopen(self) -> None:
@@ -69,9 +79,10 @@ class EventFile:
         try:
             fd, is_torn = self._open()
         except (OSError, CanaryConfigError, FileInUseError) as error:
-            self.complain(
-                f"cannot reopen its event file, which was moved: {error}. It keeps writing to the old one"
-            )
+            if not self._is_deleted:
+                self.complain(
+                    f"cannot reopen its event file, which was moved: {error}. It keeps writing to the old one"
+                )
             return
         os.close(self._fd)
         self._fd, self._is_torn = fd, is_torn
@@ -85,7 +96,7 @@ class EventFile:
 
     def _reopen_if_moved(self) -> None:
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look and not self._is_deleted:
             return
         self._next_look = now + LOOK_EVERY_S
         if not _is_at(self.path, self._fd):

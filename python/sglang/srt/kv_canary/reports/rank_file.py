@@ -89,9 +89,13 @@ class RankFile:
                 self.deleted += 1
 
     def _numbers(self) -> list[int]:
-        """Of the full files, oldest first."""
+        """Of the full files, oldest first. None in a folder that is gone."""
         pattern = re.compile(re.escape(self.path.name) + r"\.(\d+)")
-        found = (pattern.fullmatch(name) for name in os.listdir(self._folder.path))
+        try:
+            names = os.listdir(self._folder.path)
+        except OSError:
+            return []
+        found = (pattern.fullmatch(name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
 
