@@ -153,6 +153,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_pairs_of_newer_releases.py",
     "wiring/test_seam.py",
     "wiring/test_swa_location.py",
+    "wiring/test_without_scheduler.py",
 )
 
 

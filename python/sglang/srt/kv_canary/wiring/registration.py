@@ -25,4 +25,5 @@ class SchedulerStart:
     """The canary's progress in this scheduler process."""
 
     guarded: bool = False  # launched by run_guarded_scheduler_process
+    begun: bool = False  # SGLang has begun to make the Scheduler
     active: dict[str, Any] | None = None  # JSON-ready summary; None until the canary is installed

@@ -40,6 +40,7 @@ __all__ = [
     "run_guarded_scheduler_process",
     "set_active_summary",
     "verify_hooks_applied",
+    "verify_scheduler_begun",
 ]
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,15 @@ def verify_hooks_applied() -> None:
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
         raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
+
+
+def verify_scheduler_begun() -> None:
+    """Raises `CanaryStartupError` in a program that builds a model runner by itself, as benchmarks do."""
+    if not context.scheduler_start.begun:
+        raise startup_error(
+            "this program builds a model runner without SGLang's Scheduler. Nothing would arm the canary.",
+            "every forward of this program",
+        )
 
 
 class AppliedHooks:
@@ -259,6 +269,7 @@ def _end_the_launch(main_pid: int, pipe: Any) -> None:
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.__init__: pass refusals during installation to the main process."""
+    context.scheduler_start.begun = True
     try:
         return original(*args, **kwargs)
     except (CanaryStartupError, CanaryConfigError) as error:

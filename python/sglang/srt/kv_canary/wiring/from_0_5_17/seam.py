@@ -17,6 +17,7 @@ from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
+from ..startup_check import verify_scheduler_begun
 from .pools import PARTS
 from .speculation_refusals import refuse_uncovered_runner
 
@@ -61,6 +62,7 @@ def install(
         return None
     if not _is_unchecked_draft(server_args, model_runner):
         _refuse_what_is_not_covered(server_args, model_runner)
+    verify_scheduler_begun()
     manager = context.install(
         server_args=release().settled(server_args),
         model_runner=model_runner,
