@@ -132,6 +132,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_no_sync.py",
     "e2e/test_e2e_pipeline.py",
     "e2e/test_e2e_prefill_graphs.py",
+    "e2e/test_e2e_raise_at_the_end.py",
     "e2e/test_e2e_sessions.py",
     "e2e/test_e2e_swa.py",
     "e2e/test_e2e_sweep.py",

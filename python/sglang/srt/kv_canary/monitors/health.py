@@ -22,6 +22,7 @@ from .launch_counts import PER_FORWARD, CountsBetween, tags_of
 
 logger = logging.getLogger(__name__)
 
+UNHEALTHY = "kv-canary unhealthy"  # so begins the text of an error
 SILENT_PERIODS = 2  # without counters from the device; only steps with forwards count
 MIN_SILENT_STEPS = 64
 MAX_UNDER_WAY = 1  # forwards whose HEAD has run and TAIL has not, at the time of the copy
@@ -203,7 +204,7 @@ class HealthCheck(StepObserver):
                 f"{between.forwards_launched} forwards"
             )
         return (
-            f"kv-canary unhealthy on the {self._role} runner{since}: {'; '.join(problems)}. "
+            f"{UNHEALTHY} on the {self._role} runner{since}: {'; '.join(problems)}. "
             "K/V may be unprotected. Restart the server; if it happens again, report the model and its flags"
         )
 

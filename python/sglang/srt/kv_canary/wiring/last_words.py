@@ -1,7 +1,12 @@
-"""RAISE mode: the violation is the last text on the main process's stderr before it kills its process tree."""
+"""RAISE mode: the violation is the last text on the main process's stderr before it kills its process tree.
+
+A program that shuts its engine down has all answers by then, and would end as a success. So the shutdown raises.
+"""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import sys
 import tempfile
@@ -10,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import CanaryMode
+from ..errors import CanaryHealthError, CanaryViolationError
+from ..monitors.health import UNHEALTHY
 from ..reports.violation_reporter import LAST_WORDS_ENV
 from .context import context
 from .hook_spec import HookSpec, HookType
@@ -22,6 +29,7 @@ def _before_launch(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> 
     os.close(handle)
     os.environ[LAST_WORDS_ENV] = path
     context.last_words[os.getpid()] = Path(path)
+    atexit.register(_note_exit)  # after Engine.shutdown was, so it is called before it
 
 
 def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
@@ -39,9 +47,34 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     if text:
         sys.stderr.write(f"\n{text}")
         sys.stderr.flush()
+        context.said_at_the_end = text
+
+
+def _note_exit() -> None:
+    context.is_exiting = True
+
+
+def _after_shutdown(_: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Engine.shutdown, which has killed the scheduler processes. Raises what they had to say."""
+    text, context.said_at_the_end = context.said_at_the_end, ""
+    if not text:
+        return
+    if context.is_exiting:
+        # The interpreter would print an error and end with code 0 all the same.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+    raise (CanaryHealthError if text.startswith(UNHEALTHY) else CanaryViolationError)(text)
 
 
 HOOKS = (
+    HookSpec(
+        "sglang.srt.entrypoints.engine.Engine.shutdown",
+        _after_shutdown,
+        HookType.AFTER,
+        "a program that ends before a violation of its last request is known",
+    ),
     HookSpec(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
         _before_launch,
