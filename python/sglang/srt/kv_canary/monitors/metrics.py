@@ -168,6 +168,7 @@ class MetricsExporter(StepObserver):
         self._latest: Summary | None = None
         self._next = 0.0
         sides = PER_FORWARD if sweep is None else tuple(Side)
+        self._count("forwards_total", 0)  # from the start on: KVCanaryStopped needs to see it grow
         for tag, reason in violation_pairs(groups, sides):
             self._count("violations_total", 0, reason=reason, launch_tag=tag)
 
