@@ -79,7 +79,7 @@ _CANARY = (
         )
     ),
     "wiring.record_sender.RecordSender.send",
-    "wiring.record_sender.RecordSender.blocks",
+    "wiring.record_sender.RecordSender.sides",
     "wiring.disaggregation.arrival_of",
     "wiring.disaggregation.take_in",
 )
