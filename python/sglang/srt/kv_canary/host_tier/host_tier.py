@@ -15,12 +15,11 @@ from ..kernels.layout import content_bytes_per_slot, slots_between_visits, turn_
 from ..load_back import LoadBack
 from ..record import State
 from ..reports.tier_finding import Finding
+from ..reports.violation import HOST_TIER
 from ..state import CanaryDeviceState, Header
 from .host_content import Sources, fingerprint, refuse_unlike
 from .host_records import HostRecords, SlotRecords
 from .launches import Launches
-
-HOST = "host"  # the tier's name in findings
 
 
 class HostTier:
@@ -168,7 +167,7 @@ class HostTier:
         every = torch.ones(len(records), dtype=torch.bool)
         wrong = torch.zeros_like(every)
         for index, sources in enumerate(self.content):
-            wrong |= self.differing(sources, index, host_slots, records, every, HOST, None)
+            wrong |= self.differing(sources, index, host_slots, records, every, HOST_TIER, None)
         return wrong
 
     def differing(

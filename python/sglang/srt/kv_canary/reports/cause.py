@@ -14,11 +14,10 @@ from .flight_recorder import FlightRecorder
 from .scene import Pending, Scene
 from .slot_history import SlotMoment
 from .story import Story
-from .violation import Actor, Violation, render
+from .violation import HOST_TIER, Actor, Violation, render
 
 MAX_READERS = 64  # remembered per cause
 READERS_SHOWN = 4  # in a report
-HOST = "host"  # tier
 MAX_EVENTS = 64  # violation events per cause; later ones are only counted
 
 Stamp = tuple[int, int, str]  # forward, request row, forward mode
@@ -107,7 +106,7 @@ class CopyKey:
 
 
 def _part_of(v: Violation, recorder: FlightRecorder) -> tuple[object, ...] | None:
-    if v.tier == HOST:
+    if v.tier == HOST_TIER:
         return v.tier, _stamp(v.writer)
     chunk = chunk_of(v, recorder) if _has_reader(v) and v.slot else None
     return None if chunk is None else (v.reader.row, chunk)
@@ -189,7 +188,7 @@ class Cause:
                 self.slots.add(v.slot)
             else:
                 self.has_more_slots = True
-        position = _position(v)
+        position = v.position
         if position is not None:
             low, high = self.positions or (position, position)
             self.positions = min(low, position), max(high, position)
@@ -220,10 +219,9 @@ class Cause:
     def line(self) -> str:
         """One line for log tools. -1 stands for an unknown number."""
         v = self.first
-        position = _position(v)
         return (
             f"kv_canary violation: launch_tag={v.tag} fail_reason={'+'.join(v.reasons)} "
-            f"slot={_number(v.slot)} position={_number(position)}"
+            f"slot={_number(v.slot)} position={_number(v.position)}"
         )
 
     def text(self, story: Story) -> str:
@@ -269,10 +267,6 @@ class Cause:
             "history": [moment.as_dict() for moment in story.history],
             "scene": None if story.scene is None else story.scene.as_dict(),
         }
-
-
-def _position(v: Violation) -> int | None:
-    return v.stored_position if v.expected_position is None else v.expected_position
 
 
 def _stamp(actor: Actor | None) -> Stamp | None:

@@ -344,8 +344,7 @@ def chunk_of(v: Violation, recorder: FlightRecorder) -> int | None:
     if v.reader.mode != Mode.ARRIVAL.name:
         return None
     is_windowed = CanaryLaunchTag.kind_of(v.tag) is PoolKind.SWA
-    position = v.stored_position if v.expected_position is None else v.expected_position
-    return recorder.chunk(v.reader.forward, v.reader.row, position, is_windowed)
+    return recorder.chunk(v.reader.forward, v.reader.row, v.position, is_windowed)
 
 
 @cache

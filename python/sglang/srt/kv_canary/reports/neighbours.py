@@ -92,8 +92,7 @@ class Neighbours:
 
     def _note_run(self, cause: Cause) -> None:
         v = cause.first
-        position = v.stored_position if v.expected_position is None else v.expected_position
-        family = family_of(v.reasons)
+        position, family = v.position, family_of(v.reasons)
         if position is None or family is None:
             return
         is_own = is_same(v.writer, v.reader)

@@ -98,7 +98,7 @@ def _place_of(v: Violation, recorder: FlightRecorder) -> Place:
         full_slot=v.full_slot,
         prev_slot=v.prev_slot,
         row=v.reader.row if is_its_row else 0,
-        position=v.stored_position if v.expected_position is None else v.expected_position,
+        position=v.position,
         content_written=v.content_written,
         content_now=v.content_now,
         since=since,

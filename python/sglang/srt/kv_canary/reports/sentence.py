@@ -59,7 +59,7 @@ def _at(position: int | None) -> str:
 
 def _reads(e: Evidence) -> str:
     v = e.first
-    where = _at(v.stored_position if v.expected_position is None else v.expected_position)
+    where = _at(v.position)
     if v.tier is not None:
         return f"the canary finds {v.page}{where}"
     if e.is_sweep:

@@ -19,6 +19,7 @@ from .weight_history import WeightVersion, describe_read
 MAX_ORIGIN = 512  # characters of where KV came from in a report
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
 STATE_TIER = "state"  # states of linear-attention layers
+HOST_TIER = "host"
 RUNBOOK = "docs/alarms.md"  # path in the repository; the wheel has no documents
 
 
@@ -80,10 +81,15 @@ class Violation:
     # Weights of writer and reader, if they are the problem
     writer_weights: WeightVersion | None = None
     reader_weights: WeightVersion | None = None
-    # Where the page is: None in the device pool, "host" in host memory, or a storage backend's name; STATE_TIER for a
-    # state of linear-attention layers, whose slots have numbers of their own
+    # Where the page is: None in the device pool, HOST_TIER in host memory, or a storage backend's name; STATE_TIER for
+    # a state of linear-attention layers, whose slots have numbers of their own
     tier: str | None = None
     key: str | None = None  # of the page in the storage backend
+
+    @property
+    def position(self) -> int | None:
+        """Where its reader wants the slot. Without a reader that knows, what the slot says."""
+        return self.stored_position if self.expected_position is None else self.expected_position
 
     @property
     def page(self) -> str:
