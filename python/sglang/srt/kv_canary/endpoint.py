@@ -19,7 +19,8 @@ class Part(IntFlag):
     VERIFY = 1  # the prefixes
     WRITE = 2  # the new tokens
     NUMBER = 4  # HEAD assigns the forward number, TAIL marks the forward done
-    ALL = VERIFY | WRITE | NUMBER
+    NEW_CONTENT = 8  # TAIL: fingerprints of the new tokens' bytes, where WRITE is a part too
+    ALL = VERIFY | WRITE | NUMBER | NEW_CONTENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,13 +299,19 @@ class Twin:
     def check_and_write(self, plan: ForwardPlan, side: Side, part: Part = Part.ALL) -> None:
         self.run("check_and_write", lambda f, group, state: f(plan, group, side, state, part))
 
-    def check_and_write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:
+    def check_and_write_content(
+        self, plan: ForwardPlan, mode: ContentMode, writes: bool = True
+    ) -> None:
         """With a content budget that the group has for itself."""
         budget = self.state.capacities.content_budget_bytes
         (slots,) = content_slots_per_forward((self.group,), mode, budget)
         self.run(
-            "check_and_write_content", lambda f, group, state: f(plan, group, state, mode, slots)
+            "check_and_write_content",
+            lambda f, group, state: f(plan, group, state, mode, slots, writes),
         )
+
+    def write_content(self, plan: ForwardPlan, mode: ContentMode) -> None:
+        self.run("write_content", lambda f, group, state: f(plan, group, state, mode))
 
     def check_list(self, plan: SweepVerifyPlan) -> None:
         self.run("check_list", lambda f, group, state: f(plan, group, state))

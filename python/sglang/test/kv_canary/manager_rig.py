@@ -128,8 +128,13 @@ class ManagerRig:
 
     # Forwards
 
-    def extend(self, row: int, tokens: Sequence[int], fail: bool = False) -> Any:
-        """Prefill `tokens` behind what the row holds; returns the step, whose result is not in yet."""
+    def extend(
+        self, row: int, tokens: Sequence[int], fail: bool = False, begin_step: bool = True
+    ) -> Any:
+        """Prefill `tokens` behind what the row holds; returns the step, whose result is not in yet.
+
+        `begin_step` False: a step has been begun, and the caller ends it.
+        """
         prefix = self.lengths[row]
         slots = self._alloc_extend(row, len(tokens))
         self.rows.req_to_token[row, prefix : prefix + len(tokens)] = slots.int()
@@ -143,7 +148,8 @@ class ManagerRig:
         ):
             setattr(batch, name, torch.tensor([value], dtype=torch.int32, device=self.device))
         batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [prefix], [len(tokens)]
-        step = self._run(batch, slots, fail)
+        run = self._run if begin_step else self._forward
+        step = run(batch, slots, fail)
         self.lengths[row] = prefix + len(tokens)
         return step
 

@@ -55,6 +55,8 @@ _SGLANG = (
 # Those of the canary, where they are called from
 _CANARY = (
     "wiring.scheduler._begin_step",
+    "wiring.scheduler.write_late_content",
+    "wiring.record_sender.await_content",
     "wiring.model_runner.update_anchors",
     "wiring.model_runner.expected_tokens_of",
     "runner.manager.CanaryManager._before_forwards",

@@ -97,6 +97,7 @@ triton_backend.apply_slot_event(SlotEventKind.FREE, listed, strided, state, 16, 
 
 for mode in (ContentMode.ALL, ContentMode.PARTIAL):
     triton_backend.check_and_write_content(decode, group, state, mode, 8)
+    triton_backend.write_content(prefill, group, state, mode)
 triton_backend.content_fingerprint(group.k_content, listed, ContentMode.ALL)
 runs = make_group(200, device=device, content=ContentShape((32, 4), page_size=16, run_slots=4))
 triton_backend.content_fingerprint(runs.k_content, listed, ContentMode.ALL)
@@ -126,6 +127,7 @@ KERNELS = {
     "next_tokens_kernel": 2,
     "strided_kernel": 5,
     "content_kernel": 6,
+    "content_write_kernel": 2,
     "fingerprint_kernel": 3,
     "list_kernel": 2,
     "content_list_kernel": 2,

@@ -285,6 +285,60 @@ def test_sources_of_a_group_share_one_page_table():
         make_sources(LAYOUTS["584 bytes, paged"], SLOTS, device, generator, tables[0])
 
 
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [(layout, ContentMode.ALL) for layout in LAYOUTS]
+    + [(layout, ContentMode.PARTIAL) for layout in CHOOSY],
+)
+def test_new_slots_in_a_launch_of_their_own(layout: str, mode: ContentMode):
+    """The second chunk re-reads the first one. Its own slots are fingerprinted with it, or later."""
+    together, apart = (run(LAYOUTS[layout], mode) for _ in range(2))
+    for twin, pool in (together, apart):
+        chunk = pool.extend({1: 30, 5: 3, 6: 7})
+        for byte in range(LAYOUTS[layout].row_bytes[0]):
+            flip(twin, "K", 0, int(pool.req_to_token[1, 2]), byte)
+        for side in (Side.HEAD, Side.TAIL):
+            twin.check_and_write(chunk, side)
+        twin.check_and_write_content(chunk, mode, writes=twin is together[0])
+        if twin is apart[0]:
+            slots = chunk.write.out_cache_loc
+            assert not twin.kernel_group.k_tail[slots, record.WORD_CONTENT].any()
+            twin.write_content(chunk, mode)
+        assert twin.assert_equal() == 1
+    for name in ("k_tail", "v_tail"):
+        one, other = (getattr(twin.kernel_group, name) for twin, _ in (together, apart))
+        assert torch.equal(one, other)
+    assert torch.equal(*(twin.kernel_state.counters for twin, _ in (together, apart)))
+    for twin, pool in (together, apart):
+        for byte in range(LAYOUTS[layout].row_bytes[0]):
+            flip(twin, "V", 0, int(pool.req_to_token[6, 4]), byte)
+        assert forward(twin, pool.decode([5, 6]), mode) == 2
+
+
+def test_new_slots_that_another_forward_has_written_are_left_alone():
+    """As where a step was launched before the late fingerprints of the one before it."""
+    twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
+    chunk = pool.extend({6: 7})
+    for side in (Side.HEAD, Side.TAIL):
+        twin.check_and_write(chunk, side)
+    forward(twin, pool.decode([1]), ContentMode.ALL)
+    twin.write_content(chunk, ContentMode.ALL)
+    twin.assert_equal()
+    slots = chunk.write.out_cache_loc
+    assert not twin.kernel_group.v_tail[slots, record.WORD_CONTENT].any()
+
+
+@pytest.mark.parametrize("backend", [reference, triton_backend])
+def test_new_slots_of_strided_groups_do_not_come_later(backend):
+    base = make_group(SLOTS)
+    group = make_group(
+        50, halves="K", stride=4, chain_base=base, content=ContentShape((64,)), kind=PoolKind.C4
+    )
+    plan = Pool(kernel_device(), SLOTS, 128, 8).extend({1: 8})
+    with pytest.raises(ValueError, match="stands for 4 tokens"):
+        backend.write_content(plan, group, make_state(), ContentMode.ALL)
+
+
 def test_unarmed_does_nothing():
     twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL)
     for state in (twin.state, twin.kernel_state):

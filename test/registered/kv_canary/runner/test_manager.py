@@ -80,7 +80,7 @@ def test_observers_hear_of_kv_that_arrives() -> None:
     rig = ManagerRig()
     rig.manager.expect_arrivals(page_size=1)
     observer, heard = StepObserver(), []
-    observer.after_arrivals = heard.append
+    observer.after_late_launches = heard.append
     rig.manager.observers.append(observer)
     forward = rig.manager.note_arrivals([Arrival(1, 0, range(20), 0, has_records=False)])
     assert heard == [rig.manager]

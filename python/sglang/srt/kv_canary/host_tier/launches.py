@@ -20,9 +20,9 @@ class Launches(StepObserver):
         self._last: Any | None = None  # event after the last launch; None on the CPU
 
     def after_forwards(self, manager: Observed) -> None:
-        self.after_arrivals(manager)
+        self.after_late_launches(manager)
 
-    def after_arrivals(self, manager: Observed) -> None:
+    def after_late_launches(self, manager: Observed) -> None:
         if manager.state.summary.is_cuda:
             self._last = torch.cuda.Event()
             self._last.record()

@@ -39,6 +39,15 @@ def content_unit(sources: tuple[ContentSource, ...]) -> int:
     return 4 if all(p % 4 == 0 for part in parts for p in part) else 1
 
 
+def refuse_strided(group: CanaryBufferGroup) -> None:
+    """Raises ValueError for a group whose slots stand for several tokens."""
+    if group.stride != 1:
+        raise ValueError(
+            f"kv-canary: a slot of {group.kind.value} stands for {group.stride} tokens; expected a group with a slot "
+            "for each token"
+        )
+
+
 def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
     """Bytes that one content check of a slot takes from the budget, over all halves."""
     sources = group.k_content + group.v_content

@@ -86,8 +86,19 @@ class Launcher:
         self.backend.check_and_write(plan, group, side, self.state, part)
         writes_tail = side is Side.TAIL and Part.WRITE in part
         if writes_tail and self.content_mode is not ContentMode.NONE:
-            slots = self._content_slots[id(group)]
-            self.backend.check_and_write_content(plan, group, self.state, self.content_mode, slots)
+            slots, writes = self._content_slots[id(group)], Part.NEW_CONTENT in part
+            if writes or plan.may_have_prefixes:
+                self.backend.check_and_write_content(
+                    plan, group, self.state, self.content_mode, slots, writes
+                )
+
+    def write_content(self, plan: ForwardPlan) -> None:
+        """Part.NEW_CONTENT of `plan`, for launches of TAIL that left it out. Nothing else may have been launched since.
+
+        Raises ValueError for strided groups.
+        """
+        for group in self.groups:
+            self.backend.write_content(plan, group, self.state, self.content_mode)
 
     def check_list(self, plan: SweepVerifyPlan, group: CanaryBufferGroup) -> None:
         self.backend.check_list(plan, group, self.state)

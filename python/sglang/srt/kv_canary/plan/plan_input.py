@@ -70,6 +70,7 @@ class ForwardPlan:
     expected: ExpectedTokens | None = None
     # Accepted drafts by which a row may have grown since its last forward, if the accepted tokens were not noted
     row_growth: int = 0
+    may_have_prefixes: bool = True  # False: the host knows that no request has one
     # What a backend makes of the plan once for all of its launches
     prepared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -282,7 +283,9 @@ class PlanInput:
             scratch,
         )
         growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
-        return ForwardPlan(verify, write, self.req_to_token, expected, growth)
+        prefixes = None if ext_lens is None else getattr(fb, "extend_prefix_lens_cpu", None)
+        may_have = prefixes is None or any(prefixes)
+        return ForwardPlan(verify, write, self.req_to_token, expected, growth, may_have)
 
 
 def _named(names: PageTable | None, locations: torch.Tensor | None) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from ..reports.internal_errors import InternalErrors
 from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
-from ..single_forward_manager import SingleForwardManager
+from ..single_forward_manager import LateContent, SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
 from .brackets import ModelForward, OutsideGraph
@@ -151,11 +151,12 @@ class CanaryManager:
         # Whether forwards are bracketed. Always, unless records are out of date. Captures always are.
         self.checking = True
         self.radix_cache: Any | None = None
+        self.late_content = LateContent(self.launcher)
         self._single_forwards = _SingleForwards(identity.role)
         for i in range(num_single_forwards):
             plan = plan_input.at_inner_step(i)
             self._single_forwards[i] = SingleForwardManager(
-                self.launcher, plan, self._note_launch, lambda: self.armed
+                self.launcher, plan, self._note_launch, lambda: self.armed, self.late_content
             )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts
@@ -322,6 +323,21 @@ class CanaryManager:
                 if not self.errors.contain(error, self.launcher.note_next_tokens):
                     raise
 
+    def write_late_content(self) -> torch.cuda.Event | None:
+        """Write fingerprints that a long prefill left for later, on the current stream: that of the forwards.
+
+        Returns an event after them; None if there are none, or on a CPU.
+        """
+        if self.late_content.due is None or not self.attempt(self.late_content.write):
+            return None
+        self.owes_copy = True
+        self._tell_observers("after_late_launches", self)
+        if not self.state.summary.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     def expect_arrivals(self, page_size: int) -> None:
         """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
         launcher = ArrivalLauncher.unbudgeted(
@@ -371,7 +387,7 @@ class CanaryManager:
         if awaited:
             self.arrivals.await_findings(forward, self._first_awaited(arrivals[0]))
             self._start_copy(at_once=True)
-        self._tell_observers("after_arrivals", self)
+        self._tell_observers("after_late_launches", self)
         return forward
 
     def completion(self) -> Callable[[], bool]:
@@ -446,6 +462,7 @@ class CanaryManager:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
+            self.late_content.forget()
             for single in self._single_forwards.values():
                 single.abandon()
             # The device assigns the number again. Waiting is fine here: an exception is not a hot path.
@@ -466,6 +483,8 @@ class CanaryManager:
         if self._blind:
             self._timed_attempt(self._check_again_if_possible)
             self._remind_of_blindness()
+        if self.late_content.due is not None:  # the step before has raised after its forward
+            self._timed_attempt(self.late_content.write)
         if self.ledger.may_apply or self.arrivals is not None:
             self._apply_events()
         if self._has_new_weights:
@@ -597,6 +616,7 @@ class CanaryManager:
         was_blind, self._blind, self.armed = self._blind, True, False
         self.checking = self._capturing
         self.ledger.forget()
+        self.late_content.forget()
         for single in self._single_forwards.values():
             single.abandon()
         if not was_blind:

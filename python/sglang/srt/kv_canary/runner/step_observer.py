@@ -103,8 +103,8 @@ class StepObserver:
         `copy_every_s`.
         """
 
-    def after_arrivals(self, manager: Observed) -> None:
-        """After the check of KV that arrived was launched, on the forward stream."""
+    def after_late_launches(self, manager: Observed) -> None:
+        """After launches between forwards, on the forward stream: the check of KV that arrived, late fingerprints."""
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         """A copy of the counters arrived, with new violations, or awaited, or `copy_every_s` after the last one."""

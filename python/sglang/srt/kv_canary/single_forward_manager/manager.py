@@ -12,6 +12,7 @@ from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoi
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
 from .graph_branch import GraphBranch
+from .late_content import LateContent
 from .phases import Phase, PhaseTracker
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class SingleForwardManager:
     """Phases and launches of one forward (of one inner step, for draft models).
 
     `on_launch(mode)` is called once for each numbered forward whose launches really run, not for captures.
-    `is_armed()` says whether forwards are checked yet.
+    `is_armed()` says whether forwards are checked yet. `late_content` may leave a part of TAIL for later.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class SingleForwardManager:
         plan_input: PlanInput,
         on_launch: Callable[[str], object],
         is_armed: Callable[[], bool],
+        late_content: LateContent,
     ) -> None:
         self._launcher = launcher
         self._plan_input = plan_input
         self._is_numbered = plan_input.numbers_forwards
         self._on_launch = on_launch
         self._is_armed = is_armed
+        self._late_content = late_content
         self._phases = PhaseTracker()
         self._plan: ForwardPlan | None = None
         self._expected: ExpectedTokens | None = None
@@ -91,7 +94,10 @@ class SingleForwardManager:
         if plan is None:
             return
         self._branch.join()
-        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, Part.ALL & ~self._beside)
+        part = Part.ALL & ~self._beside
+        if self._late_content.open and not is_capturing() and self._late_content.take(plan):
+            part &= ~Part.NEW_CONTENT
+        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
 
     def note_replay(self, mode: str) -> None:
         """A graph with this forward's launches is replayed."""

@@ -21,6 +21,7 @@ from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .context import context
+from .late_content import await_content
 
 __all__ = ["TRANSFERS", "Arrive", "RecordSender", "Sides", "at_once", "wrap_method"]
 
@@ -137,6 +138,7 @@ class RecordSender:
         if peer.bases is None or name in self._broken or not len(source_pages):
             return None
         bases = peer.bases[kind]
+        await_content()
         described = HOST.describe_pages(
             source_pages, target_pages, bases, self._page_bytes, peer.devices
         )

@@ -14,6 +14,7 @@ from .context import context
 from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
+from .late_content import content_may_wait, note_result, write_late_content
 from .process_identity import process_identity
 from .question_desk import install_question_desk
 from .releases import release
@@ -30,11 +31,17 @@ def _around_run_batch(
 ) -> Any:
     if not context.active:
         return original(scheduler, batch, *a, **k)
-    step = attempt(_begin_step, batch)
+    step, late = attempt(_begin_step, batch), context.late_content
     try:
+        if late is not None:
+            late.open = True
         result = original(scheduler, batch, *a, **k)
     finally:
+        if late is not None:
+            late.open = False
         attempt(_end_step)
+    if late is not None and late.due is not None:
+        attempt(write_late_content, scheduler, batch)
     if step is not None:
         # The result cannot carry the step: under pipeline parallelism another result comes back.
         context.launched[batch.forward_iter] = step
@@ -64,6 +71,8 @@ def _around_process_result(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **k: Any
 ) -> Any:
     if context.active:
+        if context.late_contents:
+            note_result(batch)
         attempt(_result_arrived, batch)
     returned = original(scheduler, batch, result, *a, **k)
     for manager in context.managers:
@@ -165,6 +174,8 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         if description["role"] == "target":
             set_active_summary(description)
     if context.active:
+        if scheduler.enable_overlap and content_may_wait(release().settled(scheduler.server_args)):
+            context.late_content = context.target.late_content
         install_farewell()
         install_question_desk(scheduler.server_args)
 

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .arrivals import adopt_records
-from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
+from .content import (
+    check_and_write_content,
+    check_list_content,
+    content_fingerprint,
+    prepare,
+    write_content,
+)
 from .forward import check_and_write
 from .next_tokens import note_next_tokens
 from .slots import apply_slot_event, apply_slot_runs, copy_records
@@ -28,6 +34,7 @@ __all__ = [
     "finish_compiling",
     "note_next_tokens",
     "prepare",
+    "write_content",
 ]
 
 

@@ -14,7 +14,7 @@ from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
-from ..layout import content_unit, slots_between_visits, turn_of
+from ..layout import content_unit, refuse_strided, slots_between_visits, turn_of
 from . import hashing
 from .hashing import Words
 from .host import array, within
@@ -98,20 +98,48 @@ def check_and_write_content(
     state: CanaryDeviceState,
     mode: ContentMode,
     budget_slots: int,
+    writes: bool = True,
 ) -> None:
     """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
 
-    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up.
+    k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up. Without
+    `writes` the new slots are left to `write_content`.
     """
-    forward = int(state.summary[Header.FORWARD_DONE])
-    if not int(state.summary[Header.ARMED]):
+    launch = _launch_of(plan, group, state)
+    if launch is None:
         return
-    launch = Launch(plan, group, Side.TAIL, state, forward, requests_of(plan, group.window))
     reads = _rotating_slots(launch.in_slots(), budget_slots)
     for half in group.halves:
         if group.content(half):
             _compare(group, half, reads, launch.report(half), mode)
+            if writes:
+                _write(launch, half, mode)
+
+
+def write_content(
+    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState, mode: ContentMode
+) -> None:
+    """Fingerprint the new slots of the last forward.
+
+    Raises ValueError for strided groups: which of their slots a forward completes is worked out with its prefixes.
+    """
+    refuse_strided(group)
+    launch = _launch_of(plan, group, state)
+    if launch is None:
+        return
+    for half in group.halves:
+        if group.content(half):
             _write(launch, half, mode)
+
+
+def _launch_of(
+    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState
+) -> Launch | None:
+    """None: forwards are not checked."""
+    if not int(state.summary[Header.ARMED]):
+        return None
+    forward = int(state.summary[Header.FORWARD_DONE])
+    return Launch(plan, group, Side.TAIL, state, forward, requests_of(plan, group.window))
 
 
 def _write(launch: Launch, half: str, mode: ContentMode) -> None:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from .arrivals import adopt_records
 from .compile_ahead import AHEAD
-from .content import check_and_write_content, check_list_content, content_fingerprint, prepare
+from .content import (
+    check_and_write_content,
+    check_list_content,
+    content_fingerprint,
+    prepare,
+    write_content,
+)
 from .forward import check_and_write
 from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
@@ -41,6 +47,7 @@ __all__ = [
     "finish_compiling",
     "note_next_tokens",
     "prepare",
+    "write_content",
 ]
 
 settle_cache_keys()

@@ -262,6 +262,70 @@ def content_kernel(
         count(report, 1, CONTENT_WRITTEN, second_written)
 
 
+@jit(do_not_specialize=CONTENT_INTEGERS, do_not_specialize_on_alignment=["out_cache_loc"])
+def content_write_kernel(
+    summary,
+    ring,
+    out_cache_loc,
+    lut,
+    records,
+    second_records,
+    table,
+    page_table,
+    num_tokens,
+    full_limit,
+    num_slots,
+    page_limit,
+    capacity,
+    tag,
+    first_size,
+    second_size,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """The new slots of content_kernel alone, in 56 registers instead of 96 (sm_90): more programs fit on an SM."""
+    HALVES: tl.constexpr = 1 if second_records is None else 2
+    forward = tl.load(summary + FORWARD_DONE)
+    armed = tl.load(summary + ARMED) != 0
+    space = Space(lut, full_limit, num_slots, 1)
+    report = Report(summary, ring, capacity, tag, forward)
+    offset = half_offset(records, second_records)
+    lane = tl.arange(0, SLOTS)
+    pieces = (num_tokens + (SLOTS - 1)) // SLOTS
+    items = tl.where(armed, pieces * HALVES, 0)
+    written = tl.full([], 0, tl.int32)
+    second_written = tl.full([], 0, tl.int32)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        half = item % HALVES
+        token = (item // HALVES) * SLOTS + lane
+        full = tl.load(out_cache_loc + token, mask=token < num_tokens, other=0).to(tl.int64)
+        slots, reasons = translate(space, full)
+        size = tl.where(half == 0, first_size, second_size)
+        places, usable = locate(Pages(page_table, page_limit), slots, reasons == 0, PAGE_SIZE)
+        read = _read(records + half * offset, slots, usable)
+        now = fingerprint(
+            Sources(table + half * first_size * TABLE_COLUMNS, size),
+            slots,
+            places,
+            read.usable,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        fresh = _write(forward, read, now)
+        written += tl.where(half == 0, fresh, 0)
+        second_written += tl.where(half == 0, 0, fresh)
+    if written > 0:
+        count(report, 0, CONTENT_WRITTEN, written)
+    if second_written > 0:
+        count(report, 1, CONTENT_WRITTEN, second_written)
+
+
 @jit(do_not_specialize=CONTENT_INTEGERS, do_not_specialize_on_alignment=["slot_list"])
 def content_list_kernel(
     summary,
