@@ -187,6 +187,7 @@ class TestMHAFaults(FaultCases):
         done = {"slots": [10], "request_ids": ["guilty"], "rows": []}
         innocent = {"request_id": "innocent", "row": 2}
         event = {"slot": 11, "full_slot": 11, "prev_slot": 9, "reader": innocent}
+        event["tag"] = "TAIL_K_FULL"
         assert not is_explained(event, done)
         assert is_explained({**event, "prev_slot": 10}, done)
         assert is_explained({**event, "reader": {"request_id": "guilty", "row": 1}}, done)

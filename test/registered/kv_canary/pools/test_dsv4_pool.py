@@ -23,6 +23,7 @@ from sglang_kv_canary.pool_patcher.adapters.dsv4 import STRIDES
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
 
@@ -383,6 +384,42 @@ def test_damage_in_a_cached_prefix_is_found_with_no_request(device, kind) -> Non
     tag, stride = f"SWEEP_K_{kind.value}", STRIDES[kind]
     seen = {(v.tag, *v.reasons, v.stored_position) for v in rig.reported}
     assert seen == {(tag, "CONTENT", 383), (tag, "CHAIN", 255), (tag, "CHAIN", 255 + stride)}
+    for v in rig.reported:  # the first of the full slots, as a forward reports it
+        assert v.full_slot == rig.slot(1, v.stored_position - stride + 1)
+
+
+@pytest.mark.parametrize("kind", COMPRESSED, ids=lambda kind: kind.value)
+def test_a_forward_and_the_sweep_that_find_the_same_damage_name_one_place(device, kind) -> None:
+    rig, sweep = swept(device)
+    full = rig.slot(1, 384 - STRIDES[kind])
+    bytes_of(rig.group(kind).k_content[0], rig.slot_of(kind, 1, 383))[0] ^= 1
+    rig.decode([1])
+    one_pass(rig, sweep)
+    rig.settle()
+    sides = {v.tag.split("_")[0]: (v.slot, v.full_slot, v.reasons) for v in rig.reported}
+    slot = full // STRIDES[kind]
+    assert sides == dict.fromkeys(("TAIL", "SWEEP"), (slot, full, ("CONTENT",)))
+    assert rig.manager.violations._reporter.causes == 1
+    done = {"slots": [full + 1], "request_ids": [], "rows": []}
+    events = [v.as_event() for v in rig.reported]
+    assert all(is_explained(event, done) for event in events)
+    others = {"slots": [slot, full + STRIDES[kind]], "request_ids": [], "rows": []}
+    assert not any(is_explained(event, others) for event in events)
+
+
+def test_the_sweep_does_not_take_swa_slots_for_full_slots(device, caplog) -> None:
+    rig, sweep = swept(device)
+    tokens = list(range(3000, 3000 + 4 * PAGE))  # the last of the four gets the evicted SWA page
+    rig.extend(2, tokens)
+    slots = rig.rows.req_to_token[2, : len(tokens)].long()
+    rig.manager.radix_cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+    slot = rig.slot_of(SWA, 2, 900)
+    assert slot != rig.slot(2, 900)
+    bytes_of(rig.group(SWA).k_content[0], slot)[0] ^= 1
+    one_pass(rig, sweep)
+    one_pass(rig, sweep)  # the pass before may have been past it
+    assert {(v.tag, v.slot, v.full_slot) for v in rig.settle()} == {("SWEEP_K_SWA", slot, None)}
+    assert f"SWA slot {slot} is that of full slot {rig.slot(2, 900)}" in caplog.text
 
 
 if __name__ == "__main__":

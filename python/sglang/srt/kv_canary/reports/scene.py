@@ -224,7 +224,8 @@ class Scene:
             lines.append(("also in", text))
         if self.other_full_slots:
             text = ", ".join(map(str, self.other_full_slots))
-            lines.append(("mapping", f"SWA slot {self.slot} is also that of full slot {text}"))
+            also = "also " if self.row else ""  # a sweep comes from no full slot
+            lines.append(("mapping", f"SWA slot {self.slot} is {also}that of full slot {text}"))
         if self.mapping is not None:
             lines.append(("mapping", self.mapping.text()))
         if self.same_content:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -189,6 +189,19 @@ def tag_name(tag_id: int, reasons: int) -> str:
     return free_tag_name(tag.kind) if reasons & Reason.DOUBLE_FREE else tag.name
 
 
+def _full_slot_of(values: Mapping[Column, int]) -> int | None:
+    """As a request's row holds it; of a slot that stands for several tokens, the first one's.
+
+    A sweep lists slots in the pool's own slot space. Which full slots are mapped to a SWA slot is not in its list.
+    """
+    full, tag = _known(values[Column.FULL_SLOT]), CanaryLaunchTag.from_id(values[Column.TAG])
+    if full is None or tag.side is not Side.SWEEP:
+        return full
+    if tag.kind is PoolKind.SWA:  # a number that no mapping has is listed as it is
+        return full if _known(values[Column.SLOT]) is None else None
+    return full * tag.kind.stride
+
+
 def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
     """The violation of one ring row, int64[len(Column)] on the host."""
     values = dict(zip(Column, row.tolist(), strict=True))
@@ -223,7 +236,7 @@ def decode_row(row: np.ndarray, recorder: FlightRecorder) -> Violation:
         tag=tag_name(values[Column.TAG], values[Column.REASONS]),
         reasons=reason_names(values[Column.REASONS]),
         slot=_known(values[Column.SLOT]),
-        full_slot=_known(values[Column.FULL_SLOT]),
+        full_slot=_full_slot_of(values),
         prev_slot=_known(values[Column.PREV_SLOT]),
         expected_position=expected,
         stored_position=stored,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from ..buffer_group import Side
+from ..endpoint import CanaryLaunchTag
 from ..reports.violation import Violation, render
 from .mode_config import MODES
 from .serving import Asked, CanaryServer, Injection, Serving
@@ -17,13 +18,15 @@ T = TypeVar("T")
 def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
     """Whether an injected fault explains a violation: by its slots, its requests, its rows, or the next slot.
 
-    `done` is the answer to the injection. The slot after a damaged one continues an unknown chain, so reporting it is
-    correct.
+    `done` is the answer to the injection; its slots are full ones. The slot after a damaged one continues an unknown
+    chain, so reporting it is correct.
     """
-    slots = {event["slot"], event["full_slot"], event["prev_slot"]} - {None}
+    stride = CanaryLaunchTag.kind_of(event["tag"]).stride
+    damaged = {slot // stride for slot in done["slots"]}
     reader = event["reader"]
     return bool(
-        slots & set(done["slots"])
+        {event["slot"], event["prev_slot"]} & damaged
+        or event["full_slot"] in done["slots"]
         or reader["request_id"] in done["request_ids"]
         or reader["row"] in done["rows"]
     )
