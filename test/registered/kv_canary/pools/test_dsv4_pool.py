@@ -164,6 +164,17 @@ def test_a_flipped_byte(device, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", COMPRESSED, ids=lambda kind: kind.value)
+def test_the_entry_of_a_compressed_slot_is_not_another_one(device, kind, caplog) -> None:
+    """It is found at its last token's position, through the entry of its first token."""
+    rig = served(device)
+    bytes_of(rig.group(kind).k_content[0], rig.slot_of(kind, 1, LAST[kind]))[0] ^= 1
+    rig.decode([1, 2])
+    rig.settle()
+    assert f"CONTENT at TAIL_K_{kind.value}" in caplog.text
+    assert "also in" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", COMPRESSED, ids=lambda kind: kind.value)
 def test_clean_twin_bytes_of_a_slot_that_is_not_complete_yet(device, kind) -> None:
     rig = served(device)  # 303 tokens: the slot of the last ones is open
     assert rig.lengths[1] % rig.group(kind).stride

@@ -67,7 +67,7 @@ class PendingScene:
             records=tuple((name, _records_of(parts[name])) for name in names),
             bytes=tuple((half, tuple(_hex(row) for row in shown[half])) for half in shown),
             holders=_records_of(parts["holders"]),
-            other_entries=tuple(_others(parts["other_entries"], place))[:MAX_LISTED],
+            other_entries=tuple(_others(parts["other_entries"], place, self.group))[:MAX_LISTED],
             other_full_slots=tuple(_listed(parts["other_full_slots"], place.full_slot)),
             same_content=tuple(_listed(parts["same_content"], place.slot)),
             diverges=_divergence(parts["divergence"]),
@@ -209,10 +209,12 @@ def _cached_at(cached: CachedSlots, index: int, position: int) -> CachedAt:
     return CachedAt(position, span.node, first, first + span.length - 1, span.locks)
 
 
-def _others(values: list[int], place: Place) -> Iterator[tuple[int, int]]:
+def _others(values: list[int], place: Place, group: CanaryBufferGroup) -> Iterator[tuple[int, int]]:
     """The pairs of (row, position) other than the reader's own."""
+    last, stride = place.position, group.stride
+    own = place.row, None if last is None else last // stride * stride
     for pair in zip(values[::2], values[1::2], strict=True):
-        if pair[1] >= 0 and pair != (place.row, place.position):
+        if pair[1] >= 0 and pair != own:
             yield pair
 
 
