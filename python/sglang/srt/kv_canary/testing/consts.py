@@ -43,6 +43,10 @@ LONG_ANSWER = 80
 # concurrent requests take 12, so 40 run full: states leave the cache and their slots are used again.
 STATE_SLOTS = 40
 
+# DeepSeek-V3.2: pages of 64 tokens. 12 concurrent requests hold 12 * 4 of them on average and 12 * 7 at most, so 48
+# pages run full.
+NSA_POOL_SLOTS = 48 * 64
+
 # DeepSeek-V4: pages of 256 tokens and a window of 128, both fixed by the model. A family's prefix has up to 700 tokens.
 # A turn adds up to 200, and an answer has 12 or 160: at most 700 + 3 * (200 + 160) = 1780 tokens, within 2048, and 4
 # pages on average. `_evict_swa` frees SWA pages below n - 128 - 256, rounded down to a page. So a request of more than

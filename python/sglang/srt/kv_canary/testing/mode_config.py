@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .fill_ins import (
 )
 from .tiny_models import (
     write_short_deepseek_v4,
+    write_short_deepseek_v32,
     write_tiny_deepseek_v2,
     write_tiny_gemma4,
     write_tiny_lfm2,
@@ -72,6 +73,15 @@ DSV4_ENV = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     # Otherwise a C++ extension is built with torch's headers, for one product.
     "SGLANG_OPT_BF16_FP32_GEMM_ALGO": "torch",
+}
+# What DeepSeek-V3.2 would compile although it holds no KV, and kernels that some builds of SGLang's are without.
+NSA_ENV = {
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+    "SGLANG_IS_FLASHINFER_AVAILABLE": "false",  # it would compile a LayerNorm
+    "TORCHDYNAMO_DISABLE": "1",
+    # Otherwise prompts of up to 2,048 tokens are prefilled densely, by FlashAttention 3.
+    "SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
 }
 
 MODES: dict[str, ModeConfig] = {
@@ -162,18 +172,45 @@ MODES: dict[str, ModeConfig] = {
         cuda_args={"device": "cuda", "dtype": "bfloat16", "cuda_graph_bs": [1, 2, 4, 8]},
         env=DSV4_ENV,
     ),
+    # Needs a GPU: see why_nsa_cannot_be_served. SGLang chooses attention and its pages, of 64 tokens.
+    "nsa": ModeConfig(
+        name="nsa",
+        write_model=write_short_deepseek_v32,
+        pools=("FULL", "INDEXER"),
+        halves=("K",),
+        server_args={**_COMMON, "max_total_tokens": consts.NSA_POOL_SLOTS},
+        cuda_args={
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "kv_cache_dtype": "bfloat16",
+            "nsa_prefill_backend": "flashmla_sparse",  # the default of sm_90
+            "nsa_decode_backend": "flashmla_sparse",  # the default is FlashAttention 3
+            "cuda_graph_bs": [2, 4, 8, 16],
+        },
+        env=NSA_ENV,
+    ),
 }
 
 
 def why_dsv4_cannot_be_served() -> str:
     """What this machine lacks for the mode `dsv4`. "" if nothing is known to be missing."""
+    # Imported by deepseek_v4_backend and mhc.
+    return _why_not("DeepSeek-V4", ("flash_mla", "deep_gemm", "tilelang"))
+
+
+def why_nsa_cannot_be_served() -> str:
+    """What this machine lacks for the mode `nsa`. "" if nothing is known to be missing."""
+    # Imported by nsa_indexer and nsa_backend.
+    return _why_not("DeepSeek-V3.2", ("deep_gemm", "sgl_kernel.flashmla_ops"))
+
+
+def _why_not(model: str, modules: Sequence[str]) -> str:
     if not torch.cuda.is_available():
-        return "DeepSeek-V4 needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
+        return f"{model} needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
     if torch.cuda.get_device_capability() < (9, 0):
-        return f"DeepSeek-V4's kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
-    modules = ("flash_mla", "deep_gemm", "tilelang")  # imported by deepseek_v4_backend and mhc
+        return f"{model}'s kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    return f"DeepSeek-V4 needs the modules {', '.join(missing)}, not installed" if missing else ""
+    return f"{model} needs the modules {', '.join(missing)}, not installed" if missing else ""
 
 
 def server_args_of(mode: ModeConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .tiny_tokenizer import (
 
 __all__ = [
     "tiny_llama_weights",
+    "write_short_deepseek_v32",
     "write_tiny_deepseek_v2",
     "write_tiny_deepseek_v2_with_experts",
     "write_tiny_gemma3_with_images",
@@ -361,6 +362,59 @@ SHORT_DEEPSEEK_V4: dict[str, Any] = {
 }
 
 
+# DeepSeek-V3.2 with the head shapes that its kernels are compiled for. A prompt of 2,048 tokens is selected whole.
+SHORT_DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 0,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 512,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
 def write_tiny_llama(folder: str | Path) -> str:
     """Write the config of a 2-layer Llama (MHA pool, 2 KV heads of 16) into `folder`; returns the path.
 
@@ -473,6 +527,11 @@ def write_tiny_deepseek_v2_with_experts(folder: str | Path) -> str:
 def write_short_deepseek_v4(folder: str | Path) -> str:
     """Write the config of a 4-layer DeepSeek-V4 of the real widths into `folder`: SWA, c4, c128 and indexer rows."""
     return _write(folder, SHORT_DEEPSEEK_V4)
+
+
+def write_short_deepseek_v32(folder: str | Path) -> str:
+    """Write the config of a 2-layer dense DeepSeek-V3.2 into `folder`: latent rows, and keys of the indexer."""
+    return _write(folder, SHORT_DEEPSEEK_V32)
 
 
 def _write(folder: str | Path, config: dict[str, Any]) -> str:

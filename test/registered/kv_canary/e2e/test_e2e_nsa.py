@@ -1,0 +1,104 @@
+"""DeepSeek-V3.2 on a real server, whose indexer keeps keys beside the latent rows: clean, and faults are caught."""
+
+import sys
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.fault_cases import (
+    DECODE,
+    Case,
+    FaultCases,
+    content_cases,
+    record_cases,
+    tags,
+)
+from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
+from sglang_kv_canary.testing.traffic import TrafficShape
+
+register_cuda_ci(est_time=300, suite="stage-b-test-1-gpu-large")
+
+MISSING = why_nsa_cannot_be_served()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+REQUESTS = 150
+KINDS = ("FULL", "INDEXER")
+HEAD, BOTH = tags("HEAD", "K", *KINDS), tags("HEAD TAIL", "K", *KINDS)
+
+CASES = [
+    *[c for kind in KINDS for c in content_cases(kind, "K", layers=2)],
+    *[c for kind in KINDS for c in record_cases(kind, "K")],
+    Case("other_requests_slot", "CHAIN", BOTH, DECODE),
+    Case("padding_slot", "UNMAPPED_SLOT", BOTH, DECODE),
+    Case("never_written_slot", "NEVER_WRITTEN", BOTH, DECODE),
+    Case("free_live_slot", "USE_AFTER_FREE", BOTH, DECODE),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, {"mode": "EXTEND", "min_prefix": 0}),
+    Case("wrong_token", "WRITE_TOKEN", HEAD, DECODE),
+]
+
+# Rows of FP8 values and their scales, which every attention kernel reads through an index
+MODES["nsa_fp8"] = replace(
+    MODES["nsa"],
+    name="nsa_fp8",
+    cuda_args={
+        **MODES["nsa"].cuda_args,
+        "kv_cache_dtype": "fp8_e4m3",
+        "nsa_prefill_backend": "flashmla_kv",
+        "nsa_decode_backend": "flashmla_kv",
+    },
+)
+
+
+class TestNSARaise(CanaryE2EBase):
+    """SGLang's defaults: overlap scheduling, chunked prefill, radix cache, decode graphs."""
+
+    mode_name = "nsa"
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+    env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
+
+    def test_clean(self) -> None:
+        report = self.serve(TrafficShape(REQUESTS, seed=8))
+        assert (report.requests, report.flushes) == (REQUESTS, 3)
+        self.assert_no_violations()
+        counters = self.settle()
+        assert {*counters} == {*BOTH, *tags("SWEEP", "K", *KINDS)}
+        for tag in BOTH:
+            assert counters[tag]["checked"] == counters[tag]["eligible"] > 100 * REQUESTS, tag
+            assert counters[tag]["written"] > 30 * REQUESTS, tag
+        for tag in tags("TAIL SWEEP", "K", *KINDS):
+            assert counters[tag]["content_checked"] > 1000, tag
+
+
+class TestNSAFaults(FaultCases):
+    """Without overlap."""
+
+    mode_name = "nsa"
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "disable_overlap_schedule": True,
+    }
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_fault(self, case: Case) -> None:
+        self.run_case(case, f"{case}-{CASES.index(case)}")
+
+    def test_clean_without_overlap(self) -> None:
+        report = self.serve(TrafficShape(50, seed=9, flushes=1, name="clean"))
+        assert report.requests == 50
+        self.assert_no_violations()
+
+
+class TestFP8Rows(TestNSARaise):
+    mode_name = "nsa_fp8"
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

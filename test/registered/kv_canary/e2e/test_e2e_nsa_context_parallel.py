@@ -1,0 +1,114 @@
+"""Prefill context parallelism of NSA: the ranks compute every second token of a prompt, and store the rows of all."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cuda_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
+from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+
+register_cuda_ci(est_time=300, suite="stage-b-test-2-gpu-large")
+
+MISSING = why_nsa_cannot_be_served()
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU"),
+]
+
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "64"))
+RANKS = (0, 1)
+KINDS = ("FULL", "INDEXER")
+_NSA = MODES["nsa"]
+MODES["nsa_cp"] = replace(
+    _NSA,
+    name="nsa_cp",
+    server_args={
+        **_NSA.server_args,
+        "tp_size": len(RANKS),
+        "enable_nsa_prefill_context_parallel": True,
+        "nsa_prefill_cp_mode": "round-robin-split",  # the other way to split needs DeepEP
+        # More kernels to compile at start-up
+        "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+    },
+)
+
+
+class OnRanks(CanaryE2EBase):
+    mode_name: ClassVar = "nsa_cp"
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
+    }
+
+    def counters_of(self, rank: int) -> dict[str, Any]:
+        return self.serving.send("counters", rank).answer()["counters"]
+
+
+class TestRaise(OnRanks):
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+
+    def test_clean_and_every_row_is_on_each_rank(self) -> None:
+        report = self.serve(TrafficShape(REQUESTS, seed=41, flushes=1))
+        assert report.requests == REQUESTS
+        self.assert_no_violations()
+        self.assert_healthy()
+        of_ranks = [self.counters_of(rank) for rank in RANKS]
+        for tag in (f"{side}_K_{kind}" for side in ("HEAD", "TAIL") for kind in KINDS):
+            for counters in of_ranks:
+                assert counters[tag]["checked"] == counters[tag]["eligible"] > 0, tag
+            first, second = (counters[tag]["written"] for counters in of_ranks)
+            assert first == second > 30 * REQUESTS, tag
+
+
+class TestFaults(OnRanks):
+    flags: ClassVar = {
+        "kv_canary": "log",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+    }
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("computed_by", RANKS)
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_damage_of_a_prefill_is_found_on_its_rank(
+        self, rank: int, computed_by: int, kind: str
+    ) -> None:
+        """The prompt is prefilled in two chunks. Rank 1 computes the odd positions of the first one."""
+        place = {"kind": kind, "source": 1, "position": 30 + computed_by}
+        fault = self.inject("flip_bytes", rank, mode="EXTEND", **place)
+        prompt = random_tokens(random.Random(f"{rank}{computed_by}{kind}"), 100)
+        self.generate(f"prefill-{rank}-{computed_by}-{kind}", prompt, 8)
+        self.assert_found(rank, kind, fault.answer())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_damage_of_a_decode_is_found_on_its_rank(self, rank: int, kind: str) -> None:
+        fault = self.inject("flip_bytes", rank, kind=kind, mode="DECODE", min_prefix=50)
+        rng = random.Random(f"{rank}{kind}")
+        self.generate_together(
+            [(f"decode-{rank}-{kind}-{i}", random_tokens(rng, 50), 12) for i in range(3)]
+        )
+        self.assert_found(rank, kind, fault.answer())
+
+    def assert_found(self, rank: int, kind: str, done: dict[str, Any]) -> None:
+        assert self.reported_in_forwards("CONTENT") == {f"TAIL_K_{kind}"}
+        assert {event["rank"] for event in self.violations()} == {rank}
+        self.assert_all_explained(done)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
