@@ -21,6 +21,7 @@ __all__ = [
     "IN_RUNNER",
     "context_parallel_flags",
     "context_parallel_on_torch_native",
+    "exchange_without_a_gpu",
 ]
 
 # Whether SGLang's own attention over parts runs here. Some builds of its kernels are without it.
@@ -58,11 +59,17 @@ def context_parallel_on_torch_native() -> None:
     """`--attn-cp-size` with torch_native. On GPUs NCCL exchanges the parts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(f"{backend}.forward_extend", _extend_part, HookType.AROUND)
-    if torch.cuda.is_available():
-        return
+    if not torch.cuda.is_available():
+        exchange_without_a_gpu()
+
+
+def exchange_without_a_gpu() -> None:
+    """The ranks exchange parts through torch's process groups."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     torch.cuda.current_stream = lambda *_: None
     gather = "all_gather_into_tensor" if _is_newer() else "cp_all_gather_into_tensor_async"
     HookRegistry.register(f"{group}.{gather}", _all_gather, HookType.REPLACE)

@@ -191,12 +191,19 @@ def _allocator_kernels(device: str) -> Iterator[None]:
 
     names = ("alloc_extend_kernel", "alloc_decode_kernel")
     kernels = [getattr(module, name) for name in names]
-    module.alloc_extend_kernel, module.alloc_decode_kernel = _Extend(), _Decode()
+    use_torch_allocator()
     try:
         yield
     finally:
         for name, kernel in zip(names, kernels, strict=True):
             setattr(module, name, kernel)
+
+
+def use_torch_allocator() -> None:
+    """From now on. The kernels' own signatures stay."""
+    from sglang.srt.mem_cache import allocator as module
+
+    module.alloc_extend_kernel, module.alloc_decode_kernel = _Extend(), _Decode()
 
 
 class _Extend:

@@ -1,4 +1,7 @@
-"""Prefill context parallelism of NSA: the ranks compute every second token of a prompt, and store the rows of all."""
+"""Prefill context parallelism of NSA: each rank computes every second token of a prompt, and stores the rows of all.
+
+Without a GPU, SGLang's own code splits the prompts, exchanges rows and keys, and stores the rows.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,30 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.context_parallel_fill_ins import IN_PARTS
+from sglang_kv_canary_rigs.nsa_fill_ins import (
+    nsa_context_parallel_on_torch_native,
+    nsa_on_torch_native,
+)
+from sglang_kv_canary_rigs.volume import volume
 
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=300, suite="stage-b-test-2-gpu-large")
 
 MISSING = why_nsa_cannot_be_served()
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
+    ),
 ]
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "64"))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(20, 64)))
+ON_GPU = torch.cuda.is_available()
 RANKS = (0, 1)
 KINDS = ("FULL", "INDEXER")
 _NSA = MODES["nsa"]
@@ -40,6 +53,7 @@ MODES["nsa_cp"] = replace(
         "disable_custom_all_reduce": True,
         "enforce_disable_flashinfer_allreduce_fusion": True,
     },
+    env={**_NSA.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
 
 
@@ -49,6 +63,9 @@ class OnRanks(CanaryE2EBase):
         "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
         "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
     }
+    plugins: ClassVar = (
+        () if ON_GPU else (nsa_on_torch_native, nsa_context_parallel_on_torch_native)
+    )
 
     def counters_of(self, rank: int) -> dict[str, Any]:
         return self.serving.send("counters", rank).answer()["counters"]
@@ -72,6 +89,7 @@ class TestRaise(OnRanks):
                 assert counters[tag]["checked"] == counters[tag]["eligible"] > 0, tag
             first, second = (counters[tag]["written"] for counters in of_ranks)
             assert first == second > 30 * REQUESTS, tag
+        assert ON_GPU or IN_PARTS in self.serving.stderr
 
 
 class TestFaults(OnRanks):

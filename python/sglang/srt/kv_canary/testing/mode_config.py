@@ -21,6 +21,7 @@ from .tiny_models import (
     write_short_deepseek_v4,
     write_short_deepseek_v32,
     write_tiny_deepseek_v2,
+    write_tiny_deepseek_v32,
     write_tiny_gemma4,
     write_tiny_lfm2,
     write_tiny_llama,
@@ -172,17 +173,23 @@ MODES: dict[str, ModeConfig] = {
         cuda_args={"device": "cuda", "dtype": "bfloat16", "cuda_graph_bs": [1, 2, 4, 8]},
         env=DSV4_ENV,
     ),
-    # Needs a GPU: see why_nsa_cannot_be_served. SGLang chooses attention and its pages, of 64 tokens.
+    # SGLang chooses pages of 64 tokens. Without a GPU its indexer and attention are to be filled in.
     "nsa": ModeConfig(
         name="nsa",
-        write_model=write_short_deepseek_v32,
+        write_model=write_short_deepseek_v32
+        if torch.cuda.is_available()
+        else write_tiny_deepseek_v32,
         pools=("FULL", "INDEXER"),
         halves=("K",),
-        server_args={**_COMMON, "max_total_tokens": consts.NSA_POOL_SLOTS},
+        server_args={
+            **_COMMON,
+            "max_total_tokens": consts.NSA_POOL_SLOTS,
+            "kv_cache_dtype": "bfloat16",
+        },
+        cpu_args={**_CPU, "attention_backend": "torch_native", "dtype": "bfloat16"},
         cuda_args={
             "device": "cuda",
             "dtype": "bfloat16",
-            "kv_cache_dtype": "bfloat16",
             "nsa_prefill_backend": "flashmla_sparse",  # the default of sm_90
             "nsa_decode_backend": "flashmla_sparse",  # the default is FlashAttention 3
             "cuda_graph_bs": [2, 4, 8, 16],
@@ -199,7 +206,11 @@ def why_dsv4_cannot_be_served() -> str:
 
 
 def why_nsa_cannot_be_served() -> str:
-    """What this machine lacks for the mode `nsa`. "" if nothing is known to be missing."""
+    """What this release or this GPU lacks for the mode `nsa`. "" if nothing is known to be missing."""
+    if importlib.util.find_spec("sglang.srt.layers.attention.dsa") is not None:
+        return "NSA has the name DSA in this release, with flags of other names"
+    if not torch.cuda.is_available():
+        return ""
     # Imported by nsa_indexer and nsa_backend.
     return _why_not("DeepSeek-V3.2", ("deep_gemm", "sgl_kernel.flashmla_ops"))
 

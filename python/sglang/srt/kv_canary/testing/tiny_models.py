@@ -23,6 +23,7 @@ __all__ = [
     "write_short_deepseek_v32",
     "write_tiny_deepseek_v2",
     "write_tiny_deepseek_v2_with_experts",
+    "write_tiny_deepseek_v32",
     "write_tiny_gemma3_with_images",
     "write_tiny_gemma4",
     "write_tiny_lfm2",
@@ -362,6 +363,18 @@ SHORT_DEEPSEEK_V4: dict[str, Any] = {
 }
 
 
+# An indexer's key always has 128 values.
+TINY_DEEPSEEK_V32 = {
+    **TINY_DEEPSEEK_V2,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 32,
+    "index_head_dim": 128,
+    "index_n_heads": 2,
+    "index_topk": 2048,
+    "torch_dtype": "bfloat16",
+}
+
 # DeepSeek-V3.2 with the head shapes that its kernels are compiled for. A prompt of 2,048 tokens is selected whole.
 SHORT_DEEPSEEK_V32 = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -527,6 +540,11 @@ def write_tiny_deepseek_v2_with_experts(folder: str | Path) -> str:
 def write_short_deepseek_v4(folder: str | Path) -> str:
     """Write the config of a 4-layer DeepSeek-V4 of the real widths into `folder`: SWA, c4, c128 and indexer rows."""
     return _write(folder, SHORT_DEEPSEEK_V4)
+
+
+def write_tiny_deepseek_v32(folder: str | Path) -> str:
+    """Write the config of a 2-layer dense DeepSeek-V3.2 (NSA pool, 256 + 32 values a slot) into `folder`."""
+    return _write(folder, TINY_DEEPSEEK_V32)
 
 
 def write_short_deepseek_v32(folder: str | Path) -> str:

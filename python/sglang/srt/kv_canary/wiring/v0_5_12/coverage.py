@@ -60,7 +60,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         _PARTLY,
-        "each rank stores, and checks, all tokens; MHA on CPU; NSA read, as its kernels need a GPU",
+        "each rank stores, and checks, all tokens; MHA and NSA on CPU, NSA's kernels and way in-seq-split not run",
     ),
     PathSupport(
         "HiCache: host memory, and the storage backend file",
