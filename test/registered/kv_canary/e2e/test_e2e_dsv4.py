@@ -73,7 +73,7 @@ class TestDsv4Raise(CanaryE2EBase):
     env: ClassVar = {"SGLANG_KV_CANARY_TOKEN_CHECK": "all"}
 
     def test_clean_while_the_window_slides_and_slots_are_reused(self) -> None:
-        shape = FamilyShape.of_dsv4(480, seed=4)
+        shape = FamilyShape.of_dsv4(256, seed=4)
         report = self.run(drive_families(self.serving, shape))
         assert (report.requests, report.flushes) == (shape.requests, shape.rounds)
         self.assert_no_violations()

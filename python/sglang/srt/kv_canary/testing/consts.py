@@ -59,8 +59,8 @@ DSV4_CHUNK = (
 DSV4_RUNNING_REQUESTS = 8
 # 8 concurrent requests hold 8 * 4 = 32 pages on average and 8 * 7 = 56 at most. 48 pages run full, so prefixes are
 # evicted and c4 and c128 rows are written again. Of the SWA slots a request needs its window, a chunk and the margin of
-# a page: at most 4 pages, so 8 * 4 = 32. With 24 pages, prefixes lose their SWA slots while their full slots stay. 480
-# requests of about 450 new tokens (after prefix hits) write each of the 6144 SWA slots about 35 times, and each of the
-# 12288 / 4 c4 slots about 17 times.
+# a page: at most 4 pages, so 8 * 4 = 32. With 24 pages, prefixes lose their SWA slots while their full slots stay. 256
+# requests of about 300 new tokens (after prefix hits) write each of the 6144 SWA slots about 12 times, and each of the
+# 12288 / 4 c4 slots about 6 times.
 DSV4_FULL_SLOTS = 48 * 256
 DSV4_SWA_RATIO = 0.5
