@@ -6,9 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.record import UNKNOWN, Column, Mode, Reason, State, pack_writer
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
@@ -104,6 +105,19 @@ def test_what_is_reported_only_asks_for_nothing(reasons: Reason, desk: DamageDes
 def test_the_sweep_has_no_reader(desk: DamageDesk):
     damage = found(desk, finding(side=Side.SWEEP, READER_ROW=0))
     assert (damage.readers, len(damage.slots)) == ((), 1)
+
+
+def test_the_sweep_drops_the_full_slots_that_are_mapped_to_a_swa_slot(desk: DamageDesk):
+    """It lists SWA slots in their own space: FULL slot 9 is another one's."""
+    mapping = torch.zeros(16, dtype=torch.int64)
+    mapping[[5, 9, 12]] = torch.tensor([9, 3, 9])
+    head, tail = torch.zeros(2, 16, 4, dtype=torch.int64)
+    desk.groups = (CanaryBufferGroup(PoolKind.SWA, head, tail, swa_index_lut=mapping),)
+    damage = found(desk, finding(kind=PoolKind.SWA, side=Side.SWEEP, READER_ROW=0))
+    assert [slot.slot for slot in damage.slots] == [5, 12]
+    assert damage.bad_memory == ()
+    forward = found(desk, finding(kind=PoolKind.SWA, FULL_SLOT=7))
+    assert [slot.slot for slot in forward.slots] == [7]
 
 
 def test_slot_0_is_never_dropped(desk: DamageDesk):

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from ..buffer_group import PoolKind, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import UNKNOWN, Column, Reason, is_writer_intact
 from ..reports.flight_recorder import FlightRecorder
@@ -92,6 +92,7 @@ class DamageDesk:
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
+    groups: Sequence[CanaryBufferGroup] = ()  # of the runner
     on_found: Callable[[], None] = lambda: None  # called when something waits
     _pending: list[Damage] = field(default_factory=list)
     # (slot, writer word): a finding may come again when the slot has another owner
@@ -169,11 +170,12 @@ class DamageDesk:
             rows[:, columns], axis=0
         ).tolist():
             tag = CanaryLaunchTag.from_id(tag_id)
-            full = full_slot if tag.kind is PoolKind.SWA else slot
             changed = reasons == Reason.CONTENT
-            if full > 0 and (full, writer) not in self._acted:
-                # A SWA slot is damage to those only whose window holds it.
-                alone = changed and tag.kind is not PoolKind.SWA
+            # A SWA slot is damage to those only whose window holds it.
+            alone = changed and tag.kind is not PoolKind.SWA
+            for full in self._full_slots(tag, slot, full_slot):
+                if full <= 0 or (full, writer) in self._acted:
+                    continue
                 before = slots.get((full, writer))
                 if before is None or alone:
                     slots[full, writer] = DamagedSlot(full, writer, alone)
@@ -189,6 +191,18 @@ class DamageDesk:
         for full, writer in slots:
             self._remember(self._acted, (full, writer), None)
         return tuple(slots.values()), tuple(bad)
+
+    def _full_slots(self, tag: CanaryLaunchTag, slot: int, full_slot: int) -> Sequence[int]:
+        """The FULL slots that a finding is about. A sweep lists SWA slots in their own space."""
+        if tag.kind is not PoolKind.SWA:
+            return (slot,)
+        if tag.side is not Side.SWEEP or slot == UNKNOWN:
+            return (full_slot,)
+        group = next(group for group in self.groups if group.kind is PoolKind.SWA)
+        if group.swa_index_lut is None:
+            return (slot,)
+        # Waits for the device: damage is no hot path.
+        return (group.swa_index_lut == slot).nonzero().flatten().tolist()
 
     def _has_changed_twice(
         self, tag: CanaryLaunchTag, slot: int, change: tuple[str, int, int]

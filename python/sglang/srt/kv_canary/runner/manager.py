@@ -349,7 +349,7 @@ class CanaryManager:
 
     def expect_action(self) -> DamageDesk:
         """Findings are asked for at step boundaries, to act on them."""
-        self.damage = DamageDesk(self.recorder, self._are_awaited)
+        self.damage = DamageDesk(self.recorder, self._are_awaited, groups=self.groups)
         self.violations.listeners.append(self.damage.note_findings)
         return self.damage
 
