@@ -19,8 +19,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.build import compile_module_from_src
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import record
 from sglang_kv_canary.host_code import compiled, twins
 from sglang_kv_canary.host_code.interface import NAMES, HostCode
 from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
@@ -29,6 +31,8 @@ from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
 C = compiled.compile_module()
+# What runs where a processor has no AVX2.
+ANY_X86 = compile_module_from_src("#define WITHOUT_AVX2\n" + compiled.source(), compiled.MODULE)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TOKENS = st.lists(st.one_of(st.integers(0, 200_000), INT64), max_size=70)
 AS = (list, tuple, lambda tokens: array("q", tokens), lambda tokens: np.array(tokens, np.int64))
@@ -200,7 +204,115 @@ def test_runs_are_contiguous_on_both_sides_and_as_long_as_possible(
             assert (next_source, next_target) != (source + count, target + count)
 
 
+class _Memory:
+    """Random bytes, and random sources of rows in them: any page size, strides, overlaps and lengths."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.slots = draw(st.lists(st.integers(0, 40), max_size=20))
+        self.limit = max(self.slots, default=0) + draw(st.integers(1, 3))
+        self.halves = draw(st.lists(st.lists(SOURCE, max_size=4), max_size=3))
+        seed = draw(st.integers(0, 2**32 - 1))
+        ends = [self._end(*source) for half in self.halves for source in half]
+        self.bytes = np.random.default_rng(seed).bytes(max(ends, default=0))
+        if draw(st.booleans()):
+            self.bytes = b"\xff" * len(self.bytes)
+
+    def _end(
+        self, offset: int, page: int, page_stride: int, stride: int, words: int, _: int
+    ) -> int:
+        return offset + self.limit // page * page_stride + page * stride + 4 * words
+
+    def tables(self, width: int) -> tuple[np.ndarray, ...]:
+        """As `fingerprint_rows` takes them."""
+        at = np.frombuffer(self.bytes, np.uint8).ctypes.data
+        rows = [[(at + s[0], *s[1:]) for s in half] for half in self.halves]
+        return tuple(np.array(half, np.int64).reshape(len(half), width) for half in rows)
+
+    def expected(self) -> list[list[int]]:
+        """By the definition in `record`, in Python."""
+        return [[self._hash(half, slot) for slot in self.slots] for half in self.halves]
+
+    def _hash(self, half: list[Any], slot: int) -> int:
+        total = record.CONTENT_BASE
+        for offset, page, page_stride, stride, words, key in half:
+            first = offset + slot // page * page_stride + slot % page * stride
+            row = self.bytes[first : first + 4 * words]
+            for number in range(words):
+                word = int.from_bytes(row[4 * number : 4 * number + 4], "little")
+                total += word * ((record.mix64(number) * key) | 1)
+        return total % 2**64
+
+
+FOURS = st.integers(0, 60).map(lambda count: 4 * count)
+SOURCE = st.tuples(
+    FOURS,  # offset
+    st.sampled_from([1, 2, 16]),  # slots of a page
+    FOURS,
+    FOURS,
+    st.integers(0, 90),  # words
+    INT64.map(lambda key: key | 1),
+)
+MEMORY = st.composite(lambda draw: _Memory(draw))()
+
+
+@given(MEMORY, WIDTHS)
+def test_fingerprints_are_equal_and_as_defined(memory: _Memory, width: type) -> None:
+    slots, tables = np.array(memory.slots, dtype=width), memory.tables(twins.SOURCE_COLUMNS)
+    for code in (C, ANY_X86, twins):
+        found = np.frombuffer(code.fingerprint_rows(tables, slots, memory.limit), np.uint64)
+        assert found.reshape(len(tables), len(slots)).tolist() == memory.expected()
+
+
+def test_many_rows_are_equal() -> None:
+    """C lets other threads run meanwhile."""
+    row = np.arange(2048, dtype=np.uint32)[::-1].copy()
+    table = np.array([[row.ctypes.data, 1, 0, 0, 2048, 2**61 + 1]])
+    slots = np.arange(1100)
+    assert C.fingerprint_rows((table,), slots, 1100) == twins.fingerprint_rows(
+        (table,), slots, 1100
+    )
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.data(), WIDTHS)
+def test_leading_slots_are_equal(marks: list[int], data: st.DataObject, width: type) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(marks) - 1), max_size=60))
+    flags, slots = np.array(marks, np.uint8), np.array(chosen, width)
+    expected = len(list(itertools.takewhile(lambda slot: marks[slot], chosen)))
+    for code in (C, twins):
+        assert code.leading(flags, slots) == code.leading(flags, slots[::1]) == expected
+        assert code.leading(flags, slots[::-2]) == len(
+            list(itertools.takewhile(lambda slot: marks[slot], chosen[::-2]))
+        )
+
+
 # Bad input
+
+
+ROWS = np.arange(64, dtype=np.uint32)
+ONE_SOURCE = np.array([[ROWS.ctypes.data, 1, 16, 0, 4, 3]])
+
+
+@BOTH
+@pytest.mark.parametrize("slot", [-1, 4, 2**40, -(2**63)])
+def test_slots_beyond_the_memory_raise(code: ModuleType, slot: int) -> None:
+    slots = np.array([3, 0, slot, 1])
+    with pytest.raises(IndexError, match=f"expected slots below 4, got {slot}"):
+        code.fingerprint_rows((ONE_SOURCE,), slots, 4)
+    with pytest.raises(IndexError, match=f"expected slots below 4, got {slot}"):
+        code.leading(np.ones(4, np.uint8), slots)
+
+
+@BOTH
+def test_sources_of_another_shape_raise(code: ModuleType) -> None:
+    slots = np.arange(2)
+    for table in (ONE_SOURCE[:, :5].copy(), ONE_SOURCE[0], ONE_SOURCE.astype(np.int32)):
+        with pytest.raises(TypeError, match="expected int64 with 6 columns"):
+            code.fingerprint_rows((table,), slots, 4)
+    for column, value in ((1, 0), (4, -1)):
+        table = ONE_SOURCE.copy()
+        table[0, column] = value
+        with pytest.raises(ValueError, match="expected rows of words in pages of slots"):
+            code.fingerprint_rows((ONE_SOURCE, table), slots, 4)
 
 
 @BOTH
@@ -282,6 +394,13 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.describe_pages(np.arange(3), np.arange(3), (1,), 32, (0, 0)),
         lambda: C.describe_pages(np.arange(3), np.arange(3), ((1, 2),), 32, (0,)),
         lambda: C.describe_pages([1], np.arange(3), (), 32, (0, 0)),
+        lambda: C.fingerprint_rows([ONE_SOURCE], np.arange(3), 4),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3)),
+        lambda: C.fingerprint_rows((ONE_SOURCE,), [1], 4),
+        lambda: C.fingerprint_rows((3,), np.arange(3), 4),
+        lambda: C.leading([1], np.arange(3)),
+        lambda: C.leading(b"1", [1]),
+        lambda: C.leading(b"1"),
     ):
         with pytest.raises(TypeError):
             call()
@@ -338,6 +457,11 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "pages", lambda: C.describe_pages(*pages, bases, 32, (0, 1))
     yield "pages fail", lambda: C.describe_pages(*pages, (*bases, (1, None)), 32, (0, 1))
     yield "pages of another type", lambda: C.describe_pages(numbers, tensor, bases, 32, (0, 1))
+    yield "rows", lambda: C.fingerprint_rows((ONE_SOURCE, ONE_SOURCE), numbers[:4], 4)
+    yield "rows of another type", lambda: C.fingerprint_rows((ONE_SOURCE, 3), numbers[:4], 4)
+    yield "rows beyond", lambda: C.fingerprint_rows((ONE_SOURCE,), numbers, 4)
+    yield "leading", lambda: C.leading(b"1" * 40, numbers)
+    yield "leading fails", lambda: C.leading(b"1" * 9, numbers)
     values = [object() for _ in tokens]
     yield "carry over", lambda: C.carry_over(tokens[1:] + tokens[:2], tokens, values, values[5:7])
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])

@@ -18,7 +18,13 @@ from .interface import HOST
 logger = logging.getLogger(__name__)
 
 MODULE = "kv_canary_host_code"
-_CONSTANTS = ("CHAIN_MULTIPLIER", "MIX_INCREMENT", "MIX_MULTIPLIER_1", "MIX_MULTIPLIER_2")
+_CONSTANTS = (
+    "CHAIN_MULTIPLIER",
+    "CONTENT_BASE",
+    "MIX_INCREMENT",
+    "MIX_MULTIPLIER_1",
+    "MIX_MULTIPLIER_2",
+)
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -80,6 +86,7 @@ def _refuse_if_different(module: ModuleType) -> None:
 _TOKENS = [7, 0, -1, 2**31, 2**40 + 5]
 _WORDS = 2 * twins.SPAN_WORDS + 3
 _OBJECTS = [1.5, "one", b"two", None]
+_ROWS = np.arange(1500, dtype=np.uint32) * np.uint32(0x9E3779B9)
 _SAMPLES = {
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
@@ -90,6 +97,15 @@ _SAMPLES = {
         32,
         (0, 5),
     ),
+    "fingerprint_rows": (  # rows of 70 words, pages of 2 slots; rows of 3 words, pages of 1
+        (
+            np.array([[_ROWS.ctypes.data, 2, 600, 284, 70, -5]]),
+            np.array([[_ROWS.ctypes.data + 8, 1, 12, 0, 3, 2**62 + 1]] * 2),
+        ),
+        np.array([3, 0, 1]),
+        4,
+    ),
+    "leading": (np.array([1, 0, 3], np.uint8), np.array([2, 0, 1, 2])),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
     "launch_arguments": (
         ("a", "b", "c"),

@@ -1,7 +1,9 @@
-/* The host's loops over tokens, pages and launch arguments. `twins.py` has the same functions in Python, which define them.
+/* The host's loops over tokens, pages, bytes and launch arguments. `twins.py` has the same functions in Python, which
+ * define them.
  *
- * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2 and CHAIN_MULTIPLIER come
- * from `record.py`. All of it runs with Python's lock held. Arithmetic is modulo 2^64.
+ * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2, CHAIN_MULTIPLIER and
+ * CONTENT_BASE come from `record.py`. All of it runs with Python's lock held, but for long lists of rows. Arithmetic is
+ * modulo 2^64.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -296,6 +298,200 @@ no_sources:
   return found;
 }
 
+#ifdef __GNUC__
+#define INLINE static inline __attribute__((always_inline))
+#define FETCH(address) __builtin_prefetch(address)
+#else
+#define INLINE static inline
+#define FETCH(address) ((void)(address))
+#endif
+
+/* Columns of a source: address of slot 0, slots of a page, bytes between pages, bytes between slots of a page, words
+   of a row, key. */
+enum { ADDRESS, PAGE_SIZE, PAGE_STRIDE, TOKEN_STRIDE, ROW_WORDS, KEY, SOURCE_COLUMNS };
+
+/* Rows that are fetched, and then hashed. It takes less time than to fetch one row while another one is hashed. */
+#define AT_ONCE 16
+#define LINE 64 /* bytes that come together */
+#define MANY (1 << 18) /* words: other threads run meanwhile */
+
+/* Rows of some slots in some sources, slot by slot. */
+typedef struct {
+  const int64_t *sources;
+  Py_ssize_t count; /* of sources */
+  const Py_buffer *slots;
+  const uint32_t *keys; /* of `longest` words: their low halves, then their high halves, then all bits where even */
+  int64_t longest;
+  uint64_t *out; /* of each slot */
+} Rows;
+
+INLINE const int64_t *source_of(const Rows *rows, Py_ssize_t row) {
+  return rows->sources + SOURCE_COLUMNS * (row % rows->count);
+}
+
+INLINE const char *row_at(const Rows *rows, Py_ssize_t row) {
+  const int64_t *source = source_of(rows, row);
+  int64_t page = page_at(rows->slots, row / rows->count), size = source[PAGE_SIZE], place = 0;
+  if (size != 1) { /* so far it is the slot */
+    place = page % size;
+    page /= size;
+  }
+  int64_t address = source[ADDRESS] + page * source[PAGE_STRIDE] + place * source[TOKEN_STRIDE];
+  return (const char *)(intptr_t)address;
+}
+
+/* key * sum(word * its key) + sum(word whose key is even), in products of 32 bits: processors compute several at once. */
+INLINE uint64_t part_of(const char *row, const int64_t *source, const Rows *rows) {
+  const uint32_t *words = (const uint32_t *)row;
+  const uint32_t *low_keys = rows->keys, *high_keys = low_keys + rows->longest, *even_keys = high_keys + rows->longest;
+  uint64_t low = 0, even = 0;
+  uint32_t high = 0;
+  for (int64_t i = 0; i < source[ROW_WORDS]; i++) {
+    low += (uint64_t)words[i] * low_keys[i];
+    high += words[i] * high_keys[i];
+    even += words[i] & even_keys[i];
+  }
+  return (uint64_t)source[KEY] * (low + ((uint64_t)high << 32)) + even;
+}
+
+INLINE void fetch(const char *row, const int64_t *source) {
+  for (int64_t byte = 0; byte < 4 * source[ROW_WORDS]; byte += LINE) FETCH(row + byte);
+}
+
+INLINE void hash_rows(const Rows *rows) {
+  Py_ssize_t total = rows->count * rows->slots->shape[0];
+  const char *fetched[AT_ONCE];
+  for (Py_ssize_t first = 0; first < total; first += AT_ONCE) {
+    Py_ssize_t end = total - first < AT_ONCE ? total : first + AT_ONCE;
+    for (Py_ssize_t row = first; row < end; row++) {
+      fetched[row - first] = row_at(rows, row);
+      fetch(fetched[row - first], source_of(rows, row));
+    }
+    for (Py_ssize_t row = first; row < end; row++)
+      rows->out[row / rows->count] += part_of(fetched[row - first], source_of(rows, row), rows);
+  }
+}
+
+static void hash_rows_anywhere(const Rows *rows) { hash_rows(rows); }
+
+#if defined(__GNUC__) && defined(__x86_64__) && !defined(WITHOUT_AVX2)
+__attribute__((target("avx2"))) static void hash_rows_in_avx2(const Rows *rows) { hash_rows(rows); }
+#define HASH_ROWS(rows) (__builtin_cpu_supports("avx2") ? hash_rows_in_avx2(rows) : hash_rows_anywhere(rows))
+#else
+#define HASH_ROWS(rows) hash_rows_anywhere(rows)
+#endif
+
+/* The longest of the rows in words, -1 with an exception. */
+static int64_t longest_row(const Py_buffer *sources) {
+  int64_t longest = 0;
+  for (Py_ssize_t i = 0; i < sources->shape[0]; i++) {
+    const int64_t *source = (const int64_t *)sources->buf + SOURCE_COLUMNS * i;
+    if (source[PAGE_SIZE] < 1 || source[ROW_WORDS] < 0 || source[ROW_WORDS] > INT32_MAX) {
+      PyErr_Format(PyExc_ValueError, "expected rows of words in pages of slots, got %lld words, %lld slots",
+                   (long long)source[ROW_WORDS], (long long)source[PAGE_SIZE]);
+      return -1;
+    }
+    if (source[ROW_WORDS] > longest) longest = source[ROW_WORDS];
+  }
+  return longest;
+}
+
+/* A new array, or NULL with an exception. To compute it takes less time than to fetch it. */
+static uint32_t *keys_of_words(int64_t count) {
+  uint32_t *keys = PyMem_New(uint32_t, 3 * count + 1);
+  if (keys == NULL) return (uint32_t *)PyErr_NoMemory();
+  for (int64_t i = 0; i < count; i++) {
+    uint64_t key = mix64((uint64_t)i);
+    keys[i] = (uint32_t)key;
+    keys[i + count] = (uint32_t)(key >> 32);
+    keys[i + 2 * count] = (uint32_t)(key & 1) - 1;
+  }
+  return keys;
+}
+
+/* Adds to `out`, of each of `slots`. Returns -1 with an exception. */
+static int hash_sources(const Py_buffer *sources, const Py_buffer *slots, uint64_t *out) {
+  const char *format = sources->format == NULL ? "" : sources->format;
+  if (sources->ndim != 2 || sources->shape[1] != SOURCE_COLUMNS || sources->itemsize != 8 ||
+      (strcmp(format, "q") && strcmp(format, "l"))) {
+    PyErr_Format(PyExc_TypeError, "expected int64 with %d columns for each source", SOURCE_COLUMNS);
+    return -1;
+  }
+  int64_t longest = longest_row(sources);
+  uint32_t *keys = longest < 0 ? NULL : keys_of_words(longest);
+  if (keys == NULL) return -1;
+  Rows rows = {sources->buf, sources->shape[0], slots, keys, longest, out};
+  if (longest * rows.count * slots->shape[0] < MANY) { /* to wait for Python's lock again may take longer */
+    HASH_ROWS(&rows);
+  } else {
+    Py_BEGIN_ALLOW_THREADS HASH_ROWS(&rows);
+    Py_END_ALLOW_THREADS
+  }
+  PyMem_Free(keys);
+  return 0;
+}
+
+static int hash_half(PyObject *half, const Py_buffer *slots, uint64_t *out) {
+  Py_buffer sources;
+  if (PyObject_GetBuffer(half, &sources, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)) return -1;
+  for (Py_ssize_t i = 0; i < slots->shape[0]; i++) out[i] = CONTENT_BASE;
+  int error = hash_sources(&sources, slots, out);
+  PyBuffer_Release(&sources);
+  return error;
+}
+
+static int refuse_beyond(const Py_buffer *slots, int64_t limit) {
+  for (Py_ssize_t i = 0; i < slots->shape[0]; i++) {
+    int64_t slot = page_at(slots, i);
+    if (slot >= 0 && slot < limit) continue;
+    PyErr_Format(PyExc_IndexError, "expected slots below %lld, got %lld", (long long)limit, (long long)slot);
+    return -1;
+  }
+  return 0;
+}
+
+/* fingerprint_rows(halves, slots, limit) */
+static PyObject *fingerprint_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  int64_t limit;
+  Py_buffer slots;
+  if (n != 3 || !PyTuple_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "fingerprint_rows takes a tuple, slots and how many there are");
+    return NULL;
+  }
+  if (int64_of(args[2], &limit) || open_pages(args[1], &slots)) return NULL;
+  PyObject *found = NULL;
+  if (refuse_beyond(&slots, limit)) goto done;
+  Py_ssize_t halves = PyTuple_GET_SIZE(args[0]), size = slots.shape[0];
+  found = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)sizeof(uint64_t) * halves * size);
+  uint64_t *out = found == NULL ? NULL : (uint64_t *)PyByteArray_AS_STRING(found);
+  for (Py_ssize_t half = 0; found != NULL && half < halves; half++)
+    if (hash_half(PyTuple_GET_ITEM(args[0], half), &slots, out + half * size)) Py_CLEAR(found);
+done:
+  PyBuffer_Release(&slots);
+  return found;
+}
+
+/* leading(flags, slots) */
+static PyObject *leading(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer flags, slots;
+  if (n != 2) {
+    PyErr_SetString(PyExc_TypeError, "leading takes flags and slots");
+    return NULL;
+  }
+  if (PyObject_GetBuffer(args[0], &flags, PyBUF_SIMPLE)) return NULL;
+  PyObject *found = NULL;
+  if (open_pages(args[1], &slots)) goto no_slots;
+  if (refuse_beyond(&slots, flags.len)) goto beyond;
+  Py_ssize_t count = 0;
+  while (count < slots.shape[0] && ((const char *)flags.buf)[page_at(&slots, count)]) count++;
+  found = PyLong_FromSsize_t(count);
+beyond:
+  PyBuffer_Release(&slots);
+no_slots:
+  PyBuffer_Release(&flags);
+  return found;
+}
+
 static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr;
 static PyObject *int32_first, *int32_end;
 
@@ -434,6 +630,8 @@ static PyMethodDef methods[] = {
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
     {"describe_pages", (PyCFunction)(void (*)(void))describe_pages, METH_FASTCALL, NULL},
+    {"fingerprint_rows", (PyCFunction)(void (*)(void))fingerprint_rows, METH_FASTCALL, NULL},
+    {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};

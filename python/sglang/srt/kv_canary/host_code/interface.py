@@ -6,7 +6,15 @@ from types import ModuleType
 
 from . import twins
 
-NAMES = ("carry_over", "chain_of_tokens", "describe_pages", "launch_arguments", "pack_lists")
+NAMES = (
+    "carry_over",
+    "chain_of_tokens",
+    "describe_pages",
+    "fingerprint_rows",
+    "launch_arguments",
+    "leading",
+    "pack_lists",
+)
 
 
 class HostCode:

@@ -13,9 +13,11 @@ import numpy as np
 from .. import record
 
 SPAN_WORDS = 5
+SOURCE_COLUMNS = 6
 ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 
 LOOK_AHEAD = 64  # objects in a row that may have gone
+ROWS_AT_ONCE = 256  # bounds the memory that a fingerprint takes
 
 _MIN_POWERS = 4096
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -134,6 +136,72 @@ def _int64(pages: np.ndarray) -> np.ndarray:
     if pages.dtype not in (np.int32, np.int64) or pages.ndim != 1:
         raise TypeError(f"expected a list of int32 or int64, got {pages.dtype} {pages.shape}")
     return pages.astype(np.int64)
+
+
+def fingerprint_rows(halves: tuple[np.ndarray, ...], slots: np.ndarray, limit: int) -> bytearray:
+    """Content fingerprints of `slots` int32 or int64[n], in words of 4 bytes: uint64[halves, n] as bytes.
+
+    `halves`: the sources of each, int64[m, SOURCE_COLUMNS]: the address of slot 0, slots of a page, bytes between
+    pages, bytes between slots of a page, words of a row, and the source's key (see `record.CONTENT_BASE`). Addresses
+    and bytes are multiples of 4. One table of keys serves all sources: the sum of word * ((m * s) | 1) is
+    s * sum(word * m) + sum(word where m is even). Raises IndexError for slots below 0 or from `limit` on, which may lie
+    beyond the memory, TypeError for other types, and ValueError for pages without slots.
+    """
+    numbers = _slots_below(limit, slots)
+    return bytearray(b"".join(_hash_half(sources, numbers).tobytes() for sources in halves))
+
+
+def leading(flags: np.ndarray, slots: np.ndarray) -> int:
+    """How many of `slots` int32 or int64[n], from the first on, are set in `flags`, one byte each.
+
+    Raises IndexError for slots beyond the flags, and TypeError for slots of other types.
+    """
+    present = flags.view(np.bool_)[_slots_below(len(flags), slots)]
+    return len(present) if present.all() else int(present.argmin())
+
+
+def _slots_below(limit: int, slots: np.ndarray) -> np.ndarray:
+    numbers = _int64(slots)
+    beyond = numbers[(numbers < 0) | (numbers >= limit)]
+    if beyond.size:
+        raise IndexError(f"expected slots below {limit}, got {beyond[0]}")
+    return numbers
+
+
+def _hash_half(sources: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """uint64[n] of `slots` int64[n]."""
+    if sources.dtype != np.int64 or sources.ndim != 2 or sources.shape[1] != SOURCE_COLUMNS:
+        raise TypeError(f"expected int64 with {SOURCE_COLUMNS} columns for each source")
+    if (sources[:, 1] < 1).any() or (sources[:, 4] < 0).any():
+        raise ValueError("expected rows of words in pages of slots")
+    total = np.full(len(slots), record.CONTENT_BASE, dtype=np.uint64)
+    for address, page, page_stride, token_stride, words, key in sources.tolist():
+        keys = _word_keys(words)
+        starts = slots // page * page_stride + slots % page * token_stride
+        for first in range(0, len(slots), ROWS_AT_ONCE):
+            part = slice(first, first + ROWS_AT_ONCE)
+            sums = _rows_at(address, starts[part], words).astype(np.uint64) @ keys
+            total[part] += sums[:, 0] * np.uint64(record.to_unsigned64(key)) + sums[:, 1]
+    return total
+
+
+def _rows_at(address: int, starts: np.ndarray, words: int) -> np.ndarray:
+    """uint32[n, words]: a copy of the rows that begin `starts` int64[n] bytes after `address`."""
+    if not starts.size or not words:
+        return np.empty((starts.size, words), dtype=np.uint32)
+    first = int(starts.min())
+    places = (starts - first) // 4
+    size = int(places.max()) + 1
+    memory = (ctypes.c_uint32 * (size + words - 1)).from_address(address + first)
+    return np.ndarray((size, words), np.uint32, memory, strides=(4, 4))[places]
+
+
+@lru_cache(maxsize=64)
+def _word_keys(words: int) -> np.ndarray:
+    """uint64[words, 2]: of each word its key, and whether that is even."""
+    keys = np.arange(words, dtype=np.uint64)
+    _mix64(keys)
+    return np.stack([keys, ~keys & np.uint64(1)], axis=1)
 
 
 def launch_arguments(
