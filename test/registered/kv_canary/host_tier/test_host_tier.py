@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
-from sglang_kv_canary.host_tier.host_content import fingerprint, sources_of
+from sglang_kv_canary.host_code import HOST, compiled, twins
+from sglang_kv_canary.host_tier.host_content import HostContent, sources_of
 from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
 from sglang_kv_canary.kernels.reference import content_fingerprint
 from sglang_kv_canary.load_back import LoadBack
@@ -29,6 +31,7 @@ from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
 TOKENS = range(5, 25)
+CODE = pytest.mark.parametrize("code", [twins, compiled.compile_module()], ids=["python", "c"])
 CONTENT = [ContentMode.NONE, ContentMode.PARTIAL, ContentMode.ALL]
 
 
@@ -278,7 +281,11 @@ def test_of_a_large_load_some_slots_are_compared_each_time(monkeypatch) -> None:
 @pytest.mark.parametrize("mode", [ContentMode.PARTIAL, ContentMode.ALL], ids=str)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("page", [1, 16])
-def test_fingerprints_are_the_devices_in_every_layout(layout, page, mode, monkeypatch) -> None:
+@CODE
+def test_fingerprints_are_the_devices_in_every_layout(
+    layout, page, mode, code, monkeypatch
+) -> None:
+    monkeypatch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
     rig = HiCacheRig(monkeypatch, layout=layout, real=make_mha_pool(size=512, page_size=page))
     pool, group, layers = rig.host_pool, rig.manager.groups[0], 2
     device = torch.arange(16, 64)
@@ -294,8 +301,51 @@ def test_fingerprints_are_the_devices_in_every_layout(layout, page, mode, monkey
                     ours[h // page, h % page] = buffer[d]
         sources = sources_of(pool.kv_buffer[half], layout, layers, pool.size, page)
         expected = content_fingerprint(group.content(name.upper()), device, mode)
-        assert torch.equal(fingerprint(sources, host, mode, device), expected)
+        (found,) = HostContent((sources,), mode).fingerprints(host.numpy(), device.numpy())
+        assert found.tolist() == expected.tolist()
         assert len(expected.unique()) == len(expected)
+
+
+@CODE
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_all_slots_of_a_pool_have_fingerprints_and_no_others(
+    layout, page, code, monkeypatch
+) -> None:
+    """C and NumPy's views check no bounds of their own."""
+    monkeypatch.setattr(HOST, "fingerprint_rows", code.fingerprint_rows)
+    rig = HiCacheRig(monkeypatch, layout=layout, real=make_mha_pool(size=512, page_size=page))
+    size, slots = rig.host_pool.size, np.arange(rig.host_pool.size)
+    content = HostContent(rig.tier.content, ContentMode.ALL)
+    assert content.fingerprints(slots, slots).shape == (2, size)
+    for beyond in (-1, size):
+        with pytest.raises(IndexError, match=f"expected slots below {size}, got {beyond}"):
+            content.fingerprints(np.array([1, beyond]), slots[:2])
+
+
+@CODE
+def test_the_prefix_with_records_follows_what_is_put_and_cleared(code, monkeypatch) -> None:
+    monkeypatch.setattr(HOST, "leading", code.leading)
+    records, rng = HostRecords(64, 2), np.random.default_rng(5)
+    for _ in range(300):
+        slots = torch.from_numpy(rng.choice(64, rng.integers(1, 40), replace=False))
+        words = torch.from_numpy(rng.integers(0, 2, (len(slots), 2, record.RECORD_WORDS)))
+        action = rng.integers(0, 20)
+        if action == 0:
+            records.clear()
+        elif action < 5:
+            records.clear(slots)
+        else:
+            records.put(slots, SlotRecords(words, slots))
+        asked = rng.choice(64, 20)
+        present = records.get(torch.from_numpy(asked)).present.tolist()
+        count, (read, sampled_as) = records.look_up(asked, slice(3, None, 4))
+        assert count == (present.index(False) if False in present else 20)
+        expected = records.get(torch.from_numpy(asked[3::4].copy()))
+        assert (read.tolist(), sampled_as.tolist()) == (
+            expected.words.tolist(),
+            expected.sampled_as.tolist(),
+        )
 
 
 def test_a_host_pool_of_another_kind_is_refused(rig: HiCacheRig) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import sys
 
 import numpy as np
 import torch
 
-from .. import record
 from ..buffer_group import ContentSource
 from ..config import ContentMode
+from ..host_code import HOST
+from ..host_code.twins import SOURCE_COLUMNS
 from ..kernels.layout import content_unit
-from ..kernels.reference.content import content_fingerprint, word_keys
+from ..kernels.reference.content import content_fingerprint, source_key
 from ..pool_patcher.content_layout import row_sources
 from ..pool_patcher.errors import UnsupportedPoolError
 
@@ -44,88 +45,61 @@ def refuse_unlike(host: Sources, device: Sources) -> None:
         )
 
 
-def fingerprint(
-    sources: Sources, slots: torch.Tensor, mode: ContentMode, sampled_as: torch.Tensor
-) -> torch.Tensor:
-    """int64[n] of `slots` int64[n], as `kernels` compute it of the device slots `sampled_as` int64[n]."""
-    if mode is ContentMode.ALL and content_unit(sources) == _UNIT:
-        return _of_whole_rows(sources, slots)
-    words = max((source.row_bytes for source in sources), default=1)
-    step = max(1, WORDS_AT_ONCE // max(1, words // content_unit(sources)))
-    parts = [
-        content_fingerprint(sources, part, mode, sampled)
-        for part, sampled in zip(slots.split(step), sampled_as.split(step), strict=True)
-    ]
-    return torch.cat(parts) if parts else slots
+class HostContent:
+    """Where the bytes of a host pool's slots lie, and their fingerprints.
 
-
-def _of_whole_rows(sources: Sources, slots: torch.Tensor) -> torch.Tensor:
-    """Mode `all` in words of 4 bytes. Evenly spaced layers are read at once.
-
-    By NumPy: torch wakes its threads for each short operation.
+    By NumPy: torch takes longer for a few slots.
     """
-    numbers = slots.numpy()
-    total = np.full(len(numbers), record.to_signed64(record.CONTENT_BASE)).view(np.uint64)
-    first = 0
-    for layers in _stacks(sources):
-        words = layers[0].row_bytes // _UNIT
-        keys = _keys(first, len(layers), words)
-        first += len(layers)
-        step = max(1, WORDS_AT_ONCE // max(1, len(layers) * words))
-        for start in range(0, len(numbers), step):
-            part = slice(start, start + step)
-            products = _rows(layers, numbers[part]).astype(np.uint64)
-            products *= keys
-            total[part] += products.sum(axis=(0, 2), dtype=np.uint64)
-    return torch.from_numpy(total.view(np.int64))
 
-
-def _stacks(sources: Sources) -> list[Sources]:
-    """`sources` as one stack of layers with equal distances in one buffer, or each on its own."""
-    shapes = {
-        (
-            s.data.untyped_storage().data_ptr(),
-            s.page_size,
-            s.page_stride,
-            s.token_stride,
-            s.row_bytes,
+    def __init__(self, halves: tuple[Sources, ...], mode: ContentMode) -> None:
+        self._halves = halves  # keeps the memory alive
+        self._mode = mode
+        tables = tuple(map(_table_of, halves))
+        self._tables = (
+            None if mode is not ContentMode.ALL or any(t is None for t in tables) else tables
         )
-        for s in sources
-    }
-    distances = np.unique(np.diff([source.address for source in sources]))
-    together = len(shapes) == 1 and len(distances) <= 1
-    return [sources] if together else [(source,) for source in sources]
+        every = [source for sources in halves for source in sources]
+        self._slots = min(map(_slots_within, every), default=sys.maxsize)
+
+    def fingerprints(self, slots: np.ndarray, sampled_as: np.ndarray) -> np.ndarray:
+        """int64[halves, n] of `slots` int64[n], as `kernels` compute them of the device slots `sampled_as` int64[n].
+
+        Raises IndexError for slots beyond the pool.
+        """
+        if self._tables is None:
+            return np.stack([self._by_reference(half, slots, sampled_as) for half in self._halves])
+        found = HOST.fingerprint_rows(self._tables, slots, self._slots)
+        return np.frombuffer(found, dtype=np.int64).reshape(len(self._tables), len(slots))
+
+    def _by_reference(
+        self, sources: Sources, slots: np.ndarray, sampled_as: np.ndarray
+    ) -> np.ndarray:
+        words = max((source.row_bytes for source in sources), default=1) // content_unit(sources)
+        step = max(1, WORDS_AT_ONCE // max(1, words))
+        parts = [slice(first, first + step) for first in range(0, len(slots), step)]
+        found = [
+            content_fingerprint(sources, slots[part], self._mode, sampled_as[part])
+            for part in parts
+        ]
+        return np.concatenate(found) if found else slots
 
 
-def _rows(layers: Sources, slots: np.ndarray) -> np.ndarray:
-    """uint32[layers, n, words of a row]: a copy of the bytes of `slots` int64[n]."""
-    source = layers[0]
-    storage, page = source.data.untyped_storage(), source.page_size
-    _refuse_beyond(layers, slots, storage)
-    flat = torch.empty(0, dtype=torch.int32).set_(storage).numpy().view(np.uint32)
-    distance = layers[1].address - source.address if len(layers) > 1 else 0
-    shape = (len(layers), int(slots.max()) // page + 1, page, source.row_bytes // _UNIT)
-    strides = (distance, source.page_stride, source.token_stride, _UNIT)
-    first = flat[(source.address - storage.data_ptr()) // _UNIT :]
-    whole = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
-    return whole[:, slots // page, slots % page]
+def _table_of(sources: Sources) -> np.ndarray | None:
+    """What `host_code.fingerprint_rows` takes. None: only the reference reads such rows."""
+    moved = any(source.run_slots or source.page_table is not None for source in sources)
+    if moved or content_unit(sources) != _UNIT:
+        return None
+    rows = [
+        (s.address, s.page_size, s.page_stride, s.token_stride, s.row_bytes // _UNIT, source_key(i))
+        for i, s in enumerate(sources)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), SOURCE_COLUMNS)
 
 
-def _refuse_beyond(layers: Sources, slots: np.ndarray, storage: torch.UntypedStorage) -> None:
-    """Raises IndexError for slots beyond the pool. A view of NumPy checks no bounds."""
-    last = max(layers, key=lambda source: source.address)
-    end = last.address - storage.data_ptr() + last.row_bytes
-    end += int(last.start_of(slots.max()))
-    if slots.min() < 0 or end > storage.nbytes():
-        raise IndexError(
-            f"kv-canary: expected slots of a host pool of {storage.nbytes()} bytes. Got {slots.min()} to "
-            f"{slots.max()}, which end at byte {end}"
-        )
-
-
-@lru_cache(maxsize=4096)
-def _keys(first: int, layers: int, words: int) -> np.ndarray:
-    """uint64[layers, 1, words]: the keys of sources `first`, `first` + 1, ..., see `record.CONTENT_BASE`."""
-    numbers = torch.arange(words)
-    keys = torch.stack([word_keys(first + layer, numbers) for layer in range(layers)])
-    return keys.numpy().view(np.uint64)[:, None, :]
+def _slots_within(source: ContentSource) -> int:
+    """How many slots, in whole pages, the memory of `source` holds."""
+    storage = source.data.untyped_storage()
+    last = source.address - storage.data_ptr() + source.row_bytes
+    last += (source.page_size - 1) * source.token_stride  # where page 0 ends
+    pages = (storage.nbytes() - last) // max(1, source.page_stride) + 1
+    return max(0, pages) * source.page_size

@@ -7,8 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..host_code import HOST
 from ..record import RECORD_WORDS, WORD_WRITER
 
 
@@ -53,12 +55,17 @@ class HostRecords:
             torch.zeros((num_slots, halves, RECORD_WORDS), dtype=torch.int64),
             torch.zeros(num_slots, dtype=torch.int64),
         )
+        self._words = self._records.words.numpy()
+        self._sampled_as = self._records.sampled_as.numpy()
+        # Beside the records, which are a cache line each: a load asks for each of its slots.
+        self._has_record = np.zeros(num_slots, dtype=np.bool_)
         self._on_the_way: deque[_OnTheWay] = deque()
         self._lock = threading.RLock()
 
     @property
     def nbytes(self) -> int:
-        return self._records.words.nbytes + self._records.sampled_as.nbytes
+        parts = (self._records.words, self._records.sampled_as, self._has_record)
+        return sum(part.nbytes for part in parts)
 
     def put(self, slots: torch.Tensor, records: SlotRecords, event: Any | None = None) -> None:
         """Set the records of `slots` int64[n]. With `event`, once it has happened."""
@@ -68,6 +75,7 @@ class HostRecords:
                 return
             self._records.words[slots] = records.words
             self._records.sampled_as[slots] = records.sampled_as
+            self._has_record[slots.numpy()] = records.present.numpy()
 
     def get(self, slots: torch.Tensor) -> SlotRecords:
         """A copy of the records of `slots` int64[n]. Waits for copies from the device."""
@@ -75,11 +83,16 @@ class HostRecords:
         with self._lock:
             return self._records[slots]
 
-    def present(self, slots: torch.Tensor) -> torch.Tensor:
-        """bool[n]: whether `slots` int64[n] have records. Waits for copies from the device."""
+    def look_up(self, slots: np.ndarray, some: slice) -> tuple[int, tuple[np.ndarray, np.ndarray]]:
+        """(how many of `slots` int64[n], from the first on, have records; words and sampled_as of `some` of them).
+
+        Waits for copies from the device. Raises IndexError for slots beyond the pool. torch takes longer for few slots.
+        """
         self._settle(wait=True)
         with self._lock:
-            return self._records.words[:, 0, WORD_WRITER][slots] != 0
+            count = HOST.leading(self._has_record, slots)
+            few = slots[some]
+            return count, (self._words[few], self._sampled_as[few])
 
     def part(self, first: int, stop: int) -> SlotRecords:
         """A copy of the records of the slots [first, stop), as far as their copies have arrived."""
@@ -94,10 +107,12 @@ class HostRecords:
             with self._lock:
                 self._on_the_way.clear()
                 self._records.words.zero_()
+                self._has_record.fill(False)
             return
         self._settle(wait=True)
         with self._lock:
             self._records.words[slots] = 0
+            self._has_record[slots.numpy()] = False
 
     def _settle(self, wait: bool) -> None:
         with self._lock:

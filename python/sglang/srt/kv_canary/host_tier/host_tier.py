@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import record
@@ -17,7 +18,7 @@ from ..record import State
 from ..reports.tier_finding import Finding
 from ..reports.violation import HOST_TIER
 from ..state import CanaryDeviceState, Header
-from .host_content import Sources, fingerprint, refuse_unlike
+from .host_content import HostContent, Sources, refuse_unlike
 from .host_records import HostRecords, SlotRecords
 from .launches import Launches
 
@@ -45,6 +46,9 @@ class HostTier:
         self.group = group
         self.mode = mode
         self.content = content
+        self._bytes = HostContent(content, mode)
+        # What a comparison of one slot reads.
+        self.bytes_per_slot = max(1, content_bytes_per_slot(group, mode)) if content else 1
         self.records = HostRecords(num_slots, len(group.halves))
         self.launches = Launches()
         self.written_back = 0  # slots, since the start
@@ -97,13 +101,11 @@ class HostTier:
         self, records: SlotRecords, host_slots: torch.Tensor, device_slots: torch.Tensor
     ) -> None:
         """Mode `partial` samples other bytes of another slot."""
-        slots = device_slots.cpu()
-        for index, sources in enumerate(self.content):
-            words = records.words[:, index]
-            known = _has_content(words)
-            now = fingerprint(sources, host_slots, self.mode, slots)
-            content = words[:, record.WORD_CONTENT]
-            words[:, record.WORD_CONTENT] = torch.where(known, now, content)
+        slots = host_slots.numpy(), device_slots.cpu().numpy()
+        words = records.words.numpy()
+        now = self._bytes.fingerprints(*slots).T
+        content = words[:, :, record.WORD_CONTENT]
+        np.copyto(content, now, where=_has_content(words))
 
     def load_back(
         self, device_slots: torch.Tensor, words: torch.Tensor, stream: Any | None = None
@@ -127,24 +129,24 @@ class HostTier:
         the slot loses its record.
         Of large loads every k-th slot is compared, in turn.
         """
-        present = self.records.present(host_slots)
-        count = len(present) if present.all() else int((~present).nonzero()[0])
-        at = self._turn(len(present))
-        at = at[present[at]]
-        if self.content and len(at):
-            slots = host_slots[at]
-            wrong = self._damaged(slots, self.records.get(slots))
-            if wrong.any():
-                count = min(count, int(at[wrong][0]))
-                self.records.clear(slots[wrong])
-        self.refused += len(present) - count
+        asked = host_slots.numpy()
+        turn = self._turn(len(asked))
+        count, known = self.records.look_up(asked, turn)
+        slots = asked[turn]
+        wrong = self.damaged(slots, *known)
+        if wrong:
+            count = min(count, turn.start + turn.step * wrong[0])
+            self.records.clear(torch.from_numpy(slots[wrong]))
+        self.refused += len(asked) - count
         return count
 
-    def _turn(self, count: int) -> torch.Tensor:
-        """int64[n]: which slots of a load are compared now, every k-th, as far as the budget goes."""
+    def _turn(self, count: int) -> slice:
+        """Which slots of a load are compared now, every k-th, as far as the budget goes."""
+        if not self.content:
+            return slice(0, 0, 1)
         k = slots_between_visits(count, max(1, self._check_budget_bytes // self.bytes_per_slot))
         self._checks += 1
-        return torch.arange(min(turn_of(self._checks, k), count), count, k)
+        return slice(turn_of(self._checks, k), None, k)
 
     def compare(self, first: int, stop: int) -> int:
         """Compare the bytes of the host slots [first, stop) with their records. Returns how many there were."""
@@ -152,57 +154,42 @@ class HostTier:
         slots = torch.arange(first, min(stop, self.records.num_slots))
         present = records.present
         slots, records = slots[present], records[present]
-        wrong = self._damaged(slots, records)
-        if wrong.any():
+        numbers = slots.numpy()
+        wrong = self.damaged(numbers, records.words.numpy(), records.sampled_as.numpy())
+        if wrong:
             self.records.clear(slots[wrong])
         return len(slots)
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """What a comparison of one slot reads."""
-        return max(1, content_bytes_per_slot(self.group, self.mode)) if self.content else 1
-
-    def _damaged(self, host_slots: torch.Tensor, records: SlotRecords) -> torch.Tensor:
-        """bool[n]: slots whose bytes differ from their records."""
-        every = torch.ones(len(records), dtype=torch.bool)
-        wrong = torch.zeros_like(every)
-        for index, sources in enumerate(self.content):
-            wrong |= self.differing(sources, index, host_slots, records, every, HOST_TIER, None)
-        return wrong
-
-    def differing(
+    def damaged(
         self,
-        sources: Sources,
-        index: int,
-        slots: torch.Tensor,
-        records: SlotRecords,
-        turn: torch.Tensor,
-        tier: str,
-        key: str | None,
-    ) -> torch.Tensor:
-        """bool[n]: records of half `index`, among those whose `turn` it is, that do not fit the bytes at `slots`.
+        slots: np.ndarray,
+        words: np.ndarray,
+        sampled_as: np.ndarray,
+        tier: str = HOST_TIER,
+        key: str | None = None,
+    ) -> list[int]:
+        """Which of the host slots `slots` int64[n] have bytes that differ from their records, in order.
 
-        Each is a finding of `tier`.
+        `words`, `sampled_as`: of their `SlotRecords`. Each difference is a finding of `tier`.
         """
-        words = records.words[:, index]
-        turn = turn & _has_content(words)
-        wrong = torch.zeros_like(turn)
-        at = turn.nonzero()[:, 0]
-        if not len(at):
-            return wrong
-        now = fingerprint(sources, slots[at], self.mode, records.sampled_as[at])
-        bad = now != words[at, record.WORD_CONTENT]
-        wrong[at[bad]] = True
-        half = self.group.halves[index]
-        for place, content in zip(at[bad].tolist(), now[bad].tolist(), strict=True):
+        if not self.content or not len(slots):
+            return []
+        now = self._bytes.fingerprints(slots, sampled_as).T
+        differ = now != words[:, :, record.WORD_CONTENT]
+        if not differ.any():
+            return []
+        differ &= _has_content(words)
+        for index, place in np.argwhere(differ.T).tolist():
             slot = int(slots[place]) if key is None else None
-            self.report(Finding.of(tier, key, self.group.kind, half, slot, words[place], content))
-        return wrong
+            where = (tier, key, self.group.kind, self.group.halves[index], slot)
+            self.report(Finding.of(*where, words[place, index], int(now[place, index])))
+        return np.flatnonzero(differ.any(axis=1)).tolist()
 
 
-def _has_content(words: torch.Tensor) -> torch.Tensor:
-    state = (words[:, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
-    return (state == State.LIVE) & (words[:, record.WORD_CONTENT] != 0)
+def _has_content(words: np.ndarray) -> np.ndarray:
+    """bool[n, halves] of `words` int64[n, halves, RECORD_WORDS]."""
+    state = (words[:, :, record.WORD_WRITER] >> record.WRITER_STATE_SHIFT) & 0xF
+    return (state == State.LIVE) & (words[:, :, record.WORD_CONTENT] != 0)
 
 
 def _on(stream: Any | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -248,7 +248,8 @@ class PageStore:
                 self._report_other_tokens(records, start, mine, key)
                 return self._refuse(Unusable.DAMAGED)
             return self._refuse(Unusable.OTHER)
-        if self._is_damaged(records, host_slots, key):
+        known = records.words.numpy(), records.sampled_as.numpy()
+        if self._tier.damaged(host_slots.numpy(), *known, self.name, key):
             return self._refuse(Unusable.DAMAGED)
         start.position += self.page_size
         start.token += self.page_size
@@ -292,14 +293,6 @@ class PageStore:
         words = records.words[:, :, (record.WORD_IDENTITY, record.WORD_CHAIN)]
         expected = torch.tensor([identities, chains], dtype=torch.int64).T
         return bool((words == expected[:, None]).all())
-
-    def _is_damaged(self, records: SlotRecords, host_slots: torch.Tensor, key: str) -> bool:
-        every = torch.ones(len(records), dtype=torch.bool)
-        damaged = False
-        for index, sources in enumerate(self._tier.content):
-            wrong = self._tier.differing(sources, index, host_slots, records, every, self.name, key)
-            damaged |= bool(wrong.any())
-        return damaged
 
     def _stamp(self, records: SlotRecords) -> None:
         """Forwards and rows of another server say nothing here."""

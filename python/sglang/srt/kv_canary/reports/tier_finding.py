@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .. import record
@@ -42,7 +43,7 @@ class Finding:
         kind: PoolKind,
         half: str,
         slot: int | None,
-        words: torch.Tensor,
+        words: np.ndarray | torch.Tensor,
         content_now: int,
     ) -> Finding:
         """Bytes that do not fit the slot's record `words` int64[RECORD_WORDS]."""

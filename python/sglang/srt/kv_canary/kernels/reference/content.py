@@ -60,10 +60,14 @@ def _numbers(count: int, like: Words) -> Words:
     return torch.arange(count, device=like.device)
 
 
+def source_key(index: int) -> int:
+    """The odd key of source number `index`, see `record.CONTENT_BASE`; int64."""
+    return record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
+
+
 def word_keys(index: int, words: Words) -> Words:
     """The odd keys of `words` int64 of source number `index`, see `record.CONTENT_BASE`. Same shape."""
-    source_key = record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
-    return (hashing.mix64(words) * source_key) | 1
+    return (hashing.mix64(words) * source_key(index)) | 1
 
 
 def content_fingerprint(
