@@ -108,6 +108,8 @@ def _tier_of(manager: CanaryManager, pool: Any, loads_in_background: bool) -> Ho
 
 def agreed(tree: Any, usable: int | None) -> int:
     """The least of all ranks. None: this rank cannot say."""
+    if tree.tp_world_size == 1:  # a tensor takes as long as half of the check
+        return usable or 0
     value = torch.tensor(usable or 0, dtype=torch.int)
     tree._all_reduce_attn_groups(value, torch.distributed.ReduceOp.MIN)
     return int(value)
