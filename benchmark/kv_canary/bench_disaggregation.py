@@ -16,7 +16,8 @@ wire   bytes that the prefill server gives to the transport, by what they are
 ttft   seconds until the decode server has streamed the first token, and until the last of --tokens. The prefill and the
        transfer are in the first, the check of what has arrived is in the second
 load   seconds until a server with HiCache has answered a prompt that it must load back from host memory, with one
-       token. Five prompts take turns, of which three fit on the device
+       token; and the `e2e_latency` that it names, without reading and parsing the request. Five prompts take turns, of
+       which three fit on the device
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from sglang_kv_canary_rigs.wire_bytes import (
 CANARY = {"kv_canary": "log", "kv_canary_real_data": "all"}
 WITHOUT = {"kv_canary": "none", "kv_canary_real_data": "none"}
 PARTS = ("wire", "ttft", "load")
+FIGURES = {"ttft": ("first token", "last token"), "load": ("answer", "e2e_latency")}
 WARM_UP = 3  # prompts of each server that are not counted
 CACHED = 5  # prompts of which all are in host memory
 ON_DEVICE = 3  # of them
@@ -197,7 +199,7 @@ def start_together(stack: ExitStack, servers: Mapping[str, Any]) -> None:
         start.result()
 
 
-def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[float]:
+def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[float, float]:
     one = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     start = time.perf_counter()
     answer = ask(serving, name, prompt, sampling_params=one)
@@ -206,7 +208,7 @@ def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[floa
         raise RuntimeError(
             f"expected a prefix from host memory, got {hits(answer)} of {len(prompt)} tokens"
         )
-    return (seconds,)
+    return seconds, answer["meta_info"]["e2e_latency"]
 
 
 # Turns
@@ -229,10 +231,10 @@ def _compare(
     times: Times = {name: [] for name in servers}
     lines = list(_turns(part, servers, measure, options, prompts, times))
     for name in servers:
-        for at, end in enumerate(("first token", "last token")):
-            if name != "off" and at < len(lines[0][name]):
+        for at, figure in enumerate(FIGURES[part]):
+            if name != "off":
                 _summary(
-                    f"{part}, {end},", name, [{n: line[n][at] for n in line} for line in lines]
+                    f"{part}, {figure},", name, [{n: line[n][at] for n in line} for line in lines]
                 )
         print(f"{part} {name}: {_spread(times[name])}")
     if options.breakdown:
