@@ -60,7 +60,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         _PARTLY,
-        "each rank stores, and checks, all tokens; MHA and NSA on CPU, NSA's kernels and way in-seq-split not run",
+        "each rank stores, and checks, all tokens; MHA and NSA on CPU, its kernels only without it; not in-seq-split",
     ),
     PathSupport(
         "HiCache: host memory, and the storage backend file",
