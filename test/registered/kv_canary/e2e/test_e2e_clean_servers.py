@@ -31,6 +31,11 @@ from sglang_kv_canary_rigs.choices_grammar import choices_grammar
 from sglang_kv_canary_rigs.feature_serving import MANY, CleanServer, together
 from sglang_kv_canary_rigs.tiny_lora import write_lora
 
+WITH_BEAMS = pytest.mark.skipif(
+    find_spec("sglang.srt.beam_search") is None,
+    reason="this release has no beam search; lifted by make test SGLANG=0.5.23",
+)
+
 register_cpu_ci(est_time=150, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=300, suite="stage-b-test-1-gpu-small")
 
@@ -359,10 +364,7 @@ class TestFeatures(CleanServer):
     def test_clean(self, case: Case) -> None:
         case.drive(self)
 
-    @pytest.mark.skipif(
-        find_spec("sglang.srt.beam_search") is None,
-        reason="this release has no beam search; lifted by make test SGLANG=0.5.23",
-    )
+    @WITH_BEAMS
     @pytest.mark.parametrize("widths", [(2,), (1, 2)], ids=["alone", "later_in_a_batch"])
     def test_beam_search_is_refused(self, widths: Sequence[int]) -> None:
         """Each item of a batch has a width of its own. The second one would be fed tokens that nobody has sampled."""
@@ -373,6 +375,18 @@ class TestFeatures(CleanServer):
             self.serving.post("/generate", {"input_ids": prompts, "sampling_params": sampling})
         one = {"beam_width": 1}
         assert len(self.ask("beam", prompts[0], 8, sampling_params=one)["output_ids"]) == 8
+
+
+@WITH_BEAMS
+class TestPreferredBeams(CleanServer):
+    flags: ClassVar = {**CleanServer.flags, "preferred_sampling_params": '{"beam_width": 2}'}
+
+    def test_beams_that_the_server_prefers_are_refused(self) -> None:
+        tokens = prompt("beam", 40)
+        with pytest.raises(HTTPError, match=r"400.*kv-canary: beam_width > 1 is refused"):
+            self.ask("preferred", tokens, 8)
+        one = {"beam_width": 1}
+        assert len(self.ask("beam", tokens, 8, sampling_params=one)["output_ids"]) == 8
 
 
 class TestPage16WithPriorities(CleanServer):
