@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.single_forward_manager import content_can_wait
 from sglang_kv_canary.single_forward_manager.late_content import MIN_TOKENS
 from sglang_kv_canary.state import TagCounter
@@ -154,6 +156,39 @@ def test_a_forward_that_fails_leaves_nothing_due(scheduler: Scheduler) -> None:
     with pytest.raises(RuntimeError):
         scheduler.rig.extend(1, range(LONG), fail=True)
     assert late.due is None
+
+
+def watched(scheduler: Scheduler) -> HealthCheck:
+    """A health check of every copy of the counters, the first of which has been made."""
+    manager = scheduler.rig.manager
+    config = replace(manager.config, health_check_interval=1)
+    health = HealthCheck(config, manager.groups, manager.sink, "target", None)
+    manager.observers.append(health)
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.rig.settle()
+    return health
+
+
+def test_counters_copied_before_the_fingerprints_are_no_illness(scheduler: Scheduler) -> None:
+    """As of the first long prompt after some idle time, where no decode comes between."""
+    health = watched(scheduler)
+    for row in (2, 3):
+        scheduler.process(scheduler.run(row, LONG))
+        scheduler.rig.settle()
+    assert health.checks > 2
+    assert health.failures == 0
+
+
+def test_late_fingerprints_that_never_come_are_told(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = watched(scheduler)
+    monkeypatch.setattr(scheduler.rig.manager.late_content, "write", lambda: None)
+    scheduler.process(scheduler.run(2, LONG))
+    assert health.failures == 0
+    scheduler.process(scheduler.run(3, LONG))
+    scheduler.rig.settle()
+    assert health.failures > 0
 
 
 @pytest.mark.parametrize(

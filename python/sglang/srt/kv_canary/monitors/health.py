@@ -63,6 +63,8 @@ class HealthCheck(StepObserver):
         self._ahead = 0
         self._slack = 0  # the part of it that may come from a late copy at the start
         self._doubted = False  # the last check saw another number, which a late copy can explain
+        # Tags whose fingerprints were due when the last copy was made: the next one has them
+        self._due: set[CanaryLaunchTag] = set()
         self._ticks = 0
         self._checked_tick = 0
         self._unheard_steps = 0  # steps with forwards since the last counters; idle ticks copy none
@@ -95,6 +97,7 @@ class HealthCheck(StepObserver):
         elif self._last is None:
             self._ahead, self._slack = _ahead(summary), summary.launched_since
             self._doubted = False
+            self._due.clear()
             self._start_period(summary)
         elif self._ticks - self._checked_tick >= self._config.health_check_interval:
             between = CountsBetween(self._last, summary)
@@ -116,6 +119,7 @@ class HealthCheck(StepObserver):
         if forwards:
             silent += self._silent_tags(between)
             problems += self._lost_checks(between)
+        if forwards or self._due:
             problems += self._without_fingerprints(between)
         problems += self._miscounted(between.later)
         problems += self._lost_hooks()
@@ -163,10 +167,24 @@ class HealthCheck(StepObserver):
         for group in self._groups:
             for half in group.halves:
                 tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
-                wrote = between.grown(tag, TagCounter.WRITTEN) > 0 and group.content(half)
-                if wrote and between.grown(tag, TagCounter.CONTENT_WRITTEN) <= 0:
+                if group.content(half) and self._lacks_fingerprints(tag, between):
                     bad.append(tag.name)
         return [f"no content fingerprints of the slots written at {', '.join(bad)}"] if bad else []
+
+    def _lacks_fingerprints(self, tag: CanaryLaunchTag, between: CountsBetween) -> bool:
+        """Those of a long prefill come after its step's copy. The next check must see them."""
+        later, was_due = between.later, tag in self._due
+        self._due.discard(tag)
+        if between.grown(tag, TagCounter.CONTENT_WRITTEN) > 0:
+            return False
+        wrote = between.grown(tag, TagCounter.WRITTEN) > 0
+        may_come = (
+            later.content_due or later.launched_since
+        )  # a copy may have caught a later forward
+        if wrote and may_come and not was_due:
+            self._due.add(tag)
+            return False
+        return wrote or was_due
 
     def _silent_sweeps(self, between: CountsBetween, expected: dict[PoolKind, int]) -> list[str]:
         """SWEEP tags that have run less often than `expected`, the minimum number issued between the two copies.

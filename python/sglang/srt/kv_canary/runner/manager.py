@@ -676,7 +676,8 @@ class CanaryManager:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
-        counts = self.step_ct, self.forward_ct, self.abandoned_ct
+        content_due = self.late_content.due is not None
+        counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
         if self._copy.start(point, at_once):

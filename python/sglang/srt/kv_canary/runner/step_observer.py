@@ -49,6 +49,7 @@ class CopyPoint(NamedTuple):
     step: int
     forward_ct: int
     abandoned_ct: int
+    content_due: bool  # fingerprints of slots that are counted as written come after the copy, see LateContent
 
 
 class Summary:
@@ -57,6 +58,7 @@ class Summary:
     __slots__ = (
         "_words",
         "abandoned",
+        "content_due",
         "forward_done",
         "forward_launched",
         "launched_since",
@@ -67,7 +69,7 @@ class Summary:
     def __init__(self, words: bytes, point: CopyPoint, forward_ct: int) -> None:
         """`words`: those of the device, int64. `forward_ct`: forwards launched so far."""
         # forwards that the host had launched when the copy started
-        self.step, self.forward_launched, self.abandoned = point
+        self.step, self.forward_launched, self.abandoned, self.content_due = point
         self.launched_since = forward_ct - self.forward_launched  # on a busy GPU it may have them
         # the device's own count of forwards at the same moment in stream order
         self.forward_done, _, _, self.violations = _HEADER.unpack_from(words)
