@@ -11,8 +11,8 @@ from ..buffer_group import ContentSource
 from ..config import ContentMode
 from ..host_code import HOST
 from ..host_code.twins import SOURCE_COLUMNS
-from ..kernels.layout import content_unit
-from ..kernels.reference.content import content_fingerprint, source_key
+from ..kernels.layout import content_unit, source_key
+from ..kernels.reference.content import content_fingerprint
 from ..pool_patcher.content_layout import row_sources
 from ..pool_patcher.errors import UnsupportedPoolError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..buffer_group import CanaryBufferGroup, ContentSource
 from ..config import ContentMode
-from ..record import SECTOR_COST_BYTES
+from ..record import CONTENT_SOURCE_SALT, SECTOR_COST_BYTES, mix64, to_signed64
 
 VERIFY_BLOCK = 256  # slots of one request per verify work item
 WRITE_TILE = 1024  # tokens of one request per chain scan work item
@@ -37,6 +37,11 @@ def content_unit(sources: tuple[ContentSource, ...]) -> int:
     """Bytes per hashed word: 4 where every source is laid out in multiples of 4 bytes, else 1."""
     parts = [(s.row_bytes, s.page_stride, s.run_stride, s.token_stride, s.address) for s in sources]
     return 4 if all(p % 4 == 0 for part in parts for p in part) else 1
+
+
+def source_key(index: int) -> int:
+    """The odd key of a half's content source. int64, see `record.CONTENT_BASE`."""
+    return to_signed64(mix64(index + CONTENT_SOURCE_SALT) | 1)
 
 
 def refuse_strided(group: CanaryBufferGroup) -> None:

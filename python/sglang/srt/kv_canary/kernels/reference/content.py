@@ -14,7 +14,7 @@ from ...endpoint import CanaryLaunchTag
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import Reason
 from ...state import CanaryDeviceState, Header, TagCounter
-from ..layout import content_unit, refuse_strided, slots_between_visits, turn_of
+from ..layout import content_unit, refuse_strided, slots_between_visits, source_key, turn_of
 from . import hashing
 from .hashing import Words
 from .host import array, within
@@ -58,11 +58,6 @@ def _numbers(count: int, like: Words) -> Words:
     if isinstance(like, np.ndarray):
         return np.arange(count)
     return torch.arange(count, device=like.device)
-
-
-def source_key(index: int) -> int:
-    """The odd key of source number `index`, see `record.CONTENT_BASE`; int64."""
-    return record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1)
 
 
 def word_keys(index: int, words: Words) -> Words:

@@ -16,7 +16,7 @@ from ...page_table import PageTable
 from ...plan.plan_input import ForwardPlan, SweepVerifyPlan
 from ...record import SECTOR_BYTES
 from ...state import CanaryDeviceState
-from ..layout import content_unit, refuse_strided
+from ..layout import content_unit, refuse_strided, source_key
 from .device.content import RUN_SHIFT, TABLE_COLUMNS
 from .device.content_kernel import (
     content_kernel,
@@ -113,7 +113,7 @@ def _table(sources: list[tuple[int, ContentSource]], device: torch.device) -> to
             source.page_stride,
             source.token_stride,
             source.row_bytes,
-            record.to_signed64(record.mix64(index + record.CONTENT_SOURCE_SALT) | 1),
+            source_key(index),
             index,
             (source.run_slots or source.page_size) << RUN_SHIFT.value | source.run_stride,
         ]
