@@ -45,9 +45,8 @@ class Scheduler:
         self.rig = ManagerRig(real=real, context_len=4 * LONG, device=DEVICE)
         self.forward_stream = torch.cuda.Stream() if DEVICE.startswith("cuda") else None
         self._iterations = 0
-        self.unknown_in_step = (
-            -1
-        )  # new slots whose content was unknown when SGLang's own part of the step ended
+        # New slots whose content was unknown when SGLang's own part of the step ended
+        self.unknown_in_step = -1
 
     def run(self, row: int, tokens: int, fail: bool = False) -> ScheduleBatch:
         request = SimpleNamespace(req_pool_idx=row, rid=f"request-{row}")

@@ -95,7 +95,7 @@ class SingleForwardManager:
             return
         self._branch.join()
         part = Part.ALL & ~self._beside
-        if self._late_content.open and not is_capturing() and self._late_content.take(plan):
+        if not is_capturing() and self._late_content.take(plan):
             part &= ~Part.NEW_CONTENT
         launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
 
