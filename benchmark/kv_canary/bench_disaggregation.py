@@ -3,7 +3,7 @@
     python benchmark/kv_canary/bench_disaggregation.py [--parts wire,ttft,load] [--model DIR] [--pairs 10]
         [--requests 10] [--seconds 300] [--prompt 200] [--tokens 4] [--backend nixl] [--prefill '{}']
         [--engine '{"mem_fraction_static": 0.2}'] [--decode '{"base_gpu_id": 1}'] [--noise] [--breakdown]
-        [--hicache '{"hicache_ratio": 2.5}']
+        [--hicache '{"hicache_ratio": 2.5}'] [--pin]
 
 Servers are real, on this machine: without a GPU, the smallest model on a CPU. All start at once, before the first is
 measured, and then take turns by request. In each pair every server gets the same `--requests` prompts, one at a time,
@@ -11,6 +11,8 @@ and its figure is their median. `off2` is `off` once more (--noise): how far it 
 `all`. Prints a JSON line for each pair and part, and last mean and median of the pairs' ratios with their 95 %
 intervals (bootstrap). After `--seconds` of measuring no pair of that part begins. `--breakdown` adds tables of where
 the time of a request goes, of the faster and of the slower half of all requests (`spans.py`). Noting it costs time.
+`--pin` gives each server, or each pair of servers, cores of its own. Idle schedulers poll, so two on one core slow each
+other for as long as they stay there.
 
 wire   bytes that the prefill server gives to the transport, by what they are
 ttft   seconds until the decode server has streamed the first token, and until the last of --tokens. The prefill and the
@@ -26,6 +28,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -160,7 +163,7 @@ def ttft(options: argparse.Namespace) -> None:
             name: pair_of_servers(options, flags, folder, name)
             for name, flags in variants(options).items()
         }
-        start_together(servers, pairs)
+        start_together(servers, pairs, options.pin)
         measure = functools.partial(answer, options.tokens)
         for i, prompt in enumerate(_prompts("ttft-warm", WARM_UP, options)):
             for serving in pairs.values():
@@ -183,7 +186,7 @@ def load(options: argparse.Namespace) -> None:
             )
             for name, flags in variants(options).items()
         }
-        start_together(servers, single)
+        start_together(servers, single, options.pin)
         for name in ("first", "second"):  # the second time warms up what loads
             for i, prompt in enumerate(cached):
                 for serving in single.values():
@@ -191,12 +194,36 @@ def load(options: argparse.Namespace) -> None:
         _compare("load", single, load_back, options, folder, cached)
 
 
-def start_together(stack: ExitStack, servers: Mapping[str, Any]) -> None:
-    """On a GPU a start takes a minute or more."""
+def start_together(stack: ExitStack, servers: Mapping[str, Any], pin: bool = False) -> None:
+    """On a GPU a start takes a minute or more. `pin`: on cores of its own."""
+    own = sorted(os.sched_getaffinity(0))
+    shares = shares_of(own, len(servers)) if pin else [own] * len(servers)
+
+    def start(server: Any, cores: Sequence[int]) -> None:
+        os.sched_setaffinity(0, cores)  # of this thread, and of the processes that it starts
+        stack.enter_context(server)
+
     with ThreadPoolExecutor(len(servers)) as threads:
-        starts = [threads.submit(stack.enter_context, server) for server in servers.values()]
-    for start in starts:
-        start.result()
+        starts = [
+            threads.submit(start, server, cores)
+            for server, cores in zip(servers.values(), shares, strict=True)
+        ]
+    for each in starts:
+        each.result()
+
+
+def shares_of(cores: Sequence[int], count: int) -> list[Sequence[int]]:
+    """`count` runs of as many cores, and at least one left for this process, which asks. Raises ValueError.
+
+    Runs are of an even length where they can be: neighbours are often two threads of one core.
+    """
+    each = (len(cores) - 1) // count
+    if each < 1:
+        raise ValueError(
+            f"--pin needs a core for each of {count} servers and one more, got {len(cores)} cores: leave it out"
+        )
+    each -= each % 2 if each > 1 else 0
+    return [cores[each * i : each * (i + 1)] for i in range(count)]
 
 
 def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[float, float]:
@@ -326,7 +353,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=json.loads, default={}, help="further flags, JSON")
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--breakdown", action="store_true")
+    parser.add_argument("--pin", action="store_true", help="servers to cores of their own")
     options = parser.parse_args()
+    if options.pin:
+        try:
+            shares_of(sorted(os.sched_getaffinity(0)), len(variants(options)))
+        except ValueError as error:
+            parser.error(str(error))
     load_transport()
     parts = {"wire": wire, "ttft": ttft, "load": load}
     unknown = set(options.parts.split(",")) - set(parts)

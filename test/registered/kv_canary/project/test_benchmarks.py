@@ -76,5 +76,24 @@ def test_the_hooks_of_a_prefill_are_timed_and_find_nothing(monkeypatch: pytest.M
     assert forwards >= 8
 
 
+@pytest.mark.parametrize(
+    ("cores", "count", "shares"),
+    [
+        (16, 2, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        (16, 3, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),
+        (4, 3, [[0], [1], [2]]),
+    ],
+)
+def test_servers_get_cores_of_their_own_and_one_is_left(
+    cores: int, count: int, shares: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    from bench_disaggregation import shares_of
+
+    assert [list(share) for share in shares_of(range(cores), count)] == shares
+    with pytest.raises(ValueError, match=f"{count} servers and one more, got {count} cores"):
+        shares_of(range(count), count)
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
