@@ -35,10 +35,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+import psutil
 
 from sglang_kv_canary.testing import CanaryServer
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
@@ -194,22 +196,26 @@ def load(options: argparse.Namespace) -> None:
         _compare("load", single, load_back, options, folder, cached)
 
 
-def start_together(stack: ExitStack, servers: Mapping[str, Any], pin: bool = False) -> None:
-    """On a GPU a start takes a minute or more. `pin`: on cores of its own."""
-    own = sorted(os.sched_getaffinity(0))
-    shares = shares_of(own, len(servers)) if pin else [own] * len(servers)
-
-    def start(server: Any, cores: Sequence[int]) -> None:
-        os.sched_setaffinity(0, cores)  # of this thread, and of the processes that it starts
-        stack.enter_context(server)
-
+def start_together(stack: ExitStack, servers: Mapping[str, Any], pinned: bool = False) -> None:
+    """On a GPU a start takes a minute or more. `pinned`: to cores of its own, once all have compiled on all of them."""
     with ThreadPoolExecutor(len(servers)) as threads:
-        starts = [
-            threads.submit(start, server, cores)
-            for server, cores in zip(servers.values(), shares, strict=True)
-        ]
-    for each in starts:
-        each.result()
+        starts = [threads.submit(stack.enter_context, server) for server in servers.values()]
+    for start in starts:
+        start.result()
+    if pinned:
+        shares = shares_of(sorted(os.sched_getaffinity(0)), len(servers))
+        for server, cores in zip(servers.values(), shares, strict=True):
+            pin(server, cores)
+
+
+def pin(server: Any, cores: Sequence[int]) -> None:
+    """All threads of a server, or of both servers of a pair. What they start later inherits it."""
+    both = [server, *filter(None, [getattr(server, "prefill", None)])]
+    for process in (each.process for each in both):
+        for member in (psutil.Process(process.pid), *psutil.Process(process.pid).children(True)):
+            for thread in member.threads():
+                with suppress(ProcessLookupError):  # it has ended
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def shares_of(cores: Sequence[int], count: int) -> list[Sequence[int]]:
