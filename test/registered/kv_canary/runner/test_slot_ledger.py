@@ -16,7 +16,7 @@ from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
-from sglang_kv_canary.kernels.triton.jit import _Interpreted
+from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
@@ -32,10 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 ALLOC, FREE, CLEAR, UNFILL, LOAD = SlotEventKind
 SLOTS = 24
+HOST = torch.device("cpu")  # the reference works on host memory alone
 
 
-def live_group() -> CanaryBufferGroup:
-    group = make_group(SLOTS)
+def live_group(device: torch.device) -> CanaryBufferGroup:
+    group = make_group(SLOTS, device=device)
     for name in SIDES:
         words = getattr(group, name)
         words[1 : SLOTS - 4, record.WORD_WRITER] = record.pack_writer(1, 1, 1, record.State.LIVE)
@@ -68,16 +69,18 @@ LISTS = st.lists(st.integers(0, SLOTS + 2), min_size=1, max_size=5, unique=True)
 def test_merged_events_do_what_single_ones_do(
     backend: ModuleType, page_size: int, happened: list[tuple[SlotEventKind | None, list[int]]]
 ) -> None:
-    single, merged = live_group(), live_group()
-    states = make_state(), make_state()
-    history = SlotHistory(256, "cpu", [])
+    device = HOST if backend is reference else kernel_device()
+    single, merged = live_group(HOST), live_group(device)
+    states = make_state(HOST), make_state(device)
+    history = SlotHistory(256, str(device), [])
     ledger = SlotLedger(backend, (merged,), states[1], history)
     for kind, slots in happened:
         if kind is None:
             ledger.apply()
             continue
-        listed = None if kind is CLEAR else torch.tensor(slots, device=kernel_device())
-        ledger.record(kind, PoolKind.FULL, listed, page_size)
+        listed = None if kind is CLEAR else torch.tensor(slots)
+        given = None if listed is None else listed.to(device)
+        ledger.record(kind, PoolKind.FULL, given, page_size)
         if kind is not LOAD:
             reference.apply_slot_event(kind, listed, single, states[0], page_size)
     ledger.apply(at_once=True)
@@ -102,15 +105,16 @@ def test_a_step_that_evicts_is_one_launch_one_join_and_one_copy(
 
     counted(torch, "cat", "join")
     counted(SlotHistory, "_copy_slots", "copy")
-    counted(_Interpreted, "run", "launch")
-    history = SlotHistory(1024, "cpu", [])
-    ledger = SlotLedger(triton_backend, (live_group(),), make_state(), history)
+    counted(KernelLauncher, "__call__", "launch")
+    device = kernel_device()
+    history = SlotHistory(1024, str(device), [])
+    ledger = SlotLedger(triton_backend, (live_group(device),), make_state(device), history)
     once = {"join": 1, "copy": 1, "launch": 1}
     for turns in ([ALLOC, FREE, ALLOC], [FREE], [FREE, ALLOC, FREE, ALLOC, FREE]):
         calls.clear()
         for kind in turns:
             for first in (1, 5, 9):
-                slots = torch.arange(first, first + 4, device=kernel_device())
+                slots = torch.arange(first, first + 4, device=device)
                 ledger.record(kind, PoolKind.FULL, slots, 1, 1, (4, 0, None))
         assert ledger.apply() == 1
         assert {what: calls.count(what) for what in calls} == once
