@@ -183,7 +183,7 @@ FAULTS: dict[str, Fault] = _table(
         "Free a slot that is already free. Needs a slot that was freed, e.g. by a flush. The free list is repaired.",
         (OF_ALLOCATOR,),
         (Reason.DOUBLE_FREE,),
-        "FREE_FULL (with kind SWA: FREE_SWA), at the next forward",
+        "FREE_FULL, of DeepSeek-V4 FREE_C4 and the like (with kind SWA: FREE_SWA), at the next forward",
     ),
     Fault(
         "damage_record",

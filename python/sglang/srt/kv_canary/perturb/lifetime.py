@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..buffer_group import CanaryBufferGroup
 from ..record import WORD_WRITER, State
 from ..record import unpack_writer as unpack
 from .content import slot_in
@@ -71,7 +72,7 @@ def _owner(
     part = getattr(scene.allocator, f"{kind.lower()}_attn_allocator", None)
     if part is None:
         raise ValueError("this model has one pool: omit 'kind'")
-    return part, slot_in(scene.group(kind), full_slot)
+    return part, full_slot if kind == "FULL" else slot_in(scene.group(kind), full_slot)
 
 
 def _free(scene: Scene, allocator: Any, slot: int) -> tuple[int, ...]:
@@ -92,9 +93,14 @@ def _move_to_front(allocator: Any) -> None:
 
 
 def _freed_slot(scene: Scene, allocator: Any, args: dict[str, Any]) -> int | None:
-    records, page = scene.group(args.get("kind", "FULL")).k_head, allocator.page_size
+    """The first slot of a free page, if it is known as freed in every group whose slots the allocator hands out."""
+    groups = (scene.group("SWA"),) if args.get("kind") == "SWA" else scene.full_groups
     for number in allocator.free_pages.tolist():
-        slot = number * page
-        if unpack(int(records[slot, WORD_WRITER]))[3] == State.FREED:
+        slot = number * allocator.page_size
+        if all(_state(group, slot // group.stride) == State.FREED for group in groups):
             return slot
     return None
+
+
+def _state(group: CanaryBufferGroup, slot: int) -> int:
+    return unpack(int(group.k_head[slot, WORD_WRITER]))[3]

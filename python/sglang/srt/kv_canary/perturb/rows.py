@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..record import State
-from .scene import Outcome, Reader, Scene, states_of
+from .scene import Outcome, Reader, Scene
 
 
 def other_requests_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -56,17 +56,19 @@ def swap_entries(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 def padding_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Point one entry at slot 0."""
-    return _repoint_one(scene, args, lambda: 0, "now the padding slot 0")
+    return _repoint_one(scene, args, lambda _: 0, "now the padding slot 0")
 
 
 def never_written_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Point one entry at a slot that no forward has written since the start."""
-    return _repoint_one(scene, args, lambda: _never_written(scene), "now a slot never written")
+    return _repoint_one(
+        scene, args, lambda before: _never_written(scene, before), "now a slot never written"
+    )
 
 
 def freed_slot(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     """Point one entry at a slot that was written once and is now free."""
-    return _repoint_one(scene, args, lambda: _freed(scene), "now a free slot")
+    return _repoint_one(scene, args, lambda before: _freed(scene, before), "now a free slot")
 
 
 def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
@@ -77,7 +79,7 @@ def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
     reader = readers[0]
     position = args.get("position", reader.prefix // 2)
     before = scene.slot(reader, position)
-    past_end = args.get("slot", scene.group().num_slots + 7)
+    past_end = args.get("slot", max(g.num_slots * g.stride for g in scene.full_groups) + 7)
 
     def set_entry(slot: int) -> None:
         scene.rows[reader.row, position] = slot
@@ -91,13 +93,15 @@ def slot_out_of_range(scene: Scene, args: dict[str, Any]) -> Outcome | None:
 
 
 def _repoint_one(
-    scene: Scene, args: dict[str, Any], slot: Callable[[], int], detail: str
+    scene: Scene, args: dict[str, Any], slot: Callable[[int], int], detail: str
 ) -> Outcome | None:
+    """`slot`: the new entry, for the full slot that was there before."""
     readers = scene.pick_readers(1, args)
     if not readers:
         return None
     position = args.get("position", readers[0].prefix // 2)
-    return _repoint(scene, readers[0], {position: slot()}, detail, args)
+    now = slot(scene.slot(readers[0], position))
+    return _repoint(scene, readers[0], {position: now}, detail, args)
 
 
 def _repoint(
@@ -120,15 +124,15 @@ def _write(rows: torch.Tensor, row: int, entries: dict[int, int]) -> None:
         rows[row, position] = slot
 
 
-def _never_written(scene: Scene) -> int:
-    fresh = [s for s, state in states_of(scene.group()).items() if state == State.NEVER_WRITTEN]
+def _never_written(scene: Scene, before: int) -> int:
+    fresh = scene.full_slots_in(State.NEVER_WRITTEN, before)
     if not fresh:
         raise ValueError("every slot has been written once: use a larger pool")
     return fresh[-1]
 
 
-def _freed(scene: Scene) -> int:
-    freed = [s for s, state in states_of(scene.group()).items() if state == State.FREED]
+def _freed(scene: Scene, before: int) -> int:
+    freed = scene.full_slots_in(State.FREED, before)
     if not freed:
         raise ValueError("no slot has been freed")
     return freed[-1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..buffer_group import CanaryBufferGroup, PoolKind
-from ..record import WORD_WRITER, unpack_writer
+from ..record import WORD_WRITER, State, unpack_writer
 from ..wiring.releases import release
 
 if TYPE_CHECKING:
@@ -103,6 +103,26 @@ class Scene:
                 return group
         kinds = [group.kind.value for group in self.manager.groups]
         raise ValueError(f"this model runner has no pool kind {kind}; it has {kinds}")
+
+    @property
+    def full_groups(self) -> tuple[CanaryBufferGroup, ...]:
+        """Groups in which a full slot names a slot: FULL, or of DeepSeek-V4, which has no FULL, the compressed ones."""
+        groups = [g for g in self.manager.groups if g.allocator_kind is PoolKind.FULL]
+        if not groups:
+            kinds = [group.kind.value for group in self.manager.groups]
+            raise ValueError(f"this model runner has no pool that full slots name; it has {kinds}")
+        return tuple(groups)
+
+    def full_slots_in(self, state: State, like: int) -> list[int]:
+        """Full slots whose slots have `state` in all `full_groups`, where one may stand for several full slots.
+
+        Each has the place of the full slot `like` among those.
+        """
+        states = [(states_of(group), group.stride) for group in self.full_groups]
+        stride = max(stride for _, stride in states)
+        end = min((len(known) + 1) * stride for known, stride in states)
+        candidates = range(stride + like % stride, end, stride)
+        return [s for s in candidates if all(known[s // n] == state for known, n in states)]
 
     def slot(self, reader: Reader, position: int) -> int:
         """The full slot that `reader` reads at `position`."""
