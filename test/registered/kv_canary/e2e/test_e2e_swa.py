@@ -171,6 +171,18 @@ class TestSWAFaults(FaultCases):
 
     # Slots that change hands
 
+    def test_a_full_slot_that_is_freed_inside_the_window(self) -> None:
+        """SGLang frees its SWA slot, too: that is no eviction."""
+        injection = self.inject("free_live_slot", position=25, **DECODE)
+        self.serve_two("freed-in-window")
+        done = injection.answer()
+        self.assert_reported_at("USE_AFTER_FREE", FULL)
+        self.assert_reported_at("SWA_EVICTED_IN_WINDOW", SWA)
+        self.assert_all_explained(done)
+        guesses = [event["guess"] for event in self.guesses()]
+        assert {guess["class"] for guess in guesses} == {BugClass.USE_AFTER_FREE.value}
+        assert any("it follows from cause #" in guess["reason"] for guess in guesses)
+
     def test_freed_swa_slot_goes_to_another_request(self) -> None:
         """The mapping stays: two full slots share a SWA slot, as with a tombstone that was freed twice."""
         which = {"kind": "SWA", "position": 38, "hand_out_next": True, **DECODE}

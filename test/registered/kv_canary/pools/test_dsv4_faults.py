@@ -13,7 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.perturb.faults import FAULTS
 from sglang_kv_canary.perturb.scene import Outcome, Reader, Scene
 from sglang_kv_canary.record import WORD_WRITER, State, unpack_writer
-from sglang_kv_canary.reports.classify import Confidence, Guess
+from sglang_kv_canary.reports.classify import BugClass, Confidence, Guess
 from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS, tags
 from sglang_kv_canary.wiring.allocator import watch_allocator
@@ -37,7 +37,7 @@ class WatchedRig(Dsv4Rig):
         load_plugins()
         watch_allocator(self.allocator)
         context.add(self.manager, self)
-        context.recorder = self.recorder
+        context.recorder, context.history = self.recorder, self.history
         for row in (MINE, OTHERS, ENDED):
             self.extend(row, range(row * 1000, row * 1000 + PROMPT))
         self.free(ENDED)
@@ -146,6 +146,60 @@ def test_a_page_is_freed_in_the_full_pool_alone(rig, fault, reason) -> None:
     outcome = rig.inject(fault, position=SHARED, kind="FULL")
     assert rig.slot(MINE, SHARED) in outcome.slots
     assert rig.tags_of(reason) == STRIDED
+    assert_staged(rig, fault, outcome)
+
+
+# Positions whose SWA slots are gone
+
+
+def evicted(rig: WatchedRig) -> dict[int, Guess]:
+    """Guesses about them, by position."""
+    rig.settle()
+    reporter = rig.manager.violations._reporter
+    causes = [c for c in reporter._causes.values() if "SWA_EVICTED_IN_WINDOW" in c.first.reasons]
+    return {c.first.position: reporter._story_of(c).guess for c in causes}
+
+
+def test_a_page_that_is_freed_inside_the_window(rig) -> None:
+    """SGLang frees its SWA slots, too. Compressed slots tell that it was no eviction."""
+    outcome = rig.inject("free_live_slot", position=SHARED)
+    assert rig.tags_of("USE_AFTER_FREE") == STRIDED
+    found = evicted(rig)
+    assert [*found] == [*range(rig.lengths[MINE] - 128, PAGE)]
+    assert {guess.bug for guess in found.values()} == {BugClass.USE_AFTER_FREE}
+    assert Confidence.UNSURE not in {guess.confidence for guess in found.values()}
+    assert all("it follows from cause #" in guess.reason for guess in found.values())
+    assert_staged(rig, "free_live_slot", outcome)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["read before", "not read before"])
+def test_a_token_of_an_open_compressed_slot_whose_page_is_freed(rig, again: bool) -> None:
+    """No compressed slot covers it yet. The allocator's history says that the full slot was freed."""
+    last = rig.lengths[MINE] - 1
+    assert last % 4 != 3
+    rig.allocator.free(rig.rows.req_to_token[MINE, PAGE : last + 1].long())
+    if not again:
+        rig.recorder.row_released(MINE)
+    rig.decode([MINE, OTHERS])
+    guess = evicted(rig)[last]
+    assert guess.bug is BugClass.USE_AFTER_FREE
+    assert (guess.confidence is Confidence.LIKELY) == again
+
+
+@pytest.mark.parametrize("position", [290, 291, 301])
+def test_an_entry_that_is_cleared_is_one_of_the_mapping(rig, position: int) -> None:
+    rig.pool.full_to_swa_index_mapping[rig.slot(MINE, position)] = 0
+    rig.decode([MINE, OTHERS])
+    guess = evicted(rig)[position]
+    assert (guess.bug, guess.confidence) == (BugClass.SWA_MAPPING, Confidence.LIKELY)
+
+
+@pytest.mark.parametrize("fault", ["never_written_slot", "freed_slot"])
+@pytest.mark.parametrize("position", [290, 291])
+def test_a_wrong_entry_is_not_said_to_be_intact(rig, fault: str, position: int) -> None:
+    """No compressed slot is found through it."""
+    outcome = rig.inject(fault, position=position)
+    assert evicted(rig)[position].confidence is Confidence.UNSURE
     assert_staged(rig, fault, outcome)
 
 

@@ -30,6 +30,7 @@ from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.reports.scene_facts import CachedAt
 from sglang_kv_canary.reports.sentence import sentence
+from sglang_kv_canary.reports.slot_history import SlotMoment
 from sglang_kv_canary.reports.story import Story, report_of
 from sglang_kv_canary.reports.tier_finding import NO_FORWARD_FOUND_IT, Finding
 from sglang_kv_canary.reports.violation import Violation, render
@@ -384,6 +385,15 @@ def evicted(frees: bool = False) -> ManagerRig:
     return rig
 
 
+def evicted_unchecked(freed_after: int | None = None) -> Evidence:
+    """Nothing checks full slots, as for a token that no compressed slot covers yet.
+
+    `freed_after`: the allocator has freed the full slot after this step. The reader ran in step 1, and found it in 3.
+    """
+    free_of_it = () if freed_after is None else (SlotMoment(FREE, freed_after, 1, None, None),)
+    return replace(evidence_of(evicted()), is_full_checked=False, full_moments=free_of_it)
+
+
 def entry(value: int | Callable[[ManagerRig], int], make: Callable[..., Any] = mha) -> ManagerRig:
     """One entry of row 1 is replaced before its first decode."""
     rig = make()
@@ -729,10 +739,25 @@ CASES: dict[str, tuple[Scene, Scene, str]] = {
         lambda: bytes_changed("k_buffer"),
         "bytes of one half",
     ),
+    "freed with its full slot": (
+        lambda: evicted_unchecked(freed_after=2),
+        lambda: evicted_unchecked(freed_after=0),
+        "free full slot",
+    ),
+    "free full slot": (
+        lambda: evicted_unchecked(freed_after=0),
+        lambda: replace(evicted_unchecked(freed_after=0), is_full_checked=True),
+        "evicted in the window",
+    ),
     "evicted in the window": (
         evicted,
         lambda: evidence_of(evicted(frees=True), 2),
         "freed while in use",
+    ),
+    "evicted, full slot unknown": (
+        evicted_unchecked,
+        lambda: replace(evicted_unchecked(), is_full_checked=True),
+        "evicted in the window",
     ),
     "padding slot": (lambda: entry(0), lambda: entry(5000), "out of the pool"),
     "out of the pool": (lambda: entry(5000), mapped_out, "mapped out of the pool"),
@@ -1145,6 +1170,10 @@ def test_classes_and_faults_are_covered() -> None:
 
 # Sentences
 
+EVICTED = (
+    'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping'
+    " says that the SWA slot is evicted"
+)
 SENTENCES = {
     "stale weights": (
         'request "req-1" at position 0 reads slot 1, which it wrote itself 3 forwards earlier, '
@@ -1240,10 +1269,10 @@ SENTENCES = {
         'request "req-1" at position 5 reads slot 6, whose K bytes have changed since the request'
         " wrote them itself 1 forward earlier"
     ),
-    "evicted in the window": (
-        'request "req-1" at position 10 is led to full slot 11 inside its window, but the mapping'
-        " says that the SWA slot is evicted"
-    ),
+    "freed with its full slot": EVICTED,
+    "free full slot": EVICTED,
+    "evicted in the window": EVICTED,
+    "evicted, full slot unknown": EVICTED,
     "padding slot": ('request "req-1" at position 5 is led to slot 0, which is padding'),
     "out of the pool": ('request "req-1" at position 5 is led to slot 5000, out of the pool'),
     "mapped out of the pool": (

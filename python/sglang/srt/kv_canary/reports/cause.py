@@ -69,6 +69,7 @@ _FAMILIES = (
         )
     ),  # nothing
     frozenset({Reason.CONTENT.name}),  # other bytes
+    frozenset({Reason.SWA_EVICTED_IN_WINDOW.name}),  # no slot
 )
 
 
@@ -79,7 +80,7 @@ def _compared_by_all(reasons: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def family_of(reasons: tuple[str, ...]) -> frozenset[str] | None:
-    """Reasons that mean the same as `reasons`: another token, nothing, or other bytes. None: they mean other things."""
+    """Reasons that mean the same as `reasons`: another token, nothing, other bytes, or no slot. None: other things."""
     return next((family for family in _FAMILIES if family.issuperset(reasons)), None)
 
 
@@ -140,6 +141,8 @@ class Cause:
     scene: Scene | None = None  # the surroundings, for the first causes of a process
     has_snapshot: bool = False  # written, or tried to
     moments: tuple[SlotMoment, ...] | None = None  # of the slot, oldest first; None: not looked up
+    # Of the full slot, where `moments` are those of the SWA slot that it was mapped to
+    full_moments: tuple[SlotMoment, ...] | None = None
 
     @property
     def kind(self) -> PoolKind:
@@ -160,6 +163,13 @@ class Cause:
             )  # evicted: what became of its SWA slot tells by whom
         slot = v.slot if self.kind is PoolKind.FULL else v.full_slot
         return (PoolKind.FULL, slot) if slot else None
+
+    @property
+    def full_place(self) -> tuple[PoolKind, int] | None:
+        """The full slot of an evicted SWA slot: what became of it tells whether it was freed as a whole."""
+        v = self.first
+        is_evicted = Reason.SWA_EVICTED_IN_WINDOW.name in v.reasons and v.full_slot
+        return (PoolKind.FULL, v.full_slot) if is_evicted else None
 
     @property
     def has_doubled(self) -> bool:

@@ -355,11 +355,32 @@ RULES: tuple[Rule, ...] = (
         UNSURE,
     ),
     Rule(
+        "freed with its full slot",
+        BugClass.USE_AFTER_FREE,
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW) and e.was_freed_with_full,
+        "the full slot was freed after the reader's last forward, and its SWA slot with it",
+        LIKELY,
+    ),
+    Rule(
+        "free full slot",
+        BugClass.USE_AFTER_FREE,
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW) and e.full_freed_at is not None,
+        "the full slot is free, so it has no SWA slot: freed too early, or the row's entry is wrong",
+        UNSURE,
+    ),
+    Rule(
         "evicted in the window",
         BugClass.SWA_MAPPING,
-        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW),
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW) and e.is_full_intact,
         "the full slot is intact and the mapping has no SWA slot for it: evicted too early, or its entry was cleared",
         LIKELY,
+    ),
+    Rule(
+        "evicted, full slot unknown",
+        BugClass.SWA_MAPPING,
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW),
+        "evicted too early, its entry was cleared, or the full slot was freed: what became of that one is not known",
+        UNSURE,
     ),
     Rule(
         "padding slot",

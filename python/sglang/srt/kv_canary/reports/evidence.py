@@ -77,6 +77,8 @@ class Evidence:
     scene: Scene | None = None
     changed_beside: int = 0  # other slots whose bytes the same forward found changed
     is_freed_in_full: bool = False  # that forward found a double free in the full pool, too
+    full_moments: tuple[SlotMoment, ...] = ()  # as `moments`, of an evicted slot's full slot
+    is_full_checked: bool = False  # in another pool, where a wrong full slot would have a cause
 
     @property
     def kind(self) -> PoolKind:
@@ -182,8 +184,7 @@ class Evidence:
 
     @property
     def _before_read(self) -> list[SlotMoment]:
-        step = self.first.reader.step
-        return [m for m in self.moments if step is not None and m.step < step]
+        return _before(self.moments, self.first.reader.step)
 
     @property
     def _kinds(self) -> list[SlotEventKind]:
@@ -209,6 +210,32 @@ class Evidence:
     def was_filled(self) -> bool:
         """Whether K and V came into the slot from elsewhere before it was read."""
         return self.last_kind is SlotEventKind.LOAD
+
+    @property
+    def _full_is_fine(self) -> bool:
+        """Whether the record of an evicted slot's full slot was checked, and is the reader's."""
+        return self.is_full_checked and self.is_complete
+
+    @property
+    def full_freed_at(self) -> int | None:
+        """The step after which the full slot of an evicted slot was freed, if it was in nobody's hands when read."""
+        last = _before(self.full_moments, self.first.reader.step)[-1:]
+        is_free = bool(last) and last[0].kind in _FREES and not self._full_is_fine
+        return last[0].step if is_free else None
+
+    @property
+    def was_freed_with_full(self) -> bool:
+        """Whether that was after the reader's forward before, which read the slot, too."""
+        freed, after = self.full_freed_at, self.history.before_step
+        return None not in (freed, after) and freed >= after
+
+    @property
+    def is_full_intact(self) -> bool:
+        """Whether the full slot of an evicted slot is known to be the reader's, by its record or its place."""
+        last = _before(self.full_moments, self.first.reader.step)[-1:]
+        is_held = bool(last) and last[0].kind in (SlotEventKind.ALLOC, SlotEventKind.LOAD)
+        in_line = self.scene is not None and self.scene.is_in_line
+        return self._full_is_fine or (is_held and in_line)
 
     @property
     def is_arrival(self) -> bool:
@@ -337,6 +364,10 @@ class Evidence:
         if v.content_written is None or v.content_now is None:
             return False
         return to_unsigned64(v.content_written ^ v.content_now).bit_count() == 1
+
+
+def _before(moments: tuple[SlotMoment, ...], step: int | None) -> list[SlotMoment]:
+    return [m for m in moments if step is not None and m.step < step]
 
 
 def chunk_of(v: Violation, recorder: FlightRecorder) -> int | None:

@@ -29,6 +29,8 @@ _WRONG_WRITES = frozenset(
 _LIFETIME = frozenset(
     reason.name for reason in (Reason.USE_AFTER_FREE, Reason.UNWRITTEN_SINCE_ALLOC)
 )
+# Kinds whose slots full slots name, each its own slots. Those for the fewest tokens come first.
+_OF_FULL_SLOTS = (PoolKind.FULL, PoolKind.C4, PoolKind.C4_INDEXER, PoolKind.C128)
 # Reasons that a wrong row entry, or a slot that changed hands, has in every pool kind
 _OF_AN_ENTRY = frozenset(
     reason.name
@@ -133,6 +135,8 @@ class Neighbours:
             scene=cause.scene,
             changed_beside=self._found_beside(cause, _CHANGED),
             is_freed_in_full=bool(self._count(_DOUBLE_FREE, PoolKind.FULL, cause)),
+            full_moments=cause.full_moments or (),
+            is_full_checked=cause.kind is PoolKind.SWA and PoolKind.FULL in self.halves,
         )
 
     def _found_beside(self, cause: Cause, reasons: tuple[str, ...]) -> int:
@@ -149,12 +153,25 @@ class Neighbours:
         return cause.earlier if newest is None or newest is cause else newest.first
 
     def _in_full(self, cause: Cause) -> Cause | None:
-        """The cause of the same row entry in the full pool. The translation is then not at fault."""
-        v = cause.first
-        if cause.kind is PoolKind.FULL or v.full_slot is None:
+        """The cause of the same row entry in a pool of full slots. The translation is then not at fault."""
+        if cause.kind is PoolKind.FULL:
             return None
-        full = self._of_entry.get((PoolKind.FULL, v.full_slot))
-        if full is None or (v.slot is None and full.first.reader.row != v.reader.row):
+        kinds = _OF_FULL_SLOTS if cause.kind is PoolKind.SWA else (PoolKind.FULL,)
+        return next((full for kind in kinds if (full := self._of_full_slot(kind, cause))), None)
+
+    def _of_full_slot(self, kind: PoolKind, cause: Cause) -> Cause | None:
+        """The cause of the row entry in `kind`. A compressed slot is freed with all of its tokens, so of a free also
+        the cause of the entry that leads to the one of this token.
+        """
+        v = cause.first
+        if v.full_slot is None:
+            return None
+        full = self._of_entry.get((kind, v.full_slot))
+        if full is None:
+            full = self._of_entry.get((kind, v.full_slot // kind.stride * kind.stride))
+            if full is None or not _is_freed(full):
+                return None
+        if v.slot is None and full.first.reader.row != v.reader.row:
             return None
         return full if _goes_on(full, cause) else None
 

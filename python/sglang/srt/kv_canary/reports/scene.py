@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from .. import record
@@ -251,6 +252,17 @@ class Scene:
     def is_repeated(self) -> bool:
         """Whether other entries of the reader's row have the same full slot."""
         return any(row == self.row for row, _ in self.other_entries)
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether the entry before or behind leads to the slot beside, so that no single entry is wrong."""
+        at = -1 if self.position is None else self.position - self.first_entry
+        if not 0 <= at < len(self.entries):
+            return False
+        steps = [
+            after - before for before, after in pairwise(self.entries[max(at - 1, 0) : at + 2])
+        ]
+        return 1 in steps
 
     @property
     def is_cached_there(self) -> bool:

@@ -321,6 +321,17 @@ class ViolationReporter:
         if self._lookups < most:
             self._lookups += 1
             cause.moments = self._history.of(*place)
+            self._look_up_full(cause)
+
+    def _look_up_full(self, cause: Cause) -> None:
+        """The same of the full slot of an evicted SWA slot."""
+        place = cause.full_place
+        if place is None or self._history is None:
+            return
+        cause.full_moments = cause.moments
+        if place != cause.place:
+            self._lookups += 1
+            cause.full_moments = self._history.of(*place)
 
     def _evidence_of(self, cause: Cause) -> Evidence:
         # Outside the device pool the halves of a page are found one after the other.
