@@ -203,5 +203,16 @@ def test_a_wrong_entry_is_not_said_to_be_intact(rig, fault: str, position: int) 
     assert_staged(rig, fault, outcome)
 
 
+def test_another_requests_slot_is_not_said_to_be_intact(rig) -> None:
+    """The allocator has handed it out, but not for this place."""
+    theirs = rig.slot(OTHERS, 42)  # outside their window, so its SWA slot may be gone
+    rig.pool.full_to_swa_index_mapping[theirs] = 0
+    rig.rows.req_to_token[MINE, 290] = theirs
+    rig.decode([MINE, OTHERS])
+    found = evicted(rig)
+    assert [*found] == [290]
+    assert found[290].confidence is Confidence.UNSURE
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
