@@ -170,6 +170,7 @@ class Server:
         rig.tree.token_to_kv_pool_allocator = self._allocator
         context.recorder, context.history = rig.recorder, rig.history
         context.add(rig.manager, self._server)
+        context.late_work = rig.manager.late  # as under overlap
         arguments = SimpleNamespace(enable_metrics=False)
         rig.manager.observers.extend(build_observers(rig.manager, arguments, None, None))
         rig.manager.attach_radix_cache(rig.tree)

@@ -13,6 +13,7 @@ from .buffer_group import CanaryBufferGroup, PoolKind
 from .capacities import CanaryLaunchCapacities
 from .endpoint import NUM_TAGS
 from .plan.expected_inputs import ListMemory, words_of_lists
+from .plan.kept_inputs import InputMemory, words_of_inputs
 from .record import (
     ROW_WORD_CHAIN,
     ROW_WORD_LENGTH,
@@ -136,6 +137,7 @@ class CanaryDeviceState:
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
     token_lists: ListMemory
+    inputs: InputMemory
     row_memory: RowMemory
     capacities: CanaryLaunchCapacities
     # What a backend has worked out for its launches on this state, by what they are for. A state that is made from
@@ -150,12 +152,13 @@ class CanaryDeviceState:
     ) -> CanaryDeviceState:
         summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
         total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
-        words = words_of_lists(capacities.max_batch_size, capacities.max_extend_tokens)
+        sizes = capacities.max_batch_size, capacities.max_extend_tokens
         return cls(
             summary=summary,
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
-            token_lists=ListMemory(words, device),
+            token_lists=ListMemory(words_of_lists(*sizes), device),
+            inputs=InputMemory(words_of_inputs(capacities.max_extend_tokens), device),
             row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )
@@ -168,8 +171,8 @@ class CanaryDeviceState:
     @property
     def nbytes(self) -> int:
         rows = (self.row_memory.words, self.row_memory.sampled)
-        lists = self.token_lists.words
-        tensors = (self.summary, self.violations.rows, self.anchors, lists, *rows)
+        batch = (self.token_lists.words, self.inputs.words)
+        tensors = (self.summary, self.violations.rows, self.anchors, *batch, *rows)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def set_armed(self, armed: bool) -> None:

@@ -83,7 +83,7 @@ class PerturbObserver(StepObserver):
             outcomes = self._act(Scene(manager, self._model_runner, forward_batch, readers))
             try:
                 with (
-                    _HeadDamage(self._model_runner.model, outcomes),
+                    _HeadDamage(manager, self._model_runner.model, outcomes),
                     _batch_damage(manager, outcomes),
                 ):
                     return original(forward_batch, *args, **kwargs)
@@ -169,8 +169,8 @@ class _HeadDamage:
     Eager forwards only: a graph replay does not call `model.forward`.
     """
 
-    def __init__(self, model: Any, outcomes: list[Outcome]) -> None:
-        self._model = model
+    def __init__(self, manager: CanaryManager, model: Any, outcomes: list[Outcome]) -> None:
+        self._manager, self._model = manager, model
         self._pairs = [o.around_head for o in outcomes if o.around_head is not None]
         self._undo: list[Callable[[], None]] = []
         self._handles: list[Any] = []
@@ -178,6 +178,8 @@ class _HeadDamage:
     def __enter__(self) -> None:
         if not self._pairs:
             return
+        # HEAD must not wait for the layers: the damage is gone by then.
+        self._manager.late.open = False
         bracketed = self._model.forward
 
         @functools.wraps(bracketed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -107,6 +107,10 @@ class ExpectedTokens:
         """Nothing is known about any request. Costs nothing."""
         tokens, spans = _nothing(1 << max(0, batch_size - 1).bit_length(), device)
         return cls(tokens, spans[:batch_size])
+
+
+# Works them out, for checks that run after a forward's layers. Called once, or not at all
+ExpectedLater = Callable[[], "ExpectedTokens | None"]
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..plan.expected_inputs import ExpectedTokens
+    from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
     from ..single_forward_manager import SingleForwardManager
 
 __all__ = ["ModelForward", "OutsideGraph"]
@@ -24,7 +24,10 @@ class Bracketing(Protocol):
     def attempt(self, function: Callable[..., object], *args: Any) -> bool: ...
 
     def begin_forwards(
-        self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
+        self,
+        indices: tuple[int, ...],
+        expected: ExpectedTokens | ExpectedLater | None,
+        mode: str | None,
     ) -> bool: ...
 
     def end_forwards(
@@ -52,7 +55,7 @@ class OutsideGraph:
         manager: Bracketing,
         indices: tuple[int, ...],
         mode: str | None,
-        expected: ExpectedTokens | None,
+        expected: ExpectedTokens | ExpectedLater | None,
         goes_on: bool,
     ) -> None:
         self._manager, self._indices, self._mode = manager, indices, mode

@@ -22,7 +22,7 @@ from ..launch.arrivals import ArrivalLauncher
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
 from ..launch.loads import LoadedPrefix, write_records
 from ..plan.arrival import Arrival
-from ..plan.expected_inputs import ExpectedTokens
+from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
 from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
@@ -31,7 +31,7 @@ from ..reports.internal_errors import InternalErrors
 from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
-from ..single_forward_manager import LateContent, SingleForwardManager
+from ..single_forward_manager import LateWork, SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
 from .brackets import ModelForward, OutsideGraph
@@ -151,12 +151,12 @@ class CanaryManager:
         # Whether forwards are bracketed. Always, unless records are out of date. Captures always are.
         self.checking = True
         self.radix_cache: Any | None = None
-        self.late_content = LateContent(self.launcher)
+        self.late = LateWork(self.launcher)
         self._single_forwards = _SingleForwards(identity.role)
         for i in range(num_single_forwards):
             plan = plan_input.at_inner_step(i)
             self._single_forwards[i] = SingleForwardManager(
-                self.launcher, plan, self._note_launch, lambda: self.armed, self.late_content
+                self.launcher, plan, self._note_launch, lambda: self.armed, self.late
             )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts
@@ -267,7 +267,7 @@ class CanaryManager:
         self,
         single_forward_indices: tuple[int, ...] = (0,),
         maybe_inaccurate_forward_batch: ForwardBatch | None = None,
-        expected: ExpectedTokens | None = None,
+        expected: ExpectedTokens | ExpectedLater | None = None,
         step_goes_on: bool = False,
     ) -> OutsideGraph:
         """Around the code that runs or replays the given single forwards, outside any graph.
@@ -328,7 +328,7 @@ class CanaryManager:
 
         Returns an event after them; None if there are none, or on a CPU.
         """
-        if self.late_content.due is None or not self.attempt(self.late_content.write):
+        if self.late.content.due is None or not self.attempt(self.late.content.write):
             return None
         self.owes_copy = True
         self._tell_observers("after_late_launches", self)
@@ -437,7 +437,10 @@ class CanaryManager:
                         self._contain(error, single.note_replay)
 
     def begin_forwards(
-        self, indices: tuple[int, ...], expected: ExpectedTokens | None, mode: str | None
+        self,
+        indices: tuple[int, ...],
+        expected: ExpectedTokens | ExpectedLater | None,
+        mode: str | None,
     ) -> bool:
         """The first half of `with_ops_outside_graph`. Returns whether the forwards are bracketed."""
         with self.clock:
@@ -462,7 +465,7 @@ class CanaryManager:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
-            self.late_content.forget()
+            self.late.content.forget()
             for single in self._single_forwards.values():
                 single.abandon()
             # The device assigns the number again. Waiting is fine here: an exception is not a hot path.
@@ -483,8 +486,8 @@ class CanaryManager:
         if self._blind:
             self._timed_attempt(self._check_again_if_possible)
             self._remind_of_blindness()
-        if self.late_content.due is not None:  # the step before has raised after its forward
-            self._timed_attempt(self.late_content.write)
+        if self.late.content.due is not None:  # the step before has raised after its forward
+            self._timed_attempt(self.late.content.write)
         if self.ledger.may_apply or self.arrivals is not None:
             self._apply_events()
         if self._has_new_weights:
@@ -616,7 +619,7 @@ class CanaryManager:
         was_blind, self._blind, self.armed = self._blind, True, False
         self.checking = self._capturing
         self.ledger.forget()
-        self.late_content.forget()
+        self.late.content.forget()
         for single in self._single_forwards.values():
             single.abandon()
         if not was_blind:
@@ -676,7 +679,7 @@ class CanaryManager:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
-        content_due = self.late_content.due is not None
+        content_due = self.late.content.due is not None
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again

@@ -1,7 +1,16 @@
 """One forward: its phases, its plan, its launches."""
 
-from .late_content import LateContent, content_can_wait
+from .late_content import content_can_wait
+from .late_head import head_can_wait
+from .late_work import LateWork
 from .manager import SingleForwardManager
 from .phases import Phase, PhaseTracker
 
-__all__ = ["LateContent", "Phase", "PhaseTracker", "SingleForwardManager", "content_can_wait"]
+__all__ = [
+    "LateWork",
+    "Phase",
+    "PhaseTracker",
+    "SingleForwardManager",
+    "content_can_wait",
+    "head_can_wait",
+]

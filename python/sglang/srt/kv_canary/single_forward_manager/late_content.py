@@ -13,27 +13,14 @@ from ..plan.plan_input import ForwardPlan
 
 __all__ = ["LateContent", "content_can_wait"]
 
-# Tokens of a forward. The bytes of fewer are read in less time than a launch of their own costs.
-MIN_TOKENS = 512
-
 
 class LateContent:
-    """Of one runner. While it is `open`, a step runs that will call `write`."""
+    """Of one runner."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._can_wait = content_can_wait(launcher)
-        self.open = False
+        self.can_wait = content_can_wait(launcher)
         self.due: ForwardPlan | None = None
-
-    def take(self, plan: ForwardPlan) -> bool:
-        """Leave the content of `plan`'s new tokens for later. False: it must be written now. Not for captures."""
-        if not (self.open and self._can_wait) or plan.write.ext_lens is None:
-            return False
-        if plan.num_tokens < MIN_TOKENS:
-            return False
-        self.due = plan
-        return True
 
     def write(self) -> None:
         """Write what is due, on the forward stream."""

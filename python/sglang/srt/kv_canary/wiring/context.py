@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..buffer_group import PoolKind
 from ..reports.flight_recorder import FlightRecorder, StepRecord
 from ..runner.tracking import Tracking
-from ..single_forward_manager import LateContent
+from ..single_forward_manager import LateWork
 from ..slot_event import RecordMove, SlotCalls, SlotEventKind
 from ..transfer.notice import NoticeBoard, SentChunks
 from .call_site import QueuedFrees, site_of
@@ -73,7 +73,7 @@ class CanaryContext:
     # Keyed by ScheduleBatch.forward_iter
     launched: dict[int, StepRecord] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched
-    late_content: LateContent | None = None  # of the target, if it may leave fingerprints for later
+    late_work: LateWork | None = None  # of the target, if it may leave checks for later
     late_contents: dict[int, Any] = field(default_factory=dict)  # event after them, by forward_iter
     content_written: Any | None = None  # that event, of the last result that has arrived
     names: RequestNames = field(default_factory=RequestNames)  # of requests of the last steps

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ..config import TokenCheck
 from ..plan.anchor import anchor_of
-from ..plan.expected_inputs import TAIL_TOKENS, ExpectedTokens, KnownTokens, RowStart
+from ..plan.expected_inputs import (
+    TAIL_TOKENS,
+    ExpectedLater,
+    ExpectedTokens,
+    KnownTokens,
+    RowStart,
+)
 from ..plan.host_chain import chain_of_tokens
 from ..runner.manager import CanaryManager
 from ..token_oracle import TokenOracleManager
@@ -16,20 +23,70 @@ from .guard import attempt_aside
 from .releases import release
 
 
+class _Request(NamedTuple):
+    """A request of the batch, and what is noted of it right before the forward."""
+
+    request: Any
+    prefix: int
+    length: int
+    start: int  # see KnownTokens
+    start_chain: int
+
+
 def expected_tokens_of(
     manager: CanaryManager, forward_batch: Any, requests: list[Any]
-) -> ExpectedTokens | None:
+) -> ExpectedTokens | ExpectedLater | None:
     """The requests' own token lists for an extend forward. None for other forwards.
 
     Mode `tail`: every new token, and the last TAIL_TOKENS of each cached prefix. Mode `all`: the whole prefix as well.
     In every mode, a request that is new in its row starts with the chain of its own tokens.
+
+    Where HEAD may come after the layers, a function that reads the lists. Nothing changes them while the model's
+    forward is being launched: this is the scheduler's thread, and it takes up results between steps.
     """
-    prefix_lens = forward_batch.extend_prefix_lens_cpu
+    prefix_lens, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     if not manager.armed or prefix_lens is None:
         return None
-    known = attempt_aside(_known_of_batch, manager, forward_batch, requests)
+    has_tokens = forward_batch.input_embeds is None  # otherwise placeholders
+    noted = attempt_aside(_noted, requests, prefix_lens, lengths, has_tokens)
+    read = partial(_read, manager, noted, len(prefix_lens), has_tokens)
+    may_wait = forward_batch.forward_mode._name_ == "EXTEND"
+    if may_wait and manager.late.may_take_head(prefix_lens, lengths):
+        return read
+    return read()
+
+
+def _noted(
+    requests: list[Any], prefix_lens: list[int], lengths: list[int], has_tokens: bool
+) -> list[_Request] | None:
+    """None if the batch does not match `requests`."""
+    if len(requests) != len(prefix_lens):
+        return None
+    return [
+        _note(request, int(prefix), int(length), has_tokens)
+        for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
+    ]
+
+
+def _note(request: Any, prefix: int, length: int, has_tokens: bool) -> _Request:
+    """Once for each forward: the row has this request, this long, from now on."""
+    start, chain = RowStart.KEEP, 0
+    if context.row_owners.extend(request, prefix, length):
+        start, chain = _row_start(request, prefix, has_tokens)
+    return _Request(request, prefix, length, start, chain)
+
+
+def _read(
+    manager: CanaryManager, noted: list[_Request] | None, count: int, has_tokens: bool
+) -> ExpectedTokens | None:
+    """Of `count` requests, on the device."""
+    known = None
+    if noted is not None:
+        # Lists do not have placeholders.
+        mode = manager.config.token_check if has_tokens else TokenCheck.NONE
+        known = attempt_aside(_known_of_batch, noted, mode, manager.token_oracle)
     if known is None:  # the owners are unknown, so no row may be compared with its previous owner
-        known = [KnownTokens(start=RowStart.FORGET)] * len(prefix_lens)
+        known = [KnownTokens(start=RowStart.FORGET)] * count
     device, memory = manager.identity.device, manager.state.token_lists
     expected = attempt_aside(ExpectedTokens.from_lists, known, device, memory)
     if expected is None:  # the same for all rows, because the device cannot learn which
@@ -38,33 +95,16 @@ def expected_tokens_of(
 
 
 def _known_of_batch(
-    manager: CanaryManager, forward_batch: Any, requests: list[Any]
-) -> list[KnownTokens] | None:
-    """None if the batch does not match `requests`."""
-    prefix_lens, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-    if len(requests) != len(prefix_lens):
-        return None
-    has_tokens = forward_batch.input_embeds is None  # otherwise placeholders
-    mode = manager.config.token_check if has_tokens else None
-    oracle = manager.token_oracle
-    return [
-        _known_tokens(request, int(prefix), int(length), mode, oracle)
-        for request, prefix, length in zip(requests, prefix_lens, lengths, strict=True)
-    ]
+    noted: list[_Request], mode: TokenCheck, oracle: TokenOracleManager | None
+) -> list[KnownTokens]:
+    return [_known_tokens(request, mode, oracle) for request in noted]
 
 
 def _known_tokens(
-    request: Any,
-    prefix: int,
-    length: int,
-    mode: TokenCheck | None,
-    oracle: TokenOracleManager | None,
+    noted: _Request, mode: TokenCheck, oracle: TokenOracleManager | None
 ) -> KnownTokens:
-    """`mode` None: the request's list does not contain the tokens that are computed."""
-    start, chain = RowStart.KEEP, 0
-    if context.row_owners.extend(request, prefix, length):
-        start, chain = _row_start(request, prefix, mode is not None)
-    if mode is None or mode is TokenCheck.NONE:
+    request, prefix, length, start, chain = noted
+    if mode is TokenCheck.NONE:
         return KnownTokens(start=start, start_chain=chain)
     first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
     tokens = tokens_of_request(request, first, prefix + length, oracle)
@@ -93,4 +133,6 @@ def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
     if prefix and not has_tokens:
         return RowStart.FORGET, 0
     anchor = anchor_of(context.session_rows.namespace_of(request))
+    if not prefix:
+        return 0, anchor
     return prefix, chain_of_tokens(release().tokens_of(request), anchor, count=prefix)

@@ -21,7 +21,7 @@ from ..reports.safe_text import safe_text
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import Notice
 from .context import context
-from .late_content import await_content
+from .late_work import await_content
 
 __all__ = ["TRANSFERS", "Arrive", "RecordSender", "Sides", "at_once", "wrap_method"]
 

@@ -14,7 +14,7 @@ from .context import context
 from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
-from .late_content import content_may_wait, note_result, write_late_content
+from .late_work import checks_may_wait, note_result, write_late_content
 from .process_identity import process_identity
 from .question_desk import install_question_desk
 from .releases import release
@@ -31,7 +31,7 @@ def _around_run_batch(
 ) -> Any:
     if not context.active:
         return original(scheduler, batch, *a, **k)
-    step, late = attempt(_begin_step, batch), context.late_content
+    step, late = attempt(_begin_step, batch), context.late_work
     try:
         if late is not None:
             late.open = True
@@ -40,7 +40,7 @@ def _around_run_batch(
         if late is not None:
             late.open = False
         attempt(_end_step)
-    if late is not None and late.due is not None:
+    if late is not None and late.content.due is not None:
         attempt(write_late_content, scheduler, batch)
     if step is not None:
         # The result cannot carry the step: under pipeline parallelism another result comes back.
@@ -174,8 +174,8 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         if description["role"] == "target":
             set_active_summary(description)
     if context.active:
-        if scheduler.enable_overlap and content_may_wait(release().settled(scheduler.server_args)):
-            context.late_content = context.target.late_content
+        if scheduler.enable_overlap and checks_may_wait(release().settled(scheduler.server_args)):
+            context.late_work = context.target.late
         install_farewell()
         install_question_desk(scheduler.server_args)
 

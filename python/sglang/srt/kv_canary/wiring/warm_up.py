@@ -35,9 +35,9 @@ from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
 from ..plan.speculation import SpeculationShape
 from ..runner.manager import CanaryManager
-from ..single_forward_manager import content_can_wait
+from ..single_forward_manager import content_can_wait, head_can_wait
 from .context import context
-from .late_content import content_may_wait
+from .late_work import checks_may_wait
 from .releases import release
 from .workers import draft_runner_of
 
@@ -211,7 +211,9 @@ def launches_of_target(
     ]
     if _moves_slots(args, page_size) or any(group.is_rebound for group in manager.groups):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
-    if content_may_wait(args) and content_can_wait(launcher):
+    if checks_may_wait(args) and head_can_wait(launcher):
+        launches.append(launcher.state.inputs.warm_up)
+    if checks_may_wait(args) and content_can_wait(launcher):
         plan = next(prefills(args, 1, known=False).plans(manager.plan_input))
         launches.append(partial(launcher.write_content, plan))
     if manager.config.sweep_interval:

@@ -1,6 +1,7 @@
-"""Fingerprints of long prefills wait until the result of their step is on its way to the host, see `LateContent`.
+"""Checks of long prefills that wait: see `LateHead` and `LateContent`.
 
-What reads records from another stream, or from another machine, waits for them.
+Fingerprints come after the step's result is on its way to the host. What reads records from another stream, or from
+another machine, waits for them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 
 from .context import context
 
-__all__ = ["await_content", "content_may_wait", "note_result", "write_late_content"]
+__all__ = ["await_content", "checks_may_wait", "note_result", "write_late_content"]
 
 
-def content_may_wait(args: Any) -> bool:
+def checks_may_wait(args: Any) -> bool:
     """Whether SGLang waits for a step's result and not for its forward stream, and runs one forward in a step.
 
     `args`: settled.

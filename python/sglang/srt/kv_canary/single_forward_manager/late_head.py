@@ -1,0 +1,47 @@
+"""HEAD of long prefills after their layers, where no request has a prefix.
+
+Until the layers begin, the GPU waits for the host. Once they are queued, the host has time. Such a HEAD verifies no
+slot. It compares inputs and writes records, from copies of the inputs that are made before the layers.
+
+Slots and rows may be given back and handed out again while the forward runs, by the schedule stream. A late HEAD reads
+neither rows nor tables of SGLang's. Records of such slots change on the forward stream only, with the next forward. So
+they change after this HEAD, as after its TAIL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..buffer_group import CanaryBufferGroup
+from ..launch.launcher import Launcher
+from ..plan.kept_inputs import KeptInputs
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+__all__ = ["LateHead", "head_can_wait"]
+
+
+class LateHead:
+    """Of one runner."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._memory = launcher.state.inputs
+        self.can_wait = head_can_wait(launcher)
+
+    def take(self, batch: ForwardBatch) -> KeptInputs | None:
+        """What HEAD and TAIL of `batch` need after the layers. None: HEAD must run now."""
+        prefixes = batch.extend_prefix_lens_cpu
+        if batch.extend_seq_lens is None or prefixes is None or any(prefixes):
+            return None
+        return self._memory.keep(batch)
+
+
+def head_can_wait(launcher: Launcher) -> bool:
+    """Whether a HEAD without prefixes reads nothing that the schedule stream changes while a forward runs."""
+    return all(map(_can_wait, launcher.groups))
+
+
+def _can_wait(group: CanaryBufferGroup) -> bool:
+    """False where new slots are looked up in a table of SGLang's: freed ones are gone from it at once."""
+    return group.swa_index_lut is None and group.slot_names is None

@@ -1,0 +1,48 @@
+"""What of a long prefill's checks comes later than that of others, so that its first token does not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..launch.launcher import Launcher
+from ..plan.kept_inputs import KeptInputs
+from ..plan.plan_input import ForwardPlan
+from .late_content import LateContent
+from .late_head import LateHead
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+__all__ = ["LateWork"]
+
+# Tokens of a forward. For fewer, what is saved is less than what more launches cost.
+MIN_TOKENS = 512
+
+
+class LateWork:
+    """Of one runner. While it is `open`, a step runs that will write what content is due."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.open = False
+        self.content = LateContent(launcher)
+        self._head = LateHead(launcher)
+
+    def may_take_head(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
+        """Whether HEAD of such a prefill may come after the layers, as far as the host knows."""
+        if not (self.open and self._head.can_wait) or any(prefix_lens):
+            return False
+        return sum(new_lens) >= MIN_TOKENS
+
+    def take_head(self, batch: ForwardBatch) -> KeptInputs | None:
+        """Leave HEAD of `batch` for after the layers, if `may_take_head`. None: it must run now. Not for captures."""
+        return self._head.take(batch) if self.open else None
+
+    def take_content(self, plan: ForwardPlan) -> bool:
+        """Leave the content of `plan`'s new tokens for later. False: it must be written now. Not for captures."""
+        if not (self.open and self.content.can_wait) or plan.write.ext_lens is None:
+            return False
+        if plan.num_tokens < MIN_TOKENS:
+            return False
+        self.content.due = plan
+        return True

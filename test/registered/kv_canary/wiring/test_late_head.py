@@ -1,0 +1,345 @@
+"""HEAD of a long prefill without prefixes comes after the layers, on the inputs as they were before them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.config import ContentMode, TokenCheck
+from sglang_kv_canary.page_table import PageTable
+from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
+from sglang_kv_canary.plan.kept_inputs import InputMemory
+from sglang_kv_canary.single_forward_manager import Phase, head_can_wait
+from sglang_kv_canary.state import Header
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.model_runner import _around_forward
+from sglang_kv_canary_rigs.kernel_cases import make_group
+from sglang_kv_canary_rigs.overlap_rig import DEVICE, LONG, SHORT, OverlapScheduler
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=20, suite="stage-b-test-1-gpu-small")
+
+Start = Callable[..., OverlapScheduler]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    def start(**arguments: Any) -> OverlapScheduler:
+        scheduler = OverlapScheduler(**arguments)
+        scheduler.install(monkeypatch)
+        return scheduler
+
+    return start
+
+
+@pytest.fixture
+def scheduler(start: Start) -> OverlapScheduler:
+    return start()
+
+
+def order_of(scheduler: OverlapScheduler, row: int, tokens: int) -> list[str]:
+    """What the host does in a prefill, in order. HEAD is what gives the forward its number."""
+    events: list[str] = []
+    summary = scheduler.rig.manager.state.summary
+    before = int(summary[Header.FORWARD_RUNNING])
+
+    def in_model(_: Any) -> None:
+        if int(summary[Header.FORWARD_RUNNING]) > before:
+            events.append("head")
+        events.append("model")
+
+    scheduler.request(row).on_read = lambda: events.append("tokens")
+    scheduler.rig.in_model = in_model
+    scheduler.process(scheduler.run(row, tokens))
+    if "head" not in events and int(summary[Header.FORWARD_RUNNING]) > before:
+        events.append("head")
+    return list(dict.fromkeys(events))
+
+
+EARLY, LATE = ["tokens", "head", "model"], ["model", "tokens", "head"]
+
+
+def test_a_long_prefill_has_its_head_after_the_layers(scheduler: OverlapScheduler) -> None:
+    assert order_of(scheduler, 1, LONG) == LATE
+    assert scheduler.rig.settle() == []
+
+
+@pytest.mark.parametrize("content", ContentMode)
+def test_it_does_not_matter_what_is_checked_of_content(start: Start, content: ContentMode) -> None:
+    assert order_of(start(content=content), 1, LONG) == LATE
+
+
+def test_a_short_prefill_has_it_before(scheduler: OverlapScheduler) -> None:
+    assert order_of(scheduler, 1, SHORT) == EARLY
+
+
+def test_a_prefill_with_a_prefix_has_it_before(scheduler: OverlapScheduler) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    assert order_of(scheduler, 1, LONG) == EARLY
+
+
+def test_where_no_work_may_wait_it_comes_before(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under speculation, for example, see `checks_may_wait`."""
+    monkeypatch.setattr(context, "late_work", None)
+    assert order_of(scheduler, 1, LONG) == EARLY
+
+
+def test_where_slots_are_looked_up_nothing_waits() -> None:
+    """A slot that is given back meanwhile is 0 in SGLang's table at once. Attention has written elsewhere, then."""
+    group = make_group(64)
+    assert head_can_wait(SimpleNamespace(groups=(group,)))
+    translated = make_group(64, swa_index_lut=torch.zeros(65, dtype=torch.int64))
+    named = replace(group, slot_names=PageTable(torch.zeros(8, dtype=torch.int64), 8, 8))
+    for looked_up in (translated, named):
+        assert not head_can_wait(SimpleNamespace(groups=(group, looked_up)))
+
+
+def test_a_batch_that_is_larger_than_usual_has_it_before(
+    scheduler: OverlapScheduler,
+) -> None:
+    memory = scheduler.rig.manager.state.inputs
+    memory.words = memory.words[: 3 * LONG]
+    assert order_of(scheduler, 1, LONG) == LATE
+    assert order_of(scheduler, 2, LONG + 1)[-1] == "model"
+
+
+# What it finds
+
+
+def changed(name: str, index: int, by: int) -> Callable[[Any], None]:
+    def change(batch: Any) -> None:
+        getattr(batch, name)[index] += by
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("input_ids", "WRITE_TOKEN"), ("positions", "WRITE_POSITION")],
+)
+@pytest.mark.parametrize("check", [TokenCheck.TAIL, TokenCheck.ALL])
+def test_a_wrong_input_is_found(start: Start, name: str, reason: str, check: TokenCheck) -> None:
+    scheduler = start(token_check=check)
+    scheduler.rig.on_batch = changed(name, 7, 1)
+    scheduler.process(scheduler.run(1, LONG))
+    found = scheduler.rig.settle()
+    assert {(v.tag, v.reasons, v.expected_position) for v in found} == {
+        (f"HEAD_{half}_FULL", (reason,), 7) for half in "KV"
+    }
+    assert {v.reader.request_id for v in found} == {"request-1"}
+
+
+def test_a_wrong_row_is_found(scheduler: OverlapScheduler) -> None:
+    scheduler.rig.on_batch = changed("req_pool_indices", 0, 1000)
+    scheduler.process(scheduler.run(1, LONG))
+    assert {v.reasons for v in scheduler.rig.settle()} == {("ROW_OUT_OF_RANGE",)}
+
+
+def test_a_wrong_row_entry_is_found_by_the_next_forward(scheduler: OverlapScheduler) -> None:
+    """As of every prefill: what is new in the row is not read through it."""
+
+    def other_slot(_: Any) -> None:
+        scheduler.rig.rows.req_to_token[1, 7] = scheduler.rig.rows.req_to_token[1, 8]
+
+    scheduler.rig.on_batch = other_slot
+    scheduler.process(scheduler.run(1, LONG))
+    assert scheduler.rig.settle() == []
+    scheduler.rig.on_batch = lambda batch: None
+    scheduler.process(scheduler.decode(1))
+    assert 7 in {v.expected_position for v in scheduler.rig.settle()}
+
+
+def test_its_records_are_those_that_later_forwards_expect(scheduler: OverlapScheduler) -> None:
+    for row in (1, 2):
+        scheduler.process(scheduler.run(row, LONG))
+        scheduler.process(scheduler.decode(row))
+        scheduler.process(scheduler.run(row, LONG))
+    assert scheduler.rig.settle() == []
+    manager = scheduler.rig.manager
+    assert manager.forward_ct == int(manager.state.summary[Header.FORWARD_DONE]) == 6
+
+
+# What changes while the layers run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.input_ids.clamp_(max=3),  # images, as in LLaVA
+        lambda batch: batch.positions.add_(1),  # as in Gemma
+        lambda batch: batch.out_cache_loc.zero_(),
+        lambda batch: setattr(batch, "input_ids", batch.input_ids[:3]),
+        lambda batch: setattr(batch, "out_cache_loc", batch.out_cache_loc[:3]),
+        lambda batch: setattr(batch, "extend_seq_lens", batch.extend_seq_lens + 1),
+        lambda batch: setattr(batch, "extend_prefix_lens_cpu", [7]),
+    ],
+    ids=["input_ids", "positions", "slots", "new ids", "new slots", "new lengths", "new prefixes"],
+)
+def test_what_a_model_changes_is_no_fault(scheduler: OverlapScheduler, change: Any) -> None:
+    scheduler.rig.in_model = change
+    scheduler.process(scheduler.run(1, LONG))
+    scheduler.rig.in_model = lambda batch: None
+    scheduler.process(scheduler.decode(1))
+    assert scheduler.rig.settle() == []
+
+
+def test_slots_and_row_that_are_given_back_meanwhile_are_the_next_ones(
+    scheduler: OverlapScheduler,
+) -> None:
+    """The request is aborted while its prefill runs. On the schedule stream, another one gets all of it."""
+    rig = scheduler.rig
+
+    def give_back(_: Any) -> None:
+        slots = rig.rows.req_to_token[1, :LONG].long()
+        rig.allocator.free(slots)
+        rig.rows.req_to_token[1, :LONG] = 0
+        context.row_released(1)
+
+    rig.in_model = give_back
+    first = scheduler.run(1, LONG)
+    rig.in_model, rig.lengths[1] = (lambda batch: None), 0
+    scheduler.requests.clear()
+    scheduler.process(first)
+    for _ in range(2):
+        scheduler.process(scheduler.run(1, LONG))
+        scheduler.process(scheduler.decode(1))
+    assert rig.settle() == []
+
+
+# What goes wrong
+
+
+def test_after_a_forward_that_raises_the_next_one_is_right(scheduler: OverlapScheduler) -> None:
+    scheduler.process(scheduler.run(1, LONG))
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the model failed")
+
+    scheduler.rig.in_model = fail
+    with pytest.raises(RuntimeError, match="the model failed"):
+        scheduler.run(2, LONG)
+    scheduler.rig.in_model = lambda batch: None
+    assert order_of(scheduler, 3, LONG) == LATE
+    for row in (1, 3):
+        scheduler.process(scheduler.decode(row))
+    assert scheduler.rig.settle() == []
+    manager = scheduler.rig.manager
+    assert manager.forward_ct == int(manager.state.summary[Header.FORWARD_DONE]) == 4
+
+
+def test_the_requests_are_noted_once_also_if_the_forward_raises(
+    scheduler: OverlapScheduler,
+) -> None:
+    """The row's owner is not new in it when the forward is tried again behind what is there."""
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the model failed")
+
+    scheduler.rig.in_model = fail
+    with pytest.raises(RuntimeError):
+        scheduler.run(1, LONG)
+    owner = context.row_owners.of(1)
+    assert (owner.prefix, owner.length) == (0, LONG)
+
+
+def test_a_graph_that_is_replayed_instead_has_noted_the_requests(
+    scheduler: OverlapScheduler,
+) -> None:
+    """Its launches are in the graph, so that nothing waits."""
+    reads: list[str] = []
+    scheduler.request(1).on_read = lambda: reads.append("tokens")
+    rig, manager = scheduler.rig, scheduler.rig.manager
+    rig._forward = lambda batch, *_: _around_forward(
+        lambda *_: manager.note_replay("EXTEND"), rig, batch
+    )
+    scheduler.run(1, LONG)
+    assert context.row_owners.of(1).length == LONG
+    assert reads == []
+    assert manager._single_forwards[0].phase is Phase.IDLE
+
+
+def test_without_checking_nothing_waits(scheduler: OverlapScheduler) -> None:
+    scheduler.rig.manager.lose_track()
+    reads: list[str] = []
+    scheduler.request(1).on_read = lambda: reads.append("tokens")
+    scheduler.process(scheduler.run(1, LONG))
+    assert (reads, scheduler.rig.settle()) == ([], [])
+
+
+def test_checking_that_stops_within_the_forward_leaves_nothing(scheduler: OverlapScheduler) -> None:
+    scheduler.rig.in_model = lambda batch: scheduler.rig.manager.lose_track()
+    scheduler.process(scheduler.run(1, LONG))
+    single = scheduler.rig.manager._single_forwards[0]
+    assert (single.phase, single._waiting, single._plan) == (Phase.IDLE, None, None)
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("cannot be read")
+
+
+def test_lists_that_cannot_be_read_cost_their_check_only(scheduler: OverlapScheduler) -> None:
+    scheduler.process(scheduler.run(2, LONG))
+    scheduler.request(1).on_read = broken
+    scheduler.process(scheduler.run(1, LONG))
+    scheduler.process(scheduler.decode(1))
+    assert scheduler.rig.settle() == []
+    manager = scheduler.rig.manager
+    assert (manager.errors.total, manager.armed) == (1, True)
+
+
+def test_lists_that_do_not_reach_the_device_raise_no_false_alarm(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is not told that the row has another owner, so it must not compare it with the one before."""
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.rig.lengths[1] = 0
+    scheduler.requests.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpectedTokens, "from_lists", broken)
+        scheduler.process(scheduler.run(1, LONG))
+    scheduler.process(scheduler.decode(1))
+    assert scheduler.rig.settle() == []
+    assert scheduler.rig.manager.errors.total == 1
+
+
+# The memory
+
+
+def test_inputs_of_other_types_are_kept_as_numbers() -> None:
+    memory = InputMemory(12, DEVICE)
+    ids, positions = torch.tensor([5, 6, -1]), torch.tensor([0, 1, 2], dtype=torch.int32)
+    slots = torch.tensor([9, 0, 8, 0, 7], dtype=torch.int32)[::2]
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=1,
+        input_ids=ids,
+        positions=positions,
+        out_cache_loc=slots,
+        req_pool_indices=torch.tensor([1]),
+        extend_prefix_lens=torch.tensor([0]),
+        extend_prefix_lens_cpu=[0],
+        extend_seq_lens=torch.tensor([3]),
+        extend_start_loc=torch.tensor([0]),
+    )
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    kept = memory.keep(batch).batch()
+    ids.zero_()
+    assert kept.input_ids.tolist() == [5, 6, -1]
+    assert (kept.positions.tolist(), kept.out_cache_loc.tolist()) == ([0, 1, 2], [9, 8, 7])
+    batch.positions = batch.positions[:2]
+    assert memory.keep(batch) is None
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
