@@ -56,9 +56,11 @@ _SGLANG = (
 _CANARY = (
     "wiring.scheduler._begin_step",
     "wiring.scheduler.write_late_content",
+    "plan.kept_inputs.InputMemory.keep",
     "wiring.record_sender.await_content",
     "wiring.model_runner.update_anchors",
     "wiring.model_runner.expected_tokens_of",
+    "wiring.expected_tokens._lists_on_device",
     "runner.manager.CanaryManager._before_forwards",
     "runner.manager.CanaryManager._after_forwards",
     "runner.manager.CanaryManager.drain",

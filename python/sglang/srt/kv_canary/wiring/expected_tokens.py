@@ -49,7 +49,7 @@ def expected_tokens_of(
         return None
     has_tokens = forward_batch.input_embeds is None  # otherwise placeholders
     noted = attempt_aside(_noted, requests, prefix_lens, lengths, has_tokens)
-    read = partial(_read, manager, noted, len(prefix_lens), has_tokens)
+    read = partial(_lists_on_device, manager, noted, len(prefix_lens), has_tokens)
     may_wait = forward_batch.forward_mode._name_ == "EXTEND"
     if may_wait and manager.late.may_take_head(prefix_lens, lengths):
         return read
@@ -76,7 +76,7 @@ def _note(request: Any, prefix: int, length: int, has_tokens: bool) -> _Request:
     return _Request(request, prefix, length, start, chain)
 
 
-def _read(
+def _lists_on_device(
     manager: CanaryManager, noted: list[_Request] | None, count: int, has_tokens: bool
 ) -> ExpectedTokens | None:
     """Of `count` requests, on the device."""
