@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.config import ContentMode, TokenCheck
 from sglang_kv_canary.page_table import PageTable
+from sglang_kv_canary.perturb.observer import _HeadDamage
+from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.kept_inputs import InputMemory
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary.wiring.model_runner import _around_forward
+from sglang_kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
 from sglang_kv_canary_rigs.kernel_cases import make_group
 from sglang_kv_canary_rigs.overlap_rig import DEVICE, LONG, SHORT, OverlapScheduler
 
@@ -143,6 +145,39 @@ def test_a_wrong_row_is_found(scheduler: OverlapScheduler) -> None:
     scheduler.rig.on_batch = changed("req_pool_indices", 0, 1000)
     scheduler.process(scheduler.run(1, LONG))
     assert {v.reasons for v in scheduler.rig.settle()} == {("ROW_OUT_OF_RANGE",)}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, scheduler: OverlapScheduler) -> None:
+        super().__init__()
+        self.layer = torch.nn.Identity()
+        self._rig = scheduler.rig
+
+    def forward(self, batch: ForwardBatch) -> None:
+        self.layer(batch.input_ids)
+        self._rig._model(batch.out_cache_loc)
+
+
+def test_an_injected_fault_that_the_layers_must_not_see_is_found(
+    scheduler: OverlapScheduler,
+) -> None:
+    """It is undone before them, so that HEAD does not wait."""
+    model, rig = Model(scheduler), scheduler.rig
+    wrap_model_forward(model, rig.manager)
+    fault = Outcome(
+        around_head=(
+            changed("req_pool_indices", 0, 1000),
+            changed("req_pool_indices", 0, -1000),
+        )
+    )
+
+    def forward(batch: ForwardBatch, *_: Any) -> None:
+        with _HeadDamage(rig.manager, model, [fault]):
+            _around_forward(lambda _, batch: model.forward(batch), rig, batch)
+
+    rig._forward = forward
+    scheduler.process(scheduler.run(1, LONG))
+    assert {v.reasons for v in rig.settle()} == {("ROW_OUT_OF_RANGE",)}
 
 
 def test_a_wrong_row_entry_is_found_by_the_next_forward(scheduler: OverlapScheduler) -> None:
