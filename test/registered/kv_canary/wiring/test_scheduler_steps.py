@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import sys
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -97,6 +98,64 @@ def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
     hooks.after_idle(None, None)
     assert len(rig.reported) == found
     assert not rig.manager.owes_copy
+
+
+class TestRestOfAPrefillServer:
+    """While a thread sends KV, the scheduler's thread leaves Python's lock to it."""
+
+    @pytest.fixture(autouse=True)
+    def prefill_server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = ManagerRig(copy_every_s=1e9)
+        monkeypatch.setattr(context, "managers", [self.rig.manager])
+        monkeypatch.setattr(context, "recorder", self.rig.recorder)
+        monkeypatch.setattr(context, "next_idle_tick", math.inf)
+        monkeypatch.setattr(context, "sends_kv", True)
+        monkeypatch.setattr(context, "rests_until", 0.0)
+        monkeypatch.setattr(context, "attended_at", time.monotonic())
+        monkeypatch.setattr(hooks, "REST_S", 1e9)
+        self.rig.result(self.rig.extend(1, range(8)))
+        self.asked: list[bool] = []
+        monkeypatch.setattr(context, "attend_questions", self.asked.append)
+
+    def answer(self) -> int:
+        """A step that finds damage, its result, and an idle turn. Returns how much is reported then."""
+        batch = Loop(self.rig).launch(1, damage=True)
+        hooks._around_process_result(lambda *_: None, None, batch, object())
+        hooks.after_idle(None, None)
+        return len(self.rig.reported)
+
+    def test_what_was_found_is_taken_up_after_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.answer() == 0
+        assert self.asked == []
+        monkeypatch.setattr(context, "rests_until", 0.0)
+        hooks.after_idle(None, None)
+        assert len(self.rig.reported) > 0
+        assert self.asked == [True]
+
+    def test_a_busy_server_takes_it_up_in_its_next_step(self) -> None:
+        assert self.answer() == 0
+        for _ in range(2):  # the copy begins, and arrives
+            self.rig.manager._start_copy(at_once=True)
+            self.rig.result(self.rig.decode([1]))
+        assert len(self.rig.reported) > 0
+
+    def test_no_rest_for_a_server_that_nobody_has_attended_to(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(context, "attended_at", time.monotonic() - 2)
+        assert self.answer() > 0
+        assert self.asked == [False, True]
+        assert self.answer() > 0
+        assert self.asked == [False, True]  # it rests
+
+    @pytest.mark.parametrize("other", [{"sends_kv": False}, {"containment": object()}], ids=str)
+    def test_no_rest_for_others(
+        self, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+    ) -> None:
+        for name, value in other.items():
+            monkeypatch.setattr(context, name, value)
+        assert self.answer() > 0
+        assert self.asked == [False, True]
 
 
 def test_overlap_processes_a_copy_of_the_batch(loop: Loop) -> None:

@@ -70,6 +70,10 @@ class CanaryContext:
     attend_farewell: Callable[[], None] | None = None  # between steps and while idle
     attend_questions: Callable[[bool], None] | None = None  # at the same places; whether idle
     next_idle_tick: float = 0.0
+    sends_kv: bool = False  # a prefill server
+    # time.monotonic(): until when idle work waits for a transfer's thread, and when questions were attended last
+    rests_until: float = 0.0
+    attended_at: float = 0.0
     # Keyed by ScheduleBatch.forward_iter
     launched: dict[int, StepRecord] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)  # Reqs of the step that is being launched

@@ -53,6 +53,7 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         context.adapters = AdapterNames(queue.scheduler.tp_worker.model_runner.lora_manager)
     if kv_manager.disaggregation_mode.value == "prefill":
         transport.attach_sender(kv_manager, _layout(page_size))
+        context.sends_kv = True
     else:
         transport.attach_receiver(kv_manager, context.notices)
         for manager in (context.target, *context.drafts):

@@ -24,6 +24,8 @@ from .startup_check import set_active_summary, verify_hooks_applied
 logger = logging.getLogger(__name__)
 
 IDLE_TICK_S = 0.01
+REST_S = 0.005  # about as long as KV of a long prompt is on its way
+MAX_UNATTENDED_S = 1.0  # however busy a prefill server is
 
 
 def _around_run_batch(
@@ -75,10 +77,24 @@ def _around_process_result(
             note_result(batch)
         attempt(_result_arrived, batch)
     returned = original(scheduler, batch, result, *a, **k)
+    if context.sends_kv and _rests():
+        return returned
     for manager in context.managers:
         manager.drain()
     attempt_aside(_attend, False)
     return returned
+
+
+def _rests() -> bool:
+    """Begin a rest: a thread has just been given KV to send, and would wait for Python's lock.
+
+    What was found is taken up by the next forward, or once the server has been idle for as long as the rest.
+    """
+    now = time.monotonic()
+    if context.containment is not None or now - context.attended_at > MAX_UNATTENDED_S:
+        return False
+    context.rests_until = now + REST_S
+    return True
 
 
 def _result_arrived(batch: Any) -> None:
@@ -109,6 +125,8 @@ def _idle_tick_is_due() -> bool:
 @guarded
 def after_idle(_: Any, scheduler: Any) -> None:
     """Hand over what the last step has found."""
+    if context.sends_kv and time.monotonic() < context.rests_until:
+        return
     context.check_due_arrivals()
     owed = any(manager.owes_copy for manager in context.managers)
     if context.active and (owed or _idle_tick_is_due()):
@@ -121,6 +139,7 @@ def after_idle(_: Any, scheduler: Any) -> None:
 
 def _attend(idle: bool) -> None:
     """What others ask of this process."""
+    context.attended_at = time.monotonic()
     if context.attend_farewell is not None:
         context.attend_farewell()
     if context.attend_questions is not None:
