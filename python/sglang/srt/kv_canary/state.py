@@ -32,6 +32,7 @@ class Header(IntEnum):
     VIOLATIONS = 3  # rows ever appended to the ring
     # Last forward before the last weight update; 0: reads of older slots are not reported
     WEIGHTS_SINCE = 4
+    PUBLISHED = 5  # what the last `publish` has written to the outbox
 
     RING_LOCK = 7  # taken by kernels while an append overflows the ring
 
@@ -54,6 +55,11 @@ class TagCounter(IntEnum):
 
 NUM_COUNTERS = len(TagCounter)
 SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
+
+# The outbox is one word, because nobody can see one half of a store of 8 bytes. Low bits: FORWARD_DONE; the rest:
+# VIOLATIONS. Both are cut to so many bits.
+OUTBOX_BITS = 32
+NOT_PUBLISHED = -1  # in the outbox before the first `publish`
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +137,13 @@ class RowMemory:
 
 @dataclass(frozen=True, slots=True)
 class CanaryDeviceState:
-    """Everything on the device besides the records. `summary` is what the host copies."""
+    """Everything on the device besides the records. `summary` is what the host copies.
+
+    `outbox` lies in host memory, at an address that the device knows, too: kernels write to it, and the host reads it.
+    """
 
     summary: torch.Tensor  # int64[SUMMARY_WORDS]
+    outbox: torch.Tensor  # int64[1]
     violations: ViolationLog
     anchors: torch.Tensor  # int64[max_request_rows], chain anchor per request row
     token_lists: ListMemory
@@ -153,8 +163,11 @@ class CanaryDeviceState:
         summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
         total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
         sizes = capacities.max_batch_size, capacities.max_extend_tokens
+        # Memory that is pinned has one address for host and device.
+        pinned = summary.is_cuda
         return cls(
             summary=summary,
+            outbox=torch.full((1,), NOT_PUBLISHED, dtype=torch.int64, pin_memory=pinned),
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=ListMemory(words_of_lists(*sizes), device),

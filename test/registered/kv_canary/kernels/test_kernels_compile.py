@@ -13,6 +13,7 @@ register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 # In a process of its own, because the kernels are defined for the compiler there, not for the interpreter.
 PROGRAM = """
+import re
 from dataclasses import replace
 
 import torch, triton
@@ -40,7 +41,8 @@ def compile_only(self, *args, grid, warmup, **keywords):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(self, signature, constants, attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(self.__name__, len(kernel.asm["cubin"]))
+    stores = re.findall(r"st[.]global[.][a-z0-9.]+", kernel.asm["ptx"])
+    print(self.__name__, len(kernel.asm["cubin"]), *stores)
 
 JITFunction.run = compile_only
 
@@ -120,6 +122,7 @@ for kind in (SlotEventKind.ALLOC, SlotEventKind.UNFILL):
     triton_backend.apply_slot_event(kind, listed.int(), group, state)
 triton_backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state)
 triton_backend.copy_records(group, listed, listed)
+triton_backend.publish(state)
 """
 
 KERNELS = {
@@ -134,6 +137,7 @@ KERNELS = {
     "slot_event_kernel": 7,
     "slot_runs_kernel": 5,
     "copy_kernel": 1,
+    "publish_kernel": 1,
 }
 
 
@@ -146,7 +150,12 @@ def test_compiles_for_hopper(tmp_path):
         command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert Counter(line.split()[0] for line in result.stdout.splitlines()) == KERNELS
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert Counter(line[0] for line in lines) == KERNELS
+    # What the host reads at any time is one store of 8 bytes, through the caches.
+    assert [line[2:] for line in lines if line[0] == "publish_kernel"] == [
+        ["st.global.b64", "st.global.wt.b64"]
+    ]
 
 
 if __name__ == "__main__":

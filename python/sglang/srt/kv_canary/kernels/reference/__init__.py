@@ -17,6 +17,7 @@ from .content import (
 )
 from .forward import check_and_write
 from .next_tokens import note_next_tokens
+from .outbox import publish
 from .slots import apply_slot_event, apply_slot_runs, copy_records
 from .sweep import check_list
 
@@ -34,6 +35,7 @@ __all__ = [
     "finish_compiling",
     "note_next_tokens",
     "prepare",
+    "publish",
     "write_content",
 ]
 

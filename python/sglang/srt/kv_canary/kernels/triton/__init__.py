@@ -26,6 +26,7 @@ from .forward import check_and_write
 from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
 from .next_tokens import note_next_tokens
+from .outbox import publish
 from .slots import apply_slot_event, apply_slot_runs, copy_records
 from .sweep import check_list
 
@@ -47,6 +48,7 @@ __all__ = [
     "finish_compiling",
     "note_next_tokens",
     "prepare",
+    "publish",
     "write_content",
 ]
 

@@ -1,0 +1,22 @@
+"""Tells the host what was found up to which forward: one program, one word in the host's memory."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from ....state import OUTBOX_BITS
+from ..jit import jit
+from .record import FORWARD_MASK
+from .report import FORWARD_DONE, PUBLISHED, VIOLATIONS
+
+BITS = tl.constexpr(OUTBOX_BITS)
+
+
+@jit
+def publish_kernel(summary, outbox):
+    done = tl.load(summary + FORWARD_DONE)
+    found = tl.load(summary + VIOLATIONS)
+    word = (found << BITS) | (done & FORWARD_MASK)
+    tl.store(summary + PUBLISHED, word)
+    # Through the caches: the host reads it at any time, without a synchronisation that would write it back.
+    tl.store(outbox, word, cache_modifier=".wt")
