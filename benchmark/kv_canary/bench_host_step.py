@@ -49,6 +49,8 @@ from sglang_kv_canary_rigs.tree_rig import TreeRig
 SPARE_STEPS = 60  # before those that are timed: kernels are compiled, a pass of the sweep ends
 PROMPT = (32, 256)
 VOCABULARY = 1000
+# A cold step takes so many times as long as one of a server. What is done by time is done as seldom, per step.
+SLOWER_WHEN_COLD = 12
 SHARE_CACHED = 0.5  # slots for the prefix cache, as a share of those of running requests
 
 
@@ -61,10 +63,10 @@ class WithoutKernels:
     replays = True
 
     def __init__(self, rig: TreeRig, batch: ForwardBatch) -> None:
-        self._summary = rig.manager.state.summary
+        self._state = rig.manager.state
 
     def run(self, batch: ForwardBatch) -> None:
-        without_kernels.count_as_on_a_gpu(self._summary)
+        without_kernels.count_as_on_a_gpu(self._state)
 
 
 class Graph:
@@ -143,7 +145,7 @@ class Server:
             sweep_every_n_steps=default_of("SWEEP_EVERY_N_STEPS"),
             sweep_budget_us=default_of("SWEEP_BUDGET_US"),
             log_every_s=default_of("LOG_EVERY_S"),
-            copy_every_s=default_of("COPY_EVERY_S"),
+            copy_every_s=default_of("COPY_EVERY_S") * (SLOWER_WHEN_COLD if options.cold_mib else 1),
             history_slots=default_of("HISTORY_SLOTS"),
         )
         hook_in()

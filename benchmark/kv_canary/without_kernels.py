@@ -32,6 +32,7 @@ def install() -> None:
     kernel_launcher.KernelLauncher._compile = lambda *_: _launch
     launch.sm_count = lambda _: MULTIPROCESSORS
     triton_backend.compiling_ahead = _compiles_nothing
+    triton_backend.publish = _publish
     backend.select_backend = manager.select_backend = lambda _: triton_backend
     bracket = manager.CanaryManager.bracket_model_forward
 
@@ -44,7 +45,7 @@ def install() -> None:
             with bracket(self, forward_batch):
                 yield
         if self.armed:
-            count_as_on_a_gpu(self.state.summary)
+            count_as_on_a_gpu(self.state)
 
     manager.CanaryManager.bracket_model_forward = bracket_or_replay
 
@@ -61,13 +62,24 @@ def _import_as_on_a_gpu() -> ModuleType:
     return triton
 
 
-def count_as_on_a_gpu(summary: Any) -> None:
+def count_as_on_a_gpu(state: Any) -> None:
     """The counters grow as if everything had run: a canary that waits for them, or misses them, has other work."""
+    from sglang_kv_canary.kernels import reference
     from sglang_kv_canary.state import HEADER_WORDS, Header
 
-    words = summary.numpy()
+    words = state.summary.numpy()
     words[Header.FORWARD_DONE] += 1
     words[HEADER_WORDS:] += 1
+    reference.publish(state)
+
+
+def _publish(state: Any) -> None:
+    """Prepared as on a GPU, and what it would write is there."""
+    from sglang_kv_canary.kernels import reference
+    from sglang_kv_canary.kernels.triton.outbox import publish
+
+    publish(state)
+    reference.publish(state)
 
 
 def _launch(programs: int, plain: list[Any]) -> None:

@@ -23,11 +23,13 @@ from sglang_kv_canary.plan.plan_input import PlanInput
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
+from sglang_kv_canary.reports.outbox import Outbox
 from sglang_kv_canary.reports.rank_file import EventFolder
 from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang_kv_canary.runner.surroundings import Surroundings
+from sglang_kv_canary.state import NOT_PUBLISHED
 from sglang_kv_canary.wiring.call_site import SITES
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
 
@@ -253,6 +255,11 @@ class ManagerRig:
         for _ in range(3):
             self.manager.on_idle()
         return self.reported
+
+    def lose_what_is_published(self) -> None:
+        """As on a device whose stores do not reach host memory: the host reads a word that nobody writes."""
+        never_written = torch.full((1,), NOT_PUBLISHED, dtype=torch.int64)
+        self.manager._outbox = Outbox(never_written)
 
     def slot(self, row: int, position: int) -> int:
         return int(self.rows.req_to_token[row, position])

@@ -254,8 +254,9 @@ def test_raise_ends_with_the_report_and_the_event_is_on_disk_first(tmp_path: Pat
     assert written[0]["reasons"] == ["CHAIN"]
 
 
-def test_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
+def test_without_the_outbox_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
     rig = ManagerRig(copy_every_s=1e9)
+    rig.lose_what_is_published()
     rig.result(rig.extend(1, range(20)))  # the first copy
     rig.rows.req_to_token[1, 3] = 0
     for _ in range(2):
@@ -267,6 +268,7 @@ def test_a_busy_server_copies_now_and_then_and_an_idle_one_at_once() -> None:
 def test_while_more_is_found_each_step_copies() -> None:
     """What the ring holds is overwritten by what is found next."""
     rig = ManagerRig(copy_every_s=1e9)
+    rig.lose_what_is_published()
     rig.result(rig.extend(1, range(20)))
     slot, rig.rows.req_to_token[1, 3] = rig.slot(1, 3), 0
     rig.result(rig.decode([1]))
@@ -284,8 +286,9 @@ def test_while_more_is_found_each_step_copies() -> None:
     assert not rig.manager.owes_copy
 
 
-def test_a_server_that_raises_copies_after_each_step() -> None:
+def test_without_the_outbox_a_server_that_raises_copies_after_each_step() -> None:
     rig = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9)
+    rig.lose_what_is_published()
     rig.result(rig.extend(1, range(20)))
     rig.rows.req_to_token[1, 3] = 0
     step = rig.decode([1])
@@ -307,8 +310,9 @@ class _Told(StepObserver):
 
 
 def test_a_server_that_raises_tells_observers_of_findings_or_when_they_wait() -> None:
-    """Each of its steps copies. What nobody waits for is told as often as in mode `log`."""
+    """Also where each of its steps copies. What nobody waits for is told as often as in mode `log`."""
     rig, told = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=1e9), _Told()
+    rig.lose_what_is_published()
     rig.manager.observers.append(told)
     rig.result(rig.extend(1, range(20)))
     assert told.count == 1  # the first copy

@@ -84,6 +84,7 @@ def test_a_server_that_becomes_idle_copies_at_once_and_then_rests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = ManagerRig(copy_every_s=1e9)
+    rig.lose_what_is_published()
     monkeypatch.setattr(context, "managers", [rig.manager])
     monkeypatch.setattr(context, "recorder", rig.recorder)
     monkeypatch.setattr(context, "next_idle_tick", math.inf)  # no tick is due

@@ -82,12 +82,14 @@ class ArrivalLauncher:
         for arrival in arrivals:
             if not self._keeps_content(arrival):
                 self._take_content(arrival)
+        launcher.publish()
 
     def take_over(self, arrivals: Sequence[Arrival]) -> None:
         """Write records for what has arrived without any. One forward."""
         plan = take_over_plan(arrivals, self.req_to_token, self.launcher.state.token_lists)
         for side in (Side.HEAD, Side.TAIL):
             launch_endpoints_per_forward(self.launcher, plan, side)
+        self.launcher.publish()
 
     def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
         """The TAIL records of the row's first `length` tokens, on the host: int64[length, 4] per group and half."""

@@ -100,6 +100,10 @@ class Launcher:
         for group in self.groups:
             self.backend.write_content(plan, group, self.state, self.content_mode)
 
+    def publish(self) -> None:
+        """Tell the host what has been found up to the last forward whose TAIL has run, see `reports.outbox`."""
+        self.backend.publish(self.state)
+
     def check_list(self, plan: SweepVerifyPlan, group: CanaryBufferGroup) -> None:
         self.backend.check_list(plan, group, self.state)
         if self.content_mode is not ContentMode.NONE:

@@ -28,6 +28,7 @@ from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.internal_errors import InternalErrors
+from ..reports.outbox import Outbox
 from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
@@ -160,14 +161,18 @@ class CanaryManager:
             )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts
-        # Copies at every step, so that few more tokens are answered before the server or the request ends.
-        at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
-        seconds = 0.0 if at_once else config.copy_every_s
-        self._copy = DelayedDeviceHostHandler((self.state.summary,), self._on_summary, seconds)
+        # What is found is known from the outbox. Copies have all counters, for observers.
+        self._outbox = Outbox(self.state.outbox)
+        self._has_said_copies = False  # that findings come with copies instead
+        self._copy = DelayedDeviceHostHandler(
+            (self.state.summary,), self._on_summary, config.copy_every_s
+        )
         self._copied = memoryview(self._copy.host[0].numpy())  # int64[SUMMARY_WORDS]
         self._copy_is_awaited = False  # by observers
-        # In mode `raise` each step copies, for its findings. Observers are told as often as in mode `log`.
-        self._tell_every_s = config.copy_every_s if at_once else 0.0
+        # Findings must be known at every step, so that few more tokens are answered before the server or the request
+        # ends. Without the outbox, each step copies. Observers are told as often as in mode `log`.
+        self._ends_at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
+        self._tell_every_s = config.copy_every_s if self._ends_at_once else 0.0
         self._tell_at = 0.0  # time.monotonic()
         self.owes_copy = False  # work was launched after the last copy
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
@@ -175,8 +180,8 @@ class CanaryManager:
         # What is checked of the states of linear-attention layers, JSON-ready; None: the model has none
         self.states: dict[str, Any] | None = None
         self._events_applied: torch.cuda.Event | None = None
-        self._found = 0  # violations, as of the last summary
-        self._finding = False  # that summary had more than the one before
+        self._found = 0  # violations, as of the last copy or what was published since
+        self._finding = False  # that was more than before, and no copy was made since
 
     def _taker(self, surroundings: Surroundings | None) -> SceneTaker | None:
         """None on draft runners: their rows are the target's."""
@@ -206,6 +211,7 @@ class CanaryManager:
                 if Part.NUMBER in plan.parts(Side.HEAD):
                     self._note_launch("WARM_UP")
                 self._launch(plan)
+            self.launcher.publish()
             for launch in launches:
                 launch()
 
@@ -217,6 +223,7 @@ class CanaryManager:
             if compiles:
                 for plan in plans:
                     self._launch(plan)
+                self.launcher.publish()
                 for launch in launches:
                     launch()
 
@@ -227,6 +234,9 @@ class CanaryManager:
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over. From now on every forward is checked, including replays of captured graphs."""
         self._set_armed(True)
+        self.launcher.publish()
+        self._outbox.expect(int(self.state.summary[Header.PUBLISHED]))  # waits, once
+        self._check_outbox()
         self.serving = self.errors.serving = True
 
     def _set_armed(self, armed: bool) -> None:
@@ -539,11 +549,10 @@ class CanaryManager:
             awaited = self._tell_observers("after_forwards", self)
         except Exception as error:
             attempts = self._noted(attempts, self._tell_observers, error)
-        if self._copy.pending is not None or self.violations.has_work or self.arrivals is not None:
-            try:
-                self._drain()
-            except Exception as error:
-                attempts = self._noted(attempts, self._drain, error)
+        try:
+            self._drain()
+        except Exception as error:
+            attempts = self._noted(attempts, self._drain, error)
         try:
             # The ring is small, and its first rows are the most useful.
             self._start_copy(awaited or self._finding)
@@ -683,8 +692,8 @@ class CanaryManager:
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        if self._copy.start(point, at_once):
-            self._copy_is_awaited = at_once
+        if self._copy.start(point, at_once or (self._ends_at_once and not self._outbox.trusted)):
+            self._copy_is_awaited, self._finding = at_once, False
         else:
             self.owes_copy = True
 
@@ -700,6 +709,8 @@ class CanaryManager:
 
     def _drain(self, wait: bool = False) -> None:
         attempts = None
+        if self._outbox.take(self.forward_ct):
+            self._note_found(self._outbox.found, self._outbox.forward)
         if self._copy.pending is not None:
             try:
                 self._copy.deliver(wait)
@@ -759,15 +770,43 @@ class CanaryManager:
             time.sleep(0.001)
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
-        found = self._copied[Header.VIOLATIONS]
-        self._finding, self._found = found > self._found, found
-        self.violations.observe_total(found, point.forward_ct)
+        has_more = self._note_found(self._copied[Header.VIOLATIONS], point.forward_ct)
+        if self.armed:
+            self._check_outbox()
+        # For the next copy: a later forward may have published while this one was made.
+        self._outbox.expect(self._copied[Header.PUBLISHED])
         now = time.monotonic()
-        if now < self._tell_at and not (self._finding or self._copy_is_awaited):
+        if now < self._tell_at and not (has_more or self._copy_is_awaited):
             return
         self._tell_at = now + self._tell_every_s
         summary = Summary.from_host(host[0], point, self.forward_ct)
         self._tell_observers("on_summary", self, summary)
+
+    def _note_found(self, found: int, forward: int) -> bool:
+        """Forwards up to `forward` have found `found` violations. Returns whether that is more than was known."""
+        self.violations.observe_total(found, forward)
+        if found <= self._found:
+            return False
+        self._found, self._finding = found, True
+        return True
+
+    def _check_outbox(self) -> None:
+        """If what the device has published is not in the outbox, findings come with copies."""
+        self._outbox.check(self.forward_ct)
+        if not (self._outbox.trusted or self._has_said_copies):
+            self._has_said_copies = True
+            logger.warning(
+                "kv-canary: what the device of the %s runner publishes does not reach host memory, or is of forwards "
+                "that were not launched here. So its counters are copied %s. Checks go on as before, and a step costs "
+                "more host time",
+                self.identity.role,
+                "in each step" if self._ends_at_once else "now and then",
+            )
+
+    @property
+    def publishes(self) -> bool:
+        """Whether what the device finds is known here without a copy."""
+        return self._outbox.trusted
 
     # What it is
 

@@ -38,6 +38,7 @@ class Observed(Protocol):
     clock: HostClock
     forward_ct: int
     armed: bool
+    publishes: bool  # what the device finds is known without a copy of the counters
     serving: bool
     schedule_stream: Any | None
     radix_cache: Any | None

@@ -108,6 +108,7 @@ class SingleForwardManager:
                 launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
                 for part in (self._beside, Part.ALL & ~self._beside):
                     launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
+                self._launcher.publish()
 
     def post_ops_maybe_inside_graph(self) -> None:
         """Verify and write TAIL, after HEAD if that has waited. May be under stream capture."""
@@ -122,6 +123,8 @@ class SingleForwardManager:
         if not is_capturing() and self._late.take_content(plan):
             part &= ~Part.NEW_CONTENT
         launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
+        if not plan.write.scratch:  # a draft's further steps belong to the same forward
+            self._launcher.publish()
 
     def _launch_late_head(self, inputs: KeptInputs, mode: str) -> ForwardPlan | None:
         """Returns the plan, which TAIL shares."""

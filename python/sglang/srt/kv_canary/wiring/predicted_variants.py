@@ -60,6 +60,7 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
         for plan in decodes(args, first + 1, target.largest).plans(target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
+        target.launcher.publish()
         for launch in launches_of_target(target, args, args.page_size):
             launch()
     return list(variants.values())

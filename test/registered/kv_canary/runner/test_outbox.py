@@ -1,0 +1,269 @@
+"""Findings are known from what the device publishes: without a copy, not too early, and by copies where it fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.plan.arrival import Arrival
+from sglang_kv_canary.plan.speculation import SpeculationShape
+from sglang_kv_canary.record import Column
+from sglang_kv_canary.reports.outbox import Outbox
+from sglang_kv_canary.state import NOT_PUBLISHED, Header
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.spec_rig import SpecRig, scratch
+from sglang_kv_canary_rigs.volume import volume
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+SELDOM = 1e9  # seconds between copies: one is made in the first step, and others only where somebody needs them
+NEVER_REACHES = "does not reach host memory"
+
+
+class Copies:
+    """Counts the copies of a manager. `then` is called after each."""
+
+    def __init__(self, rig: ManagerRig, then: Callable[[], object] = lambda: None) -> None:
+        self.count = 0
+        start = rig.manager._copy.start
+
+        def counted(*arguments: Any) -> bool:
+            started = start(*arguments)
+            if started:
+                self.count += 1
+                then()
+            return started
+
+        rig.manager._copy.start = counted
+
+
+def _damage(rig: ManagerRig, row: int = 1, position: int = 3) -> None:
+    rig.manager.groups[0].k_head[rig.slot(row, position), 1] ^= 1
+
+
+@pytest.mark.parametrize("mode", CanaryMode)
+def test_a_step_makes_no_copy_and_its_findings_are_known_with_its_result(mode: CanaryMode) -> None:
+    rig = ManagerRig(mode=mode, copy_every_s=SELDOM)
+    copies = Copies(rig)
+    rig.result(rig.extend(1, range(20)))
+    assert copies.count == 1  # the first
+    for _ in range(10):
+        rig.result(rig.decode([1]))
+    assert copies.count == 1
+    _damage(rig)
+    step = rig.decode([1])
+    if mode is CanaryMode.RAISE:
+        with pytest.raises(CanaryViolationError, match="CHAIN at HEAD_K_FULL"):
+            rig.result(step)
+    else:
+        rig.result(step)
+        assert {reason for violation in rig.reported for reason in violation.reasons} == {"CHAIN"}
+
+
+def test_monitors_hear_of_findings_at_once() -> None:
+    """Copies are made while more is found, and again seldom afterwards."""
+    rig = ManagerRig(copy_every_s=SELDOM)
+    copies = Copies(rig)
+    rig.result(rig.extend(1, range(20)))
+    _damage(rig)
+    for _ in range(2):
+        rig.result(rig.decode([1]))
+    assert copies.count == 3
+    _damage(rig)  # as before
+    rig.result(rig.decode([1]))
+    before = copies.count
+    for _ in range(5):
+        rig.result(rig.decode([1]))
+    assert copies.count == before
+
+
+def test_an_idle_server_copies_once_and_rests() -> None:
+    rig = ManagerRig(copy_every_s=SELDOM)
+    copies = Copies(rig)
+    rig.result(rig.extend(1, range(20)))
+    rig.result(rig.decode([1]))
+    assert rig.manager.owes_copy
+    for _ in range(3):
+        rig.manager.on_idle()
+    assert copies.count == 2
+    assert not rig.manager.owes_copy
+
+
+@pytest.mark.parametrize("mode", CanaryMode)
+def test_where_nothing_arrives_copies_are_made_as_without_an_outbox_and_that_is_said_once(
+    mode: CanaryMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = ManagerRig(mode=mode, copy_every_s=SELDOM)
+    rig.lose_what_is_published()
+    copies = Copies(rig)
+    for row in (1, 2, 3):
+        rig.result(rig.extend(row, range(20)))
+    assert copies.count == (3 if mode is CanaryMode.RAISE else 1)
+    assert not rig.manager.publishes
+    assert caplog.text.count(NEVER_REACHES) == 1
+    assert ("in each step" in caplog.text) is (mode is CanaryMode.RAISE)
+
+
+def test_a_device_that_does_not_reach_host_memory_is_noticed_at_start_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = ManagerRig()
+    assert rig.manager.publishes
+    assert NEVER_REACHES not in caplog.text
+    rig.lose_what_is_published()
+    rig.manager.mark_init_finished()
+    assert caplog.text.count(NEVER_REACHES) == 1
+
+
+def test_words_that_do_not_arrive_any_more_are_noticed_with_copies() -> None:
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    rig.result(rig.extend(1, range(20)))
+    word = rig.manager.state.outbox.clone()
+    rig.manager._outbox = Outbox(word)
+    rig.manager._outbox.trusted = True
+    for _ in range(3):
+        rig.result(rig.decode([1]))
+    assert not rig.manager.publishes
+    for _ in range(3):
+        step = rig.decode([1])
+        word[0] = rig.manager.state.outbox[0]
+        rig.result(step)
+    assert rig.manager.publishes
+
+
+def test_a_forward_that_the_host_has_not_launched_is_not_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The device counts one more: what it says of forward n is of one that the host calls n - 1."""
+    rig = ManagerRig(mode=CanaryMode.RAISE, copy_every_s=SELDOM)
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.state.summary[Header.FORWARD_DONE] += 1
+    rig.result(rig.decode([1]))
+    assert not rig.manager.publishes
+    known = rig.manager.violations.handed_over()
+    assert known <= rig.manager.forward_ct
+    rig.result(rig.decode([1]))
+    assert NEVER_REACHES in caplog.text
+    _damage(rig)
+    rig.decode([1])
+    with pytest.raises(CanaryViolationError):
+        rig.settle()
+
+
+def test_the_steps_of_a_draft_are_known_with_the_forward_after_them() -> None:
+    """Its further steps write under the same number, after the TAIL of the first one."""
+    with SpecRig(SpeculationShape(topk=1, num_steps=3, draft_tokens=3)) as rig:
+        rig.prefill(1, list(range(12)))
+        draft = rig.draft
+        before = draft.forward_ct
+        rig.draft_decode([1], scratch(rig, 1))
+        assert draft.forward_ct == int(draft.state.summary[Header.FORWARD_DONE]) == before + 1
+        draft._outbox.take(draft.forward_ct)
+        assert draft._outbox.forward == before
+        tokens = [rig.bonus(1), 5]
+        rig.verify([1], [[5, 6]], [-1, 0, 1])
+        rig.draft_extend([1], [tokens])
+        draft._outbox.take(draft.forward_ct)
+        assert draft._outbox.forward == draft.forward_ct == before + 2
+
+
+def test_what_has_arrived_is_known_with_all_that_its_check_finds() -> None:
+    """Bytes are compared last."""
+    rig = ManagerRig(copy_every_s=SELDOM)
+    rig.manager.expect_arrivals(page_size=1)
+    rig.result(rig.extend(1, range(20)))
+    rig.pool.v_buffer[0][rig.slot(1, 7)] += 1
+    forward = rig.manager.note_arrivals([Arrival(1, 0, list(range(20)), 0)])
+    outbox = rig.manager._outbox
+    assert outbox.take(rig.manager.forward_ct)
+    assert outbox.forward == forward == 2
+    assert outbox.found == int(rig.manager.state.violations.total) > 0
+
+
+# Random histories
+
+ACTS = (*["decode"] * 5, *["damage", "extend", "result"] * 2, "fail", "idle", "arrive", "pause")
+
+
+class LateWords:
+    """A manager whose device is late: what it publishes reaches the host when `arrive` is called, or with a copy."""
+
+    def __init__(self, copy_every_s: float) -> None:
+        self.rig = rig = ManagerRig(copy_every_s=copy_every_s, ring_capacity=4096)
+        self._word = torch.full((1,), NOT_PUBLISHED, dtype=torch.int64)
+        self.arrive()
+        rig.manager._outbox = Outbox(self._word)
+        rig.manager._outbox.trusted = True
+        Copies(rig, self.arrive)
+        self._steps: list[Any] = []
+        self._free = list(range(1, 8))
+        self._live: list[int] = []
+
+    def arrive(self) -> None:
+        self._word[0] = self.rig.manager.state.outbox[0]
+
+    def act(self, name: str, pick: int) -> None:
+        rig = self.rig
+        if name == "extend" and self._free:
+            self._live.append(self._free.pop())
+            self._steps.append(rig.extend(self._live[-1], range(pick + 2)))
+        elif name == "decode" and self._live:
+            self._steps.append(rig.decode(self._live))
+        elif name == "fail" and self._free:
+            row = self._free[-1]
+            with pytest.raises(RuntimeError, match="the model failed"):
+                rig.extend(row, range(4), fail=True)
+        elif name == "idle":
+            self._steps.append(rig.idle())
+        elif name == "damage" and self._live:
+            _damage(rig, self._live[pick % len(self._live)], 1)
+        elif name == "arrive":
+            self.arrive()
+        elif name == "result" and self._steps:
+            rig.recorder.result_arrived(self._steps.pop(0))
+            rig.manager.drain()
+        elif name == "pause":
+            rig.manager.on_idle()
+
+    def check(self) -> None:
+        """What is known of a forward is all that it has found."""
+        manager = self.rig.manager
+        known = manager.violations.handed_over()
+        assert known <= manager.forward_ct == int(manager.state.summary[Header.FORWARD_DONE])
+        total = int(manager.state.violations.total)
+        rows = manager.state.violations.rows[:total]
+        found = int((rows[:, Column.READER_FORWARD] <= known).sum())
+        assert len(self.rig.reported) + manager.violations.moot >= found
+        assert manager._outbox.forward <= manager.forward_ct
+
+
+@settings(max_examples=volume(60, 15), deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 9)), min_size=5, max_size=40),
+    st.sampled_from([0.0, SELDOM]),
+)
+def test_what_is_known_of_a_forward_is_all_that_it_has_found(
+    acts: list[tuple[str, int]], copy_every_s: float
+) -> None:
+    late = LateWords(copy_every_s)
+    for act in acts:
+        late.act(*act)
+        late.check()
+    late.arrive()
+    late.rig.settle()
+    late.check()
+    assert late.rig.manager.violations.handed_over() == late.rig.manager.forward_ct
+    assert len(late.rig.reported) == int(late.rig.manager.state.violations.total)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
