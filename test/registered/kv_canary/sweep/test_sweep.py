@@ -108,6 +108,22 @@ def test_each_pass_has_its_own_findings_also_where_copies_are_rare(
     assert len(behind_the_damage) > 3
 
 
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_part_of_a_pass_waits_for_no_counters_and_its_end_does(publishes: bool) -> None:
+    """What a part finds is published by the next forward. Where it is not, only a copy tells of it."""
+    rig = SweptRig(copy_every_s=1e9, sweep_budget_slots=8, sweep_every_n_steps=1)
+    rig.serve(PROMPT, ANSWER)
+    rig.passes(1)
+    if not publishes:
+        rig.lose_what_is_published()
+    waits: list[bool] = []
+    while not rig.sweep._closing:
+        waits.append(rig.sweep.after_forwards(rig.manager))
+    assert len(waits) > 3
+    assert waits[-1]
+    assert set(waits[1:-1]) == {not publishes}
+
+
 @pytest.mark.parametrize("side", ["HEAD", "TAIL"])
 @pytest.mark.parametrize("half", ["K", "V"])
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ class SweepOrchestrator(StepObserver):
 
     def after_forwards(self, manager: Observed) -> bool:
         launched = self.maybe_run_sweep(manager)
-        return launched or bool(self._closing)
+        # What a chunk finds is published by the next forward. What it has counted comes with copies only.
+        return bool(self._closing) or (launched and not manager.publishes)
 
     def on_idle(self, manager: Observed) -> bool:
         return self.maybe_run_sweep(manager, idle=True)
