@@ -118,10 +118,11 @@ class HeldSends:
             self._say_known(held)  # nothing more is found here: nobody waits for it
             return False
         if not held.is_known_here:
-            manager.copy_what_is_owed()
             manager.drain()
             last = manager.recorder.last_of(held.request.rid)
             if last is not None and not manager.has_handed_over(last[0].forward):
+                if not manager.publishes:
+                    manager.copy_what_is_owed()
                 return True
             held.is_known_here = True
         if self.bell is None:
