@@ -243,9 +243,9 @@ SETTINGS: tuple[EnvSetting, ...] = (
     EnvSetting(
         "COPY_EVERY_S",
         EnvFloat,
-        0.05,
-        "Minimum seconds between copies of the counters to the host, which reveal findings. Copies are immediate when "
-        "idle, while findings arrive, after each part of a sweep, and in mode raise.",
+        0.5,
+        "Minimum seconds between copies of all counters to the host, for metrics and monitors. Findings do not wait "
+        "for them. Copies are immediate when idle, while findings arrive, and at the end of a sweep.",
         minimum=0,
     ),
     EnvSetting(

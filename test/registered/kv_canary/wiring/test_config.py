@@ -66,7 +66,7 @@ def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
     if setting.field_type is EnvInt:
         number = int(max(7, setting.minimum or 0))
         return str(number), number
-    return "0.5", 0.5
+    return "0.75", 0.75
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
