@@ -130,6 +130,8 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_mha_variants.py",
     "e2e/test_e2e_mla.py",
     "e2e/test_e2e_no_sync.py",
+    "e2e/test_e2e_nsa.py",
+    "e2e/test_e2e_nsa_context_parallel.py",
     "e2e/test_e2e_pipeline.py",
     "e2e/test_e2e_prefill_graphs.py",
     "e2e/test_e2e_raise_at_the_end.py",

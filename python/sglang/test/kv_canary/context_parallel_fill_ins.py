@@ -22,6 +22,7 @@ __all__ = [
     "context_parallel_flags",
     "context_parallel_on_torch_native",
     "exchange_without_a_gpu",
+    "splits_in_runner",
 ]
 
 # Whether SGLang's own attention over parts runs here. Some builds of its kernels are without it.
@@ -43,7 +44,7 @@ def _has_strategies_alone() -> bool:
     return _is_newer() and not hasattr(envs, IN_RUNNER)
 
 
-def _splits_in_runner() -> bool:
+def splits_in_runner() -> bool:
     return _has_strategies_alone() or (_is_newer() and getattr(envs, IN_RUNNER).get())
 
 
@@ -140,7 +141,7 @@ def _extend_part(
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
     """SGLang's: stores K and V of all parts; runs attention over this rank's parts."""
-    if _splits_in_runner():
+    if splits_in_runner():
         from sglang.srt.layers.cp.base import get_cp_strategy
 
         strategy = get_cp_strategy()

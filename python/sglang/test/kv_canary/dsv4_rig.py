@@ -7,8 +7,10 @@ writer (`SetKAndS.torch`) and of the page allocator (`alloc_extend_naive`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -187,8 +189,7 @@ def _allocator_kernels(device: str) -> Iterator[None]:
     if device != "cpu":
         yield
         return
-    from sglang.srt.mem_cache import allocator as module
-
+    module = _allocator_module()
     names = ("alloc_extend_kernel", "alloc_decode_kernel")
     kernels = [getattr(module, name) for name in names]
     use_torch_allocator()
@@ -201,9 +202,14 @@ def _allocator_kernels(device: str) -> Iterator[None]:
 
 def use_torch_allocator() -> None:
     """From now on. The kernels' own signatures stay."""
-    from sglang.srt.mem_cache import allocator as module
-
+    module = _allocator_module()
     module.alloc_extend_kernel, module.alloc_decode_kernel = _Extend(), _Decode()
+
+
+def _allocator_module() -> ModuleType:
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+    return sys.modules[PagedTokenToKVPoolAllocator.__module__]
 
 
 class _Extend:

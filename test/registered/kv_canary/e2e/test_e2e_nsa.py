@@ -17,9 +17,10 @@ from sglang_kv_canary.testing.fault_cases import (
     record_cases,
     tags,
 )
-from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
+from sglang_kv_canary.testing.mode_config import MODES, nsa_backends, why_nsa_cannot_be_served
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -50,11 +51,7 @@ MODES["nsa_fp8"] = replace(
     MODES["nsa"],
     name="nsa_fp8",
     server_args={**MODES["nsa"].server_args, "kv_cache_dtype": "fp8_e4m3"},
-    cuda_args={
-        **MODES["nsa"].cuda_args,
-        "nsa_prefill_backend": "flashmla_kv",
-        "nsa_decode_backend": "flashmla_kv",
-    },
+    cuda_args={**MODES["nsa"].cuda_args, **nsa_backends("flashmla_kv")},
 )
 
 
@@ -102,6 +99,7 @@ class TestNSAFaults(FaultCases):
     def test_fault(self, case: Case) -> None:
         self.run_case(case, f"{case}-{CASES.index(case)}")
 
+    @long_on_newer_releases
     def test_clean_without_overlap(self) -> None:
         report = self.serve(TrafficShape(volume(20, 50), seed=9, flushes=1, name="clean"))
         assert report.requests == volume(20, 50)

@@ -20,6 +20,7 @@ from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.context_parallel_fill_ins import IN_PARTS
 from sglang_kv_canary_rigs.nsa_fill_ins import (
+    nsa_context_parallel_flags,
     nsa_context_parallel_on_torch_native,
     nsa_on_torch_native,
 )
@@ -46,9 +47,7 @@ MODES["nsa_cp"] = replace(
     name="nsa_cp",
     server_args={
         **_NSA.server_args,
-        "tp_size": len(RANKS),
-        "enable_nsa_prefill_context_parallel": True,
-        "nsa_prefill_cp_mode": "round-robin-split",  # the other way to split needs DeepEP
+        **nsa_context_parallel_flags(),
         # More kernels to compile at start-up
         "disable_custom_all_reduce": True,
         "enforce_disable_flashinfer_allreduce_fusion": True,

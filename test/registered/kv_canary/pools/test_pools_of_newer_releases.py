@@ -656,7 +656,6 @@ def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
         "DeepSeekV4IndexerPool",
         "MLATokenToKVPoolFP4",
         "MiniMaxSparseKVPool",
-        "DSATokenToKVPool",
         "HybridLinearKVPool",
         *(["UnifiedSWAKVPool"] if UNIFIED else []),
     } | set(UNIFIED)

@@ -75,6 +75,16 @@ DSV4_ENV = {
     # Otherwise a C++ extension is built with torch's headers, for one product.
     "SGLANG_OPT_BF16_FP32_GEMM_ALGO": "torch",
 }
+# From 0.5.17 on SGLang calls NSA DSA, also in its flags.
+IS_DSA = importlib.util.find_spec("sglang.srt.layers.attention.dsa") is not None
+_NSA_FLAG, _NSA_VARIABLE = ("dsa", "SGLANG_DSA") if IS_DSA else ("nsa", "SGLANG_NSA")
+
+
+def nsa_backends(name: str) -> dict[str, str]:
+    """The flags that choose an attention kernel of DeepSeek-V3.2, for prefills and decodes."""
+    return {f"{_NSA_FLAG}_{phase}_backend": name for phase in ("prefill", "decode")}
+
+
 # What DeepSeek-V3.2 would compile although it holds no KV, and kernels that some builds of SGLang's are without.
 NSA_ENV = {
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
@@ -82,7 +92,7 @@ NSA_ENV = {
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",  # it would compile a LayerNorm
     "TORCHDYNAMO_DISABLE": "1",
     # Otherwise prompts of up to 2,048 tokens are prefilled densely, by FlashAttention 3.
-    "SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
+    f"{_NSA_VARIABLE}_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
 }
 
 MODES: dict[str, ModeConfig] = {
@@ -191,9 +201,8 @@ MODES: dict[str, ModeConfig] = {
         cuda_args={
             "device": "cuda",
             "dtype": "bfloat16",
-            "nsa_prefill_backend": "flashmla_sparse",  # the default of sm_90
-            "nsa_decode_backend": "flashmla_sparse",  # the default is FlashAttention 3
-            "cuda_graph_bs": [2, 4, 8, 16],
+            **nsa_backends("flashmla_sparse"),  # decodes take FlashAttention 3 by default
+            "cuda_graph_bs_decode" if IS_DSA else "cuda_graph_bs": [2, 4, 8, 16],
         },
         env=NSA_ENV,
     ),
@@ -207,9 +216,7 @@ def why_dsv4_cannot_be_served() -> str:
 
 
 def why_nsa_cannot_be_served() -> str:
-    """What this release or this GPU lacks for the mode `nsa`. "" if nothing is known to be missing."""
-    if importlib.util.find_spec("sglang.srt.layers.attention.dsa") is not None:
-        return "NSA has the name DSA in this release, with flags of other names"
+    """What this GPU lacks for the mode `nsa`. "" if nothing is known to be missing."""
     if not torch.cuda.is_available():
         return ""
     # Imported by nsa_indexer and nsa_backend.

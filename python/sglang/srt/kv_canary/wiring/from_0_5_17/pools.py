@@ -61,7 +61,7 @@ PARTS = {
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
 
 # FP4 pools are apart.
-_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSA, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
+_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "slot ids are virtual, and the frees of its allocators are followed from 0.5.22 on only": (
@@ -117,6 +117,9 @@ def _pools() -> dict[str, PoolSupport]:
         **{name: support for name, support in known.items() if not support.attacher},
         **{name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names},
         **{name: known[name] for name in (_MHA, _MLA, _SWA)},
+        _DSA: replace(
+            known[_DSA], covers=f"{known[_DSA].covers}; served on CPU, without its kernels"
+        ),
         **{name: judged(name) for name in _JUDGED},
         _DSV4_POOL: replace(
             judged(_DSV4_POOL), not_covered=known[_DSV4_POOL].not_covered + _DSV4_REFUSED

@@ -27,8 +27,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
-        "each rank stores, and checks, all tokens; MHA on CPU, with either SGLANG_ENABLE_CP_V2; MLA read; DSA read, as "
-        "its kernels need a GPU",
+        "each rank stores, and checks, all tokens; MHA on CPU, with either SGLANG_ENABLE_CP_V2; DSA (interleave, "
+        "without its kernels) on CPU, with SGLang's default of it; MLA, and DSA with zigzag, read",
     ),
     PathSupport(
         "sweep of cached prefixes",

@@ -59,7 +59,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
-        "each rank stores, and checks, all tokens; MHA on CPU; MLA read; DSA read, as its kernels need a GPU",
+        "each rank stores, and checks, all tokens; MHA and DSA (interleave, without its kernels) on CPU; MLA, and DSA "
+        "with zigzag, read",
     ),
     PathSupport(
         "beam search",
