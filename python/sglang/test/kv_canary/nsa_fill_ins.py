@@ -12,21 +12,25 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 
 from sglang_kv_canary.testing.fill_ins import dp_attention_on_torch_native, mla_on_torch_native
 from sglang_kv_canary.testing.mode_config import IS_DSA
 
-from .context_parallel_fill_ins import IN_PARTS, exchange_without_a_gpu, splits_in_runner
+from .context_parallel_fill_ins import exchange_without_a_gpu, splits_in_runner
 from .dsv4_rig import use_torch_allocator
 
 __all__ = [
+    "STORED_IN_PARTS",
     "nsa_context_parallel_flags",
     "nsa_context_parallel_on_torch_native",
     "nsa_on_torch_native",
 ]
 
+# Said on stderr after each layer of a rank's part, with the rank and a checksum of what its pool then holds.
+STORED_IN_PARTS = "fill-in: rows and keys of all parts on rank"
 _LARGEST = 448.0  # of FP8
 # What is filled in, and where: releases keep it in other modules. The newest comes first.
 _ADJUSTMENTS = (
@@ -145,11 +149,23 @@ def _extend_part(
     """Each rank computes attention of all queries, and takes its part. The rows are whole by now."""
     if forward_batch.attn_cp_metadata is None:
         return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-    print(IN_PARTS, file=sys.stderr, flush=True)
     gathered, part_of = _functions()
     q = gathered(q.contiguous(), forward_batch)
     out = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    holder = backend if IS_DSA else forward_batch
+    stored = _stored(holder.token_to_kv_pool, layer.layer_id, forward_batch.out_cache_loc)
+    # One write, so that lines of ranks do not mix.
+    sys.stderr.write(f"{STORED_IN_PARTS} {torch.distributed.get_rank()} {stored:08x}\n")
+    sys.stderr.flush()
     return part_of(out, forward_batch)
+
+
+def _stored(pool: Any, layer_id: int, slots: torch.Tensor) -> int:
+    """A checksum of the rows and the keys of some slots."""
+    rows = pool.get_key_buffer(layer_id)[slots].view(torch.uint8).flatten(1)
+    page, place = slots // pool.page_size, slots % pool.page_size
+    keys = _key_pages(pool, pool.get_index_k_with_scale_buffer(layer_id))
+    return crc32(torch.cat([rows, *(part[page, place] for part in keys)], dim=1).numpy())
 
 
 def _functions() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,8 +19,8 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.mode_config import MODES, why_nsa_cannot_be_served
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
-from sglang_kv_canary_rigs.context_parallel_fill_ins import IN_PARTS
 from sglang_kv_canary_rigs.nsa_fill_ins import (
+    STORED_IN_PARTS,
     nsa_context_parallel_flags,
     nsa_context_parallel_on_torch_native,
     nsa_on_torch_native,
@@ -88,7 +89,15 @@ class TestRaise(OnRanks):
                 assert counters[tag]["checked"] == counters[tag]["eligible"] > 0, tag
             first, second = (counters[tag]["written"] for counters in of_ranks)
             assert first == second > 30 * REQUESTS, tag
-        assert ON_GPU or IN_PARTS in self.serving.stderr
+        if not ON_GPU:
+            self.assert_same_bytes()
+
+    def assert_same_bytes(self) -> None:
+        """After each layer's attention over parts, both pools held the same."""
+        said = re.findall(rf"{STORED_IN_PARTS} (\d) (\w+)", self.serving.stderr)
+        first, second = ([sum for of, sum in said if of == str(rank)] for rank in RANKS)
+        assert first == second
+        assert len({*first}) > REQUESTS
 
 
 class TestFaults(OnRanks):
