@@ -221,7 +221,7 @@ def _newest_dsv4_cases() -> dict[str, Case]:
     def in_layout(name: str) -> Callable[[], RealPool]:
         return lambda: _dsv4_pool(options={"kv_layout": name})
 
-    return {
+    cases = {
         "dsv4-uniform": (
             lambda: _dsv4_pool(dsv4_attn_backend="trtllm"),
             _dsv4_rows((512, 0), _DSV4_FP8),
@@ -231,8 +231,10 @@ def _newest_dsv4_cases() -> dict[str, Case]:
             _dsv4_rows(_DSV4, _DSV4_FP8),
         ),
         "dsv4-v41": (in_layout("v41"), _dsv4_rows((512, 16), _DSV4_FP8)),
-        "dsv4-v41-new": (in_layout("v41_new"), _dsv4_rows((528, 0), _DSV4_FP8)),
     }
+    if hasattr(deepseek_v4_memory_pool.KVLayout, "V41_NEW"):  # from 0.5.23 on
+        cases["dsv4-v41-new"] = (in_layout("v41_new"), _dsv4_rows((528, 0), _DSV4_FP8))
+    return cases
 
 
 CASES: dict[str, Case] = {

@@ -102,7 +102,8 @@ def _parts_of(pool: Any) -> tuple[int, ...]:
     if layout is None:  # until 0.5.17
         values = pool.qk_nope_head_dim + pool.qk_rope_head_dim * pool.rope_storage_dtype.itemsize
     else:
-        values = total if layout.is_interleaved else layout.data_bytes
+        interleaved = getattr(layout, "is_interleaved", False)  # from 0.5.23 on
+        values = total if interleaved else layout.data_bytes
     # Uniform FP8 rows have no scales.
     return (values, total - values) if total > values else (total,)
 
