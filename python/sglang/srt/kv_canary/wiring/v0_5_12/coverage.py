@@ -60,7 +60,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill context parallelism",
         _PARTLY,
-        "each rank stores, and checks, all tokens; MHA and NSA on CPU, its kernels only without it; not in-seq-split",
+        "each rank stores, and checks, all tokens; MHA on CPU, NSA also on GPUs; not in-seq-split",
     ),
     PathSupport(
         "HiCache: host memory, and the storage backend file",
