@@ -6,6 +6,7 @@ graphs (`expert_fill_ins`), and nothing drafts.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from dataclasses import replace
@@ -31,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU"),
 ]
 
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "64"))  # a multiple of 16
 RANKS = (0, 1)
 TARGET_KINDS = ("SWA", "C4", "C4_INDEXER", "C128")
 DEEPEP = find_spec("deep_ep") is not None
@@ -82,7 +84,7 @@ class OnRanks(CanaryE2EBase):
         return "TARGET_VERIFY" if "draft" in self.kinds else "DECODE"
 
     def test_clean_on_both_ranks(self) -> None:
-        shape = FamilyShape.of_dsv4(64, seed=41)
+        shape = FamilyShape.of_dsv4(REQUESTS, seed=41)
         report = self.run(drive_families(self.serving, shape))
         assert report.requests == shape.requests
         self.assert_no_violations()

@@ -149,12 +149,13 @@ class TestRestOfAPrefillServer:
         assert self.answer() == found  # it rests
         assert self.asked == [False, True]
 
-    @pytest.mark.parametrize("other", [{"sends_kv": False}, {"containment": object()}], ids=str)
+    @pytest.mark.parametrize(
+        ("name", "value"), [("sends_kv", False), ("containment", "some")], ids=str
+    )
     def test_no_rest_for_others(
-        self, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+        self, monkeypatch: pytest.MonkeyPatch, name: str, value: object
     ) -> None:
-        for name, value in other.items():
-            monkeypatch.setattr(context, name, value)
+        monkeypatch.setattr(context, name, value)
         assert self.answer() > 0
         assert self.asked == [False, True]
 
