@@ -162,6 +162,7 @@ class CanaryDeviceState:
     ) -> CanaryDeviceState:
         summary = torch.zeros(SUMMARY_WORDS, dtype=torch.int64, device=device)
         total = summary[Header.VIOLATIONS : Header.VIOLATIONS + 1]
+        done = summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1]
         sizes = capacities.max_batch_size, capacities.max_extend_tokens
         # Memory that is pinned has one address for host and device.
         pinned = summary.is_cuda
@@ -171,7 +172,7 @@ class CanaryDeviceState:
             violations=ViolationLog.allocate(capacities.ring_capacity, total),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=ListMemory(words_of_lists(*sizes), device),
-            inputs=InputMemory(words_of_inputs(capacities.max_extend_tokens), device),
+            inputs=InputMemory(words_of_inputs(capacities.max_extend_tokens), done),
             row_memory=RowMemory.allocate(capacities.max_request_rows, device),
             capacities=capacities,
         )
@@ -187,6 +188,14 @@ class CanaryDeviceState:
         batch = (self.token_lists.words, self.inputs.words)
         tensors = (self.summary, self.violations.rows, self.anchors, *batch, *rows)
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def last_begun(self) -> torch.Tensor:
+        """A new int64[1]: the last forward that has begun by now, in order of the current stream.
+
+        HEAD of a long prefill may come after its layers. That one has begun when its inputs were kept.
+        """
+        running = self.summary[Header.FORWARD_RUNNING : Header.FORWARD_RUNNING + 1]
+        return torch.maximum(running, self.inputs.done_before + 1)
 
     def set_armed(self, armed: bool) -> None:
         self.summary[Header.ARMED : Header.ARMED + 1].fill_(int(armed))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.wiring.hicache import protect
 from sglang_kv_canary.wiring.until_0_5_17.hicache import _refuse_tree
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.overlap_rig import LONG
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -127,6 +131,81 @@ def test_a_load_that_races_a_queued_write_is_reported(rig: HiCacheRig) -> None:
     lifetime = [v for v in found if "UNWRITTEN_SINCE_ALLOC" in v.reasons and v.slot == raced[0]]
     assert lifetime
     assert lifetime[0].writer.request_id == "req-4"
+
+
+class LongPrefill:
+    """Row 3's first chunk, whose HEAD comes after its layers. Its slots are given back before its result is there.
+
+    SGLang does so if another request has cached the same tokens meanwhile, or if the request is aborted.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = rig = HiCacheRig(monkeypatch, real=make_mha_pool(size=800), context_len=2 * LONG)
+        self._patch = monkeypatch
+        rig.extend(1, TOKENS)
+        self._host = rig.write_back(1, 20)
+        rig.extend(5, range(40))  # applies the frees
+        rig.expected = lambda batch: functools.partial(ManagerRig._starts, rig, batch)
+        self.loaded: set[int] = set()
+
+    def load(self, slots: torch.Tensor) -> None:
+        """A prefix of row 2 comes into the first of them."""
+        rig = self.rig
+        rig.allocator.free(slots[:20])
+        rig.allocator.free_pages = rig.allocator.free_pages.flip(0)
+        self.loaded = set(rig.load(2, self._host).tolist())
+        assert self.loaded == set(slots[:20].tolist())
+
+    def run(self) -> None:
+        late = self.rig.manager.late
+        with self._patch.context() as patch:
+            patch.setattr(late, "open", True)
+            self.rig.extend(3, range(LONG))
+
+    def found(self) -> set[int]:
+        """Slots of the loaded prefix that hold no record for its readers."""
+        for _ in range(3):
+            self.rig.decode([2])
+        return {v.slot for v in self.rig.settle() if "UNWRITTEN_SINCE_ALLOC" in v.reasons}
+
+
+def test_bytes_that_are_loaded_behind_the_stores_of_a_long_prefill_are_intact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill = LongPrefill(monkeypatch)
+    rig, stores = prefill.rig, prefill.rig._model
+
+    def layers(slots: torch.Tensor) -> None:
+        assert rig.manager.forward_ct == 2  # HEAD waits
+        stores(slots)
+        prefill.load(slots)
+        rig._model = stores
+
+    rig._model = layers
+    prefill.run()
+    assert rig.manager.forward_ct == 3
+    assert prefill.found() == set()
+    assert rig.reported == []
+
+
+def test_bytes_that_a_long_prefill_replaces_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were there when it began. It was launched before, so it applies no event."""
+    prefill = LongPrefill(monkeypatch)
+    rig, ledger = prefill.rig, prefill.rig.manager.ledger
+
+    def before_it_begins(batch: Any) -> None:
+        ledger.apply(at_once=True)
+        prefill.load(batch.out_cache_loc)
+        rig.on_batch = lambda _: None
+
+    rig.on_batch = before_it_begins
+    apply = type(ledger).apply
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(ledger), "apply", lambda self, at_once=False: at_once and apply(self, True)
+        )
+        prefill.run()
+    assert prefill.found() == prefill.loaded
 
 
 def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:

@@ -18,7 +18,7 @@ from sglang_kv_canary.page_table import PageTable
 from sglang_kv_canary.perturb.observer import _HeadDamage
 from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
-from sglang_kv_canary.plan.kept_inputs import InputMemory
+from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring.context import context
@@ -110,7 +110,7 @@ def test_a_batch_that_is_larger_than_usual_has_it_before(
     scheduler: OverlapScheduler,
 ) -> None:
     memory = scheduler.rig.manager.state.inputs
-    memory.words = memory.words[: 3 * LONG]
+    memory.words = memory.words[: words_of_inputs(LONG)]
     assert order_of(scheduler, 1, LONG) == LATE
     assert order_of(scheduler, 2, LONG + 1)[-1] == "model"
 
@@ -350,8 +350,20 @@ def test_lists_that_do_not_reach_the_device_raise_no_false_alarm(
 # The memory
 
 
+def test_a_prefill_has_begun_when_its_inputs_are_kept(scheduler: OverlapScheduler) -> None:
+    """What is loaded into slots meanwhile asks for it, see `LoadBack`."""
+    state = scheduler.rig.manager.state
+    state.inputs.warm_up()
+    begun = [state.last_begun()]
+    scheduler.rig.in_model = lambda _: begun.append(state.last_begun())
+    for row, tokens in ((1, LONG), (2, SHORT), (3, LONG)):
+        scheduler.process(scheduler.run(row, tokens))
+        begun.append(state.last_begun())
+    assert [int(forward) for forward in begun] == [0, 1, 1, 2, 2, 3, 3]
+
+
 def test_inputs_of_other_types_are_kept_as_numbers() -> None:
-    memory = InputMemory(12, DEVICE)
+    memory = InputMemory(words_of_inputs(4), torch.tensor([41], device=DEVICE))
     ids, positions = torch.tensor([5, 6, -1]), torch.tensor([0, 1, 2], dtype=torch.int32)
     slots = torch.tensor([9, 0, 8, 0, 7], dtype=torch.int32)[::2]
     batch = SimpleNamespace(
@@ -372,6 +384,7 @@ def test_inputs_of_other_types_are_kept_as_numbers() -> None:
     ids.zero_()
     assert kept.input_ids.tolist() == [5, 6, -1]
     assert (kept.positions.tolist(), kept.out_cache_loc.tolist()) == ([0, 1, 2], [9, 8, 7])
+    assert memory.done_before.tolist() == [41]
     batch.positions = batch.positions[:2]
     assert memory.keep(batch) is None
 

@@ -17,7 +17,7 @@ from ..load_back import LoadBack
 from ..record import State
 from ..reports.tier_finding import Finding
 from ..reports.violation import HOST_TIER
-from ..state import CanaryDeviceState, Header
+from ..state import CanaryDeviceState
 from .host_content import HostContent, Sources, refuse_unlike
 from .host_records import HostRecords, SlotRecords
 from .launches import Launches
@@ -113,8 +113,7 @@ class HostTier:
         """The event that gives `words` to `device_slots`. Call it once `stream` has the copies of the bytes."""
         event = None
         with _on(stream, device_slots.device):
-            running = self._state.summary[Header.FORWARD_RUNNING : Header.FORWARD_RUNNING + 1]
-            complete_after = running.clone()
+            complete_after = self._state.last_begun()
             if device_slots.is_cuda:
                 event = torch.cuda.Event()
                 event.record()

@@ -28,9 +28,13 @@ _KEPT = (
 )
 
 
+_BEGIN = 1  # words before those of the tokens
+_NONE_BEGUN = -1
+
+
 def words_of_inputs(new_tokens: int) -> int:
     """int64 words for the inputs of a prefill."""
-    return _PER_TOKEN * new_tokens
+    return _BEGIN + _PER_TOKEN * new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,22 @@ class InputMemory:
     A separate allocation would move SGLang's activations, which slows prefill by 0.25 %.
     """
 
-    __slots__ = ("words",)
+    __slots__ = ("_done", "words")
 
-    def __init__(self, words: int, device: torch.device | str) -> None:
-        self.words = torch.zeros(words, dtype=torch.int64, device=device)
+    def __init__(self, words: int, done: torch.Tensor) -> None:
+        """`done`: int64[1] on the device, the last forward whose TAIL ran."""
+        self._done = done
+        self.words = torch.full((words,), _NONE_BEGUN, dtype=torch.int64, device=done.device)
+
+    @property
+    def done_before(self) -> torch.Tensor:
+        """int64[1]: the forward before the last prefill whose inputs were kept, which may run before its HEAD."""
+        return self.words[:_BEGIN]
 
     def warm_up(self) -> None:
-        """What `keep` launches, of one token."""
-        token = torch.zeros(1, dtype=torch.int64, device=self.words.device)
-        torch.cat((token,) * _PER_TOKEN, out=self.words[:_PER_TOKEN])
+        """What `keep` launches, of one token. It begins no forward."""
+        none, token = torch.full_like(self._done, _NONE_BEGUN), torch.zeros_like(self._done)
+        torch.cat((none, *(token,) * _PER_TOKEN), out=self.words[: words_of_inputs(1)])
 
     def keep(self, batch: ForwardBatch) -> KeptInputs | None:
         """The inputs of `batch`, copied by one launch on the current stream. None: they do not fit.
@@ -68,11 +79,11 @@ class InputMemory:
         """
         inputs = batch.input_ids, batch.positions, batch.out_cache_loc
         tokens = inputs[0].numel()
-        words = _PER_TOKEN * tokens
+        words = words_of_inputs(tokens)
         if words > self.words.numel() or inputs[1].numel() != tokens:
             return None
         if inputs[2].numel() != tokens:
             return None
         copies = self.words[:words]
-        torch.cat(inputs, out=copies)
-        return KeptInputs(copies, tuple([getattr(batch, name) for name in _KEPT]))
+        torch.cat((self._done, *inputs), out=copies)
+        return KeptInputs(copies[_BEGIN:], tuple([getattr(batch, name) for name in _KEPT]))
