@@ -78,6 +78,7 @@ def _around_process_result(
         attempt(_result_arrived, batch)
     returned = original(scheduler, batch, result, *a, **k)
     if context.sends_kv and _rests():
+        attempt_aside(_answer, False)  # nobody asks, as a rule
         return returned
     for manager in context.managers:
         manager.drain()
@@ -142,6 +143,11 @@ def _attend(idle: bool) -> None:
     context.attended_at = time.monotonic()
     if context.attend_farewell is not None:
         context.attend_farewell()
+    _answer(idle)
+
+
+def _answer(idle: bool) -> None:
+    """An answer takes several turns, and the one who asks waits for seconds only."""
     if context.attend_questions is not None:
         context.attend_questions(idle)
 
