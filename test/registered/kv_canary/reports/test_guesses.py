@@ -23,7 +23,15 @@ from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports import neighbours, story, violation_reporter
 from sglang_kv_canary.reports.cause import Cause
-from sglang_kv_canary.reports.classify import RULES, TITLES, BugClass, Guess, classify, decide
+from sglang_kv_canary.reports.classify import (
+    RULES,
+    TITLES,
+    BugClass,
+    Confidence,
+    Guess,
+    classify,
+    decide,
+)
 from sglang_kv_canary.reports.evidence import Evidence
 from sglang_kv_canary.reports.extent import MAX_SLOTS
 from sglang_kv_canary.reports.flight_recorder import LOOK_BACK, FlightRecorder
@@ -1091,6 +1099,29 @@ def test_damage_of_which_too_much_came_to_look_it_up_has_the_guess_of_its_beginn
     found = [evidence_of(rig, cause.number) for cause in causes[:4]]
     assert {decide(e).name for e in found} == {"handed out while filled"}
     assert "it follows from cause #1: " in classify(found[3]).reason
+
+
+def test_a_freed_full_slot_whose_turn_has_not_come_is_not_called_intact() -> None:
+    """Of a long prefix every k-th block is verified, and all of its window."""
+    is_found = set()
+    for decodes in range(6):
+        real = make_swa_pool(size=1100, size_swa=900, head_num=2, head_dim=8)
+        settings = {"context_len": 1024, "verify_budget_slots": 256}
+        rig = ManagerRig(real=real, sliding_window_size=16, **settings)
+        rig.extend(1, range(700))
+        for _ in range(decodes):
+            rig.decode([1])
+        slot = rig.slot(1, rig.lengths[1] - 6)
+        tell(rig, FREE, slot)
+        rig.pool.full_to_swa_index_mapping[slot] = 0
+        rig.decode([1])
+        causes = causes_of(rig)
+        gone = next(c for c in causes if "SWA_EVICTED_IN_WINDOW" in c.first.reasons)
+        guess = rig.manager.violations._reporter._story_of(gone).guess
+        assert guess.bug is BugClass.USE_AFTER_FREE
+        assert guess.confidence is not Confidence.UNSURE
+        is_found.add(any(c.kind is PoolKind.FULL for c in causes))
+    assert is_found == {True, False}
 
 
 def test_a_forward_whose_findings_were_overwritten_has_not_found_its_prefix_intact() -> None:

@@ -364,7 +364,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "free full slot",
         BugClass.USE_AFTER_FREE,
-        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW) and e.full_freed_at is not None,
+        lambda e: e.has(Reason.SWA_EVICTED_IN_WINDOW) and e.is_full_free,
         "the full slot is free, so it has no SWA slot: freed too early, or the row's entry is wrong",
         UNSURE,
     ),

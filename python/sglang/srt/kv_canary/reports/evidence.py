@@ -220,14 +220,21 @@ class Evidence:
     def full_freed_at(self) -> int | None:
         """The step after which the full slot of an evicted slot was freed, if it was in nobody's hands when read."""
         last = _before(self.full_moments, self.first.reader.step)[-1:]
-        is_free = bool(last) and last[0].kind in _FREES and not self._full_is_fine
-        return last[0].step if is_free else None
+        return last[0].step if last and last[0].kind in _FREES else None
 
     @property
     def was_freed_with_full(self) -> bool:
-        """Whether that was after the reader's forward before, which read the slot, too."""
+        """Whether that was after the reader's forward before, which read the slot, too.
+
+        Its record says so to a forward that checks it. The budget may have left it out.
+        """
         freed, after = self.full_freed_at, self.history.before_step
         return None not in (freed, after) and freed >= after
+
+    @property
+    def is_full_free(self) -> bool:
+        """Whether it was in nobody's hands, and no record of it says that it is the reader's."""
+        return self.full_freed_at is not None and not self._full_is_fine
 
     @property
     def is_full_intact(self) -> bool:
