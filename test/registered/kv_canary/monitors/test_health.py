@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import Side
-from sglang_kv_canary.config import CanaryMode, ContentMode
+from sglang_kv_canary.config import Action, CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.errors import CanaryHealthError
 from sglang_kv_canary.kernels import reference
@@ -85,6 +86,26 @@ def test_counters_that_are_not_due_are_not_missed(events: str) -> None:
     rig = WatchedRig(sweep=False, event_file=events, copy_every_s=60.0)
     rig.steps(MIN_SILENT_STEPS + 6)
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"mode": CanaryMode.RAISE}, {"action": Action.ABORT}], ids=["raise", "abort"]
+)
+def test_counters_that_come_sooner_than_the_ones_before_are_not_missed(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy arrives when the device has come to it: after 9 ms, and later after 1 ms."""
+    rig = WatchedRig(sweep=False, copy_every_s=0.5, **settings)
+    now, step_s = time.monotonic() + 60, 0.011
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for i in range(160):
+        rig.decode_request(rig.req, 40 + i)
+        waits = 0.009 if i < 60 else 0.001
+        now += waits
+        rig.manager.drain()
+        now += step_s - waits
+    assert rig.health.checks > 1
+    assert rig.health.failures == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.config import CanaryMode
+from sglang_kv_canary.config import Action, CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.outbox import Outbox
+from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.state import NOT_PUBLISHED, Header
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.spec_rig import SpecRig, scratch
@@ -84,6 +86,38 @@ def test_monitors_hear_of_findings_at_once() -> None:
     for _ in range(5):
         rig.result(rig.decode([1]))
     assert copies.count == before
+
+
+class _Told(StepObserver):
+    """Keeps how many findings it is told of."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def on_summary(self, manager: Any, summary: Any) -> None:
+        self.found = summary.violations
+
+
+def test_monitors_hear_of_what_the_last_copy_of_a_server_has_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The word arrives first, and the copy 8 ms sooner than the one before."""
+    rig, told = ManagerRig(action=Action.ABORT, copy_every_s=0.5), _Told()
+    rig.manager.observers.append(told)
+    word = rig.manager.state.outbox.clone()
+    rig.manager._outbox = Outbox(word)
+    rig.manager._outbox.trusted = True
+    now = time.monotonic() + 60
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for waits in (0.009, 0.001):
+        step = rig.extend(1, range(20))
+        now += waits
+        word[0] = rig.manager.state.outbox[0]
+        rig.result(step)
+        _damage(rig)
+        now += 0.492
+    rig.manager.on_idle()
+    assert told.found == int(rig.manager.state.violations.total) > 0
 
 
 def test_an_idle_server_copies_once_and_rests() -> None:

@@ -170,9 +170,8 @@ class CanaryManager:
         self._copied = memoryview(self._copy.host[0].numpy())  # int64[SUMMARY_WORDS]
         self._copy_is_awaited = False  # by observers
         # Findings must be known at every step, so that few more tokens are answered before the server or the request
-        # ends. Without the outbox, each step copies. Observers are told as often as in mode `log`.
+        # ends.
         self._ends_at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
-        self._tell_every_s = config.copy_every_s if self._ends_at_once else 0.0
         self._tell_at = 0.0  # time.monotonic()
         self.owes_copy = False  # work was launched after the last copy
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
@@ -692,7 +691,7 @@ class CanaryManager:
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        if self._copy.start(point, at_once or (self._ends_at_once and not self._outbox.trusted)):
+        if self._copy.start(point, at_once or self._copies_each_step):
             self._copy_is_awaited, self._finding = at_once, False
         else:
             self.owes_copy = True
@@ -769,6 +768,11 @@ class CanaryManager:
                 return
             time.sleep(0.001)
 
+    @property
+    def _copies_each_step(self) -> bool:
+        """Where findings must be known at every step, and come with copies."""
+        return self._ends_at_once and not self._outbox.trusted
+
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
         has_more = self._note_found(self._copied[Header.VIOLATIONS], point.forward_ct)
         if self.armed:
@@ -776,9 +780,11 @@ class CanaryManager:
         # For the next copy: a later forward may have published while this one was made.
         self._outbox.expect(self._copied[Header.PUBLISHED])
         now = time.monotonic()
-        if now < self._tell_at and not (has_more or self._copy_is_awaited):
+        # Copies that are seldom are all told: HealthCheck misses those that are not.
+        waits = self._copies_each_step and now < self._tell_at
+        if waits and not (has_more or self._copy_is_awaited):
             return
-        self._tell_at = now + self._tell_every_s
+        self._tell_at = now + self.config.copy_every_s
         summary = Summary.from_host(host[0], point, self.forward_ct)
         self._tell_observers("on_summary", self, summary)
 
