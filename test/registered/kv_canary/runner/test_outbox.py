@@ -223,6 +223,34 @@ def test_what_has_arrived_is_known_with_all_that_its_check_finds() -> None:
     assert outbox.found == int(rig.manager.state.violations.total) > 0
 
 
+def test_a_copy_that_comes_late_takes_nothing_back() -> None:
+    """It was started after the forward before, and comes after what this one has published."""
+    rig = ManagerRig(copy_every_s=SELDOM)
+    rig.extend(1, range(20))
+    assert rig.manager._copy.pending is not None
+    rig.decode([1])
+    assert rig.manager._copy.pending is None
+    assert rig.manager.has_handed_over(2)
+
+
+def test_a_copy_from_another_stream_tells_of_no_forward_that_still_runs() -> None:
+    """An idle server copies on the stream of its allocations, while another one checks what has arrived."""
+    rig, queued = ManagerRig(copy_every_s=SELDOM), []
+    rig.manager.expect_arrivals(page_size=1)
+    rig.extend(1, range(20))  # the first copy is under way, so the next one waits
+    rig.pool.v_buffer[0][rig.slot(1, 7)] += 1
+    desk = rig.manager.arrivals
+    desk.attempt = lambda *launch: queued.append(launch) or True  # the device comes to it later
+    forward = rig.manager.note_arrivals([Arrival(1, 0, list(range(20)), 0)], awaited=True)
+    rig.manager.on_idle()
+    assert not rig.manager.owes_copy
+    assert desk.verdict(forward) is None
+    for launch, *arguments in queued:
+        launch(*arguments)
+    rig.manager.drain()
+    assert desk.verdict(forward) == {1}
+
+
 # Random histories
 
 ACTS = (*["decode"] * 5, *["damage", "extend", "result"] * 2, "fail", "idle", "arrive", "pause")

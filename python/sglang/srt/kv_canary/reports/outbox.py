@@ -6,10 +6,16 @@ import torch
 
 from ..state import OUTBOX_BITS
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "forward_of"]
 
 _MASK = (1 << OUTBOX_BITS) - 1
 _HALF = 1 << (OUTBOX_BITS - 1)
+
+
+def forward_of(word: int, launched: int) -> int | None:
+    """The forward that `word`, as published, tells of. None: none of those up to `launched`."""
+    behind = (launched - word) & _MASK
+    return launched - behind if behind < _HALF else None
 
 
 class Outbox:
@@ -34,11 +40,11 @@ class Outbox:
         word = self._words[0]
         if word == self._taken or not self.trusted:
             return False
-        behind = (launched - word) & _MASK
-        if behind >= _HALF:  # no forward that was launched: copies say what is wrong
+        forward = forward_of(word, launched)
+        if forward is None:  # copies say what is wrong
             self.trusted = False
             return False
-        self._taken, self.forward = word, launched - behind
+        self._taken, self.forward = word, forward
         self.found += ((word >> OUTBOX_BITS) - self.found) & _MASK
         return True
 
@@ -50,4 +56,4 @@ class Outbox:
         """Trust what is here if it is the expected word or a later one, of a forward that was launched."""
         word = self._words[0]
         has_arrived = (word - self._expected) & _MASK < _HALF
-        self.trusted = has_arrived and (launched - word) & _MASK < _HALF
+        self.trusted = has_arrived and forward_of(word, launched) is not None

@@ -40,8 +40,10 @@ class ViolationManager:
         self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
-        # (forward, total) of summaries: what forwards up to it have found are the first `total` rows
+        # (forward, total), ascending: what forwards up to it have found are the first `total` rows
         self._totals: deque[tuple[int, int]] = deque(maxlen=MAX_TOTALS)
+        # Forward of the last total. A copy may come after what a later forward has published.
+        self._newest = 0
         self._fetched_of = 0  # all rows of forwards up to this one have been fetched
         self._unsettled = _NO_ROWS
         # Of tag and reasons, int64[n], ascending; the first one is never found
@@ -61,10 +63,12 @@ class ViolationManager:
         self.by_tag_and_reason: Counter[tuple[str, str]] = Counter()
 
     def observe_total(self, total: int, forward: int) -> None:
-        """A summary arrived: `total` rows have been appended since the start, by forwards up to `forward`."""
+        """`total` rows have been appended since the start, by forwards up to `forward`. In any order."""
         if total > self._seen_total:
             self._seen_total, self.has_work = total, True
-        self._totals.append((forward, total))
+        if forward >= self._newest:
+            self._newest = forward
+            self._totals.append((forward, total))
 
     def handed_over(self) -> int:
         """The forward up to which all findings have been passed to the listeners.

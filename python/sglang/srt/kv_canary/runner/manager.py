@@ -28,7 +28,7 @@ from ..reports.async_copy import DelayedDeviceHostHandler
 from ..reports.event_sink import EventSink
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.internal_errors import InternalErrors
-from ..reports.outbox import Outbox
+from ..reports.outbox import Outbox, forward_of
 from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
@@ -774,11 +774,16 @@ class CanaryManager:
         return self._ends_at_once and not self._outbox.trusted
 
     def _on_summary(self, host: tuple[torch.Tensor, ...], point: CopyPoint) -> None:
-        has_more = self._note_found(self._copied[Header.VIOLATIONS], point.forward_ct)
+        published = self._copied[Header.PUBLISHED]
+        # A copy from another stream may come before the end of a forward that was launched before it.
+        forward = forward_of(published, point.forward_ct)
+        if forward is None:
+            forward = point.forward_ct
+        has_more = self._note_found(self._copied[Header.VIOLATIONS], forward)
         if self.armed:
             self._check_outbox()
         # For the next copy: a later forward may have published while this one was made.
-        self._outbox.expect(self._copied[Header.PUBLISHED])
+        self._outbox.expect(published)
         now = time.monotonic()
         # Copies that are seldom are all told: HealthCheck misses those that are not.
         waits = self._copies_each_step and now < self._tell_at
