@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import _wrap_fn
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import Action
+from sglang_kv_canary.reports.outbox import Outbox
 from sglang_kv_canary.wiring import collect_hooks, disaggregation
 from sglang_kv_canary.wiring.containment import held_arrivals, held_sends
 from sglang_kv_canary.wiring.containment.bell import Bell, memory_size
@@ -77,6 +78,29 @@ def test_a_finding_that_waits_to_be_acted_on_holds_the_kv_back(request_: Any) ->
     assert held.must_wait(request_)
     _damage(request_, is_found=False)
     assert not held.must_wait(request_)
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_kv_waits_until_its_forward_has_published_or_without_that_for_a_copy(
+    publishes: bool,
+) -> None:
+    rig, held = ManagerRig(copy_every_s=1e9), _held(None)
+    rig.manager.expect_action()
+    context.managers.append(rig.manager)
+    try:
+        rig.result(rig.extend(1, range(5)))  # the first copy
+        word = rig.manager.state.outbox.clone()
+        rig.manager._outbox = Outbox(word)
+        rig.manager._outbox.trusted = publishes
+        rig.recorder.result_arrived(rig.extend(1, range(5)))
+        assert rig.manager.owes_copy
+        assert held.must_wait(_request(1))
+        # A copy from here would be in no order with the forward.
+        assert rig.manager.owes_copy == publishes
+        word[0] = rig.manager.state.outbox[0]
+        assert not held.must_wait(_request(1))
+    finally:
+        context.reset()
 
 
 def test_all_ranks_know_of_it_before_it_goes(request_: Any) -> None:
