@@ -76,6 +76,15 @@ def test_a_copy_waits_for_the_forwards_and_makes_no_event(device: Device) -> Non
     assert device.calls == 3 * once
 
 
+def test_a_copy_waits_for_what_another_stream_has_launched(device: Device) -> None:
+    side, launched = SideStream(device.side), torch.cuda.Event()
+    launched.record(Stream(device, "arrivals"))
+    device.calls.clear()
+    side.copy((torch.zeros(3),), (torch.zeros(3),), launched)
+    assert device.calls[1:3] == ["side waits for forwards", "side waits for arrivals"]
+    assert device.calls.index("to side") == 3
+
+
 def test_after_a_copy_that_failed_the_stream_is_the_forwards_again(device: Device) -> None:
     side = SideStream(device.side)
     with pytest.raises(RuntimeError, match="size"):

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import Action, CanaryMode
 from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
@@ -20,12 +21,14 @@ from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.outbox import Outbox
 from sglang_kv_canary.runner.step_observer import StepObserver
+from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import NOT_PUBLISHED, Header
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.spec_rig import SpecRig, scratch
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=60, suite="stage-b-test-1-gpu-small")
 
 SELDOM = 1e9  # seconds between copies: one is made in the first step, and others only where somebody needs them
 NEVER_REACHES = "does not reach host memory"
@@ -249,6 +252,45 @@ def test_a_copy_from_another_stream_tells_of_no_forward_that_still_runs() -> Non
         launch(*arguments)
     rig.manager.drain()
     assert desk.verdict(forward) == {1}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_double_free_that_no_forward_follows_is_known_on_an_idle_server(times: int) -> None:
+    """A decode server settles slots before a transfer, which may never end."""
+    rig = ManagerRig(copy_every_s=SELDOM)
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.on_idle()
+    for _ in range(times):
+        rig.manager.ledger.record(
+            SlotEventKind.FREE, PoolKind.FULL, torch.tensor([rig.slot(1, 3)]), 1
+        )
+    rig.manager.settle_slots()
+    rig.manager.on_idle()
+    reasons = [reason for violation in rig.reported for reason in violation.reasons]
+    assert reasons == ["DOUBLE_FREE"] * (times - 1)
+
+
+class _Counts(StepObserver):
+    """Keeps the last counters."""
+
+    def on_summary(self, manager: Any, summary: Any) -> None:
+        self.last = summary
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: it has streams")
+def test_a_copy_of_an_idle_server_comes_after_what_has_been_launched_between_steps() -> None:
+    rig, counts = ManagerRig(device="cuda", copy_every_s=SELDOM), _Counts()
+    rig.manager.expect_arrivals(page_size=1)
+    rig.manager.observers.append(counts)
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.on_idle()
+    forwards = torch.cuda.Stream()
+    forwards.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(forwards):
+        torch.cuda._sleep(200_000_000)  # clocks: a tenth of a second
+        assert rig.manager.note_arrivals([Arrival(1, 0, list(range(20)), 0)]) == 2
+    rig.manager.on_idle()
+    assert counts.last.forward_done == counts.last.forward_launched == 2
 
 
 # Random histories

@@ -22,11 +22,21 @@ class SideStream:
         self._stream = stream
         self._before, self.done = torch.cuda.Event(), torch.cuda.Event()
 
-    def copy(self, tensors: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
-        """Start copying to `out`, pinned, after what the current stream has queued. `done` is recorded at its end."""
+    def copy(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        out: tuple[torch.Tensor, ...],
+        after: torch.cuda.Event | None = None,
+    ) -> None:
+        """Start copying to `out`, pinned, after what the current stream has queued, and after `after`.
+
+        `done` is recorded at its end.
+        """
         current = torch.cuda.current_stream(self._stream.device)
         self._before.record(current)
         self._stream.wait_event(self._before)
+        if after is not None:
+            self._stream.wait_event(after)
         torch.cuda.set_stream(self._stream)
         try:
             for target, source in zip(out, tensors, strict=True):
@@ -102,10 +112,12 @@ class DelayedDeviceHostHandler:
         """What copies are made to, and the callback is given."""
         return self._out
 
-    def start(self, context: Any, at_once: bool = False) -> bool:
+    def start(
+        self, context: Any, at_once: bool = False, after: torch.cuda.Event | None = None
+    ) -> bool:
         """Start a copy, unless one is under way or the last start is too recent. `at_once` ignores the latter.
 
-        `context` is passed to the callback. Returns whether a copy was started.
+        `context` is passed to the callback. `after`: see `SideStream.copy`. Returns whether a copy was started.
         """
         now = time.monotonic()
         if self.pending is not None or (now < self._not_before and not at_once):
@@ -114,7 +126,7 @@ class DelayedDeviceHostHandler:
         if self._side is None:
             _copy_at_once(self._sources, self._out)
         else:
-            self._side.copy(self._sources, self._out)
+            self._side.copy(self._sources, self._out, after)
         self.pending = self._future, context
         return True
 

@@ -174,6 +174,8 @@ class CanaryManager:
         self._ends_at_once = config.mode is CanaryMode.RAISE or config.action is Action.ABORT
         self._tell_at = 0.0  # time.monotonic()
         self.owes_copy = False  # work was launched after the last copy
+        # After what was launched between steps. An idle server copies on another stream.
+        self._launched_between: torch.cuda.Event | None = None
         self.arrivals: ArrivalDesk | None = None  # None: all KV is computed here
         self.damage: DamageDesk | None = None  # None: findings are reported only
         # What is checked of the states of linear-attention layers, JSON-ready; None: the model has none
@@ -340,12 +342,9 @@ class CanaryManager:
         if self.late.content.due is None or not self.attempt(self.late.content.write):
             return None
         self.owes_copy = True
+        self._launched_between = self._event_here()
         self._tell_observers("after_late_launches", self)
-        if not self.state.summary.is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return self._launched_between
 
     def expect_arrivals(self, page_size: int) -> None:
         """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
@@ -378,7 +377,7 @@ class CanaryManager:
         """
         if self._events_applied is not None:
             torch.cuda.current_stream().wait_event(self._events_applied)
-        self.attempt(self.ledger.apply, True)
+        self.owes_copy |= self.attempt(self.ledger.apply, True)
 
     def note_arrivals(self, arrivals: Sequence[Arrival], awaited: bool = False) -> int:
         """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.
@@ -393,6 +392,7 @@ class CanaryManager:
             self.attempt(self._apply_events)
         forward = self.arrivals.note(arrivals)
         self.owes_copy = True
+        self._launched_between = self._event_here()
         if awaited:
             self.arrivals.await_findings(forward, self._first_awaited(arrivals[0]))
             self._start_copy(at_once=True)
@@ -401,11 +401,16 @@ class CanaryManager:
 
     def completion(self) -> Callable[[], bool]:
         """Says whether the device has completed what is on the current stream now."""
+        event = self._event_here()
+        return (lambda: True) if event is None else event.query
+
+    def _event_here(self) -> torch.cuda.Event | None:
+        """After what is on the current stream now. None on a CPU."""
         if not self.state.summary.is_cuda:
-            return lambda: True
+            return None
         event = torch.cuda.Event()
         event.record()
-        return event.query
+        return event
 
     def _first_awaited(self, arrival: Arrival) -> int:
         """Damage before it is that of the prefix cache, on which a desk acts."""
@@ -691,8 +696,10 @@ class CanaryManager:
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        if self._copy.start(point, at_once or self._copies_each_step):
+        at_once_or_due = at_once or self._copies_each_step
+        if self._copy.start(point, at_once_or_due, self._launched_between):
             self._copy_is_awaited, self._finding = at_once, False
+            self._launched_between = None
         else:
             self.owes_copy = True
 
