@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
+from paired_ratios import summary
 
 from sglang_kv_canary.testing import CanaryServer
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
@@ -66,6 +67,7 @@ FIGURES = {"ttft": ("first token", "last token"), "load": ("answer", "e2e_latenc
 WARM_UP = 3  # prompts of each server that are not counted
 CACHED = 5  # prompts of which all are in host memory
 ON_DEVICE = 3  # of them
+ONE_TOKEN = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
 
 # (server, request id, prompt): seconds until the answer begins and, if it is longer, ends
 Measure = Callable[[Any, str, list[int]], tuple[float, ...]]
@@ -138,7 +140,7 @@ def wire(options: argparse.Namespace) -> None:
         serving = stack.enter_context(
             pair_of_servers(options, CANARY, folder, plugins=(count_bytes,))
         )
-        for i, prompt in enumerate(_prompts("wire", options.requests, options)):
+        for i, prompt in enumerate(prompts_of("wire", options.requests, options)):
             answer(1, serving, f"wire-{i}", prompt)
         sent = bytes_sent(folder / "wire")
     print(json.dumps({"part": "wire", **added_bytes(sent, options)}), flush=True)
@@ -167,7 +169,7 @@ def ttft(options: argparse.Namespace) -> None:
         }
         start_together(servers, pairs, options.pin)
         measure = functools.partial(answer, options.tokens)
-        for i, prompt in enumerate(_prompts("ttft-warm", WARM_UP, options)):
+        for i, prompt in enumerate(prompts_of("ttft-warm", WARM_UP, options)):
             for serving in pairs.values():
                 measure(serving, f"warm-{i}", prompt)
         _compare("ttft", pairs, measure, options, folder)
@@ -175,14 +177,13 @@ def ttft(options: argparse.Namespace) -> None:
 
 def load(options: argparse.Namespace) -> None:
     """Prompts in turns: each is pushed out of the device before it is asked for again."""
-    pool = {**SMALL_POOL, "max_total_tokens": ON_DEVICE * options.prompt + 20}
-    cached = _prompts("load", CACHED, options)
+    cached = prompts_of("load", CACHED, options)
     with ExitStack() as servers:
         folder = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         single = {
             name: CanaryServer(
                 mode_of(options),
-                {**options.engine, **pool, **options.hicache, **flags},
+                hicache_flags(options, flags),
                 env={SPAN_FILE: str(folder / name)},
                 plugins=(*FILL_INS, *spans_of(options)),
             )
@@ -194,6 +195,12 @@ def load(options: argparse.Namespace) -> None:
                 for serving in single.values():
                     ask(serving, f"{name}-{i}", prompt)
         _compare("load", single, load_back, options, folder, cached)
+
+
+def hicache_flags(options: argparse.Namespace, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a server with HiCache: `ON_DEVICE` prompts fit on the device."""
+    pool = {**SMALL_POOL, "max_total_tokens": ON_DEVICE * options.prompt + 20}
+    return {**options.engine, **pool, **options.hicache, **flags}
 
 
 def start_together(stack: ExitStack, servers: Mapping[str, Any], pinned: bool = False) -> None:
@@ -233,21 +240,24 @@ def shares_of(cores: Sequence[int], count: int) -> list[Sequence[int]]:
 
 
 def load_back(serving: CanaryServer, name: str, prompt: list[int]) -> tuple[float, float]:
-    one = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
     start = time.perf_counter()
-    answer = ask(serving, name, prompt, sampling_params=one)
-    seconds = time.perf_counter() - start
+    answer = ask(serving, name, prompt, sampling_params=ONE_TOKEN)
+    return time.perf_counter() - start, latency_of_load(answer, prompt)
+
+
+def latency_of_load(answer: dict[str, Any], prompt: list[int]) -> float:
+    """Its `e2e_latency`, in seconds. Raises RuntimeError if the prompt was not loaded from host memory."""
     if hits(answer) < len(prompt) // 2:
         raise RuntimeError(
             f"expected a prefix from host memory, got {hits(answer)} of {len(prompt)} tokens"
         )
-    return seconds, answer["meta_info"]["e2e_latency"]
+    return answer["meta_info"]["e2e_latency"]
 
 
 # Turns
 
 
-def _prompts(name: str, count: int, options: argparse.Namespace) -> list[list[int]]:
+def prompts_of(name: str, count: int, options: argparse.Namespace) -> list[list[int]]:
     rng = random.Random(name)
     return [random_tokens(rng, options.prompt) for _ in range(count)]
 
@@ -266,7 +276,7 @@ def _compare(
     for name in servers:
         for at, figure in enumerate(FIGURES[part]):
             if name != "off":
-                _summary(
+                summary(
                     f"{part}, {figure},", name, [{n: line[n][at] for n in line} for line in lines]
                 )
         print(f"{part} {name}: {_spread(times[name])}")
@@ -306,7 +316,7 @@ def _turns(
         if time.monotonic() > end:
             return
         seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
-        others = same or _prompts(f"{part}-{pair}", options.requests, options)
+        others = same or prompts_of(f"{part}-{pair}", options.requests, options)
         for i, prompt in enumerate(itertools.islice(others, options.requests)):
             first = (pair + i) % len(names)
             for name in names[first:] + names[:first]:
@@ -320,28 +330,6 @@ def _turns(
         }
         print(json.dumps({"part": part, "pair": pair, **line}), flush=True)
         yield line
-
-
-def _summary(part: str, name: str, lines: list[dict[str, float]]) -> None:
-    percent = [100 * (line[name] / line["off"] - 1) for line in lines]
-    off = 1000 * statistics.median(line["off"] for line in lines)
-    more = 1000 * statistics.median(line[name] - line["off"] for line in lines)
-    figures = []
-    for figure in (statistics.mean, statistics.median):
-        low, high = interval(percent, figure)
-        figures.append(f"{figure.__name__} {figure(percent):+.2f} % ({low:+.2f} to {high:+.2f})")
-    print(
-        f"{part} {name}: {len(lines)} pairs, off {off:.2f} ms, {more:+.2f} ms, {', '.join(figures)}"
-    )
-
-
-def interval(
-    values: list[float], figure: Callable[[list[float]], float] = statistics.mean
-) -> tuple[float, float]:
-    """Of the mean, or the median, of `values`, 95 %: what 10,000 draws of as many of them have."""
-    draws = random.Random(0)
-    figures = sorted(figure(draws.choices(values, k=len(values))) for _ in range(10_000))
-    return figures[250], figures[-251]
 
 
 def main() -> None:
