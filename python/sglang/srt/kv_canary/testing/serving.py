@@ -35,6 +35,7 @@ REQUEST_TIMEOUT_S = 300.0
 SHOWN_OF_STDERR = 8000  # characters
 ANSWER_TIMEOUT_S = 120.0  # a loaded machine takes seconds for what an idle one does in milliseconds
 POLL_S = 0.01
+PLUGINS = "plugins"  # in the folder of a `Serving`
 # A unix socket's path has at most 107 bytes; SGLang and torch append up to 40 to the folder for temporary files.
 SOCKET_PATH_BYTES, SOCKET_NAME_BYTES = 107, 40
 # Another process could get a port before it is bound: Mooncake takes its ports at random from 15000 to 17000, both of
@@ -91,7 +92,7 @@ class Serving(ABC):
             plugins = (*plugins, ports_of_replicas)
         fill_ins = () if torch.cuda.is_available() else mode.cpu_fill_ins
         if fill_ins or plugins:
-            self.env["PYTHONPATH"] = plugin_path(self.folder / "plugins", (*fill_ins, *plugins))
+            self.env["PYTHONPATH"] = plugin_path(self.folder / PLUGINS, (*fill_ins, *plugins))
         if len(str(self.folder)) + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES:
             self.env["TMPDIR"] = str(self.folder)  # removed together with the folder
             self.env["TORCHINDUCTOR_CACHE_DIR"] = cache_dir()  # compiled code is kept
@@ -231,11 +232,16 @@ class CanaryEngine(Serving):
     """`sglang.Engine` in this process. Its shutdown ends all child processes of this process."""
 
     def __enter__(self) -> CanaryEngine:
-        with _environment(self.env):
-            import sglang
-
-            self.engine = sglang.Engine(**self.server_args)
+        # A spawned process has the import path of this one, whatever PYTHONPATH is by then.
+        with _environment(self.env), _import_path(self.folder / PLUGINS):
+            self.engine = self.start()
         return self
+
+    def start(self) -> Any:
+        """The engine, with `server_args`."""
+        import sglang
+
+        return sglang.Engine(**self.server_args)
 
     def __exit__(self, *_: object) -> None:
         self.engine.shutdown()
@@ -447,6 +453,15 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _import_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 _ports_given: set[int] = set()
