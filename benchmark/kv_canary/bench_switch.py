@@ -5,9 +5,10 @@
 
 Two servers that differ in nothing differ by up to 1 % in run time (where their memory lies), which is more than the
 canary costs. Here `off`, each content mode and `off2` are states of one scheduler process: same weights, same pool,
-same buffers; decode graphs are captured once for each state. While it is off, hooks return at their first line and
-`model.forward` is SGLang's own. `off2` is `off` with graphs captured again: how far it is from `off` is the noise.
-Per repetition every state runs once, in rotating order, on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
+same buffers; decode graphs are captured once for each state. While it is off, hooks return at their first lines and
+`model.forward` is SGLang's own. What is left is that SGLang's plugin framework calls the hooks. `off2` is `off` with
+graphs captured again: how far it is from `off` is the noise. Per repetition every state runs once, in rotating order,
+on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
 Prints one JSON line per case and, last, a table of the cost in per cent and microseconds a step.
 """
 
@@ -39,16 +40,23 @@ class _Graphs:
     output_buffers: dict[Any, Any]
 
 
+# Of the hooks' context: without them every hook returns at its first lines. The farewell stays, because the main
+# process waits for it: a look at the clock for each result.
+_PARTS = ("managers", "by_runner", "allocator_kinds", "history", "host_tier", "host_slots_of")
+
+
 class CanarySwitch:
-    """Takes the canary out of a scheduler process and puts it back. The server must be idle, its pool empty."""
+    """Takes the canary out of a scheduler process and puts it back. The server must be idle, its pools empty.
+
+    While it is out, nobody notes which slots and host pages change hands. So no record may outlive a switch. Flush the
+    cache before: it empties the device pool and HiCache's host pool. A storage backend keeps its pages, so use none.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         from sglang_kv_canary.wiring.context import context
 
         self._context = context
-        self._installed = {
-            n: getattr(context, n) for n in ("managers", "by_runner", "allocator_kinds")
-        }
+        self._installed = {name: getattr(context, name) for name in _PARTS}
         target = scheduler.tp_worker.model_runner
         self._runners, graph_runners = [target], [target.graph_runner]
         if (worker := getattr(scheduler, "draft_worker", None)) is not None:
@@ -60,14 +68,11 @@ class CanarySwitch:
         self._captured = {self._installed["managers"][0].config.content_mode.value: self._graphs()}
 
     def to(self, state: str) -> None:
-        """`off`, `off2` or a content mode."""
-        _synchronize()
-        for manager in list(self._context.managers):
-            manager.on_idle()  # nothing is left behind
-        self._install(state not in OFF)
+        """`off`, `off2` or a content mode. With HiCache it must be the server's own."""
+        self.settle()
         if state not in OFF:
-            for manager in self._installed["managers"]:
-                use_content_mode(manager, state)
+            self._use_content_mode(state)
+        self._install(state not in OFF)
         if state not in self._captured:
             for runner in self._graph_runners:
                 capture_anew(runner)
@@ -76,18 +81,56 @@ class CanarySwitch:
             runner.graphs, runner.output_buffers = captured.graphs, captured.output_buffers
         _synchronize()
 
+    def settle(self) -> None:
+        """Nothing is left behind: slots that were given back are marked, and what was found is reported."""
+        _synchronize()
+        for manager in list(self._context.managers):
+            manager.on_idle()
+        tier = self._installed["host_tier"]
+        if tier is not None and tier.records.part(0, tier.records.num_slots).present.any():
+            raise RuntimeError("expected an empty host pool at a switch: flush the cache before")
+
+    def work(self) -> dict[str, int]:
+        """What the canary has done since the server's start, in or out. Equal numbers: nothing in between."""
+        managers, tier = self._installed["managers"], self._installed["host_tier"]
+        done = {
+            "steps": sum(manager.step_ct for manager in managers),
+            "forwards": sum(manager.forward_ct for manager in managers),
+            "host_ns": sum(manager.clock.spent_ns for manager in managers),
+            "checked": sum(_checked(manager) for manager in managers),
+            "violations": sum(manager.violations.reported for manager in managers),
+            "internal_errors": sum(manager.errors.total for manager in managers),
+        }
+        names = ("written_back", "loaded", "refused")
+        return {**done, **({} if tier is None else {name: getattr(tier, name) for name in names})}
+
+    def _use_content_mode(self, content: str) -> None:
+        tier = self._installed["host_tier"]
+        if tier is not None and tier.mode.value != content:
+            raise ValueError(f"expected {tier.mode.value}, as the host pool has it, got {content}")
+        for manager in self._installed["managers"]:
+            use_content_mode(manager, content)
+
     def _graphs(self) -> list[_Graphs]:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
         from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
+        absent = type(self._context)()
         for name, value in self._installed.items():
-            setattr(self._context, name, value if on else type(value)())
+            setattr(self._context, name, value if on else getattr(absent, name))
         for runner, bracketed in zip(self._runners, self._forwards, strict=True):
             runner.model.forward = bracketed if on else innermost(bracketed)
             if on:
                 use_running_translation(runner.token_to_kv_pool)
+
+
+def _checked(manager: Any) -> int:
+    """Slots, by the device. Waits."""
+    from sglang_kv_canary.state import TagCounter
+
+    return int(manager.state.counters[:, TagCounter.CHECKED].sum())
 
 
 def use_content_mode(manager: Any, content: str) -> None:

@@ -1,17 +1,21 @@
 """What the benchmarks take from inside the package is still there. Nothing is timed here."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
-register_cpu_ci(est_time=8, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
 
 @pytest.mark.parametrize("content", ContentMode)
@@ -28,6 +32,65 @@ def test_the_content_mode_of_a_running_canary_is_switched(
     rig.decode([1])
     found = {reason for violation in rig.settle() for reason in violation.reasons}
     assert found == (set() if content is ContentMode.NONE else {"CONTENT"})
+
+
+first_release = pytest.mark.skipif(
+    release().has_own_canary, reason="the switch knows the graph runners of the first release"
+)
+
+
+def _switchable(rig: HiCacheRig) -> SimpleNamespace:
+    """What the switch takes of a scheduler. The rig has no engine: it calls the manager itself."""
+    model = SimpleNamespace(forward=torch.nn.Identity().forward)
+    runner = SimpleNamespace(graph_runner=None, model=model, token_to_kv_pool=rig.pool)
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+
+
+def _flush(rig: HiCacheRig) -> None:
+    rig.controller.reset()
+    rig.host_pool.clear()
+    rig.allocator.clear()
+
+
+def _load_back(rig: HiCacheRig, row: int) -> set[str]:
+    """A prompt goes to host memory and comes back for the next row, which reads it. Returns what was found."""
+    rig.extend(row, range(5, 25))
+    rig.load(row + 1, rig.write_back(row, 20))
+    rig.decode([row + 1])
+    return {reason for violation in rig.settle() for reason in violation.reasons}
+
+
+@first_release
+def test_the_canary_leaves_hicache_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    from bench_switch import CanarySwitch
+
+    rig = HiCacheRig(monkeypatch, content=ContentMode.ALL)
+    switch = CanarySwitch(_switchable(rig))
+    assert not _load_back(rig, 1)
+    with pytest.raises(RuntimeError, match="expected an empty host pool at a switch"):
+        switch.to("off")
+    _flush(rig)
+    with pytest.raises(ValueError, match="expected all, as the host pool has it, got partial"):
+        switch.to("partial")
+    switch.to("off")
+    before = switch.work()
+    device = rig.allocator.alloc(20)
+    for half in (rig.pool.k_buffer[0], rig.pool.v_buffer[0]):
+        half[device] += 1
+    host = rig.controller.write(device)
+    rig.controller.evict_device(device)
+    assert rig.controller.load(host) is not None
+    rig.controller.start_loading()
+    assert switch.work() == before
+    assert not rig.tier.records.get(host).present.any()
+    _flush(rig)
+    switch.to("all")
+    assert not _load_back(rig, 3)
+    assert switch.work()["loaded"] == before["loaded"] + 20
+    host = rig.write_back(4, 20)
+    rig.host_pool.k_buffer[0][host[3]] += 1
+    assert rig.tier.usable(host) == 3
 
 
 ENTRIES = {
