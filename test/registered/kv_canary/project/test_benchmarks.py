@@ -1,6 +1,9 @@
 """What the benchmarks take from inside the package is still there. Nothing is timed here."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +12,14 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.state import Header
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
-register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
 
 @pytest.mark.parametrize("content", ContentMode)
@@ -91,6 +95,55 @@ def test_the_canary_leaves_hicache_and_comes_back(monkeypatch: pytest.MonkeyPatc
     host = rig.write_back(4, 20)
     rig.host_pool.k_buffer[0][host[3]] += 1
     assert rig.tier.usable(host) == 3
+
+
+WORK = dict.fromkeys(
+    ("steps", "checked", "violations", "internal_errors", "written_back", "loaded", "refused"), 7
+)
+IN = {**WORK, "steps": 20, "checked": 300, "written_back": 300, "loaded": 107}
+
+
+@pytest.mark.parametrize(
+    ("state", "after", "problem"),
+    [
+        ("on", IN, None),
+        ("on", {**IN, "loaded": 106}, "expected 100 slots or more"),
+        ("on", {**IN, "checked": 7}, "expected 100 slots or more"),
+        ("on", {**IN, "written_back": 7}, "expected 100 slots or more"),
+        ("on", {**IN, "violations": 8}, "expected no finding"),
+        ("on", {**IN, "refused": 8}, "expected no finding"),
+        ("off", WORK, None),
+        ("off2", {**WORK, "steps": 8}, "expected no work of the canary in state off2"),
+    ],
+)
+def test_a_load_back_is_timed_only_if_the_canary_did_what_it_should(
+    state: str, after: dict[str, int], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    from bench_load_back import refuse_wrong_work
+
+    if problem is None:
+        refuse_wrong_work(state, WORK, after, 100)
+        return
+    with pytest.raises(RuntimeError, match=problem):
+        refuse_wrong_work(state, WORK, after, 100)
+
+
+@first_release
+def test_load_backs_of_one_server_are_timed_with_the_canary_in_and_out(tmp_path: Path) -> None:
+    script = REPO / "benchmark" / "kv_canary" / "bench_load_back.py"
+    command = [sys.executable, "-W", "ignore", str(script), "--rounds=1", "--requests=6"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    first, *figures = done.stdout.splitlines()
+    line = json.loads(first)
+    assert line.pop("round") == 1
+    assert line.keys() == {"off", "on", "off2"}
+    assert all(answer > latency > 0 for answer, latency in line.values())
+    names = [figure.partition(":")[0] for figure in figures]
+    assert names == [f"load, {n}, {s}" for n in ("answer", "e2e_latency") for s in ("on", "off2")]
 
 
 ENTRIES = {
