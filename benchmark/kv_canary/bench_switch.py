@@ -57,7 +57,8 @@ class CanarySwitch:
 
         self._context = context
         self._installed = {name: getattr(context, name) for name in _PARTS}
-        target = scheduler.tp_worker.model_runner
+        self._worker = scheduler.tp_worker
+        target = self._worker.model_runner
         self._runners, graph_runners = [target], [target.graph_runner]
         if (worker := getattr(scheduler, "draft_worker", None)) is not None:
             draft = worker.draft_worker  # spec v2
@@ -75,6 +76,8 @@ class CanarySwitch:
         self._install(state not in OFF)
         if state not in self._captured:
             for runner in self._graph_runners:
+                # A capture must not wait for the last load from host memory, as its forward did.
+                self._worker.set_hicache_consumer(-1)
                 capture_anew(runner)
             self._captured[state] = self._graphs()
         for runner, captured in zip(self._graph_runners, self._captured[state], strict=True):

@@ -43,11 +43,19 @@ first_release = pytest.mark.skipif(
 )
 
 
-def _switchable(rig: HiCacheRig) -> SimpleNamespace:
-    """What the switch takes of a scheduler. The rig has no engine: it calls the manager itself."""
+def _switchable(rig: HiCacheRig, captures: list[int]) -> SimpleNamespace:
+    """What the switch takes of a scheduler. The rig has no engine: it calls the manager itself.
+
+    There are no graphs without a GPU. `captures`: the load from host memory that each capture would wait for.
+    """
+    counter = rig.controller.layer_done_counter
+    graphs = SimpleNamespace(
+        graphs={}, output_buffers={}, capture=lambda: captures.append(counter.consumer_index)
+    )
     model = SimpleNamespace(forward=torch.nn.Identity().forward)
-    runner = SimpleNamespace(graph_runner=None, model=model, token_to_kv_pool=rig.pool)
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    runner = SimpleNamespace(graph_runner=graphs, model=model, token_to_kv_pool=rig.pool)
+    worker = SimpleNamespace(model_runner=runner, set_hicache_consumer=counter.set_consumer)
+    return SimpleNamespace(tp_worker=worker)
 
 
 def _flush(rig: HiCacheRig) -> None:
@@ -70,14 +78,17 @@ def test_the_canary_leaves_hicache_and_comes_back(monkeypatch: pytest.MonkeyPatc
     from bench_switch import CanarySwitch
 
     rig = HiCacheRig(monkeypatch, content=ContentMode.ALL)
-    switch = CanarySwitch(_switchable(rig))
+    captures: list[int] = []
+    switch = CanarySwitch(_switchable(rig, captures))
     assert not _load_back(rig, 1)
+    rig.controller.layer_done_counter.set_consumer(0)  # as the forward of a load does
     with pytest.raises(RuntimeError, match="expected an empty host pool at a switch"):
         switch.to("off")
     _flush(rig)
     with pytest.raises(ValueError, match="expected all, as the host pool has it, got partial"):
         switch.to("partial")
     switch.to("off")
+    assert captures == [-1]
     before = switch.work()
     device = rig.allocator.alloc(20)
     for half in (rig.pool.k_buffer[0], rig.pool.v_buffer[0]):
