@@ -43,6 +43,7 @@ from typing import Any, ClassVar
 import psutil
 from paired_ratios import summary
 
+from sglang_kv_canary.environ import PERTURB_DIR
 from sglang_kv_canary.testing import CanaryServer
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, SMALL_POOL
 from sglang_kv_canary.testing.mode_config import MODES, ModeConfig
@@ -62,6 +63,8 @@ from sglang_kv_canary_rigs.wire_bytes import (
 
 CANARY = {"kv_canary": "log", "kv_canary_real_data": "all"}
 WITHOUT = {"kv_canary": "none", "kv_canary_real_data": "none"}
+# Servers of tests look for commands before each forward, if they have the canary.
+NO_FAULTS = {PERTURB_DIR.name: ""}
 PARTS = ("wire", "ttft", "load")
 FIGURES = {"ttft": ("first token", "last token"), "load": ("answer", "e2e_latency")}
 WARM_UP = 3  # prompts of each server that are not counted
@@ -108,10 +111,12 @@ def pair_of_servers(
         prefill_flags = options.prefill
         decode_flags = options.decode
         prefill_env: ClassVar = {
+            **NO_FAULTS,
             WIRE_FILE: str(folder / "wire"),
             SPAN_FILE: str(folder / f"{name} prefill"),
         }
         decode_env: ClassVar = {
+            **NO_FAULTS,
             WIRE_FILE: str(folder / "unused"),
             SPAN_FILE: str(folder / f"{name} decode"),
         }
@@ -184,7 +189,7 @@ def load(options: argparse.Namespace) -> None:
             name: CanaryServer(
                 mode_of(options),
                 hicache_flags(options, flags),
-                env={SPAN_FILE: str(folder / name)},
+                env={**NO_FAULTS, SPAN_FILE: str(folder / name)},
                 plugins=(*FILL_INS, *spans_of(options)),
             )
             for name, flags in variants(options).items()

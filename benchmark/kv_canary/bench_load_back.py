@@ -35,6 +35,7 @@ import bench_switch
 from bench_disaggregation import (
     CACHED,
     FIGURES,
+    NO_FAULTS,
     ONE_TOKEN,
     hicache_flags,
     latency_of_load,
@@ -43,12 +44,10 @@ from bench_disaggregation import (
 )
 from paired_ratios import summary
 
-from sglang_kv_canary.environ import PERTURB_DIR
 from sglang_kv_canary.testing.hicache_mode import FILL_INS
 from sglang_kv_canary.testing.serving import CanaryEngine
 
 STATES = ("off", "on", "off2")
-NO_FAULTS = {PERTURB_DIR.name: ""}  # looking for their commands takes time, in every state
 WARM_UPS = 2  # the second one loads from host memory
 
 Work = Mapping[str, int]
