@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from sglang.srt.plugins import load_plugins
 from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.releases import release
 
 from .manager_rig import ManagerRig
 
@@ -16,7 +18,7 @@ __all__ = ["cache_request", "cache_under", "hook_in", "make_request"]
 
 
 def hook_in(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks are in place and report to `rig` until the test ends. Its allocators are not watched."""
+    """The hooks are in place and report to `rig` until the test ends. Its allocators are watched by a Dsv4Rig alone."""
     load_plugins()
     monkeypatch.setattr(context, "managers", [rig.manager])
     monkeypatch.setattr(context, "recorder", rig.recorder)
@@ -24,20 +26,37 @@ def hook_in(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_request(tree: Any, row: int, tokens: Sequence[int]) -> Any:
     """SGLang's Req, which holds `row` and has found nothing in the prefix cache."""
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers import schedule_batch
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    req = Req(f"req-{row}", "", list(tokens), SamplingParams(max_new_tokens=64))
-    req.req_pool_idx, req.last_node = row, tree.root_node
+    newer = release().has_own_canary
+    prompt = array("q", tokens) if newer else list(tokens)
+    req = schedule_batch.Req(f"req-{row}", "", prompt, SamplingParams(max_new_tokens=64))
+    req.last_node = tree.root_node_handle() if newer else tree.root_node
+    if getattr(req, "kv", None) is not None:  # from 0.5.22 on its KV has the row
+        req.kv.req_pool_idx = row
+        return req
+    req.req_pool_idx = row
+    if newer:
+        req.kv = schedule_batch.ReqKvInfo(kv_allocated_len=len(prompt), swa_evicted_seqlen=0)
     return req
 
 
 def cache_request(tree: Any, req: Any, count: int) -> None:
-    """The prefix cache takes the first `count` tokens of a request that goes on."""
-    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
+    """The prefix cache takes the first `count` tokens of a request that goes on, by the call that a server makes."""
+    from sglang.srt.mem_cache import common  # its hooked functions
 
-    req.fill_ids = req.origin_input_ids[:count]
-    maybe_cache_unfinished_req(req, tree, chunked=count < len(req.origin_input_ids))
+    if hasattr(common, "checkpoint_kv_cache"):  # from 0.5.22 on
+        req.refresh_fill_ids()
+        req.extend_end = count
+        common.checkpoint_kv_cache(req, tree)
+        return
+    if release().has_own_canary:
+        req._refresh_fill_ids()
+        req.set_extend_range(0, count)
+    else:
+        req.fill_ids = req.origin_input_ids[:count]
+    common.maybe_cache_unfinished_req(req, tree, chunked=count < len(req.origin_input_ids))
 
 
 def cache_under(rig: ManagerRig, tree: Any, req: Any, count: int, launch: Callable[[], Any]) -> Any:

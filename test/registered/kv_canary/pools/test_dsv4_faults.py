@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.perturb.faults import FAULTS
 from sglang_kv_canary.perturb.scene import Outcome, Reader, Scene
@@ -16,8 +14,6 @@ from sglang_kv_canary.record import WORD_WRITER, State, unpack_writer
 from sglang_kv_canary.reports.classify import BugClass, Confidence, Guess
 from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary.testing.fault_cases import EXPECTED_GUESS, tags
-from sglang_kv_canary.wiring.allocator import watch_allocator
-from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -29,24 +25,17 @@ MINE, OTHERS, ENDED = 1, 2, 3  # rows
 SHARED = 128  # a position at which slots of all kinds begin
 
 
-class WatchedRig(Dsv4Rig):
-    """The allocator's own calls reach the ledger, through the hooks. Two requests run, and one has ended."""
+class FaultRig(Dsv4Rig):
+    """Two requests run, and one has ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        load_plugins()
-        watch_allocator(self.allocator)
-        context.add(self.manager, self)
-        context.recorder, context.history = self.recorder, self.history
         for row in (MINE, OTHERS, ENDED):
             self.extend(row, range(row * 1000, row * 1000 + PROMPT))
         self.free(ENDED)
         for _ in range(2):
             self.decode([MINE, OTHERS])
         assert self.settle() == []
-
-    def _note(self, *_: Any) -> None:
-        """The hooks do."""
 
     def inject(self, fault: str, **args: Any) -> Outcome:
         """The fault acts right before the next decode, and is undone after it."""
@@ -58,10 +47,7 @@ class WatchedRig(Dsv4Rig):
                 Reader(index, row, f"req-{row}", self.lengths[row], 24)
                 for index, row in enumerate(batch.req_pool_indices.tolist())
             )
-            runner = SimpleNamespace(
-                req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator
-            )
-            scene = Scene(self.manager, runner, batch, readers)
+            scene = Scene(self.manager, self.runner, batch, readers)
             outcome = FAULTS[fault].act(scene, FAULTS[fault].complete(args))
             assert outcome is not None
             outcomes.append(outcome)
@@ -93,11 +79,11 @@ class WatchedRig(Dsv4Rig):
 
 
 @pytest.fixture
-def rig() -> WatchedRig:
-    return WatchedRig()
+def rig() -> FaultRig:
+    return FaultRig()
 
 
-def assert_staged(rig: WatchedRig, fault: str, outcome: Outcome) -> None:
+def assert_staged(rig: FaultRig, fault: str, outcome: Outcome) -> None:
     """All findings are explained, and no guess names another class."""
     answer = outcome.as_answer()
     assert all(is_explained(v.as_event(), answer) for v in rig.reported)
@@ -152,7 +138,7 @@ def test_a_page_is_freed_in_the_full_pool_alone(rig, fault, reason) -> None:
 # Positions whose SWA slots are gone
 
 
-def evicted(rig: WatchedRig) -> dict[int, Guess]:
+def evicted(rig: FaultRig) -> dict[int, Guess]:
     """Guesses about them, by position."""
     rig.settle()
     reporter = rig.manager.violations._reporter

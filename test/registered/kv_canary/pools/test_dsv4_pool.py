@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
@@ -24,8 +22,10 @@ from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.testing.e2e import is_explained
-from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig, store_keys, store_rows
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
+from sglang_kv_canary_rigs.pool_fixtures import make_dsv4_pool
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
@@ -68,6 +68,38 @@ def found(rig: Dsv4Rig) -> dict[tuple[str, str], set[int]]:
 
 def both(kind: PoolKind) -> tuple[str, str]:
     return f"HEAD_K_{kind.value}", f"TAIL_K_{kind.value}"
+
+
+@pytest.mark.skipif(
+    release().has_own_canary,
+    reason="SGLang has dropped SetK.slow, and then SetKAndS.torch; lifted by make test",
+)
+def test_rows_are_stored_as_sglang_stores_them() -> None:
+    """What takes the place of SGLang's kernels where a release has no torch version of them."""
+    from sglang.srt.layers.attention.dsv4.index_buf_accessor import NopeFp8RopeBf16Pack, SetKAndS
+    from sglang.srt.layers.attention.nsa.index_buf_accessor import SetK, SetS
+
+    pool = make_dsv4_pool().pool
+    slots = torch.tensor([3, 64, 200, 63, 129])
+    sizes = {"nope": 448, "rope": 128, "scales": 7, "keys": 128, "key_scales": 4}
+    rows = {k: torch.randint(1, 120, (5, n), dtype=torch.uint8) for k, n in sizes.items()}
+    pack = NopeFp8RopeBf16Pack(
+        rows["nope"].view(torch.float8_e4m3fn), rows["rope"].view(torch.bfloat16), rows["scales"]
+    )
+    for part in (pool.swa_kv_pool, pool.c4_kv_pool):
+        one, other = part.kv_buffer[0].clone(), part.kv_buffer[0].clone()
+        SetKAndS.torch(part, one, slots, pack)
+        store_rows(part, other, slots, pack)
+        assert one.any()
+        assert torch.equal(one, other)
+    indexer = pool.c4_indexer_kv_pool
+    one, other = (indexer.index_k_with_scale_buffer[0].clone() for _ in range(2))
+    scales = rows["key_scales"].view(torch.float32)
+    SetK.slow(indexer, one, slots, rows["keys"])
+    SetS.slow(indexer, one, slots, scales)
+    store_keys(indexer, other, slots, rows["keys"], scales)
+    assert one.any()
+    assert torch.equal(one, other)
 
 
 # Clean
@@ -338,20 +370,17 @@ def test_a_double_free_is_one_finding_for_each_slot_and_group(device) -> None:
         assert all(v.full_slot == v.slot * stride for v in mine)
 
 
-# The sweep, over SGLang's own tree
+# The sweep, over SGLang's own prefix cache
 
 
 def swept(device: str, **settings: Any) -> tuple[Dsv4Rig, SweepOrchestrator]:
-    """Two pages of a request in a SWARadixCache, the first of which has lost its SWA slots; a manager that sweeps."""
+    """Two pages of a request in the prefix cache, the first of which has lost its SWA slots; a manager that sweeps."""
     rig = Dsv4Rig(device, sweep_interval=1, **settings)
     rig.extend(1, range(1000, 1600))
     rig.decode([1])
     rig.evict_swa(1, PAGE)
     tree = rig.make_tree()
-    tokens, slots = list(range(1000, 1512)), rig.rows.req_to_token[1, : 2 * PAGE].long()
-    insert = InsertParams(key=RadixKey(tokens), value=slots)
-    insert.swa_evicted_seqlen = PAGE
-    tree.insert(insert)
+    rig.insert(tree, 1, range(1000, 1000 + 2 * PAGE))
     sweep = SweepOrchestrator(rig.manager.config, rig.manager.groups, rig.manager.sink)
     rig.manager.observers.append(sweep)
     rig.manager.attach_radix_cache(tree)
@@ -420,10 +449,9 @@ def test_a_forward_and_the_sweep_that_find_the_same_damage_name_one_place(device
 
 def test_the_sweep_does_not_take_swa_slots_for_full_slots(device, caplog) -> None:
     rig, sweep = swept(device)
-    tokens = list(range(3000, 3000 + 4 * PAGE))  # the last of the four gets the evicted SWA page
+    tokens = range(3000, 3000 + 4 * PAGE)  # the last of the four gets the evicted SWA page
     rig.extend(2, tokens)
-    slots = rig.rows.req_to_token[2, : len(tokens)].long()
-    rig.manager.radix_cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
+    rig.insert(rig.manager.radix_cache, 2, tokens)
     slot = rig.slot_of(SWA, 2, 900)
     assert slot != rig.slot(2, 900)
     bytes_of(rig.group(SWA).k_content[0], slot)[0] ^= 1

@@ -39,7 +39,8 @@ class Asked(LiveAnswers):
     """Answers of a rig, without generators."""
 
     def __init__(self, rig: ManagerRig) -> None:
-        context.add(rig.manager, rig)
+        if rig.manager not in context.managers:
+            context.add(rig.manager, rig)
         if isinstance(rig, TreeRig):
             rig.manager.attach_radix_cache(rig.tree)
         super().__init__([rig.manager], SchedulerSurroundings(None), rig.history)
