@@ -16,11 +16,13 @@ from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.perturb.content import bytes_of
 from sglang_kv_canary.pool_patcher.adapters.dsv4 import STRIDES
 from sglang_kv_canary.reports.violation import render
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary.sweep.walkers import walker_of
 from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig, store_keys, store_rows
@@ -396,6 +398,13 @@ def one_pass(rig: Dsv4Rig, sweep: SweepOrchestrator) -> None:
         if sweep.sweep_passes >= target:
             return
     raise AssertionError("the pass was not completed")
+
+
+def test_pages_that_would_cut_a_compressed_slot_are_refused(device) -> None:
+    walker = walker_of(Dsv4Rig(device).make_tree())
+    walker.refuse_pages_not_of(128)
+    with pytest.raises(CanaryStartupError, match=f"stand for 512 tokens, and its pages of {PAGE}"):
+        walker.refuse_pages_not_of(512)
 
 
 @pytest.mark.parametrize("budget", [65536, 100], ids=["whole", "cut"])

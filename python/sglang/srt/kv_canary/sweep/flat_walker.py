@@ -2,7 +2,7 @@
 
 The tree gives all slots at once, and may change before the next step. So a pass is one chunk, verified in the step in
 which it was listed: its cost grows with the tree. Nodes and namespaces are not told, so the first slot of a prefix is
-verified without its chain.
+verified without its chain. Nodes hold whole pages and are listed one after the other, so the list is one of pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..record import PREV_ANCHOR, PREV_UNREACHABLE
 from .radix_cache_walker import (
     RadixCacheWalkResult,
     WalkSegment,
-    unsupported,
+    refuse_pages_not_of,
     unwrap,
 )
 
@@ -52,13 +52,13 @@ class FlatWalker:
         if not count:
             return self.empty_result()
         prev_slots.masked_fill_(prev_slots == PREV_ANCHOR, PREV_UNREACHABLE)
-        segment = WalkSegment(0, count, 1, None)
+        # Every page looks like a later one of a prefix: position 0 would ask for an anchor.
+        segment = WalkSegment(0, count, self._cache.page_size, None)
         return RadixCacheWalkResult(slots, positions, prev_slots, (segment,))
 
     def refuse_pages_not_of(self, stride: int) -> None:
-        """Raises UnsupportedRadixCacheError for slots that stand for several tokens."""
-        if stride != 1:
-            raise unsupported(self._cache, f"its own walk lists no slots of {stride} tokens")
+        """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
+        refuse_pages_not_of(self._cache, stride)
 
     def empty_result(self) -> RadixCacheWalkResult:
         """A chunk with n = 0."""

@@ -133,12 +133,7 @@ class RadixCacheWalker:
 
     def refuse_pages_not_of(self, stride: int) -> None:
         """Raises UnsupportedRadixCacheError unless the tree's pages hold slots of `stride` tokens whole."""
-        page_size = self._cache.page_size
-        if page_size % stride:
-            raise unsupported(
-                self._cache,
-                f"the model's pools have slots that stand for {stride} tokens, and its pages of {page_size} cut them",
-            )
+        refuse_pages_not_of(self._cache, stride)
 
     def empty_result(self) -> RadixCacheWalkResult:
         """A chunk with n = 0."""
@@ -430,6 +425,16 @@ def _view_of(cache: Any) -> _TreeView | None:
             return _VIEWS[_name(cls)](cache)
     known = ", ".join(sorted(name.rpartition(".")[2] for name in _VIEWS))
     raise unsupported(cache, f"the sweep knows {known} and their subclasses")
+
+
+def refuse_pages_not_of(cache: Any, stride: int) -> None:
+    """Raises UnsupportedRadixCacheError unless pages of `cache` hold slots of `stride` tokens whole."""
+    page_size = cache.page_size
+    if page_size % stride:
+        raise unsupported(
+            cache,
+            f"the model's pools have slots that stand for {stride} tokens, and its pages of {page_size} cut them",
+        )
 
 
 def unsupported(cache: Any, why: str) -> UnsupportedRadixCacheError:
