@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -222,3 +223,15 @@ class CanaryBufferGroup:
 
     def content(self, half: str) -> tuple[ContentSource, ...]:
         return self.k_content if half == "K" else self.v_content
+
+
+def full_slots_of(groups: Sequence[CanaryBufferGroup]) -> int:
+    """Full slots that the allocator of these groups hands out, slot 0 included. 0: there is none.
+
+    The compressed sub-pools of newer releases have room for more, which nobody hands out.
+    """
+    sizes = [g.num_slots * g.stride for g in groups if g.allocator_kind is PoolKind.FULL]
+    sizes += [g.swa_index_lut.shape[0] for g in groups if g.swa_index_lut is not None]
+    # A page holds compressed slots whole. The mapping's last entry may stand for -1.
+    stride = max((g.stride for g in groups), default=1)
+    return min(sizes, default=0) // stride * stride

@@ -20,12 +20,14 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.perturb.content import bytes_of
 from sglang_kv_canary.pool_patcher.adapters.dsv4 import STRIDES
 from sglang_kv_canary.reports.violation import render
+from sglang_kv_canary.runner.live_answers import LiveAnswers, Unanswerable
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
 from sglang_kv_canary.sweep.walkers import walker_of
 from sglang_kv_canary.testing.e2e import is_explained
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.dsv4_rig import PAGE, Dsv4Rig, store_keys, store_rows
+from sglang_kv_canary.wiring.surroundings import SchedulerSurroundings
+from sglang_kv_canary_rigs.dsv4_rig import FULL_SLOTS, PAGE, Dsv4Rig, store_keys, store_rows
 from sglang_kv_canary_rigs.hooked import cache_request, cache_under, hook_in, make_request
 from sglang_kv_canary_rigs.pool_fixtures import make_dsv4_pool
 
@@ -297,6 +299,18 @@ def test_the_report_says_that_the_field_is_no_token(device) -> None:
     assert f"fold       expected {violation.expected_token}, found {violation.stored_token}" in text
     assert "no token id" in text
     assert "  token " not in text
+
+
+def test_no_question_is_answered_about_slots_that_the_allocator_does_not_have(device) -> None:
+    """Compressed sub-pools of newer releases have room for them."""
+    rig = served(device)
+    answers = LiveAnswers([rig.manager], SchedulerSurroundings(None), rig.history)
+    last = PAGE + FULL_SLOTS - 1  # page 0 is padding
+    next(answers.slot(last, "FULL"))
+    with pytest.raises(
+        Unanswerable, match=f"expected a FULL slot from 1 to {last}, got {last + 1}"
+    ):
+        next(answers.slot(last + 1, "FULL"))
 
 
 # Frees

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, full_slots_of
 from ..record import WORD_WRITER, State, unpack_writer
 from ..wiring.releases import release
 
@@ -120,7 +120,7 @@ class Scene:
         """
         states = [(states_of(group), group.stride) for group in self.full_groups]
         stride = max(stride for _, stride in states)
-        end = min((len(known) + 1) * stride for known, stride in states)
+        end = full_slots_of(self.manager.groups)
         candidates = range(stride + like % stride, end, stride)
         return [s for s in candidates if all(known[s // n] == state for known, n in states)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, PoolKind
+from ..buffer_group import CanaryBufferGroup, PoolKind, full_slots_of
 from ..record import FORWARD_MASK, ROW_WORD_LENGTH, State
 from ..reports.async_copy import FutureTensors
 from ..reports.cause import Cause
@@ -109,14 +109,10 @@ class LiveAnswers:
 
     def _pool_sizes(self) -> dict[PoolKind, int]:
         """Slots of each allocator of this process, slot 0 included."""
-        sizes: dict[PoolKind, int] = {PoolKind.FULL: 0}
+        sizes = {PoolKind.FULL: full_slots_of(self._target.groups)}
         for group in self._target.groups:
-            full = group.num_slots * group.stride
             if group.allocator_kind is PoolKind.SWA:
                 sizes[PoolKind.SWA] = group.num_slots
-            if group.swa_index_lut is not None:
-                full = group.swa_index_lut.shape[0]
-            sizes[PoolKind.FULL] = max(sizes[PoolKind.FULL], full)
         return sizes
 
     def _swa_slot(self, full: int) -> Generator[FutureTensors, None, int | None]:
