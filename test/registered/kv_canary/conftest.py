@@ -144,6 +144,8 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_dp_e2e.py",
     "e2e/test_speculative_e2e.py",
     "e2e/test_speculative_swa_e2e.py",
+    "pools/test_dsv4_faults.py",
+    "pools/test_dsv4_pool.py",
     "pools/test_pools_of_newer_releases.py",
     "pools/test_unified_pools.py",
     "project/test_doctor.py",
