@@ -148,6 +148,7 @@ ON_NEWER_RELEASES = (
     "pools/test_dsv4_pool.py",
     "pools/test_pools_of_newer_releases.py",
     "pools/test_unified_pools.py",
+    "pools/test_unified_swa_pools.py",
     "project/test_doctor.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
