@@ -302,7 +302,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
     EnvSetting(
         "HOST_CHECK_BUDGET_BYTES",
         EnvInt,
-        1 << 20,
+        1 << 18,  # a load waits for it
         "HiCache: maximum bytes of K and V in host memory that one load re-reads before it uses them. Of larger loads "
         "every k-th slot is compared, in turn.",
         minimum=1,

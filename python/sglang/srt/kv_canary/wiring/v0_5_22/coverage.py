@@ -15,6 +15,8 @@ _ON_GPU = (
     "flush_cache",
     "decode CUDA graphs",
     "prefill CUDA graphs",
+    "speculative: target verify",
+    "speculative: draft and draft-extend, top-k 1",
     "HiCache: host memory, and the storage backend file",
 )
 
