@@ -285,6 +285,9 @@ CASES = {
     "speculative decoding beside prefills of other ranks": {
         "speculative_skip_dp_mlp_sync": True,
         "speculative_algorithm": "EAGLE",
+        "enable_dp_attention": True,
+        "tp_size": 2,
+        "dp_size": 2,
     },
     "NGRAM, frozen-KV MTP and DFLASH in step with other ranks": {
         "enable_dp_attention": True,
@@ -368,6 +371,22 @@ def test_speculation_whose_batches_are_padded_to_other_ranks(flags, make_args):
         check_request(args)
     args.speculative_algorithm = "NGRAM"
     refuses(args, "NGRAM, frozen-KV MTP and DFLASH in step with other ranks")
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [{"disaggregation_mode": "decode"}, {"disaggregation_mode": "prefill"}, {"dp_size": 1}],
+    ids=str,
+)
+def test_ranks_that_never_prefill_beside_a_decode(harmless, make_args):
+    name = "speculative decoding beside prefills of other ranks"
+    args = make_args(kv_canary="log")
+    for field, value in {"disaggregation_transfer_backend": "mooncake", **CASES[name]}.items():
+        setattr(args, field, value)
+    refuses(args, name)
+    for field, value in harmless.items():
+        setattr(args, field, value)
+    check_request(args)
 
 
 @pytest.mark.parametrize(
