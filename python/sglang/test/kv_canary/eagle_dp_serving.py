@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_kv_canary.testing.eagle_mode import V2
+from sglang_kv_canary.testing.fault_cases import Case
 from sglang_kv_canary.testing.fill_ins import dp_attention_on_torch_native
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.scripted_models import (
@@ -28,6 +29,7 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 
 from .eagle_serving import EagleE2EBase, scripted_answer
+from .spec_fault_cases import flips
 
 __all__ = ["MANY", "RANKS", "REQUESTS", "EagleDpE2EBase", "MtpDpE2EBase", "on_cpu"]
 
@@ -141,6 +143,28 @@ class EagleDpE2EBase(EagleE2EBase):
 
     def counters_of(self, rank: int, role: str) -> dict[str, Any]:
         return self.serving.send("counters", rank, role).answer()["counters"]
+
+    def assert_all_checked(self) -> None:
+        """No slot was left out, on any rank, by any runner."""
+        for rank in RANKS:
+            for role in self.runners:
+                counters = self.counters_of(rank, role)
+                for tag in self.mode.tags("HEAD") + self.mode.tags("TAIL"):
+                    assert counters[tag]["checked"] == counters[tag]["eligible"] > 50, (rank, role)
+
+    def of_this_pool(self, case: Case) -> Case:
+        """An MLA pool has no V."""
+        if "V" in self.mode.halves or case.args.get("half") != "V":
+            return case
+        return flips("", case.args)[0][1]
+
+    def assert_found_on(self, rank: int, role: str, case: Case) -> list[dict[str, Any]]:
+        """One rank and runner alone report `case`, in forwards at exactly its endpoints. Returns the findings."""
+        found = [e for e in self.violations() if case.reason in e["reasons"]]
+        in_forwards = {e["tag"] for e in found if not e["tag"].startswith("SWEEP")}
+        assert in_forwards == {*case.tags}
+        assert {(e["runner"], e["rank"], e["dp_rank"]) for e in found} == {(role, rank, rank)}
+        return found
 
 
 class MtpDpE2EBase(EagleDpE2EBase):

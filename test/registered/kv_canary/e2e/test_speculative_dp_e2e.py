@@ -14,11 +14,17 @@ from typing import ClassVar
 import pytest
 import torch
 
+from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.eagle_mode import V1
 from sglang_kv_canary.testing.fault_cases import Case
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.beside_prefills import (
+    COORDINATION,
+    BesidePrefillsE2EBase,
+    MtpBesidePrefillsE2EBase,
+)
 from sglang_kv_canary_rigs.eagle_dp_serving import (
     MANY,
     RANKS,
@@ -26,7 +32,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
     EagleDpE2EBase,
     MtpDpE2EBase,
 )
-from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
+from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
@@ -56,11 +62,7 @@ class InStep(EagleDpE2EBase):
     def test_clean(self) -> None:
         self.serve_in_waves("clean", REQUESTS)
         self.assert_clean()
-        for rank in RANKS:
-            for role in self.runners:
-                counters = self.counters_of(rank, role)
-                for tag in self.mode.tags("HEAD") + self.mode.tags("TAIL"):
-                    assert counters[tag]["checked"] == counters[tag]["eligible"] > 50, (rank, role)
+        self.assert_all_checked()
 
     def test_no_rank_waits_for_another(self) -> None:
         """One rank idles while the other one serves, and while its request is aborted. Then both serve."""
@@ -87,12 +89,6 @@ class InStep(EagleDpE2EBase):
             pytest.skip("draft graphs are replayed past the forward in which faults are injected")
         self.check(rank, role, case, requests=3)
 
-    def of_this_pool(self, case: Case) -> Case:
-        """An MLA pool has no V."""
-        if "V" in self.mode.halves or case.args.get("half") != "V":
-            return case
-        return flips("", case.args)[0][1]
-
     def check(self, rank: int, role: str, case: Case, requests: int) -> None:
         case = self.of_this_pool(case)
         injection = self.inject(case.fault, rank, role=role, **case.args)
@@ -104,10 +100,7 @@ class InStep(EagleDpE2EBase):
             [(f"{name}-{i}", random_tokens(rng, 12), count) for i in range(requests)]
         )
         done = injection.answer()
-        found = [e for e in self.violations() if case.reason in e["reasons"]]
-        in_forwards = {e["tag"] for e in found if not e["tag"].startswith("SWEEP")}
-        assert in_forwards == {*case.tags}
-        assert {(e["runner"], e["rank"], e["dp_rank"]) for e in found} == {(role, rank, rank)}
+        self.assert_found_on(rank, role, case)
         self.assert_all_explained(done)
 
 
@@ -128,6 +121,45 @@ class TestMtpTrees(InStep, MtpDpE2EBase):
         "speculative_eagle_topk": 2,
         "speculative_num_draft_tokens": 5,
     }
+
+
+class BesidePrefills(BesidePrefillsE2EBase):
+    """v2. One rank drafts and verifies while the other one prefills."""
+
+    def test_clean(self) -> None:
+        self.serve_beside_prefills("clean", REQUESTS // 3 + 1)
+        self.assert_clean()
+        self.assert_all_checked()
+        for rank in RANKS:
+            assert all(len(self.noted(rank)[mode]) > 5 for mode in ("EXTEND", "DECODE"))
+
+    @finds_faults
+    @pytest.mark.parametrize(("rank", "role", "case"), FLIPS, ids=str)
+    def test_fault_is_found_in_a_mixed_step(self, rank: int, role: str, case: Case) -> None:
+        case, name = self.of_this_pool(case), f"{rank}-{role}"
+        args = {**case.args, "rid": f"{name}-first"}
+        injection = self.inject(case.fault, rank, role=role, **args)
+        self.answer_beside_a_prefill(name, rank, random.Random(name))
+        done = injection.answer()
+        found = self.assert_found_on(rank, role, case)
+        assert {e["reader"]["step"] for e in found} & self.noted(rank)["DECODE"]
+        self.assert_all_explained(done)
+
+
+beside_prefills = pytest.mark.skipif(
+    not hasattr(envs, COORDINATION), reason="0.5.22 and newer draft beside prefills of other ranks"
+)
+
+
+@beside_prefills
+class TestEagle3BesidePrefills(BesidePrefills):
+    """Each rank has a draft model of its own."""
+
+
+@by_hand
+@beside_prefills
+class TestMtpBesidePrefills(BesidePrefills, MtpBesidePrefillsE2EBase):
+    """MLA. The ranks share the draft model's experts."""
 
 
 @by_hand

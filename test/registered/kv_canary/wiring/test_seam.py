@@ -453,17 +453,24 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
 
 
 @has_seam
-def test_drafts_beside_prefills_are_refused() -> None:
+def test_decodes_beside_prefills_are_refused_unless_ranks_coordinate_them() -> None:
     variable = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
     if variable is None:
-        pytest.skip("this release never drafts beside prefills of other ranks")
+        pytest.skip("this release refuses all speculation in step")
     name = "speculative decoding beside prefills of other ranks"
     case = next(case for case in release().refusals() if case.name == name)
-    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE)
+    ranks = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, **ranks)
     assert not case.predicate(args)
+    args.speculative_skip_dp_mlp_sync = True  # a flag of 0.5.22
+    assert case.predicate(args)
     with variable.override(True):
-        assert case.predicate(args)
-        assert not case.predicate(ServerArgs(model_path="dummy", device="cpu"))
+        assert not case.predicate(args)
+    for field, harmless in {"disaggregation_mode": "decode", "dp_size": 1}.items():
+        before = getattr(args, field)
+        setattr(args, field, harmless)
+        assert not case.predicate(args), field
+        setattr(args, field, before)
 
 
 @has_seam

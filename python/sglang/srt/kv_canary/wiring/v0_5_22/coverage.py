@@ -25,7 +25,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
-        f"EAGLE3 with data-parallel attention; the others were read; {NO_GPU}",
+        "EAGLE and EAGLE3 with data-parallel attention, on 0.5.23 also beside prefills of other ranks; the others were "
+        f"read; {NO_GPU}",
     ),
     PathSupport(
         "speculative: DFLASH, multi-layer EAGLE",

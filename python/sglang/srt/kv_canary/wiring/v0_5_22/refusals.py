@@ -7,19 +7,11 @@ from sglang.srt.environ import envs
 from ...plan.speculation import checks_draft
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, pads_to_other_ranks
+from ..refusals import Refusal, attention_groups, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
-
-_BESIDE_PREFILLS = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
-
-
-def _drafts_beside_prefills() -> bool:
-    variable = getattr(envs, _BESIDE_PREFILLS, None)  # of 0.5.23
-    return variable is not None and variable.get()
-
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
@@ -41,9 +33,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding beside prefills of other ranks",
-        lambda args: args.speculative_algorithm is not None and _drafts_beside_prefills(),
-        "no test of the canary has run drafts whose draft model idles on a rank that prefills.",
-        f"Unset {_BESIDE_PREFILLS}.",
+        # 0.5.22 has the flag. Servers of a pair never read it, and ranks with the same requests prefill together.
+        lambda args: (
+            args.speculative_algorithm is not None
+            and getattr(args, "speculative_skip_dp_mlp_sync", False)
+            and not envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+            and args.disaggregation_mode == "null"
+            and attention_groups(args) > 1
+        ),
+        "SGLang itself: beside a prefill, EAGLEWorkerV2.forward_batch_generation runs a decode as a prefill without "
+        "tokens. The scheduler ends.",
+        "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
     ),
     Refusal(
         "DFLASH and multi-layer EAGLE in step with other ranks",
