@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,7 +78,7 @@ class BesidePrefillsE2EBase(EagleDpE2EBase):
         name: str,
         rank: int,
         rng: random.Random,
-        before: list[int] = (),
+        before: Sequence[int] = (),
         aborted: bool = False,
     ) -> list[int]:
         """Two answers on `rank`, and the prefill on the other one. Returns the conversation `{name}-first`."""
