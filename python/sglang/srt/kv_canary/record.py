@@ -25,6 +25,8 @@ WRITER_ROW_BITS = 20
 WRITER_ROW_MASK = (1 << WRITER_ROW_BITS) - 1
 WRITER_MODE_MASK = 0xF
 FORWARD_MASK = 0xFFFFFFFF
+# A forward counter that is less than this far ahead of another one is later.
+FORWARDS_AHEAD = 1 << 31
 # XOR of the 16 nibbles of every writer word. Not 0, so no word of 16 equal nibbles is valid.
 WRITER_NIBBLES = 0x9
 

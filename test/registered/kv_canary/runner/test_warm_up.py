@@ -20,8 +20,10 @@ from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryConfig, ContentMode, TokenCheck
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import launch, slots
+from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
+from sglang_kv_canary.record import RECORD_WORDS
 from sglang_kv_canary.runner import manager
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import Header
@@ -144,6 +146,25 @@ def test_kv_that_arrives_compiles_nothing_while_it_serves(pool, content, launche
         assert rig.manager.note_arrivals([arrival])
     served = launches.take()
     assert {variant[0] for variant in served} >= {"forward_kernel", "adopt_kernel"}
+    assert missing(served, compiled) == []
+
+
+def test_loads_from_host_memory_compile_nothing_while_it_serves(launches):
+    rig = ManagerRig()
+    compile_target(rig, server_args(enable_hierarchical_cache=True))
+    compiled = launches.take()
+    ledger, (group,) = rig.manager.ledger, rig.manager.groups
+    for first, count in ((1, 1), (2, 200)):
+        words = torch.zeros(count, len(group.halves), RECORD_WORDS, dtype=torch.int64)
+        slots, after = torch.arange(256)[first : first + count], torch.zeros(1, dtype=torch.int64)
+        ledger.record_load_back(LoadBack(group, slots, words, after))
+        ledger.apply()
+        ledger.apply()
+    served = launches.take()
+    assert {variant[0] for variant in served} == {
+        "write_loaded_kernel",
+        "expose_late_writes_kernel",
+    }
     assert missing(served, compiled) == []
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..config import ContentMode
 from ..plan.plan_input import SweepVerifyPlan
+from ..record import RECORD_WORDS
 from ..slot_event import SlotEventKind
 from .launcher import Launcher, launch_endpoints_sweep
 
@@ -53,6 +54,15 @@ def warm_up_moves(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:
     for group, dtype in zip(launcher.groups, dtypes, strict=True):
         slots = torch.zeros(1, dtype=dtype, device=group.k_head.device)
         launcher.copy_records(group, slots, slots)
+
+
+def warm_up_loads(launcher: Launcher) -> None:
+    """Records of slot 0, which no load brings."""
+    for group in launcher.groups:
+        slots = torch.zeros(1, dtype=torch.int64, device=group.k_head.device)
+        words = slots.new_zeros(1, len(group.halves), RECORD_WORDS)
+        launcher.backend.write_loaded(slots, words, slots, group)
+        launcher.backend.expose_late_writes(slots, words, slots, slots, group)
 
 
 def warm_up_fingerprints(launcher: Launcher) -> None:

@@ -169,7 +169,7 @@ class SlotLedger:
             if each.load.bytes_are_awaited:
                 self._landed.append(each)
             else:
-                each.expose_late_writes()
+                each.expose_late_writes(self._backend)
         return len(landed) - len(self._landed)
 
     def _apply_in_order(self, events: list[_Event], untold: bool) -> int:
@@ -214,7 +214,7 @@ class SlotLedger:
     def _launch(self, event: _Event) -> int:
         """Returns the number of launches."""
         if isinstance(event, LoadBack):
-            self._landed.append(event.land())
+            self._landed.append(event.land(self._backend))
             return 1
         if isinstance(event, SlotEvent) and event.kind is SlotEventKind.LOAD:
             return 0  # it changes no record

@@ -25,6 +25,7 @@ from ..config import TokenCheck
 from ..kernels.triton.launch import one_batch_per_vector
 from ..launch.warm_up import (
     warm_up_fingerprints,
+    warm_up_loads,
     warm_up_moves,
     warm_up_next_tokens,
     warm_up_slot_events,
@@ -220,6 +221,8 @@ def launches_of_target(
         launches.append(partial(warm_up_sweep, launcher))
     if context.states is not None:
         launches.append(context.states.warm_up)
+    if args.enable_hierarchical_cache:
+        launches.append(partial(warm_up_loads, launcher))
     if getattr(args, "enable_lmcache", False):
         launches.append(partial(warm_up_fingerprints, launcher))
     return launches

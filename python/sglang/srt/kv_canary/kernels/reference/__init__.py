@@ -16,6 +16,7 @@ from .content import (
     write_content,
 )
 from .forward import check_and_write
+from .loads import expose_late_writes, write_loaded
 from .next_tokens import note_next_tokens
 from .outbox import publish
 from .slots import apply_slot_event, apply_slot_runs, copy_records
@@ -32,11 +33,13 @@ __all__ = [
     "compiling_ahead",
     "content_fingerprint",
     "copy_records",
+    "expose_late_writes",
     "finish_compiling",
     "note_next_tokens",
     "prepare",
     "publish",
     "write_content",
+    "write_loaded",
 ]
 
 

@@ -25,6 +25,7 @@ from .content import (
 from .forward import check_and_write
 from .jit import settle_cache_keys
 from .kernel_launcher import CAN_SKIP
+from .loads import expose_late_writes, write_loaded
 from .next_tokens import note_next_tokens
 from .outbox import publish
 from .slots import apply_slot_event, apply_slot_runs, copy_records
@@ -45,11 +46,13 @@ __all__ = [
     "compiling_ahead",
     "content_fingerprint",
     "copy_records",
+    "expose_late_writes",
     "finish_compiling",
     "note_next_tokens",
     "prepare",
     "publish",
     "write_content",
+    "write_loaded",
 ]
 
 settle_cache_keys()
