@@ -6,11 +6,12 @@ so that the next token depends on the last one only; K and V are those of random
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from .tiny_models import TINY_DEEPSEEK_V2, TINY_GEMMA4, TINY_LLAMA, _write
+from .tiny_models import TINY_DEEPSEEK_V2, TINY_DEEPSEEK_V32, TINY_GEMMA4, TINY_LLAMA, _write
 
 # One head: interpreted attention kernels cost some milliseconds per head.
 _CONFIG = {
@@ -30,6 +31,8 @@ _GEMMA4 = {
     "sliding_window": 16,
     "tie_word_embeddings": False,
 }
+# Two: the decode kernel of one head takes no bf16 when it is interpreted.
+_DEEPSEEK_V32 = {**TINY_DEEPSEEK_V32, "num_attention_heads": 2, "num_key_value_heads": 2}
 _HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
 _LOGIT = 12.0  # of the successor; a random other token has a few at most
 _MASK = 500  # the token that DFLASH puts where it guesses
@@ -113,17 +116,17 @@ def write_scripted_qwen3(folder: str | Path) -> str:
     return _save(folder, config, weights)
 
 
-def _mla_layer(prefix: str, seed: int) -> dict[str, torch.Tensor]:
-    """Attention and dense MLP of DeepSeek-V2, which add nothing to the residual stream."""
-    config, generator = TINY_DEEPSEEK_V2, torch.Generator().manual_seed(seed)
+def _mla_layer(prefix: str, seed: int, config: dict = TINY_DEEPSEEK_V2) -> dict[str, torch.Tensor]:
+    """Attention and dense MLP of DeepSeek, which add nothing to the residual stream."""
+    generator = torch.Generator().manual_seed(seed)
     heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
     rope, nope, value = (config[f"{n}_head_dim"] for n in ("qk_rope", "qk_nope", "v"))
 
     def random(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) / columns**0.5
 
+    latent_q = config["q_lora_rank"]  # or none
     weights = {
-        "self_attn.q_proj": random(heads * (nope + rope), _HIDDEN),
         "self_attn.kv_a_proj_with_mqa": random(latent + rope, _HIDDEN),
         "self_attn.kv_a_layernorm": torch.ones(latent),
         "self_attn.kv_b_proj": random(heads * (nope + value), latent),
@@ -132,7 +135,32 @@ def _mla_layer(prefix: str, seed: int) -> dict[str, torch.Tensor]:
         "post_attention_layernorm": torch.ones(_HIDDEN),
         **_no_mlp("mlp.", config["intermediate_size"]),
     }
-    return {f"{prefix}{name}.weight": value for name, value in weights.items()}
+    if latent_q is None:
+        weights["self_attn.q_proj"] = random(heads * (nope + rope), _HIDDEN)
+    else:
+        weights |= {
+            "self_attn.q_a_proj": random(latent_q, _HIDDEN),
+            "self_attn.q_a_layernorm": torch.ones(latent_q),
+            "self_attn.q_b_proj": random(heads * (nope + rope), latent_q),
+        }
+    named = {f"{prefix}{name}.weight": value for name, value in weights.items()}
+    if "index_n_heads" in config:
+        named |= _indexer(f"{prefix}self_attn.indexer.", config, random)
+    return named
+
+
+def _indexer(
+    prefix: str, config: dict, random: Callable[[int, int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What chooses tokens in DeepSeek-V3.2."""
+    heads, width = config["index_n_heads"], config["index_head_dim"]
+    return {
+        f"{prefix}wq_b.weight": random(heads * width, config["q_lora_rank"]),
+        f"{prefix}wk.weight": random(width, _HIDDEN),
+        f"{prefix}weights_proj.weight": random(heads, _HIDDEN),
+        f"{prefix}k_norm.weight": torch.ones(width),
+        f"{prefix}k_norm.bias": torch.zeros(width),
+    }
 
 
 def _no_mlp(prefix: str, inner: int) -> dict[str, torch.Tensor]:
@@ -141,24 +169,36 @@ def _no_mlp(prefix: str, inner: int) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": value for name, value in named.items()}
 
 
-def write_scripted_deepseek(folder: str | Path) -> str:
+def write_scripted_deepseek(folder: str | Path, config: dict = TINY_DEEPSEEK_V2) -> str:
     """The same as a DeepSeek-V2: an MLA pool. Returns the path."""
     weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
     weights["model.norm.weight"] = torch.ones(_HIDDEN)
-    for layer in range(TINY_DEEPSEEK_V2["num_hidden_layers"]):
-        weights |= _mla_layer(f"model.layers.{layer}.", seed=layer)
-    return _save(folder, TINY_DEEPSEEK_V2, weights)
+    for layer in range(config["num_hidden_layers"]):
+        weights |= _mla_layer(f"model.layers.{layer}.", seed=layer, config=config)
+    return _save(folder, config, weights)
 
 
-def write_scripted_nextn(folder: str | Path, blur: float = OFTEN_RIGHT) -> str:
+def write_scripted_deepseek_v32(folder: str | Path) -> str:
+    """The same as a DeepSeek-V3.2: an NSA pool. Returns the path."""
+    return write_scripted_deepseek(folder, _DEEPSEEK_V32)
+
+
+def write_scripted_nextn_v32(folder: str | Path) -> str:
+    """Its MTP layer. Returns the path."""
+    return write_scripted_nextn(folder, config=_DEEPSEEK_V32)
+
+
+def write_scripted_nextn(
+    folder: str | Path, blur: float = OFTEN_RIGHT, config: dict = TINY_DEEPSEEK_V2
+) -> str:
     """Its MTP layer as a draft model, with experts. Returns the path."""
     config = {
-        **TINY_DEEPSEEK_V2,
+        **config,
         "architectures": ["DeepseekV3ForCausalLMNextN"],
         "num_nextn_predict_layers": 1,
     }
     name = f"model.layers.{config['num_hidden_layers']}."
-    weights = _mla_layer(name, seed=13)
+    weights = _mla_layer(name, seed=13, config=config)
     for dense in [key for key in weights if ".mlp." in key]:
         del weights[dense]
     experts = {"mlp.gate": torch.zeros(config["n_routed_experts"], _HIDDEN)}
