@@ -32,6 +32,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
     EagleDpE2EBase,
     MtpDpE2EBase,
 )
+from sglang_kv_canary_rigs.eagle_dsa_serving import DsaDpE2EBase
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
 
@@ -165,6 +166,11 @@ class TestMtpBesidePrefills(BesidePrefills, MtpBesidePrefillsE2EBase):
 @by_hand
 class TestMtp(InStep, MtpDpE2EBase):
     """The same with v2."""
+
+
+@by_hand
+class TestDsa(InStep, DsaDpE2EBase):
+    """The same with DeepSeek-V3.2: pools with indexer keys."""
 
 
 @by_hand

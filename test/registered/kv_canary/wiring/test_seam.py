@@ -26,6 +26,7 @@ from sglang_kv_canary.wiring.refusals import Refusal
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
+    make_fp4_mha_pool,
     make_mha_pool,
     make_nsa_pool,
     make_swa_pool,
@@ -543,14 +544,23 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     def runner(pool: Any, draft_model_idx: int | None = None) -> Any:
         return SimpleNamespace(token_to_kv_pool=pool, draft_model_idx=draft_model_idx)
 
-    plain, eagle = (SimpleNamespace(speculative_algorithm=name) for name in (None, "EAGLE"))
+    plain, eagle, in_parts = (
+        SimpleNamespace(speculative_algorithm=name, attn_cp_size=ranks)
+        for name, ranks in ((None, 1), ("EAGLE", 1), ("EAGLE", 2))
+    )
     mha, swa = make_mha_pool().pool, make_swa_pool().pool
     refuse_uncovered_runner(plain, runner(swa))
     refuse_uncovered_runner(eagle, runner(mha))
     refuse_uncovered_runner(eagle, runner(swa))
     with one_rank():
-        swa.swa_kv_pool = make_nsa_pool().pool
-    with pytest.raises(CanaryStartupError, match=r"with the KV pool .*DSATokenToKVPool"):
+        dsa = make_nsa_pool().pool
+    refuse_uncovered_runner(eagle, runner(dsa))
+    with pytest.raises(
+        CanaryStartupError, match=r"with context parallelism and .*DSATokenToKVPool"
+    ):
+        refuse_uncovered_runner(in_parts, runner(dsa))
+    swa.swa_kv_pool = make_fp4_mha_pool().pool
+    with pytest.raises(CanaryStartupError, match=r"with the KV pool .*MHATokenToKVPoolFP4"):
         refuse_uncovered_runner(eagle, runner(swa))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
         refuse_uncovered_runner(eagle, runner(mha, draft_model_idx=0))

@@ -17,6 +17,7 @@ __all__ = [
     "UNIFIED_MHA",
     "UNIFIED_MLA",
     "UNIFIED_SWA",
+    "WITHOUT_CONTEXT_PARALLELISM",
     "judged",
 ]
 
@@ -58,7 +59,8 @@ PARTS = {
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
 # Speculative decoding writes these in tests. It holds for parts, too.
-SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA)
+SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA)
+WITHOUT_CONTEXT_PARALLELISM = (_DSA,)  # of these
 
 # FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
@@ -118,7 +120,8 @@ def _pools() -> dict[str, PoolSupport]:
         **{name: PoolSupport(refused=why) for why, names in _BY_REASON.items() for name in names},
         **{name: known[name] for name in (_MHA, _MLA, _SWA)},
         _DSA: replace(
-            known[_DSA], covers=f"{known[_DSA].covers}; served on CPU, without its kernels"
+            known[_DSA],
+            covers=f"{known[_DSA].covers}; served on CPU, without its kernels, also with EAGLE",
         ),
         **{name: judged(name) for name in _JUDGED},
         _DSV4_POOL: replace(

@@ -8,7 +8,7 @@ from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
-from .pools import SERVED_WITH_SPECULATION
+from .pools import SERVED_WITH_SPECULATION, WITHOUT_CONTEXT_PARALLELISM
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -80,5 +80,11 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
         if name not in SERVED_WITH_SPECULATION:
             raise startup_error(
                 f"speculative decoding with the KV pool {name}: {_UNTESTED} {_REMOVE}.",
+                "KV that drafts and verifies write",
+            )
+        if name in WITHOUT_CONTEXT_PARALLELISM and server_args.attn_cp_size > 1:
+            raise startup_error(
+                f"speculative decoding with context parallelism and the KV pool {name}: {_UNTESTED} {_REMOVE} or "
+                "context parallelism.",
                 "KV that drafts and verifies write",
             )
