@@ -8,7 +8,7 @@ import pytest
 
 from sglang_kv_canary.wiring.releases import release
 
-__all__ = ["long_on_newer_releases", "refused_on_newer_releases"]
+__all__ = ["LONG", "long_on_newer_releases", "refused_on_newer_releases"]
 
 LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
 # Newer releases share what is below the hooks. `.ci/run` has no time to run all of it on each of them.

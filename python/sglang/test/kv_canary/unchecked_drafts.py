@@ -38,6 +38,47 @@ def layers_of_one_kind() -> None:
     HookRegistry.register(f"{worker}.draft_forward", _on_cpu, HookType.AROUND)
 
 
+def unpadded_between_layers() -> None:
+    """Multi-layer EAGLE in step with other ranks without the CUDA graph of its draft-extend, from 0.5.22 on.
+
+    SGLang hands the padding of the first layer to the second, whose attention ends with an error. A graph pads copies.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if release().has_own_canary:
+        path = f"{ForwardBatch.__module__}.ForwardBatch"
+        HookRegistry.register(f"{path}.prepare_mlp_sync_batch", _remember, HookType.BEFORE)
+        HookRegistry.register(f"{path}.post_forward_mlp_sync_batch", _unpad, HookType.AFTER)
+
+
+_PADDED = (
+    "extend_num_tokens",
+    "extend_prefix_lens",
+    "extend_prefix_lens_cpu",
+    "extend_seq_lens",
+    "extend_seq_lens_cpu",
+    "input_ids",
+    "out_cache_loc",
+    "positions",
+    "req_pool_indices",
+    "req_pool_indices_cpu",
+    "seq_lens",
+    "seq_lens_cpu",
+    "seq_lens_sum",
+)
+
+
+def _remember(batch: Any, _: Any) -> None:
+    if batch.forward_mode.is_draft_extend_v2():
+        batch.before_padding = {name: getattr(batch, name) for name in _PADDED}
+
+
+def _unpad(_: Any, batch: Any, *__: Any) -> None:
+    for name, value in batch.__dict__.pop("before_padding", {}).items():
+        setattr(batch, name, value)
+
+
 def _of_any_layer(create: Callable[..., None]) -> Callable[..., None]:
     """All layers have the same weights: each guesses the token after its last one."""
 
@@ -104,7 +145,7 @@ MODES["layers_dp"] = replace(
         "speculative_num_steps": 2,
         "speculative_num_draft_tokens": 3,
     },
-    cpu_fill_ins=(*_IN_STEP.cpu_fill_ins, layers_of_one_kind),
+    cpu_fill_ins=(*_IN_STEP.cpu_fill_ins, layers_of_one_kind, unpadded_between_layers),
 )
 MODES["dflash"] = replace(
     _EAGLE,

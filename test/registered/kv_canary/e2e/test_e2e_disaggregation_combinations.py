@@ -12,10 +12,7 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.on_releases import (
-    long_on_newer_releases,
-    refused_on_newer_releases,
-)
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, requests
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, no_early_reuse, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import WithAdapter
@@ -113,7 +110,6 @@ class TestLayers(ServesPair, LayersE2EBase):
         assert event["reader"]["mode"] == "ARRIVAL"
 
 
-@refused_on_newer_releases
 @BY_HAND
 class TestLayersWithDpAttention(ServesPair, LayersInStepE2EBase):
     """The same on two ranks in step, whose padded verifies read what has arrived."""

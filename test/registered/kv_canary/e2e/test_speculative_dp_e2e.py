@@ -33,7 +33,8 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
     MtpDpE2EBase,
 )
 from sglang_kv_canary_rigs.eagle_dsa_serving import DsaDpE2EBase
-from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
+from sglang_kv_canary_rigs.on_releases import LONG
+from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
@@ -51,6 +52,9 @@ pytestmark = [
 ]
 finds_faults = pytest.mark.skipif(MANY in os.environ, reason=f"{MANY} is set: mode raise")
 by_hand = pytest.mark.skipif(MANY not in os.environ, reason=f"set {MANY}")
+by_hand_or_long = pytest.mark.skipif(
+    MANY not in os.environ and os.environ.get(LONG) != "1", reason=f"set {MANY}, or {LONG}=1"
+)
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="v1 and trees are on the first release only"
 )
@@ -173,8 +177,7 @@ class TestDsa(InStep, DsaDpE2EBase):
     """The same with DeepSeek-V3.2: pools with indexer keys."""
 
 
-@by_hand
-@on_first_release
+@by_hand_or_long
 class TestLayers(InStep, LayersInStepE2EBase):
     """Multi-layer EAGLE, v2."""
 

@@ -231,7 +231,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
-    "DFLASH and multi-layer EAGLE in step with other ranks": {
+    "DFLASH in step with other ranks": {
         "speculative_algorithm": "DFLASH",
         "enable_dp_attention": True,
     },
@@ -279,7 +279,7 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
-    del ASKED["DFLASH and multi-layer EAGLE in step with other ranks"]  # refused anyway
+    del ASKED["DFLASH in step with other ranks"]  # refused anyway
 else:
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
@@ -329,7 +329,7 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
 )
 def test_data_parallel_attention_is_seen_in_settled_arguments() -> None:
     """SGLang clears --enable-dp-attention and --dp-size there, and sets --attn-dp-size."""
-    name = "DFLASH and multi-layer EAGLE in step with other ranks"
+    name = "DFLASH in step with other ranks"
     case = next(case for case in release().refusals() if case.name == name)
     asked = ASKED[name].items() - {"enable_dp_attention": True, "dp_size": 2}.items()
     args = {"model_path": "dummy", "device": "cpu", **dict(asked)}

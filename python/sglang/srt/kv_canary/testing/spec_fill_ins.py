@@ -264,7 +264,8 @@ def rotate_input_ids(
 ) -> None:
     """Each request's tokens move down by one place; `topk_index` goes to the last, or to `select_index`."""
     starts, lengths = extend_start_loc.tolist(), extend_seq_lens.tolist()
-    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    # Requests that a rank is padded with have a length alone. SGLang's Triton kernel reads past the end for them.
+    for request, (start, length) in enumerate(zip(starts, lengths, strict=False)):
         if not length:
             continue
         input_ids[start : start + length - 1] = input_ids[start + 1 : start + length].clone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sglang.srt.environ import envs
 
-from ...plan.speculation import checks_draft
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal, attention_groups, pads_to_other_ranks
@@ -46,14 +45,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
     ),
     Refusal(
-        "DFLASH and multi-layer EAGLE in step with other ranks",
-        lambda args: (
-            args.speculative_algorithm is not None
-            and not checks_draft(args)
-            and pads_to_other_ranks(args)
-        ),
-        "SGLang has DFLASH with it on GPUs alone. No test of the canary has run the padded verifies of either.",
-        "Use --speculative-algorithm EAGLE or EAGLE3 without --enable-multi-layer-eagle, or remove it.",
+        "DFLASH in step with other ranks",
+        lambda args: args.speculative_algorithm == "DFLASH" and pads_to_other_ranks(args),
+        "its verifies are padded on GPUs alone, where the canary has never run them: SGLang's _handle_dflash refuses "
+        "DP attention on a CPU.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
         "page-major KV layout",
