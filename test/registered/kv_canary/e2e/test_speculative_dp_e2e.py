@@ -34,7 +34,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
 )
 from sglang_kv_canary_rigs.eagle_dsa_serving import DsaDpE2EBase
 from sglang_kv_canary_rigs.on_releases import LONG
-from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, flips, one_flip_each
+from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")

@@ -20,6 +20,7 @@ from sglang_kv_canary.testing.scripted_models import (
 )
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
     EVERYWHERE,
@@ -33,8 +34,13 @@ from sglang_kv_canary_rigs.spec_fault_cases import (
 register_cpu_ci(est_time=100, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
 
+REFUSED = {refusal.name for refusal in release().refusals()}
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="refused by name on newer releases, see test_seam.py"
+)
+from_0_5_22 = pytest.mark.skipif(
+    not release().has_own_canary or "adaptive speculation" in REFUSED,
+    reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",
 )
 
 CASES = [
@@ -115,6 +121,29 @@ class TestEagle3(EagleFaults):
         self.assert_clean()
 
 
+@from_0_5_22
+class TestDraftWindow(TestEagle3):
+    """The draft model attends to few tokens. Its pool holds all of them, and all are checked."""
+
+    speculation: ClassVar = {**TestEagle3.speculation, "speculative_draft_window_size": 8}
+
+
+@from_0_5_22
+@long_on_newer_releases
+class TestDraftWindowOfItsBackend(EagleFaults):
+    """The same with EAGLE, whose draft's attention backend leaves the other slots out."""
+
+    speculation: ClassVar = {
+        **V2,
+        "speculative_draft_window_size": 8,
+        "speculative_draft_sink_size": 2,
+    }
+
+    def test_clean(self) -> None:
+        self.converse("window")
+        self.assert_clean()
+
+
 class TestStandalone(EagleFaults):
     """A whole model that drafts. Its prefix cache keeps the last slot of each prompt, too."""
 
@@ -143,7 +172,10 @@ class AdaptiveFaults(EagleFaults):
         at_once = {"warmup_batches": 0, "update_interval": 1, "ema_alpha": 1.0}
         # One step up to 0.9 accepted draft tokens on average, else more.
         thresholds = {"down_hysteresis": 0.4, "up_hysteresis": 0.4}
-        config.write_text(json.dumps({"candidate_steps": cls.candidates, **at_once, **thresholds}))
+        steps = {"candidate_steps": cls.candidates}
+        if release().has_own_canary:  # by batch size
+            steps = {"1": steps}
+        config.write_text(json.dumps({**steps, **at_once, **thresholds}))
         cls.speculation = {
             **cls.speculation,
             "speculative_adaptive": True,
@@ -180,6 +212,18 @@ class TestAdaptiveV2(AdaptiveFaults):
     )
     def test_fault_in_one_pool(self, role: str, case: Case) -> None:
         self.check(role, case, f"{role}-{case}")
+
+
+@from_0_5_22
+class TestAdaptiveNone(AdaptiveFaults):
+    """Steps fall to none, too. The draft model then stores the tokens of each verify all the same."""
+
+    speculation: ClassVar = V2
+    candidates: ClassVar = [0, 1, 3]
+    test_drafts_are_accepted = None  # too few of them: most verifies have no draft
+
+    def test_clean(self) -> None:
+        self.assert_clean_while_the_steps_change()
 
 
 @on_first_release

@@ -115,7 +115,8 @@ def test_the_shape_of_adaptive_speculation_is_its_largest(steps, most, tmp_path)
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=steps + 1,
     )
-    assert SpeculationShape.from_server_args(args).inner_draft_forwards == most - 1
+    shape = SpeculationShape.from_server_args(args)
+    assert (shape.inner_draft_forwards, shape.draft_tokens) == (most - 1, most + 1)
 
 
 def test_tree_width_is_what_a_runner_needs():

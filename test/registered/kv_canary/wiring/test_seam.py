@@ -283,6 +283,8 @@ if SGLANG == "0.5.17":  # builds such pools, which are covered
 else:
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
+    del ASKED["adaptive speculation"]
+    del ASKED["attention window of the draft model"]
 # Asked for by the model, or by a variable of SGLang's.
 HAS_ACTION = "v0_5_22.action" in release().hook_modules
 NOT_BY_AN_ARGUMENT = {
@@ -305,7 +307,14 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
     "speculative decoding with the token oracle",
-    *(["speculative decoding beside prefills of other ranks"] if SGLANG != "0.5.17" else []),
+    *(
+        [
+            "speculative decoding beside prefills of other ranks",
+            "adaptive speculation without draft-extend",
+        ]
+        if SGLANG != "0.5.17"
+        else []
+    ),
     *(
         ["HiCache with the unified or C++ radix tree"]
         if hasattr(envs, "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
@@ -451,6 +460,18 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
     assert not case.predicate(args)
     with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
         assert case.predicate(args)
+
+
+@has_seam
+@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
+    name = "adaptive speculation without draft-extend"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_adaptive=True)
+    assert not case.predicate(args)
+    with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(True):
+        assert case.predicate(args)
+        assert not case.predicate(ServerArgs(model_path="dummy", device="cpu", **_EAGLE))
 
 
 @has_seam

@@ -15,7 +15,7 @@ class SpeculationShape:
     # Length of a draft chain in tokens; the maximum if it changes while the server runs
     num_steps: int = 1
     topk: int = 1  # branches per draft step
-    draft_tokens: int = 1  # tokens per request that a target verify checks
+    draft_tokens: int = 1  # tokens per request that a target verify checks; again the maximum
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> SpeculationShape:
@@ -25,11 +25,10 @@ class SpeculationShape:
         if server_args.speculative_algorithm == "NGRAM":
             # Trees of any shape and breadth: tokens that the trie does not fill are padded below the root.
             return cls(topk=draft_tokens, draft_tokens=draft_tokens)
-        return cls(
-            _max_steps(server_args),
-            server_args.speculative_eagle_topk or 1,
-            draft_tokens,
-        )
+        steps = _max_steps(server_args)
+        if server_args.speculative_adaptive:
+            draft_tokens = max(draft_tokens, steps + 1)
+        return cls(steps, server_args.speculative_eagle_topk or 1, draft_tokens)
 
     @property
     def inner_draft_forwards(self) -> int:
@@ -73,13 +72,14 @@ def _max_steps(server_args: Any) -> int:
     steps = server_args.speculative_num_steps or 1
     if not server_args.speculative_adaptive:
         return steps
-    from sglang.srt.speculative.adaptive_spec_params import (
-        AdaptiveSpeculativeParams,
-        load_adaptive_config,
-    )
+    from sglang.srt.speculative import adaptive_spec_params as adaptive
 
-    config = load_adaptive_config(server_args.speculative_adaptive_config)
-    return AdaptiveSpeculativeParams(steps, config).max_steps
+    path = server_args.speculative_adaptive_config
+    candidates = getattr(adaptive, "resolve_candidate_steps_from_config", None)
+    if candidates is not None:  # from 0.5.17 on
+        return max(steps, *candidates(path))
+    config = adaptive.load_adaptive_config(path)
+    return adaptive.AdaptiveSpeculativeParams(steps, config).max_steps
 
 
 def parents_of_tree(next_token: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:

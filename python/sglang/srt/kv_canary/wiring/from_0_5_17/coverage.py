@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from ...pool_patcher.registry import Coverage
 from ..path_support import PathSupport
 
@@ -44,12 +47,18 @@ _PARTLY_SERVED: dict[str, str] = {
 }
 
 
-def served(*on_gpu: str, where: str = "") -> tuple[PathSupport, ...]:
-    """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases."""
+def served(
+    *on_gpu: str, where: str = "", more: Mapping[str, str] = MappingProxyType({})
+) -> tuple[PathSupport, ...]:
+    """`on_gpu`: the paths that have run on a GPU. `where`: on which of the releases. `more`: what to say of a path."""
     ran = dict.fromkeys(on_gpu, where)
+    partly = {
+        name: "; ".join(filter(None, (more.get(name), what)))
+        for name, what in _PARTLY_SERVED.items()
+    }
     return (
         *(_path(name, what, ran.get(name)) for name, what in _PATHS.items()),
-        *(_path(name, what, ran.get(name), _PARTLY) for name, what in _PARTLY_SERVED.items()),
+        *(_path(name, what, ran.get(name), _PARTLY) for name, what in partly.items()),
         PathSupport(
             "states of linear-attention layers",
             _PARTLY,

@@ -30,23 +30,10 @@ SPECULATION: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or DFLASH, or remove it.",
     ),
     Refusal(
-        "adaptive speculation",
-        lambda args: _speculates(args) and args.speculative_adaptive,
-        "drafts whose steps fall to none: SGLang may then leave the draft's KV unwritten. No test of the canary has "
-        "run it on this release yet.",
-        "Remove --speculative-adaptive.",
-    ),
-    Refusal(
         "draft trees (top-k above 1)",
         lambda args: _speculates(args) and (args.speculative_eagle_topk or 1) > 1,
         "accepted tokens move to other slots, and records do not follow them on this release yet.",
         "Set --speculative-eagle-topk to 1.",
-    ),
-    Refusal(
-        "attention window of the draft model",
-        lambda args: _speculates(args) and args.speculative_draft_window_size is not None,
-        _UNTESTED,
-        "Remove --speculative-draft-window-size.",
     ),
     Refusal(
         "speculative decoding over pipeline stages",

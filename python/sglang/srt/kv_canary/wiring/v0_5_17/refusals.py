@@ -27,6 +27,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE without --enable-multi-layer-eagle, or remove it.",
     ),
     Refusal(
+        "adaptive speculation",
+        lambda args: args.speculative_algorithm is not None and args.speculative_adaptive,
+        "drafts whose steps fall to none, which are followed from 0.5.22 on only.",
+        "Remove --speculative-adaptive.",
+    ),
+    Refusal(
+        "attention window of the draft model",
+        lambda args: (
+            args.speculative_algorithm is not None
+            and args.speculative_draft_window_size is not None
+        ),
+        "drafts that read a part of their slots, which is followed from 0.5.22 on only.",
+        "Remove --speculative-draft-window-size.",
+    ),
+    Refusal(
         "unified memory",
         lambda args: args.enable_unified_memory,
         "its pages move to other addresses while requests run, which is followed from 0.5.22 on only.",

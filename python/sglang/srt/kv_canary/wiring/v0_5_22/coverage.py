@@ -19,9 +19,13 @@ _ON_GPU = (
     "speculative: draft and draft-extend, top-k 1",
     "HiCache: host memory, and the storage backend file",
 )
+# Path -> what these releases have of it beside the others.
+_MORE = {
+    "speculative: draft and draft-extend, top-k 1": "also adaptive, and with an attention window of the draft model",
+}
 
 SERVED: tuple[PathSupport, ...] = (
-    *served(*_ON_GPU, where="run on a GPU with 0.5.23 only"),
+    *served(*_ON_GPU, where="run on a GPU with 0.5.23 only", more=_MORE),
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,

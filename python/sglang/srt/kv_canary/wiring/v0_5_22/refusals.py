@@ -45,6 +45,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
     ),
     Refusal(
+        "adaptive speculation without draft-extend",
+        lambda args: (
+            args.speculative_algorithm is not None
+            and args.speculative_adaptive
+            and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get()
+        ),
+        "where the steps fall to none, SGLang's _stub_skipped_draft_extend leaves the draft's KV of accepted tokens "
+        "unwritten, and later drafts read it.",
+        "Unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND, or remove --speculative-adaptive.",
+    ),
+    Refusal(
         "DFLASH in step with other ranks",
         lambda args: args.speculative_algorithm == "DFLASH" and pads_to_other_ranks(args),
         "its verifies are padded on GPUs alone, where the canary has never run them: SGLang's _handle_dflash refuses "
