@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import json
 import pickle
 import sys
@@ -371,6 +372,17 @@ def test_speculation_whose_batches_are_padded_to_other_ranks(flags, make_args):
         check_request(args)
     args.speculative_algorithm = "NGRAM"
     refuses(args, "NGRAM, frozen-KV MTP and DFLASH in step with other ranks")
+
+
+def test_sglang_itself_cannot_pad_verifies_of_ngram_and_dflash():
+    """`ForwardBatch.prepare_mlp_sync_batch` reads it. If SGLang has it some day, the refusal has lost its reason."""
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+    verifies = (EagleVerifyInput, NgramVerifyInput, DFlashVerifyInput)
+    has = ["num_tokens_per_req" in inspect.getsource(verify) for verify in verifies]
+    assert has == [True, False, False]
 
 
 @pytest.mark.parametrize(

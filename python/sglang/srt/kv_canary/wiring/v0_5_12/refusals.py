@@ -94,8 +94,8 @@ REFUSALS: tuple[Refusal, ...] = (
             args.speculative_algorithm in ("NGRAM", "FROZEN_KV_MTP", "DFLASH")
             and pads_to_other_ranks(args)
         ),
-        "SGLang refuses NGRAM and DFLASH with DP attention, and Gemma 4, the target of frozen-KV MTP, has none. With "
-        "--moe-a2a-backend or --moe-dense-tp-size 1 their verifies are padded, too. No test has run that.",
+        "SGLang itself: with DP attention it has none of them. Else its prepare_mlp_sync_batch ends with an error on "
+        "verifies of NGRAM and DFLASH, and turns drafts of frozen-KV MTP into prefills without K and V.",
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     *hicache_refusals.REFUSALS,

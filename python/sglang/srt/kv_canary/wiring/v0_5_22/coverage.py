@@ -29,8 +29,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
-        "EAGLE, EAGLE3 and multi-layer EAGLE (see docs/parallel.md) with data-parallel attention, on 0.5.23 also beside "
-        f"prefills of other ranks; the others were read; {NO_GPU}",
+        "EAGLE, EAGLE3 and multi-layer EAGLE (see docs/parallel.md) with data-parallel attention, on 0.5.23 also "
+        f"beside prefills of other ranks; the others were read; {NO_GPU}",
     ),
     PathSupport(
         "speculative: DFLASH, multi-layer EAGLE",
