@@ -12,11 +12,16 @@ from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_dp_serving import EagleDpE2EBase
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases, refused_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import BY_HAND, FAULTS, LOG_OR_RAISE, requests
 from sglang_kv_canary_rigs.pd_serving import PdServing, ServesPair, no_early_reuse, transit_faults
 from sglang_kv_canary_rigs.tiny_lora import WithAdapter
-from sglang_kv_canary_rigs.unchecked_drafts import LayersE2EBase, LayersInStepE2EBase
+from sglang_kv_canary_rigs.unchecked_drafts import (
+    DflashE2EBase,
+    LayersE2EBase,
+    LayersInStepE2EBase,
+)
 from sglang_kv_canary_rigs.volume import volume
 
 if release().transfers is None:
@@ -108,6 +113,31 @@ class TestLayers(ServesPair, LayersE2EBase):
             self.ask("layers", prompt)
         event = self.assert_violation("POSITION", runner="target", reader="layers")
         assert event["reader"]["mode"] == "ARRIVAL"
+
+
+@refused_on_newer_releases
+class TestNgram(ServesPair, NgramE2EBase):
+    """No draft model. The trie of the decode server learns from the tokens of its requests, not from KV."""
+
+    flags: ClassVar = {**NgramE2EBase.flags, "kv_canary": LOG_OR_RAISE, "log_level": "warning"}
+    plugins: ClassVar = (transit_faults,)
+
+    test_clean = TestLayers.test_clean
+    test_damage_in_transit = TestLayers.test_damage_in_transit
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="SGLang cannot draft there; lifted by make test"
+)
+@BY_HAND
+class TestDflash(ServesPair, DflashE2EBase):
+    """SGLang sends the draft's KV, too, which has no records."""
+
+    flags: ClassVar = {**DflashE2EBase.flags, "kv_canary": LOG_OR_RAISE}
+    plugins: ClassVar = (transit_faults,)
+
+    test_clean = TestLayers.test_clean
+    test_damage_in_transit = TestLayers.test_damage_in_transit
 
 
 @BY_HAND

@@ -182,10 +182,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "disaggregation_transfer_backend": "mori",
     },
     "PD disaggregation with STANDALONE": {**_DECODES, "speculative_algorithm": "STANDALONE"},
-    "PD disaggregation with this speculative algorithm": {
-        **_DECODES,
-        "speculative_algorithm": "DFLASH",
-    },
     "PD disaggregation with LoRA and pipeline stages": {
         **_DECODES,
         "enable_lora": True,

@@ -240,10 +240,8 @@ CASES = {
         "pp_size": 2,
     },
     "PD disaggregation with STANDALONE": {**DECODES, "speculative_algorithm": "STANDALONE"},
-    "PD disaggregation with this speculative algorithm": {
-        **DECODES,
-        "speculative_algorithm": "NGRAM",
-    },
+    "PD disaggregation with frozen-KV MTP": {**DECODES, "speculative_algorithm": "FROZEN_KV_MTP"},
+    "PD disaggregation with DFLASH": {**DECODES, "speculative_algorithm": "DFLASH"},
     "PD disaggregation with LoRA and pipeline stages": {
         **DECODES,
         "enable_lora": True,

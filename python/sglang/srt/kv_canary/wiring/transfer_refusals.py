@@ -49,15 +49,6 @@ TRANSFERS: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
-        "PD disaggregation with this speculative algorithm",
-        lambda args: (
-            _transfers(args)
-            and args.speculative_algorithm not in (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-        ),
-        "a draft's KV without records, or a draft that has none of its own. No run has checked it over transferred KV.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-    ),
-    Refusal(
         "PD disaggregation with LoRA and pipeline stages",
         lambda args: (
             _transfers(args) and bool(args.enable_lora or args.lora_paths) and args.pp_size > 1
