@@ -5,7 +5,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,8 +18,10 @@ from sglang_kv_canary.testing.scripted_models import (
     write_scripted_eagle3,
     write_scripted_llama,
 )
+from sglang_kv_canary.testing.serving import Injection
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
@@ -156,6 +158,25 @@ class TestStandalone(EagleFaults):
     def test_clean(self) -> None:
         self.converse("standalone")
         self.assert_clean()
+
+
+@from_0_5_22
+@long_on_newer_releases
+class TestStages(EagleFaults):
+    """The last stage has the draft model. Each stage verifies what it drafts, in the layers that it has."""
+
+    speculation: ClassVar = {**V1, "pp_size": 2}
+    env: ClassVar = {**EagleFaults.env, **bind_each_rank(2), "SGLANG_ENABLE_PP_SPEC": "1"}
+
+    def inject(self, fault: str, rank: int = 0, **args: Any) -> Injection:
+        return super().inject(fault, rank, pp_rank=1, **args)
+
+    def test_clean(self) -> None:
+        self.converse("stages")
+        self.assert_clean()
+        active = self.serving.events("active")
+        stages = sorted((event["pp_rank"], event["runner"]) for event in active)
+        assert stages == [(0, "target"), (1, "draft"), (1, "target")]
 
 
 class AdaptiveFaults(EagleFaults):

@@ -471,6 +471,19 @@ def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
 
 
 @has_seam
+def test_drafts_that_stages_relay_are_let_through() -> None:
+    variable = getattr(envs, "SGLANG_ENABLE_PP_SPEC", None)
+    if variable is None:
+        pytest.skip("this release has drafts of stages on prefill servers alone")
+    name = "speculative decoding over pipeline stages"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, pp_size=2)
+    assert case.predicate(args)
+    with variable.override(True):
+        assert not case.predicate(args)
+
+
+@has_seam
 def test_decodes_beside_prefills_are_refused_unless_ranks_coordinate_them() -> None:
     variable = getattr(envs, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", None)
     if variable is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
@@ -16,10 +18,17 @@ __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 _COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "DFLASH")
 _UNTESTED = "no test of the canary has run it on this release yet."
 _REMOVE = "Remove --speculative-algorithm"
+_RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
 
 
 def _speculates(args: Any) -> bool:
     return args.speculative_algorithm is not None
+
+
+def _relays_drafts() -> bool:
+    """Whether SGLang hands drafts of the last stage to the others. It refuses that together with disaggregation."""
+    variable = getattr(envs, _RELAYS_DRAFTS, None)  # from 0.5.22 on
+    return variable is not None and variable.get()
 
 
 SPECULATION: tuple[Refusal, ...] = (
@@ -37,10 +46,10 @@ SPECULATION: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding over pipeline stages",
-        lambda args: _speculates(args) and args.pp_size > 1,
-        "drafts of the last stage alone, whose trees the other stages rebuild. SGLang has this on prefill servers, or "
-        "as an experiment, and no test of the canary has run either.",
-        f"{_REMOVE} or --pp-size.",
+        lambda args: _speculates(args) and args.pp_size > 1 and not _relays_drafts(),
+        f"without {_RELAYS_DRAFTS} SGLang has it on prefill servers alone. There the last stage sends a draft's KV, "
+        "which the others do not have, and no run has followed its records.",
+        f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1 without disaggregation.",
     ),
     Refusal(
         "speculative decoding with the token oracle",

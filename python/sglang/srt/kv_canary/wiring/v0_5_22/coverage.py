@@ -21,7 +21,8 @@ _ON_GPU = (
 )
 # Path -> what these releases have of it beside the others.
 _MORE = {
-    "speculative: draft and draft-extend, top-k 1": "also adaptive, and with an attention window of the draft model",
+    "speculative: draft and draft-extend, top-k 1": "also adaptive, with an attention window of the draft model, and "
+    "over pipeline stages",
 }
 
 SERVED: tuple[PathSupport, ...] = (
