@@ -54,6 +54,12 @@ class Landed:
     load: LoadBack
     before: torch.Tensor  # int64[n]: the slots' last writers before
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What `expose_late_writes` reads."""
+        a = self.load
+        return a.slots, a.words, self.before, a.complete_after
+
     def expose_late_writes(self, backend: ModuleType) -> None:
         """Take back the records of slots that a forward has written after all bytes were there.
 

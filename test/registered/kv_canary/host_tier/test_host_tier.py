@@ -20,6 +20,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.host_code import HOST, compiled, twins
 from sglang_kv_canary.host_tier.host_content import HostContent, sources_of
 from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
+from sglang_kv_canary.host_tier.host_tier import HOST_SECTOR_BYTES
 from sglang_kv_canary.kernels.reference import content_fingerprint
 from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
@@ -340,6 +341,17 @@ def test_a_finding_becomes_a_violation_of_its_tier(monkeypatch: pytest.MonkeyPat
     assert (
         f"host slot {int(host[3])} at position 3, whose K bytes have changed" in cause["sentence"]
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "each"), [(ContentMode.ALL, None), (ContentMode.PARTIAL, HOST_SECTOR_BYTES)]
+)
+def test_a_slot_takes_from_the_budget_what_is_fetched_of_it(
+    monkeypatch: pytest.MonkeyPatch, mode: ContentMode, each: int | None
+) -> None:
+    rig = HiCacheRig(monkeypatch, content=mode)
+    sources = [s for half in rig.tier.group.halves for s in rig.tier.group.content(half)]
+    assert rig.tier.bytes_per_slot == sum(s.row_bytes if each is None else each for s in sources)
 
 
 def test_of_a_large_load_some_slots_are_compared_each_time(monkeypatch) -> None:

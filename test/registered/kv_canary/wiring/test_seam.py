@@ -574,10 +574,7 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     def runner(pool: Any, draft_model_idx: int | None = None) -> Any:
         return SimpleNamespace(token_to_kv_pool=pool, draft_model_idx=draft_model_idx)
 
-    plain, eagle, in_parts = (
-        SimpleNamespace(speculative_algorithm=name, attn_cp_size=ranks)
-        for name, ranks in ((None, 1), ("EAGLE", 1), ("EAGLE", 2))
-    )
+    plain, eagle = (SimpleNamespace(speculative_algorithm=name) for name in (None, "EAGLE"))
     mha, swa = make_mha_pool().pool, make_swa_pool().pool
     refuse_uncovered_runner(plain, runner(swa))
     refuse_uncovered_runner(eagle, runner(mha))
@@ -585,10 +582,6 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     with one_rank():
         dsa = make_nsa_pool().pool
     refuse_uncovered_runner(eagle, runner(dsa))
-    with pytest.raises(
-        CanaryStartupError, match=r"with context parallelism and .*DSATokenToKVPool"
-    ):
-        refuse_uncovered_runner(in_parts, runner(dsa))
     swa.swa_kv_pool = make_fp4_mha_pool().pool
     with pytest.raises(CanaryStartupError, match=r"with the KV pool .*MHATokenToKVPoolFP4"):
         refuse_uncovered_runner(eagle, runner(swa))

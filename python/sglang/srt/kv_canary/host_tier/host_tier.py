@@ -22,6 +22,9 @@ from .host_content import HostContent, Sources, refuse_unlike
 from .host_records import HostRecords, SlotRecords
 from .launches import Launches
 
+# What a sector of mode `partial` takes from budgets: the CPU fetches one or two cache lines of 64 bytes.
+HOST_SECTOR_BYTES = 128
+
 
 class HostTier:
     """Beside one host pool. Host slots are int64 on the CPU, device slots int64 on the device.
@@ -48,7 +51,8 @@ class HostTier:
         self.content = content
         self._bytes = HostContent(content, mode)
         # What a comparison of one slot reads.
-        self.bytes_per_slot = max(1, content_bytes_per_slot(group, mode)) if content else 1
+        each = content_bytes_per_slot(group, mode, HOST_SECTOR_BYTES) if content else 1
+        self.bytes_per_slot = max(1, each)
         self.records = HostRecords(num_slots, len(group.halves))
         self.launches = Launches()
         self.written_back = 0  # slots, since the start

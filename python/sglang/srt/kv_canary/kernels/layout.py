@@ -53,11 +53,16 @@ def refuse_strided(group: CanaryBufferGroup) -> None:
         )
 
 
-def content_bytes_per_slot(group: CanaryBufferGroup, mode: ContentMode) -> int:
-    """Bytes that one content check of a slot takes from the budget, over all halves."""
+def content_bytes_per_slot(
+    group: CanaryBufferGroup, mode: ContentMode, sector_bytes: int = SECTOR_COST_BYTES
+) -> int:
+    """Bytes that one content check of a slot takes from the budget, over all halves.
+
+    `sector_bytes`: what a sector of mode `partial` takes.
+    """
     sources = group.k_content + group.v_content
     if mode is ContentMode.PARTIAL:
-        return SECTOR_COST_BYTES * len(sources)
+        return sector_bytes * len(sources)
     return sum(s.row_bytes for s in sources)
 
 

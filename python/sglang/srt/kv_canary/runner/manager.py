@@ -342,9 +342,9 @@ class CanaryManager:
         if self.late.content.due is None or not self.attempt(self.late.content.write):
             return None
         self.owes_copy = True
-        self._launched_between = self._event_here()
+        event = self._launched_between = self._event_here()
         self._tell_observers("after_late_launches", self)
-        return self._launched_between
+        return event
 
     def expect_arrivals(self, page_size: int) -> None:
         """KV will arrive in slots that this runner's pool, with pages of `page_size` slots, has handed out."""
@@ -377,7 +377,11 @@ class CanaryManager:
         """
         if self._events_applied is not None:
             torch.cuda.current_stream().wait_event(self._events_applied)
-        self.owes_copy |= self.attempt(self.ledger.apply, True)
+        self.attempt(self._settle)
+
+    def _settle(self) -> None:
+        if self.ledger.apply(True):
+            self.owes_copy = True
 
     def note_arrivals(self, arrivals: Sequence[Arrival], awaited: bool = False) -> int:
         """KV has arrived in the rows of these requests. Check it, on the current stream: that of the forwards.

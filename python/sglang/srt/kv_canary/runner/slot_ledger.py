@@ -170,6 +170,7 @@ class SlotLedger:
                 self._landed.append(each)
             else:
                 each.expose_late_writes(self._backend)
+                self._borrowed.keep(each.tensors)  # of the stream on which they landed
         return len(landed) - len(self._landed)
 
     def _apply_in_order(self, events: list[_Event], untold: bool) -> int:

@@ -17,7 +17,6 @@ __all__ = [
     "UNIFIED_MHA",
     "UNIFIED_MLA",
     "UNIFIED_SWA",
-    "WITHOUT_CONTEXT_PARALLELISM",
     "judged",
 ]
 
@@ -60,7 +59,6 @@ PARTS = {
 }
 # Speculative decoding writes these in tests. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA)
-WITHOUT_CONTEXT_PARALLELISM = (_DSA,)  # of these
 
 # FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)

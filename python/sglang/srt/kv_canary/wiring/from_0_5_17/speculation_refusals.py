@@ -10,7 +10,7 @@ from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
-from .pools import SERVED_WITH_SPECULATION, WITHOUT_CONTEXT_PARALLELISM
+from .pools import SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -49,7 +49,8 @@ SPECULATION: tuple[Refusal, ...] = (
         lambda args: _speculates(args) and args.pp_size > 1 and not _relays_drafts(),
         f"without {_RELAYS_DRAFTS} SGLang has it on prefill servers alone. There the last stage sends a draft's KV, "
         "which the others do not have, and no run has followed its records.",
-        f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1 without disaggregation.",
+        f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1: SGLang takes EAGLE of one layer with it, "
+        "without disaggregation, adaptive speculation and DP attention.",
     ),
     Refusal(
         "speculative decoding with the token oracle",
@@ -76,11 +77,5 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
         if name not in SERVED_WITH_SPECULATION:
             raise startup_error(
                 f"speculative decoding with the KV pool {name}: {_UNTESTED} {_REMOVE}.",
-                "KV that drafts and verifies write",
-            )
-        if name in WITHOUT_CONTEXT_PARALLELISM and server_args.attn_cp_size > 1:
-            raise startup_error(
-                f"speculative decoding with context parallelism and the KV pool {name}: {_UNTESTED} {_REMOVE} or "
-                "context parallelism.",
                 "KV that drafts and verifies write",
             )
