@@ -21,8 +21,8 @@ _ON_GPU = (
 )
 # Path -> what these releases have of it beside the others.
 _MORE = {
-    "speculative: draft and draft-extend, top-k 1": "also adaptive, with an attention window of the draft model, and "
-    "over pipeline stages; those before the last compare no inputs with samples",
+    "speculative: draft and draft-extend, top-k 1": "also adaptive, with a draft window, and over pipeline stages, "
+    "of which only the last compares inputs with samples",
 }
 
 SERVED: tuple[PathSupport, ...] = (
