@@ -688,7 +688,7 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
     [
         (pools.make_mha_pool, True),
         (pools.make_mla_pool, True),
-        (pools.make_nsa_pool, False),
+        (pools.make_nsa_pool, True),
         (pools.make_hybrid_linear_pool, False),
     ],
     ids=["mha", "mla", "dsa", "hybrid"],
