@@ -700,8 +700,7 @@ class CanaryManager:
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        at_once_or_due = at_once or self._copies_each_step
-        if self._copy.start(point, at_once_or_due, self._launched_between):
+        if self._copy.start(point, at_once or self._copies_each_step, self._launched_between):
             self._copy_is_awaited, self._finding = at_once, False
             self._launched_between = None
         else:

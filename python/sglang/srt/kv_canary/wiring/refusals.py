@@ -46,6 +46,19 @@ def splits_attention(server_args: Any) -> bool:
     return server_args.enable_dp_attention or attention_groups(server_args) > 1
 
 
+def decodes_beside_prefills(server_args: Any) -> bool:
+    """Whether a rank may decode while another one prefills, by a flag that not every release has.
+
+    The servers of a pair never read it, and ranks with the same requests prefill together.
+    """
+    return (
+        server_args.speculative_algorithm is not None
+        and getattr(server_args, "speculative_skip_dp_mlp_sync", False)
+        and server_args.disaggregation_mode == "null"
+        and attention_groups(server_args) > 1
+    )
+
+
 def pads_to_other_ranks(server_args: Any) -> bool:
     """As in SGLang's `require_mlp_sync`: all ranks agree on batch sizes. Works before process groups exist."""
     return (

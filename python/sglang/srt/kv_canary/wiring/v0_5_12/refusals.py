@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
-from ..refusals import COMMON, Refusal, attention_groups, pads_to_other_ranks
+from ..refusals import COMMON, Refusal, decodes_beside_prefills, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
 
@@ -93,13 +93,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding beside prefills of other ranks",
-        # The servers of a pair never read that flag, and ranks with the same requests prefill together.
-        lambda args: (
-            args.speculative_algorithm is not None
-            and args.speculative_skip_dp_mlp_sync
-            and args.disaggregation_mode == "null"
-            and attention_groups(args) > 1
-        ),
+        decodes_beside_prefills,
         "SGLang itself: beside a prefill, forward_batch_generation of EAGLEWorker and EAGLEWorkerV2 runs a decode as a "
         "prefill, with the tokens and slots of its last one. The scheduler ends.",
         "Remove --speculative-skip-dp-mlp-sync.",

@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, attention_groups, pads_to_other_ranks
+from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
@@ -32,13 +32,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding beside prefills of other ranks",
-        # 0.5.22 has the flag. Servers of a pair never read it, and ranks with the same requests prefill together.
         lambda args: (
-            args.speculative_algorithm is not None
-            and getattr(args, "speculative_skip_dp_mlp_sync", False)
+            decodes_beside_prefills(args)
             and not envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
-            and args.disaggregation_mode == "null"
-            and attention_groups(args) > 1
         ),
         "SGLang itself: beside a prefill, EAGLEWorkerV2.forward_batch_generation runs a decode as a prefill without "
         "tokens. The scheduler ends.",
