@@ -7,8 +7,10 @@ One server, in which the canary is taken out and put back between runs, see `ben
 next request as soon as the last one is answered. Prompts have 16 to 1,536 tokens, of which a part is shared. The two
 runs of a pair have the same prompts. Prints a JSON line per run and, last, the mean of the pairs' ratios with its
 95 % interval: output tokens per second, time to first token (TTFT) and time between tokens (ITL), median and p90.
-A time between tokens is a mean of 8. The host's share is the time in the canary's own code in the scheduler's thread,
-per step. With `--profile`, one more run samples that thread's stack every millisecond, and says where this time goes.
+A time between tokens is a mean of 8. Each line says how often SGLang took running requests back: then no new ones
+begin for a while, and times to first token are long. The host's share is the time in the canary's own code in the
+scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
+where this time goes.
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
 """
 
@@ -89,7 +91,9 @@ def _us_a_step(samples: collections.Counter[str], steps: int) -> list[tuple[floa
 
 
 class Meter:
-    """Steps and host time of the canary since the last call."""
+    """Steps, host time of the canary, and how often SGLang took running requests back, since the last call."""
+
+    retractions = 0  # of the process
 
     def __init__(self, scheduler: Any) -> None:
         self._switch = bench_switch.CanarySwitch(scheduler)
@@ -97,7 +101,7 @@ class Meter:
         self._samples: HostSamples | None = None
         self._counts: own_code.OwnCode | None = None
         self._forward_ct = scheduler.forward_ct
-        self._spent = 0
+        self._spent = self._retractions = 0
 
     def to(self, scheduler: Any, state: str, path: str) -> None:
         """Write what was measured to `path`, then switch. `profile` is `all` with samples, `count` with counts."""
@@ -106,6 +110,7 @@ class Meter:
         steps = scheduler.forward_ct - self._forward_ct
         spent = self._manager.clock.spent_ns - self._spent
         line: dict[str, Any] = {"steps": steps, "clock_us_a_step": spent / 1000 / max(1, steps)}
+        line["retractions"] = Meter.retractions - self._retractions
         if (samples := self._samples) is not None:
             line |= {
                 "sampled_us_a_step": samples.ours * SAMPLE_S * 1e6 / max(1, steps),
@@ -119,6 +124,7 @@ class Meter:
         Path(path).write_text(json.dumps(line))
         self._switch.to("all" if state in ("profile", "count") else state)
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
+        self._retractions = Meter.retractions
         self._samples = HostSamples() if state == "profile" else None
         if self._samples is not None:
             self._samples.start()
@@ -129,7 +135,15 @@ class Meter:
 
 def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process with one more remote call, `canary_to(state, path)`."""
-    from sglang.srt.managers import scheduler
+    from sglang.srt.managers import schedule_batch, scheduler
+
+    retract = schedule_batch.ScheduleBatch.retract_decode
+
+    def retract_decode(*args: Any, **kwargs: Any) -> Any:
+        Meter.retractions += 1
+        return retract(*args, **kwargs)
+
+    schedule_batch.ScheduleBatch.retract_decode = retract_decode
 
     def canary_to(self: Any, state: str, path: str) -> None:
         if not hasattr(self, "_canary_meter"):
