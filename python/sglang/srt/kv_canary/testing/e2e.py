@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from ..buffer_group import Side
 from ..endpoint import CanaryLaunchTag
 from ..reports.violation import Violation, render
@@ -32,6 +34,21 @@ def is_explained(event: Mapping[str, Any], done: Mapping[str, Any]) -> bool:
     )
 
 
+def gpus_of(server_args: Mapping[str, Any]) -> int:
+    """GPUs that a server with these arguments takes: one for each rank."""
+    replicas = 1 if server_args.get("enable_dp_attention") else server_args.get("dp_size", 1)
+    return server_args.get("tp_size", 1) * server_args.get("pp_size", 1) * replicas
+
+
+def _skip_without_gpus(server_args: Mapping[str, Any]) -> None:
+    """On a CPU all ranks share it."""
+    needed, there = gpus_of(server_args), torch.cuda.device_count()
+    if torch.cuda.is_available() and needed > there:
+        import pytest  # here, because servers need none
+
+        pytest.skip(f"needs {needed} GPUs, this machine has {there}")
+
+
 class CanaryE2EBase:
     """Starts `transport` with the mode `mode_name` once per test class.
 
@@ -52,7 +69,9 @@ class CanaryE2EBase:
     @classmethod
     def setup_class(cls) -> None:
         cls.mode = MODES[cls.mode_name]
-        cls.serving = cls.transport(cls.mode, cls.flags, cls.env, cls.plugins).__enter__()
+        serving = cls.transport(cls.mode, cls.flags, cls.env, cls.plugins)
+        _skip_without_gpus(serving.server_args)
+        cls.serving = serving.__enter__()
         cls._seen = 0
 
     @classmethod
