@@ -12,11 +12,12 @@ from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.scripted_models import write_scripted_dflash
 from sglang_kv_canary.wiring.releases import release
 
-from .eagle_dp_serving import MtpDpE2EBase, on_cpu
+from .eagle_dp_serving import EagleDpE2EBase, MtpDpE2EBase, on_cpu
 from .eagle_serving import EagleE2EBase
 
 __all__ = [
     "DflashE2EBase",
+    "DflashInStepE2EBase",
     "LayersE2EBase",
     "LayersInStepE2EBase",
     "dflash_on_cpu",
@@ -147,14 +148,26 @@ MODES["layers_dp"] = replace(
     },
     cpu_fill_ins=(*_IN_STEP.cpu_fill_ins, layers_of_one_kind, unpadded_between_layers),
 )
+
+
+def _with_dflash(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """DFLASH takes the number of draft tokens from its draft model."""
+    others = {k: v for k, v in server_args.items() if not k.startswith("speculative_")}
+    return {**others, "speculative_algorithm": "DFLASH"}
+
+
 MODES["dflash"] = replace(
     _EAGLE,
     name="dflash",
-    server_args={
-        **{k: v for k, v in _EAGLE.server_args.items() if not k.startswith("speculative_")},
-        "speculative_algorithm": "DFLASH",
-    },
+    server_args=_with_dflash(_EAGLE.server_args),
     cpu_fill_ins=(*_EAGLE.cpu_fill_ins, dflash_on_cpu),
+)
+
+# On GPUs alone: SGLang refuses it on a CPU. Drafts borrow the target's head, which each rank then has whole.
+MODES["dflash_dp"] = replace(
+    MODES["eagle3_dp"],
+    name="dflash_dp",
+    server_args={**_with_dflash(MODES["eagle3_dp"].server_args), "enable_dp_lm_head": True},
 )
 
 
@@ -180,6 +193,18 @@ class LayersInStepE2EBase(MtpDpE2EBase):
 class DflashE2EBase(UncheckedDraftE2EBase):
     mode_name = "dflash"
     speculation: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_dflash(folder)
+
+
+class DflashInStepE2EBase(EagleDpE2EBase):
+    """With data-parallel attention."""
+
+    mode_name = "dflash_dp"
+    runners: ClassVar[frozenset[str]] = frozenset({"target"})
+    speculation: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def write_draft(cls, folder: Path) -> str:

@@ -35,7 +35,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
 from sglang_kv_canary_rigs.eagle_dsa_serving import DsaDpE2EBase
 from sglang_kv_canary_rigs.on_releases import LONG
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
-from sglang_kv_canary_rigs.unchecked_drafts import LayersInStepE2EBase
+from sglang_kv_canary_rigs.unchecked_drafts import DflashInStepE2EBase, LayersInStepE2EBase
 
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
@@ -180,6 +180,18 @@ class TestDsa(InStep, DsaDpE2EBase):
 @by_hand_or_long
 class TestLayers(InStep, LayersInStepE2EBase):
     """Multi-layer EAGLE, v2."""
+
+
+@pytest.mark.skipif(
+    "DFLASH in step with other ranks" in REFUSED
+    or "NGRAM, frozen-KV MTP and DFLASH in step with other ranks" in REFUSED,
+    reason="this release refuses it; from 0.5.22 on lifted by the line DFLASH_IN_STEP in its refusals",
+)
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="SGLang has DFLASH with DP attention on GPUs alone"
+)
+class TestDflash(InStep, DflashInStepE2EBase):
+    """v2. A rank that idles runs the verify of the others as an IDLE forward, and drafts nothing."""
 
 
 @by_hand

@@ -78,6 +78,8 @@ DSV4_ENV = {
 # From 0.5.17 on SGLang calls NSA DSA, also in its flags.
 IS_DSA = importlib.util.find_spec("sglang.srt.layers.attention.dsa") is not None
 _NSA_FLAG, _NSA_VARIABLE = ("dsa", "SGLANG_DSA") if IS_DSA else ("nsa", "SGLANG_NSA")
+# From there on decodes and prefills have captured sizes of their own.
+_DECODE_GRAPHS = "cuda_graph_bs_decode" if IS_DSA else "cuda_graph_bs"
 
 
 def nsa_backends(name: str) -> dict[str, str]:
@@ -181,7 +183,7 @@ MODES: dict[str, ModeConfig] = {
         },
         # SGLang chooses backend and page size.
         # Each captured size takes seconds at start-up. Other batches are padded.
-        cuda_args={"device": "cuda", "dtype": "bfloat16", "cuda_graph_bs": [2, 8]},
+        cuda_args={"device": "cuda", "dtype": "bfloat16", _DECODE_GRAPHS: [2, 8]},
         env=DSV4_ENV,
     ),
     # SGLang chooses pages of 64 tokens. Without a GPU its indexer and attention are to be filled in.
@@ -202,7 +204,7 @@ MODES: dict[str, ModeConfig] = {
             "device": "cuda",
             "dtype": "bfloat16",
             **nsa_backends("flashmla_sparse"),  # decodes take FlashAttention 3 by default
-            "cuda_graph_bs_decode" if IS_DSA else "cuda_graph_bs": [2, 4, 8, 16],
+            _DECODE_GRAPHS: [2, 4, 8, 16],
         },
         env=NSA_ENV,
     ),
@@ -211,7 +213,7 @@ MODES: dict[str, ModeConfig] = {
 
 def why_dsv4_cannot_be_served() -> str:
     """What this machine lacks for the mode `dsv4`. "" if nothing is known to be missing."""
-    # Imported by deepseek_v4_backend and mhc.
+    # Imported by the attention backend, the indexer and mhc, on all releases. SGLang pins their versions from 0.5.22 on.
     return _why_not("DeepSeek-V4", ("flash_mla", "deep_gemm", "tilelang"))
 
 
@@ -225,7 +227,7 @@ def why_nsa_cannot_be_served() -> str:
 
 def _why_not(model: str, modules: Sequence[str]) -> str:
     if not torch.cuda.is_available():
-        return f"{model} needs a CUDA device (SGLang 0.5.12.post1 has no other backend for it)"
+        return f"{model} needs a CUDA device (SGLang has no other backend for it)"
     if torch.cuda.get_device_capability() < (9, 0):
         return f"{model}'s kernels need sm_90, this device has {torch.cuda.get_device_capability()}"
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

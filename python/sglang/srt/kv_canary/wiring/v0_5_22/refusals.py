@@ -12,6 +12,15 @@ from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
 
+# Without its line in REFUSALS, `TestDflash` of test_speculative_dp_e2e.py runs where there are two GPUs.
+DFLASH_IN_STEP = Refusal(
+    "DFLASH in step with other ranks",
+    lambda args: args.speculative_algorithm == "DFLASH" and pads_to_other_ranks(args),
+    "its verifies are padded on GPUs alone, where the canary has never run them: SGLang's _handle_dflash refuses "
+    "DP attention on a CPU.",
+    "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+)
+
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
     *TRANSFERS,
@@ -51,13 +60,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "unwritten, and later drafts read it.",
         "Unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND, or remove --speculative-adaptive.",
     ),
-    Refusal(
-        "DFLASH in step with other ranks",
-        lambda args: args.speculative_algorithm == "DFLASH" and pads_to_other_ranks(args),
-        "its verifies are padded on GPUs alone, where the canary has never run them: SGLang's _handle_dflash refuses "
-        "DP attention on a CPU.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-    ),
+    DFLASH_IN_STEP,
     Refusal(
         "page-major KV layout",
         lambda args: args.enable_page_major_kv_layout,
