@@ -21,8 +21,9 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
 )
 from sglang_kv_canary.testing.mode_config import why_dsv4_cannot_be_served
+from sglang_kv_canary_rigs.dsv4_serving import EAGLE, Dsv4E2EBase
 
-register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
+register_cuda_ci(est_time=600, suite="stage-b-test-1-gpu-large")
 
 MISSING = why_dsv4_cannot_be_served()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -106,6 +107,16 @@ class TestDsv4Faults(FaultCases):
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:
         self.run_case(case, f"{case}-{CASES.index(case)}")
+
+
+class TestDsv4Eagle(Dsv4E2EBase):
+    """With drafts of the MTP layer, of which a target with random weights accepts few."""
+
+    flags: ClassVar = {**Dsv4E2EBase.flags, **EAGLE}
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_flipped_byte(self, kind: str) -> None:
+        self.check_flipped_byte(0, kind)
 
 
 if __name__ == "__main__":

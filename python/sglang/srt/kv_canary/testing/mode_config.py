@@ -213,7 +213,7 @@ MODES: dict[str, ModeConfig] = {
 
 def why_dsv4_cannot_be_served() -> str:
     """What this machine lacks for the mode `dsv4`. "" if nothing is known to be missing."""
-    # Imported by the attention backend, the indexer and mhc, on all releases. SGLang pins their versions from 0.5.22 on.
+    # Imported by the attention backend, the indexer and mhc. SGLang pins their versions from 0.5.22 on.
     return _why_not("DeepSeek-V4", ("flash_mla", "deep_gemm", "tilelang"))
 
 

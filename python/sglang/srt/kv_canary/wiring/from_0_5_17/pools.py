@@ -57,7 +57,7 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
-# Speculative decoding writes these in tests. It holds for parts, too. DeepSeek-V4's: judged by pool objects, see `POOLS`.
+# Speculative decoding writes these in tests, those of DeepSeek-V4 on GPUs. It holds for parts, too.
 SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA, _DSV4_POOL, f"{_DSV4}.DeepSeekV4SingleKVPool")
 
 # FP4 pools are apart.
