@@ -15,7 +15,7 @@ __all__ = ["EAGLE", "TARGET_KINDS", "Dsv4E2EBase"]
 
 REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", "64"))  # a multiple of 16
 TARGET_KINDS = ("SWA", "C4", "C4_INDEXER", "C128")
-# SGLang's attention backend for V4 drafts in CUDA graphs only: outside of them it refuses the draft's slots.
+# 0.5.12.post1's attention backend for V4 drafts in CUDA graphs only: outside of them it refuses the draft's slots.
 EAGLE: Mapping[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,

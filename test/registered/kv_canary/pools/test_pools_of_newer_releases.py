@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -689,9 +690,11 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
         (pools.make_mha_pool, True),
         (pools.make_mla_pool, True),
         (pools.make_nsa_pool, True),
+        (pools.make_dsv4_pool, True),
+        (partial(pools.make_dsv4_pool, compression_ratios=(0,)), True),  # the draft's
         (pools.make_hybrid_linear_pool, False),
     ],
-    ids=["mha", "mla", "dsa", "hybrid"],
+    ids=["mha", "mla", "dsa", "dsv4", "dsv4_draft", "hybrid"],
 )
 def test_speculation_writes_to_served_pools_only(
     make: Callable[[], RealPool], is_served: bool
