@@ -74,8 +74,6 @@ DSV4_ENV = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     # Otherwise 0.5.12.post1 builds a C++ extension with torch's headers, for one product.
     "SGLANG_OPT_BF16_FP32_GEMM_ALGO": "torch",
-    # Newer releases evict every 128 tokens otherwise, and the pool is small.
-    "SGLANG_SWA_EVICTION_INTERVAL": "1",
 }
 # From 0.5.17 on SGLang calls NSA DSA, also in its flags.
 IS_DSA = importlib.util.find_spec("sglang.srt.layers.attention.dsa") is not None
