@@ -490,6 +490,10 @@ def _reversed(
     return [(source + i * item, target + (count - 1 - i) * item, item) for i in range(count)]
 
 
+class OverMooncake(PdServing):
+    backend: ClassVar = "mooncake"
+
+
 class OverNixl(PdServing):
     backend: ClassVar = "nixl"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,19 +50,48 @@ class _Awaited(threading.local):
         return original([*handles, *records], *args, **more)
 
 
+class _EarlyChunks:
+    """Chunks that SGLang sends while a forward may still compute them, each with the event of that forward.
+
+    Over Mooncake SGLang waits for the event before it reads KV. `NixlKVManager.add_transfer_request` drops it. Here
+    records wait, so they are those of the computed KV, whatever KV has gone before them.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[int, Any] = {}  # by the id of the chunk's pages, while these live
+
+    def enqueue(
+        self, original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any
+    ) -> Any:
+        if (event := more.get("wait_event")) is not None:
+            self._events[id(pages)] = event
+            weakref.finalize(pages, self._events.pop, id(pages), None).atexit = False
+        return original(room, pages, *args, **more)
+
+    def await_forward(self, pages: Any) -> None:
+        """`pages`: of a chunk, or the first of them."""
+        for array in (pages, pages.base):
+            if (event := self._events.get(id(array))) is not None:
+                event.synchronize()
+
+
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    agent, awaited = kv_manager.agent, _Awaited()
+    agent, awaited, early = kv_manager.agent, _Awaited(), _EarlyChunks()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
+
+    def send_records(peer: str, source: Any, target: Any) -> None:
+        sender.contained(peer, early.await_forward, source)
+        sender.send(peer, source, target)
 
     def send_kv(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
         post_kv = functools.partial(original, peer, source, *args, **more)
-        return beside(agent, post_kv, functools.partial(sender.send, peer, source, args[1]))
+        return beside(agent, post_kv, functools.partial(send_records, peer, source, args[1]))
 
     def send_slice(original: Callable[..., Any], peer: str, source: Any, target: Any) -> Any:
         post_kv = functools.partial(original, peer, source, target)
-        return beside(agent, post_kv, functools.partial(sender.send, peer, source, target))
+        return beside(agent, post_kv, functools.partial(send_records, peer, source, target))
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
@@ -77,6 +107,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
             sender.contained(_ANY_PEER, _announce_to_all, kv_manager, sender, room)
         return original(**what)
 
+    wrap_method(kv_manager, "add_transfer_request", early.enqueue)
     wrap_method(kv_manager, "_await_handles", awaited.with_records)
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)

@@ -78,16 +78,6 @@ MORE_TRANSFERS: tuple[Refusal, ...] = (
         "Set SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0, or install 0.5.23.",
     ),
     Refusal(
-        "PD disaggregation over NIXL with HiCache or a prefix cache on the decode server",
-        lambda args: (
-            _transfers(args)
-            and args.disaggregation_transfer_backend == "nixl"
-            and (args.enable_hierarchical_cache or args.disaggregation_decode_enable_radix_cache)
-        ),
-        "over NIXL these releases send cached prefixes without a wait for what loads them. No run has checked it.",
-        "Set --disaggregation-transfer-backend mooncake, or remove the cache.",
-    ),
-    Refusal(
         "PD disaggregation that receives into host memory",
         lambda args: _transfers(args) and args.disaggregation_decode_host_receive_threshold < 1,
         "records would arrive in slots of another pool than their KV.",
