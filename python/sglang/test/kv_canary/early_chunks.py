@@ -19,13 +19,16 @@ __all__ = ["EARLY", "early_chunks", "went_early"]
 EARLY = "early"  # a fault, see `PdServing.damaging`
 READ_S = 0.3  # in which a transport has read what it was given
 _LATEST_S = 3.0
+_SEND = "prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk"
 _MANAGERS = ("mooncake.conn.MooncakeKVManager", "nixl.conn.NixlKVManager")
+_SENDING: list[Any] = []  # the event of the chunk that is being queued
 
 
 def early_chunks() -> None:
     """A plugin: under the fault `EARLY` the pages of such a chunk are zeros until somebody waits for its event."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(f"sglang.srt.disaggregation.{_SEND}", _noting_its_event, HookType.AROUND)
     for manager in _MANAGERS:
         target = f"sglang.srt.disaggregation.{manager}.add_transfer_request"
         HookRegistry.register(target, _before_its_forward, HookType.AROUND)
@@ -39,15 +42,24 @@ def went_early(serving: PdServing) -> bool:
     return went
 
 
+def _noting_its_event(
+    original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **more: Any
+) -> Any:
+    """0.5.22 does not hand it on to NIXL."""
+    event = getattr(request.disagg_kv_sender, "_early_send_wait_event", None)
+    _SENDING[:] = [] if event is None else [event]
+    return original(scheduler, request, *args, **more)
+
+
 def _before_its_forward(
     original: Callable[..., Any], kv_manager: Any, room: int, pages: Any, *args: Any, **more: Any
 ) -> Any:
-    event, fault = more.get("wait_event"), Path(os.environ[FAULT_FILE])
-    if event is None or not fault.exists() or fault.read_text() != EARLY:
+    fault = Path(os.environ[FAULT_FILE])
+    if not _SENDING or not fault.exists() or fault.read_text() != EARLY:
         return original(kv_manager, room, pages, *args, **more)
     _note_beside(fault).touch()
     forward = _Forward(kv_manager.kv_args, np.asarray(pages))
-    event.synchronize = forward.finish
+    _SENDING.pop().synchronize = forward.finish
     try:
         return original(kv_manager, room, pages, *args, **more)
     finally:

@@ -139,14 +139,23 @@ class _Transit:
         self._prepared[handle] = _Prepared.of(peer, runs)
         return handle
 
-    def make_prepped_xfer(self, original: Callable[..., Any], operation: str, *sides: Any) -> Any:
-        """`sides`: handle and indices, here and at the peer."""
-        here, at_here, there, at_there = sides
+    def make_prepped_xfer(
+        self,
+        original: Callable[..., Any],
+        operation: str,
+        here: Any,
+        at_here: Any,
+        there: Any,
+        at_there: Any,
+        notification: bytes = b"",
+    ) -> Any:
+        """Handle and indices, here and at the peer."""
         source, target = self._prepared[here], self._prepared[there]
         columns = (source.addresses[at_here], target.addresses[at_there], source.sizes[at_here])
         blocks = _merged(zip(*(column.tolist() for column in columns), strict=True))
-        damaged = self._arriving(blocks, (source.device, target.device), target.peer, b"")
-        return damaged or original(operation, *sides)
+        devices = (source.device, target.device)
+        damaged = self._arriving(blocks, devices, target.peer, notification)
+        return damaged or original(operation, here, at_here, there, at_there, notification)
 
     def unless_nothing(
         self, name: str, original: Callable[..., Any], transfer: Any, *args: Any

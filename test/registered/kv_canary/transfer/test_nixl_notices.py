@@ -8,7 +8,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.transfer.notice import Notice, NoticeBoard
-from sglang_kv_canary.wiring.v0_5_12.nixl import with_notice, without_notice
+from sglang_kv_canary.wiring.nixl_notices import with_notice, without_notice
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 

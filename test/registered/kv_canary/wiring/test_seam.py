@@ -291,7 +291,6 @@ NOT_BY_AN_ARGUMENT = {
     "post-capture KV sizing",
     *(
         [
-            "PD disaggregation over NIXL on 0.5.22",
             "PD disaggregation with HiCache on the prefill server of 0.5.22",
             "PD disaggregation with HiCache on the decode server of 0.5.22",
             "PD disaggregation over another backend of NIXL than UCX",
@@ -383,9 +382,6 @@ def test_nixl_is_refused_where_nothing_has_run_it(monkeypatch: pytest.MonkeyPatc
     assert refused() == []
     monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
     assert refused() == ["PD disaggregation over another backend of NIXL than UCX"]
-    monkeypatch.undo()
-    monkeypatch.delattr(CommonKVManager, "handle_chunk_ready")  # as in 0.5.22
-    assert refused() == ["PD disaggregation over NIXL on 0.5.22"]
 
 
 @has_seam

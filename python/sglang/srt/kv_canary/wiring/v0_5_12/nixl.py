@@ -5,23 +5,17 @@ A notice about records is part of those that it waits for. Records arrive with t
 
 from __future__ import annotations
 
-import base64
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
 from ...transfer.layout import TransferLayout
-from ...transfer.notice import Notice, NoticeBoard
 from ..nixl import Passenger, sender_over_nixl, waiting_in
+from ..nixl_notices import attach_receiver, with_notice
 from ..record_sender import wrap_method
 from ..transfer_answers import Transport
 
-__all__ = ["NIXL", "with_notice", "without_notice"]
-
-# After fields of SGLang's notifications, which are separated by "_" and read by position.
-_MARK = "_kvcanary:"
-_MARKED = re.compile(_MARK.encode() + rb"([A-Za-z0-9+/=]*)")
+__all__ = ["NIXL"]
 
 
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
@@ -63,44 +57,4 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "send_aux", send_aux)
 
 
-def with_notice(notification: str, notice_of: Callable[[int], Notice | None]) -> str:
-    """`notification`, with a notice about its room if the transfer cannot succeed without it.
-
-    The forms are ROOM_kv_CHUNK_LAST_RANK, ROOM_state_RANK, ROOM_aux and, without a page of the last chunk,
-    ROOM_aux_nokv_RANK. Plain ROOM_aux counts for all ranks together, so it may come after success.
-    """
-    room, what, *fields = notification.split("_")
-    if what != "state" and fields[:1] != ["nokv"] and not (what == "kv" and fields[1] == "1"):
-        return notification
-    notice = notice_of(int(room))
-    if notice is None:
-        return notification
-    return f"{notification}{_MARK}{base64.b64encode(notice.to_wire()).decode('ascii')}"
-
-
-def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
-    def new_notifications(original: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        news = original(*args, **more)
-        return {peer: [without_notice(message, board) for message in news[peer]] for peer in news}
-
-    wrap_method(kv_manager.agent, "get_new_notifs", new_notifications)
-
-
-def without_notice(message: bytes, board: NoticeBoard) -> bytes:
-    """`message` as SGLang sent it. Its notice goes to `board`."""
-    found = _MARKED.search(message)
-    if found is None:
-        return message
-    board.put_received((message.partition(b"_")[0], _decoded(found[1])))
-    return message[: found.start()] + message[found.end() :]
-
-
-def _decoded(text: bytes) -> bytes:
-    """Nothing for what is not base64: no notice either."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        return b""
-
-
-NIXL = Transport(_attach_sender, _attach_receiver)
+NIXL = Transport(_attach_sender, attach_receiver)

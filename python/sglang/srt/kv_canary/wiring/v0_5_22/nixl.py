@@ -1,4 +1,4 @@
-"""NIXL from 0.5.23 on: the prefill rank tells the decode rank when its transfers are done. 0.5.22 is refused.
+"""NIXL from 0.5.23 on: the prefill rank tells the decode rank when its transfers are done.
 
 A notice about records is a message before that one, through the same socket. SGLang waits for the transfers of records
 with its own of a chunk.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ...transfer.notice import NoticeBoard
 from ..nixl import beside, sender_over_nixl
 from ..record_sender import Arrive, RecordSender, at_once, wrap_method
 from ..transfer_answers import Transport
+from .early_chunks import EarlyChunks
 
 __all__ = ["NIXL", "tells_of_success"]
 
@@ -50,38 +50,17 @@ class _Awaited(threading.local):
         return original([*handles, *records], *args, **more)
 
 
-class _EarlyChunks:
-    """Chunks that SGLang sends while a forward may still compute them, each with the event of that forward.
-
-    Over Mooncake SGLang waits for the event before it reads KV. `NixlKVManager.add_transfer_request` drops it. Here
-    records wait, so they are those of the computed KV, whatever KV has gone before them.
-    """
-
-    def __init__(self) -> None:
-        self._events: dict[int, Any] = {}  # by the id of the chunk's pages, while these live
-
-    def enqueue(
-        self, original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any
-    ) -> Any:
-        if (event := more.get("wait_event")) is not None:
-            self._events[id(pages)] = event
-            weakref.finalize(pages, self._events.pop, id(pages), None).atexit = False
-        return original(room, pages, *args, **more)
-
-    def await_forward(self, pages: Any) -> None:
-        """`pages`: of a chunk, or the first of them."""
-        for array in (pages, pages.base):
-            if (event := self._events.get(id(array))) is not None:
-                event.synchronize()
-
-
 def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
-    agent, awaited, early = kv_manager.agent, _Awaited(), _EarlyChunks()
+    agent, awaited, early = kv_manager.agent, _Awaited(), EarlyChunks()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
     def send_records(peer: str, source: Any, target: Any) -> None:
         sender.contained(peer, early.await_forward, source)
         sender.send(peer, source, target)
+
+    def queue(original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any) -> Any:
+        early.note(pages, more.get("wait_event"))
+        return original(room, pages, *args, **more)
 
     def send_kv(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
@@ -107,7 +86,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
             sender.contained(_ANY_PEER, _announce_to_all, kv_manager, sender, room)
         return original(**what)
 
-    wrap_method(kv_manager, "add_transfer_request", early.enqueue)
+    wrap_method(kv_manager, "add_transfer_request", queue)
     wrap_method(kv_manager, "_await_handles", awaited.with_records)
     wrap_method(kv_manager, "send_kvcache", send_kv)
     wrap_method(kv_manager, "send_kvcache_slice", send_slice)

@@ -9,7 +9,6 @@ from sglang.srt.environ import envs
 
 from ...config import Action
 from ..refusals import Refusal
-from .nixl import tells_of_success
 
 __all__ = ["MORE_TRANSFERS"]
 
@@ -44,16 +43,6 @@ def _sends_while_loading() -> bool:
 
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
-    Refusal(
-        "PD disaggregation over NIXL on 0.5.22",
-        lambda args: (
-            _transfers(args)
-            and args.disaggregation_transfer_backend == "nixl"
-            and not tells_of_success()
-        ),
-        "that release ends transfers in another way than 0.5.23. No run has checked it.",
-        "Set --disaggregation-transfer-backend mooncake, or install 0.5.23.",
-    ),
     Refusal(
         "PD disaggregation with HiCache on the decode server of 0.5.22",
         lambda args: _caches_on_host(args) and not _waits_for_loads(),

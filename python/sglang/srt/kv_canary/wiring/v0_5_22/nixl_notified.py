@@ -1,0 +1,109 @@
+"""NIXL on 0.5.22: the decode rank learns from notifications of NIXL that a transfer is done.
+
+They come with KV, which goes in prepared transfers that records cannot join. The last of them make the transfer
+succeed. So records arrive before SGLang posts the last chunk, and after it has posted each other one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ...transfer.layout import TransferLayout
+from ..containment.abort import message
+from ..context import context
+from ..nixl import beside, sender_over_nixl, waiting_in
+from ..nixl_notices import attach_receiver, room_of_last, with_notice
+from ..record_sender import wrap_method
+from ..transfer_answers import Transport
+from .early_chunks import EarlyChunks
+
+__all__ = ["NIXL_NOTIFIED"]
+
+
+class _ReadDamage(RuntimeError):
+    """SGLang fails the request, and tells the decode rank why."""
+
+
+def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
+    agent, early = kv_manager.agent, EarlyChunks()
+    sender = sender_over_nixl(kv_manager, layout, waiting_in(agent))
+    _note_events(early)
+
+    def noted(peer: str, notification: str) -> str:
+        """Raises _ReadDamage if the request of the room must not succeed."""
+        room = room_of_last(notification)
+        if room is not None and (why := context.sent_chunks.let_go(room)):
+            raise _ReadDamage(message(why))
+        notice_of = functools.partial(sender.notice, peer)
+        return sender.contained(peer, with_notice, notification, notice_of) or notification
+
+    def send_records(peer: str, source: Any, target: Any) -> None:
+        sender.contained(peer, early.await_forward, source)
+        sender.send(peer, source, target)
+
+    def send_pages(
+        post: Callable[[str], Any], peer: str, source: Any, target: Any, notification: str
+    ) -> Any:
+        send = functools.partial(send_records, peer, source, target)
+        if room_of_last(notification) is None:
+            return beside(agent, functools.partial(post, notification), send)
+        notification = noted(peer, notification)
+        send()
+        return post(notification)
+
+    def send_kv(
+        original: Callable[..., Any],
+        peer: str,
+        source: Any,
+        pointers: Any,
+        target: Any,
+        gpu: int,
+        notification: str,
+        **more: Any,
+    ) -> Any:
+        def post(noted: str) -> Any:
+            return original(peer, source, pointers, target, gpu, noted, **more)
+
+        return send_pages(post, peer, source, target, notification)
+
+    def send_slice(
+        original: Callable[..., Any], peer: str, source: Any, target: Any, notification: str
+    ) -> Any:
+        post = functools.partial(original, peer, source, target)
+        return send_pages(post, peer, source, target, notification)
+
+    def send_state(
+        original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
+    ) -> Any:
+        pointers, targets, gpu, notification, *rest = args
+        notification = noted(peer, notification)
+        sender.send_states(peer, indices, targets)
+        return original(peer, indices, pointers, targets, gpu, notification, *rest, **more)
+
+    def send_aux(original: Callable[..., Any], peer: str, *args: Any) -> Any:
+        *rest, notification = args
+        return original(peer, *rest, noted(peer, notification))
+
+    wrap_method(kv_manager, "send_kvcache", send_kv)
+    wrap_method(kv_manager, "send_kvcache_slice", send_slice)
+    wrap_method(kv_manager, "maybe_send_extra", send_state)
+    wrap_method(kv_manager, "send_aux", send_aux)
+
+
+def _note_events(early: EarlyChunks) -> None:
+    """SGLang leaves the event with the sender of the request, which queues the chunk without it."""
+    from sglang.srt.disaggregation.nixl.conn import NixlKVSender
+
+    queue = NixlKVSender.send
+
+    @functools.wraps(queue)
+    def send(kv_sender: Any, pages: Any, *args: Any, **more: Any) -> Any:
+        early.note(pages, kv_sender.__dict__.pop("_early_send_wait_event", None))
+        return queue(kv_sender, pages, *args, **more)
+
+    NixlKVSender.send = send
+
+
+NIXL_NOTIFIED = Transport(_attach_sender, attach_receiver)
