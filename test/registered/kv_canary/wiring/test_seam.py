@@ -200,11 +200,6 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         **_DECODES,
         "disaggregation_decode_enable_offload_kvcache": True,
     },
-    "PD disaggregation over NIXL with HiCache or a prefix cache on the decode server": {
-        **_DECODES,
-        "disaggregation_transfer_backend": "nixl",
-        "disaggregation_decode_enable_radix_cache": True,
-    },
     "PD disaggregation that receives into host memory": {
         **_DECODES,
         "disaggregation_decode_host_receive_threshold": 0.5,
@@ -362,8 +357,9 @@ def test_hicache_is_refused_where_decode_servers_do_not_wait_for_loads(
 @has_seam
 @pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
 @pytest.mark.skipif(SGLANG == "0.5.22", reason="refused there")
-def test_nixl_is_refused_where_nothing_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
+def test_nixl_is_refused_over_what_does_not_say_when_kv_has_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
 
     args = SimpleNamespace(
         disaggregation_mode="decode",

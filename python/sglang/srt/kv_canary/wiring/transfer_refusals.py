@@ -33,7 +33,8 @@ TRANSFERS: tuple[Refusal, ...] = (
             and args.disaggregation_transfer_backend == "nixl"
             and envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get() != "UCX"
         ),
-        "transfers of which no run has checked that they have arrived when NIXL says so.",
+        "LIBFABRIC reports writes as done before their bytes are at the decode server, seen over TCP. GPUNETIO has "
+        "never run. The other backends are storage, and send to no server.",
         "Unset SGLANG_DISAGGREGATION_NIXL_BACKEND.",
     ),
     Refusal(

@@ -18,7 +18,7 @@ from ..record_sender import Arrive, RecordSender, at_once, wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
 
-__all__ = ["NIXL", "tells_of_success"]
+__all__ = ["NIXL", "announce_to_all", "hear_notices", "tells_of_success"]
 
 _HEADER = b"KV_CANARY"  # of our messages to decode ranks
 _ANY_PEER = "that a transfer goes to"  # in an error of ours before its name is known
@@ -82,8 +82,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         from sglang.srt.disaggregation.base import KVPoll
 
         if what["status"] == KVPoll.Success:
-            room = what["bootstrap_room"]
-            sender.contained(_ANY_PEER, _announce_to_all, kv_manager, sender, room)
+            announce_to_all(kv_manager, sender, what["bootstrap_room"])
         return original(**what)
 
     wrap_method(kv_manager, "add_transfer_request", queue)
@@ -94,7 +93,12 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "conclude_transfer", conclude)
 
 
-def _announce_to_all(kv_manager: Any, sender: RecordSender, room: int) -> None:
+def announce_to_all(kv_manager: Any, sender: RecordSender, room: int) -> None:
+    """Tell the decode ranks of `room` about its records, before SGLang tells them how the transfer has ended."""
+    sender.contained(_ANY_PEER, _announce_to_each, kv_manager, sender, room)
+
+
+def _announce_to_each(kv_manager: Any, sender: RecordSender, room: int) -> None:
     for info in list(kv_manager.transfer_infos.get(room, {}).values()):
         if not info.is_dummy:
             sender.contained(info.agent_name, _announce, kv_manager, sender, room, info)
@@ -113,13 +117,19 @@ def _announce(kv_manager: Any, sender: RecordSender, room: int, info: Any) -> No
 
 
 def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
+    hear_notices(kv_manager, board, _READS_FIRST)
+
+
+def hear_notices(kv_manager: Any, board: NoticeBoard, reads_first: str) -> None:
+    """`reads_first`: the method of `kv_manager` that gets each message, and says whether it was for it."""
+
     def receive(original: Callable[..., bool], message: Sequence[bytes]) -> bool:
         if message[0] != _HEADER:
             return original(message)
         board.put_received(message[1:])
         return True
 
-    wrap_method(kv_manager, _READS_FIRST, receive)
+    wrap_method(kv_manager, reads_first, receive)
 
 
 NIXL = Transport(_attach_sender, _attach_receiver)

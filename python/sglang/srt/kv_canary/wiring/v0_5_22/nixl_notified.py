@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...transfer.layout import TransferLayout
+from ...transfer.notice import NoticeBoard
 from ..containment.abort import message
 from ..context import context
 from ..nixl import beside, sender_over_nixl, waiting_in
@@ -18,8 +19,13 @@ from ..nixl_notices import attach_receiver, room_of_last, with_notice
 from ..record_sender import wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
+from .nixl import announce_to_all, hear_notices
 
 __all__ = ["NIXL_NOTIFIED"]
+
+
+# Of the messages to a decode rank: what gets all of them that are not about staging buffers
+_READS_FIRST = "handle_abort_ack_message"
 
 
 class _ReadDamage(RuntimeError):
@@ -35,6 +41,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         """Raises _ReadDamage if the request of the room must not succeed."""
         room = room_of_last(notification)
         if room is not None and (why := context.sent_chunks.let_go(room)):
+            announce_to_all(kv_manager, sender, room)
             raise _ReadDamage(message(why))
         notice_of = functools.partial(sender.notice, peer)
         return sender.contained(peer, with_notice, notification, notice_of) or notification
@@ -92,6 +99,13 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     wrap_method(kv_manager, "send_aux", send_aux)
 
 
+def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
+    attach_receiver(kv_manager, board)
+    hear_notices(
+        kv_manager, board, _READS_FIRST
+    )  # about damage, before SGLang's that it has failed
+
+
 def _note_events(early: EarlyChunks) -> None:
     """SGLang leaves the event with the sender of the request, which queues the chunk without it."""
     from sglang.srt.disaggregation.nixl.conn import NixlKVSender
@@ -106,4 +120,4 @@ def _note_events(early: EarlyChunks) -> None:
     NixlKVSender.send = send
 
 
-NIXL_NOTIFIED = Transport(_attach_sender, attach_receiver)
+NIXL_NOTIFIED = Transport(_attach_sender, _attach_receiver)
