@@ -37,7 +37,7 @@ if release().transfers is None:
     reason = "this release refuses disaggregation; lifted by make test"
     pytest.skip(reason, allow_module_level=True)
 
-register_cpu_ci(est_time=50, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 
 sends_early = pytest.mark.skipif(
