@@ -1,4 +1,4 @@
-"""NIXL from 0.5.23 on: the prefill rank tells the decode rank when its transfers are done.
+"""NIXL from 0.5.23 on: prefill ranks tell decode ranks when transfers are done.
 
 A notice about records is a message before that one, through the same socket. SGLang waits for the transfers of records
 with its own of a chunk.
@@ -94,7 +94,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
 
 def announce_to_all(kv_manager: Any, sender: RecordSender, room: int) -> None:
-    """Tell the decode ranks of `room` about its records, before SGLang tells them how the transfer has ended."""
+    """Tell the decode ranks of `room` about its records. SGLang tells them then how it has ended."""
     sender.contained(_ANY_PEER, _announce_to_each, kv_manager, sender, room)
 
 
@@ -105,7 +105,7 @@ def _announce_to_each(kv_manager: Any, sender: RecordSender, room: int) -> None:
 
 
 def _announce(kv_manager: Any, sender: RecordSender, room: int, info: Any) -> None:
-    """Tell a decode rank of `room` (its TransferInfo) about the records, all of which were sent."""
+    """Tell a decode rank of `room` (`info`) about its records. All of them were sent."""
     notice = sender.notice(info.agent_name, room)
     if notice is None:
         return
@@ -121,7 +121,7 @@ def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
 
 
 def hear_notices(kv_manager: Any, board: NoticeBoard, reads_first: str) -> None:
-    """`reads_first`: the method of `kv_manager` that gets each message, and says whether it was for it."""
+    """`reads_first`: a method that gets each message. It says whether the message was for it."""
 
     def receive(original: Callable[..., bool], message: Sequence[bytes]) -> bool:
         if message[0] != _HEADER:
