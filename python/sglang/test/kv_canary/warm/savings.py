@@ -2,7 +2,8 @@
 
 An idle scheduler waits for its next message, and a controller of data parallelism for its own. As released, both ask
 again without a pause, which takes a core each. The machine's cores are listed once. Functions that are compiled at
-their first call run as they are written. Which modules bind what a hook patches is looked up once.
+their first call run as they are written. Which modules bind what a hook patches is looked up once. Where kernels are
+interpreted, attention runs in plain torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+
+import triton
 
 __all__ = ["install"]
 
@@ -33,6 +36,7 @@ def install() -> None:
     _ask_once("sglang.srt.utils.common", "parse_lscpu_topology")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
     _look_for_bindings()
+    _attend_in_torch()
 
 
 def _unless_it_has_it(set_level: Callable[..., None]) -> Callable[..., None]:
@@ -89,6 +93,15 @@ def _look_for_bindings() -> None:
                 super()._look()
 
     patch_scan.Bindings = Continued
+
+
+def _attend_in_torch() -> None:
+    """Where kernels are interpreted. The full volume of tests runs on SGLang's own."""
+    from sglang_kv_canary_rigs.plain_attention import attention_in_plain_torch
+    from sglang_kv_canary_rigs.volume import FULL_VOLUME
+
+    if triton.knobs.runtime.interpret and not FULL_VOLUME:
+        attention_in_plain_torch()
 
 
 def _wait_for_a_message(scheduler: Any) -> None:
