@@ -7,11 +7,11 @@ from the kernels' own arguments: rows of slots, masks, windows. A call that says
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -101,26 +101,26 @@ def extend_attention(
     window_kv_offsets: torch.Tensor | None,
 ) -> None:
     """Each request's new tokens attend to its slots, then to each other. Fills `o_extend`."""
-    rows = pairwise(kv_indptr.tolist())
+    requests = [*zip(pairwise(qo_indptr.tolist()), pairwise(kv_indptr.tolist()), strict=False)]
     scale = sm_scale or q_extend.shape[-1] ** -0.5
-    for request, (first, end) in enumerate(pairwise(qo_indptr.tolist())):
-        start, stop = next(rows)
+    windowed = sliding_window_size > 0
+    masks: Iterator[torch.Tensor | None] = repeat(None)
+    if custom_mask is not None:
+        shapes = [(end - first, stop - start) for (first, end), (start, stop) in requests]
+        left_out = window_kv_offsets.tolist() if windowed else [0] * len(shapes)
+        masks = _masks(custom_mask.bool(), mask_indptr.tolist(), shapes, left_out)
+    for ((first, end), (start, stop)), mask in zip(requests, masks, strict=False):
         if first == end:
             continue
         slots = kv_indices[start:stop].long()
         seen = torch.ones(end - first, len(slots) + end - first, dtype=torch.bool)
-        new = seen[:, len(slots) :]
-        if custom_mask is not None:
-            left_out = int(window_kv_offsets[request]) if sliding_window_size > 0 else 0
-            width, at = left_out + seen.shape[1], int(mask_indptr[request])
-            mask = custom_mask[at : at + len(seen) * width].view(len(seen), width)[:, left_out:]
-            if skip_prefix_custom_mask:
-                new &= mask[:, len(slots) :].bool()
-            else:
-                seen &= mask.bool()
+        if mask is not None and not skip_prefix_custom_mask:
+            seen &= mask
+        elif mask is not None:
+            seen[:, len(slots) :] &= mask[:, len(slots) :]
         elif is_causal:
-            new.tril_()
-        if sliding_window_size > 0:
+            seen[:, len(slots) :].tril_()
+        if windowed:
             seen.triu_(len(slots) - sliding_window_size)
         keys, values = k_extend[first:end], v_extend[first:end]
         if len(
@@ -129,6 +129,33 @@ def extend_attention(
             keys = torch.cat([k_buffer[slots], keys])
             values = torch.cat([v_buffer[slots], values])
         o_extend[first:end] = _attend(q_extend[first:end], keys, values, scale, seen)
+
+
+def _masks(
+    mask: torch.Tensor,
+    starts: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    left_out: Sequence[int],
+) -> Iterator[torch.Tensor | None]:
+    """bool[new tokens, slots and new tokens] of each request, from `shapes`, its new tokens and slots.
+
+    On a CPU newer releases have masks of the new tokens alone, for kernels of their own. SGLang's Triton kernel reads
+    behind their end. So it does for requests that a rank is padded with: None for them.
+    """
+    of_new_tokens = mask.numel() <= sum(new * new for new, _ in shapes)
+    at = 0
+    for start, (new, old), more in zip(starts, shapes, left_out, strict=False):
+        width = new if of_new_tokens else more + old + new
+        start = at if of_new_tokens else start
+        at += new * width
+        part = mask[start : start + new * width]
+        if part.numel() < new * width:
+            yield None
+            continue
+        seen = torch.ones(new, old + new, dtype=torch.bool)
+        own = part.view(new, width)[:, -(old + new) :] if new else part.view(0, width)
+        seen[:, old + new - own.shape[1] :] = own
+        yield seen
 
 
 def decode_attention(

@@ -2,12 +2,13 @@
 
 An idle scheduler waits for its next message, and a controller of data parallelism for its own. As released, both ask
 again without a pause, which takes a core each. The machine's cores are listed once. Functions that are compiled at
-their first call run as they are written. Which modules bind what a hook patches is looked up once. Where kernels are
-interpreted, attention runs in plain torch.
+their first call run as they are written. Which modules bind what a hook patches is looked up once, and the class of
+SGLang's arguments is compiled once. Where kernels are interpreted, attention runs in plain torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -35,8 +36,9 @@ def install() -> None:
     _leave_functions_uncompiled()
     _ask_once("sglang.srt.utils.common", "parse_lscpu_topology")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
-    _look_for_bindings()
     _attend_in_torch()
+    _compile_arguments_once()
+    _look_for_bindings()
 
 
 def _unless_it_has_it(set_level: Callable[..., None]) -> Callable[..., None]:
@@ -93,6 +95,25 @@ def _look_for_bindings() -> None:
                 super()._look()
 
     patch_scan.Bindings = Continued
+
+
+def _compile_arguments_once() -> None:
+    """The class of SGLang's arguments has hundreds of fields. Each process makes it again, with the canary's.
+
+    Newer releases have another way for these.
+    """
+    from sglang_kv_canary.wiring.releases import release
+
+    if release().has_own_canary:
+        return
+    from sglang.srt.server_args import ServerArgs
+    from sglang_kv_canary.wiring.server_args import FIELDS
+    from sglang_kv_canary.wiring.v0_5_12.server_args import add_fields
+
+    compiled = functools.cache(lambda text: compile(text, "<string>", "exec", dont_inherit=True))
+    dataclasses.exec = lambda text, *scopes: exec(compiled(text), *scopes)
+    own = {n: v for n, v in vars(ServerArgs).items() if n not in ("__dict__", "__weakref__")}
+    add_fields(type(ServerArgs.__name__, ServerArgs.__bases__, own), FIELDS)
 
 
 def _attend_in_torch() -> None:
