@@ -21,7 +21,7 @@ from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
 from sglang_kv_canary_rigs.token_oracle_serving import CheckedClient, TokenOracleE2E
 from sglang_kv_canary_rigs.volume import volume
 
-register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
 
 PROMPT = random_tokens(random.Random("altered"), 12)
 

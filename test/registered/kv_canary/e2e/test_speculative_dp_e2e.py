@@ -37,7 +37,7 @@ from sglang_kv_canary_rigs.on_releases import LONG
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import DflashInStepE2EBase, LayersInStepE2EBase
 
-register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=240, suite="stage-b-test-2-gpu-large")
 
 REFUSED = {refusal.name for refusal in release().refusals()}

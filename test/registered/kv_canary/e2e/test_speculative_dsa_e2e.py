@@ -19,7 +19,7 @@ from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, VERIFY, EagleFaults, flips
 from sglang_kv_canary_rigs.volume import volume
 
-register_cpu_ci(est_time=80, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="its scripted models have widths that no kernel of a GPU has"

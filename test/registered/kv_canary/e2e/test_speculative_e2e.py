@@ -33,7 +33,7 @@ from sglang_kv_canary_rigs.spec_fault_cases import (
     one_flip_each,
 )
 
-register_cpu_ci(est_time=100, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
 
 REFUSED = {refusal.name for refusal in release().refusals()}

@@ -10,7 +10,7 @@ from sglang_kv_canary.testing.fault_cases import Case, tags
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, EagleFaults, damages, flips
 
-register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
 
 NGRAM_CASES = [

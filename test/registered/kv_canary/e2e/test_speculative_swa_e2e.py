@@ -15,7 +15,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_swa_serving import EagleSwaE2EBase, FrozenKvE2EBase
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, VERIFY, EagleFaults, flips
 
-register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=200, suite="stage-b-test-1-gpu-small")
 
 on_first_release = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, EagleFaults, flips
 from sglang_kv_canary_rigs.unchecked_drafts import DflashE2EBase, LayersE2EBase
 
-register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=200, suite="stage-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(

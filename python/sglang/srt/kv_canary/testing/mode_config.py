@@ -87,11 +87,15 @@ def nsa_backends(name: str) -> dict[str, str]:
     return {f"{_NSA_FLAG}_{phase}_backend": name for phase in ("prefill", "decode")}
 
 
-# What DeepSeek-V3.2 would compile although it holds no KV, and kernels that some builds of SGLang's are without.
-NSA_ENV = {
-    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+# What DeepSeek-V3.2 would compile on a GPU although it holds no KV.
+_NOT_COMPILED = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
     "SGLANG_IS_FLASHINFER_AVAILABLE": "false",  # it would compile a LayerNorm
+}
+# And kernels that some builds of SGLang's are without.
+NSA_ENV = {
+    **(_NOT_COMPILED if torch.cuda.is_available() else {}),
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "TORCHDYNAMO_DISABLE": "1",
     # Otherwise prompts of up to 2,048 tokens are prefilled densely, by FlashAttention 3.
     f"{_NSA_VARIABLE}_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
