@@ -39,13 +39,12 @@ DRAFTS = (f"{_DRAFT}.UnifiedDraftKVPool", f"{_DRAFT}.UnifiedDraftSWAKVPool")
 _SHARDED, _NVFP4 = f"{_MEM_CACHE}.page_interleave_pool", f"{_MEM_CACHE}.minimax_m3_nvfp4_pool"
 _DSV4, _HISPARSE = f"{_MEM_CACHE}.deepseek_v4_memory_pool", f"{_MEM_CACHE}.hisparse_memory_pool"
 _DSV4_POOL = f"{_DSV4}.DeepSeekV4TokenToKVPool"
-_DSV4_PARTS = (
-    f"{_DSV4}.DeepSeekV4SingleKVPool",
-    f"{_DSV4}.DeepSeekV4UniformFP8KVPool",
-    f"{_DSV4}.DeepSeekV4IndexerPool",
-)
+_DSV4_ROWS, _DSV4_KEYS = f"{_DSV4}.DeepSeekV4SingleKVPool", f"{_DSV4}.DeepSeekV4IndexerPool"
+_DSV4_UNIFORM = f"{_DSV4}.DeepSeekV4UniformFP8KVPool"
+_DSV4_PARTS = (_DSV4_ROWS, _DSV4_UNIFORM, _DSV4_KEYS)
 _NPU = "sglang.srt.hardware_backend.npu"
 _NEVER_SERVED = "; judged by pool objects; never served"
+_SERVED_ON_0_5_23 = "; judged by pool objects; served on an H100 with 0.5.23"
 PAGE_MAJOR = f"{_POOLS}.PageMajorMHATokenToKVPool"
 
 # Pool with parts -> classes that a part may have.
@@ -58,10 +57,10 @@ PARTS = {
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
 # Speculative decoding writes these in tests, those of DeepSeek-V4 on GPUs. It holds for parts, too.
-SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA, _DSV4_POOL, f"{_DSV4}.DeepSeekV4SingleKVPool")
+SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA, _DSV4_POOL, _DSV4_ROWS)
 
 # FP4 pools are apart.
-_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_POOL, *_DSV4_PARTS)
+_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_UNIFORM)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "slot ids are virtual, and the frees of its allocators are followed from 0.5.22 on only": (
@@ -99,10 +98,10 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 }
 
 
-def judged(name: str, covers: str = "") -> PoolSupport:
+def judged(name: str, covers: str = "", served: str = _NEVER_SERVED) -> PoolSupport:
     """Support of a class that real objects have judged. `covers` replaces the registry's."""
     known = registry.known()[name]
-    return replace(known, covers=(covers or known.covers) + _NEVER_SERVED)
+    return replace(known, covers=(covers or known.covers) + served)
 
 
 _DSV4_REFUSED = (
@@ -122,8 +121,10 @@ def _pools() -> dict[str, PoolSupport]:
             covers=f"{known[_DSA].covers}; served on CPU, without its kernels, also with EAGLE",
         ),
         **{name: judged(name) for name in _JUDGED},
+        **{name: judged(name, served=_SERVED_ON_0_5_23) for name in (_DSV4_ROWS, _DSV4_KEYS)},
         _DSV4_POOL: replace(
-            judged(_DSV4_POOL), not_covered=known[_DSV4_POOL].not_covered + _DSV4_REFUSED
+            judged(_DSV4_POOL, served=_SERVED_ON_0_5_23),
+            not_covered=known[_DSV4_POOL].not_covered + _DSV4_REFUSED,
         ),
         _MHA_FP4: judged(_MHA_FP4, "K and V of every layer, scales included"),
         _MLA_FP4: judged(_MLA_FP4, "latent rows of every layer, scales included"),

@@ -13,6 +13,9 @@ _ON_GPU = (
     "overlap scheduling",
     "retraction and resume",
     "flush_cache",
+    "mixed batches (--enable-mixed-chunk)",
+    "weight update, also under running requests",
+    "streaming sessions",
     "decode CUDA graphs",
     "prefill CUDA graphs",
     "speculative: target verify",
@@ -25,8 +28,10 @@ _MORE = {
     "of which only the last compares inputs with samples",
 }
 
+_HERE = "run on a GPU with 0.5.23 only"
+
 SERVED: tuple[PathSupport, ...] = (
-    *served(*_ON_GPU, where="run on a GPU with 0.5.23 only", more=_MORE),
+    *served(*_ON_GPU, where=_HERE, more=_MORE),
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
@@ -49,7 +54,7 @@ SERVED: tuple[PathSupport, ...] = (
         "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
         Coverage.PARTLY,
         "MHA, MLA and SWA pools; also with HiCache, pipeline stages, and over disaggregation; not with sessions; "
-        f"{NO_GPU}; see docs/operate.md",
+        f"{_HERE}; see docs/operate.md",
     ),
     PathSupport(
         "prefill-decode disaggregation over Mooncake",
@@ -63,7 +68,7 @@ SERVED: tuple[PathSupport, ...] = (
         f"its backend UCX; content needs equal TP, transfers equal PP; HiCache as over Mooncake; {NO_GPU}; "
         "see docs/disaggregation.md",
     ),
-    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
+    PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
         "prefill context parallelism",
         Coverage.PARTLY,
