@@ -358,6 +358,33 @@ def test_spec_v2_compiles_nothing_while_it_serves(check, launches):
         assert missing(served, compiled) == []
 
 
+@pytest.mark.parametrize("begins_with", [1, 3])
+def test_adaptive_speculation_compiles_nothing_while_its_steps_change(
+    begins_with, launches, tmp_path
+):
+    """Whatever it begins with. Where steps fall to none, a verify and the draft-extend after it have one token."""
+    config = tmp_path / "adaptive.json"
+    config.write_text('{"candidate_steps": [0, 1, 3]}')
+    flags = {"speculative_adaptive": True, "speculative_adaptive_config": str(config)}
+    for name, value in (("num_steps", begins_with), ("num_draft_tokens", begins_with + 1)):
+        flags[f"speculative_{name}"] = value
+    with SpecRig(CHAIN) as rig:
+        compile_both(rig, True, server_args(CHAIN, **flags))
+        compiled = launches.take()
+        every, seen = prefill_all(rig), set()
+        for steps in (1, 0, 3):
+            rig.shape = SpeculationShape(steps, 1, steps + 1)
+            for rows in ([1], every[:3], every):
+                rig.verify(rows, [[1, 2, 3][:steps]] * len(rows), PARENTS[CHAIN][: steps + 1])
+                rig.draft_extend_v2(rows, [[1, 2, 3, 4][: steps + 1]] * len(rows))
+                for row in rows:
+                    rig.accept(row, [900])
+            seen |= (served := launches.take())
+            assert missing(served, compiled) == [], steps
+    singles = {variant for variant in seen if ("SINGLE", ("constexpr", True)) in variant}
+    assert {("first_slots", ("*i64", ""))} <= {part for variant in singles for part in variant}
+
+
 @pytest.mark.parametrize("v2", [False, True])
 def test_a_draft_whose_forwards_all_have_graphs_compiles_prefills_and_events_only(v2, launches):
     with SpecRig(CHAIN) as rig:

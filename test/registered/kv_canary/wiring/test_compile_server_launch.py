@@ -96,9 +96,9 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         runner.graph_runner = runner.decode_cuda_graph_runner = graphs
         with rig.manager.disarmed(), triton_backend.collecting_variants() as variants:
             warm_up.compile_beside_capture(rig.manager, runner)
-            decode = warm_up.decodes(args, 2, 2, seq_lens=batch_lens)._padding(2, torch.device("cpu"))
-            with rig.manager.bracket_model_forward(decode):
-                pass
+            for decode in warm_up.decodes(args, 2, 2, seq_lens=batch_lens):
+                with rig.manager.bracket_model_forward(decode._padding(2, torch.device("cpu"))):
+                    pass
             warm_up.warm_up_target(rig.manager, runner)
         return variants
 
@@ -107,6 +107,9 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         speculative_algorithm="EAGLE", speculative_num_steps=3, speculative_eagle_topk=1,
         speculative_num_draft_tokens=4,
     )
+    steps = Path(os.environ["TMPDIR"], "adaptive.json")
+    steps.write_text('{"candidate_steps": [0, 1, 3]}')
+    adaptive = dict(speculative_adaptive=True, speculative_adaptive_config=str(steps))
     # write_tiny_llama: two KV heads of 16, two layers. SGLang serves float32 as float16.
     def mha(dtype=torch.float16, **options):
         shape = dict(head_num=2, head_dim=16, layers=2)
@@ -122,6 +125,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         (mha(page_size=16), llama, "partial", {"page_size": 16, "kv_canary_sweep_interval": 0}),
         (mha(dtype=torch.bfloat16), llama, "none", {"kv_cache_dtype": "bfloat16"}),
         (mha(), llama, "all", speculation),
+        (mha(), llama, "all", {**speculation, **adaptive}),
         (mla(), deepseek, "all", {}),
     ]
     for pool, model, content, flags in cases:

@@ -19,11 +19,13 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.version import __version__ as SGLANG
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.plan.speculation import verify_widths
 from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
 from sglang_kv_canary.testing import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_whisper
 from sglang_kv_canary.wiring.refusals import Refusal
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_fp4_mha_pool,
@@ -460,6 +462,17 @@ def test_drafts_whose_tokens_are_left_out_are_refused() -> None:
     with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(True):
         assert case.predicate(args)
         assert not case.predicate(ServerArgs(model_path="dummy", device="cpu", **_EAGLE))
+
+
+@has_seam
+@pytest.mark.skipif(SGLANG == "0.5.17", reason="adaptive speculation is refused there")
+def test_verifies_of_all_candidates_are_known() -> None:
+    """What they are compiled for. SGLang's own candidates; none of the steps gives verifies of one token."""
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_adaptive=True)
+    args = release().settled(args)
+    first = args.speculative_num_draft_tokens
+    assert verify_widths(args) == tuple(sorted({first, 1, 2, 4, 6, 8}))
+    assert {kind.tokens for kind in decodes(args, 1, 8)} == {*verify_widths(args)}
 
 
 @has_seam

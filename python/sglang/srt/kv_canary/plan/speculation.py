@@ -21,13 +21,12 @@ class SpeculationShape:
     def from_server_args(cls, server_args: Any) -> SpeculationShape:
         if server_args.speculative_algorithm is None:
             return cls()
-        draft_tokens = server_args.speculative_num_draft_tokens or 1
         if server_args.speculative_algorithm == "NGRAM":
+            draft_tokens = server_args.speculative_num_draft_tokens or 1
             # Trees of any shape and breadth: tokens that the trie does not fill are padded below the root.
             return cls(topk=draft_tokens, draft_tokens=draft_tokens)
-        steps = _max_steps(server_args)
-        if server_args.speculative_adaptive:
-            draft_tokens = max(draft_tokens, steps + 1)
+        steps = max(_candidate_steps(server_args))
+        draft_tokens = max(verify_widths(server_args))
         return cls(steps, server_args.speculative_eagle_topk or 1, draft_tokens)
 
     @property
@@ -67,19 +66,27 @@ def why_draft_is_unchecked(server_args: Any) -> str | None:
     return None
 
 
-def _max_steps(server_args: Any) -> int:
-    """Adaptive speculation switches between candidates. The graphs of all candidates are captured at start-up."""
+def verify_widths(server_args: Any) -> tuple[int, ...]:
+    """Tokens per request that target verifies check. Adaptive speculation has several; without a draft it is one."""
+    first = server_args.speculative_num_draft_tokens or 1
+    if not server_args.speculative_adaptive:
+        return (first,)
+    return tuple(sorted({first, *(steps + 1 for steps in _candidate_steps(server_args))}))
+
+
+def _candidate_steps(server_args: Any) -> tuple[int, ...]:
+    """Adaptive speculation switches between them. The graphs of all candidates are captured at start-up."""
     steps = server_args.speculative_num_steps or 1
     if not server_args.speculative_adaptive:
-        return steps
+        return (steps,)
     from sglang.srt.speculative import adaptive_spec_params as adaptive
 
     path = server_args.speculative_adaptive_config
     candidates = getattr(adaptive, "resolve_candidate_steps_from_config", None)
     if candidates is not None:  # from 0.5.17 on
-        return max(steps, *candidates(path))
+        return (steps, *candidates(path))
     config = adaptive.load_adaptive_config(path)
-    return adaptive.AdaptiveSpeculativeParams(steps, config).max_steps
+    return tuple(adaptive.AdaptiveSpeculativeParams(steps, config).candidate_steps)
 
 
 def parents_of_tree(next_token: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:

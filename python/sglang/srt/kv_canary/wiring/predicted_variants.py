@@ -26,7 +26,7 @@ from ..state import CanaryDeviceState
 from .memory import pool_class_of
 from .refusals import attention_groups
 from .releases import release
-from .warm_up import decodes, launches_of_target, prefills
+from .warm_up import decodes, launches_of_target, plans_of, prefills
 
 if TYPE_CHECKING:
     from ..kernels.triton.variant import Variant
@@ -57,7 +57,7 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
             for part in (beside, Part.ALL & ~beside):
                 launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
         first, _ = release().captured(args)
-        for plan in decodes(args, first + 1, target.largest).plans(target.plan_input):
+        for plan in plans_of(decodes(args, first + 1, target.largest), target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
         target.launcher.publish()
@@ -97,7 +97,7 @@ def _captured(args: Any, target: SimpleNamespace) -> Iterator[ForwardPlan]:
     """Forwards that decode graphs hold."""
     last, lens = release().captured(args)
     last = min(last, target.largest)
-    return decodes(args, 1, last, seq_lens=lens).plans(target.plan_input)
+    return plans_of(decodes(args, 1, last, seq_lens=lens), target.plan_input)
 
 
 def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryBufferGroup, ...]:

@@ -34,7 +34,7 @@ from ..launch.warm_up import (
 )
 from ..plan.expected_inputs import ExpectedTokens
 from ..plan.plan_input import ForwardPlan, PlanInput
-from ..plan.speculation import SpeculationShape
+from ..plan.speculation import SpeculationShape, verify_widths
 from ..runner.manager import CanaryManager
 from ..single_forward_manager import content_can_wait, head_can_wait
 from .context import context
@@ -102,7 +102,7 @@ def target_forwards(manager: CanaryManager, model_runner: Any) -> list[EagerForw
     if not model_runner.is_generation:
         return forwards
     first = _first_without(release().decode_graphs_of(model_runner))
-    forwards.append(decodes(args, first, largest))
+    forwards += decodes(args, first, largest)
     if release().pads_to_other_ranks(args):
         # While another rank prefills, SGLang turns a decode into a prefill of one token each.
         forwards.append(EagerForwards(ForwardMode.EXTEND, 1, largest, lens=torch.int64))
@@ -121,20 +121,22 @@ def draft_forwards(manager: CanaryManager, worker: Any) -> list[EagerForwards]:
             EagerForwards(ForwardMode.DECODE, first, largest, worker.topk, inner_steps=steps)
         )
     if _is_v2(worker):
-        mode, tokens = ForwardMode.DRAFT_EXTEND_V2, worker.speculative_num_draft_tokens
+        mode, widths = ForwardMode.DRAFT_EXTEND_V2, verify_widths(args)
     else:
-        mode, tokens = ForwardMode.DRAFT_EXTEND, 1
+        mode, widths = ForwardMode.DRAFT_EXTEND, (1,)
     first, ids = _first_without(worker.cuda_graph_runner_for_draft_extend), release().draft_ids
-    forwards.append(EagerForwards(mode, first, largest, tokens, ids=ids))
+    forwards += [EagerForwards(mode, first, largest, tokens, ids=ids) for tokens in widths]
     return forwards
 
 
-def decodes(args: Any, first: int, last: int, **properties: Any) -> EagerForwards:
+def decodes(args: Any, first: int, last: int, **properties: Any) -> list[EagerForwards]:
     """A target's decodes of `first` to `last` requests, or what stands for them under speculation."""
     if args.speculative_algorithm is None:
-        return EagerForwards(ForwardMode.DECODE, first, last, **properties)
-    tokens = SpeculationShape.from_server_args(args).draft_tokens
-    return EagerForwards(ForwardMode.TARGET_VERIFY, first, last, tokens, **properties)
+        return [EagerForwards(ForwardMode.DECODE, first, last, **properties)]
+    verify = ForwardMode.TARGET_VERIFY
+    return [
+        EagerForwards(verify, first, last, tokens, **properties) for tokens in verify_widths(args)
+    ]
 
 
 def prefills(args: Any, largest: int, known: bool) -> EagerForwards:
@@ -190,7 +192,8 @@ def compile_beside_capture(manager: CanaryManager, model_runner: Any) -> None:
 def warm_up_target(manager: CanaryManager, model_runner: Any) -> None:
     """Launch everything that the target launches outside graphs while it serves."""
     forwards = target_forwards(manager, model_runner)
-    manager.warm_up(_plans(manager, forwards), _target_launches(manager, model_runner))
+    plans = plans_of(forwards, manager.plan_input)
+    manager.warm_up(plans, _target_launches(manager, model_runner))
     if manager.arrivals is not None:
         manager.arrivals.warm_up()
 
@@ -238,13 +241,14 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     # The last page of each branch
     if _moves_slots(release().settled(worker.server_args), page_size):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int32)))
-    manager.warm_up(_plans(manager, draft_forwards(manager, worker)), launches)
+    plans = plans_of(draft_forwards(manager, worker), manager.plan_input)
+    manager.warm_up(plans, launches)
     if manager.arrivals is not None:
         manager.arrivals.warm_up()
 
 
-def _plans(manager: CanaryManager, forwards: list[EagerForwards]) -> Iterator[ForwardPlan]:
-    return (plan for kind in forwards for plan in kind.plans(manager.plan_input))
+def plans_of(forwards: list[EagerForwards], plan_input: PlanInput) -> Iterator[ForwardPlan]:
+    return (plan for kind in forwards for plan in kind.plans(plan_input))
 
 
 def _compiles(manager: CanaryManager) -> bool:
