@@ -11,7 +11,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.eagle_mode import V1, V2
-from sglang_kv_canary.testing.fault_cases import Case, tags
+from sglang_kv_canary.testing.fault_cases import Case, tags, two_prompts
 from sglang_kv_canary.testing.scripted_models import (
     OFTEN_RIGHT,
     write_scripted_eagle,
@@ -168,8 +168,8 @@ class TestStages(EagleFaults):
     speculation: ClassVar = {**V1, "pp_size": 2}
     env: ClassVar = {**EagleFaults.env, **bind_each_rank(2), "SGLANG_ENABLE_PP_SPEC": "1"}
 
-    def inject(self, fault: str, rank: int = 0, **args: Any) -> Injection:
-        return super().inject(fault, rank, pp_rank=1, **args)
+    def inject(self, fault: str, rank: int = 0, pp_rank: int = 1, **args: Any) -> Injection:
+        return super().inject(fault, rank, pp_rank=pp_rank, **args)
 
     def test_clean(self) -> None:
         self.converse("stages")
@@ -177,6 +177,19 @@ class TestStages(EagleFaults):
         active = self.serving.events("active")
         stages = sorted((event["pp_rank"], event["runner"]) for event in active)
         assert stages == [(0, "target"), (1, "draft"), (1, "target")]
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_an_input_that_was_not_accepted(self, stage: int) -> None:
+        """Only the last stage samples. The first one is sent what it accepts, beside the next drafts."""
+        name = f"token{stage}"
+        later = {**VERIFY, "min_prefix": 13}  # not the first verify, whose token a prefill sampled
+        injection = self.inject("wrong_token", pp_rank=stage, role="target", **later)
+        prompts = two_prompts(name, 12)
+        self.generate_together([(f"{name}-{i}", p, self.answer) for i, p in enumerate(prompts)])
+        done = injection.answer()
+        assert self.reported("target", "WRITE_TOKEN") == {*tags("HEAD", "K V", "FULL")}
+        assert {event["pp_rank"] for event in self.violations()} == {stage}
+        self.assert_all_explained(done)
 
 
 class AdaptiveFaults(EagleFaults):

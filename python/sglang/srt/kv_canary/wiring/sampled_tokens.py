@@ -15,6 +15,7 @@ import torch
 
 from sglang.srt.environ import envs
 
+from ..plan.upload import upload
 from ..runner.manager import CanaryManager
 from .context import context
 from .guard import attempt_aside, guarded_aside
@@ -41,18 +42,40 @@ def _before_process_result(scheduler: Any, batch: Any, result: Any, *_: Any, **_
     """Pipeline stages that do not sample receive the last stage's tokens first. They are their next inputs."""
     manager = context.target
     if manager is not None and manager.identity.pp_rank is not None:
-        _note_received(scheduler, manager, batch, getattr(result, "next_token_ids", None))
+        _note_received(scheduler, manager, batch, result)
 
 
 @guarded_aside
-def _note_received(scheduler: Any, manager: CanaryManager, batch: Any, tokens: Any) -> None:
-    if not torch.is_tensor(tokens):
+def _note_received(scheduler: Any, manager: CanaryManager, batch: Any, result: Any) -> None:
+    tokens = getattr(result, "next_token_ids", None)
+    if scheduler.pp_group.is_last_rank or not torch.is_tensor(tokens):
         return
     # A request that has given its row back by now counts as padding.
     row_of = release().row_of
-    rows = torch.tensor([row_of(request) or 0 for request in batch.reqs], dtype=torch.int64)
-    if not scheduler.pp_group.is_last_rank and rows.shape == tokens.shape:
-        manager.note_next_tokens(rows.to(tokens.device, non_blocking=True), tokens)
+    rows = [row_of(request) or 0 for request in batch.reqs]
+    counts = getattr(result, "accept_lens", None)
+    if counts is not None:
+        _note_received_drafts(manager, rows, tokens, counts)
+    elif tokens.shape == (len(rows),):
+        manager.note_next_tokens(upload(rows, tokens.device), tokens)
+
+
+def _note_received_drafts(
+    manager: CanaryManager, rows: list[int], tokens: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """What the last stage's verify accepted: `counts` tokens of each request, of as many as were verified.
+
+    The next verify comes with drafts of its own, whose first token is the last accepted one. SGLang hands over both.
+    """
+    if not rows or counts.shape != (len(rows),) or tokens.numel() % len(rows):
+        return
+    if _acceptance_is_made_up():
+        return
+    device = torch.device(manager.identity.device)
+    each = upload(tokens.tolist(), device).view(len(rows), -1)  # both are in host memory already
+    manager.note_next_tokens(
+        upload(rows, device), each, upload(counts.tolist(), device, torch.int32)
+    )
 
 
 @guarded_aside
