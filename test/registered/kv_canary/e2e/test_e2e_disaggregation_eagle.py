@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,9 +10,15 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.eagle_mode import V2
-from sglang_kv_canary.testing.scripted_models import write_scripted_eagle3
+from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.scripted_models import (
+    write_scripted_deepseek,
+    write_scripted_eagle3,
+    write_scripted_nextn,
+)
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase, scripted_answer
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.pd_pairs import FAULTS, LOG_OR_RAISE, LONG, OverAPrefixCache, requests
@@ -116,6 +123,66 @@ class TestPrefixCacheOnTheDecodeServer(OverAPrefixCache, EaglePair):
     def test_damage_in_transit_behind_a_cached_prefix(self) -> None:
         super().test_damage_in_transit_behind_a_cached_prefix()
         assert self.found_on_arrival() == {"draft": {"CONTENT"}}
+
+
+MODES["eagle_mla"] = replace(
+    MODES["eagle"], name="eagle_mla", write_model=write_scripted_deepseek, halves=("K",)
+)
+
+
+class StagesToOne(PdServing):
+    """The last of the prefill server's stages has the draft model."""
+
+    prefill_flags: ClassVar = {"pp_size": 2, "disable_overlap_schedule": True}
+    prefill_env: ClassVar = bind_each_rank(2)
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary,
+    reason="this release refuses it; lifted by make test SGLANG=0.5.23",
+)
+@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
+@long_on_newer_releases
+class TestStages(EaglePair):
+    """DeepSeek with its MTP layer. The draft's bytes are compared: each server has all of its layers in one rank."""
+
+    mode_name: ClassVar = "eagle_mla"
+    transport: ClassVar = StagesToOne
+    flags: ClassVar = {**EaglePair.flags, "kv_canary": LOG_OR_RAISE}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_nextn(folder)
+
+    def test_clean(self) -> None:
+        self.converse("stages", rounds=max(2, requests(14) // 7))
+        self.assert_no_violations()
+        self.assert_healthy()
+        active = self.serving.prefill.events("active")
+        stages = sorted((event["pp_rank"], event["runner"]) for event in active)
+        assert stages == [(0, "target"), (1, "draft"), (1, "target")]
+        assert "no records of the draft model's KV" not in self.serving.stderr
+        assert self.serving.stderr.count("the servers differ in pipeline parallelism") == 1
+
+    @FAULTS
+    def test_damage_of_the_drafts_kv_in_transit(self) -> None:
+        """The last of each stage's buffers: of the first stage that of the target, whose bytes are not compared."""
+        self.expect_violations()
+        prompt = random_tokens(random.Random("draft"), 2 * 16 + 5)  # three chunks
+        with self.serving.damaging("drop_layer"):
+            self.ask("draft", prompt)
+        self.assert_violation("CONTENT", "TAIL_K_FULL", runner="draft", reader="draft")
+        assert self.found_on_arrival() == {"draft": {"CONTENT"}}
+
+    @FAULTS
+    def test_slots_that_are_mixed_up_in_transit(self) -> None:
+        self.expect_violations()
+        with self.serving.damaging("reverse_slots"):
+            self.ask("mixed", random_tokens(random.Random("mixed"), 2 * 16 + 5))
+        on_arrival = [e for e in self.violations() if e["reader"]["mode"].endswith("ARRIVAL")]
+        found = {e["runner"] for e in on_arrival if "POSITION" in e["reasons"]}
+        assert found == {"target", "draft"}
+        assert {e["reader"]["request_id"] for e in self.violations()} == {"mixed"}
 
 
 class DecodeDrafts(PdServing):

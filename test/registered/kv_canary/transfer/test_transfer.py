@@ -3,6 +3,8 @@
 import json
 import sys
 from dataclasses import replace
+from functools import reduce
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,7 @@ NOTICE = Notice(
     request="r-7",
     chunks=(0, 64),
     first_token=9,
+    keeps_draft_content=True,
 )
 
 
@@ -65,6 +68,23 @@ def test_drafts_must_be_alike(mine, theirs, shared):
     one, two = (replace(LAYOUT, draft_groups=g, draft_layers=n) for g, n in (mine, theirs))
     assert one.shares_draft_with(two) is two.shares_draft_with(one) is shared
     assert one.obstacle_to(two) is one.content_obstacle_to(two) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, True),
+        ({"pp_size": 2, "layers": 1}, True),  # one stage has all layers of the draft model
+        ({"tp_size": 1}, False),
+        ({"content": 0}, False),
+        ({"draft_layers": 4}, False),
+        ({"draft_groups": 0}, False),
+    ],
+    ids=str,
+)
+def test_what_must_be_equal_for_the_content_of_drafts(change, kept):
+    drafts = replace(LAYOUT, draft_groups=2, draft_layers=2)
+    assert drafts.keeps_draft_content_of(replace(drafts, **change)) is kept
 
 
 @pytest.mark.parametrize("numbers", [[], [MAGIC], [3, 5], [0, *LAYOUT.to_wire()[1:]]], ids=str)
@@ -120,9 +140,10 @@ def test_a_notice_survives_the_wire():
 
 def test_a_notice_of_an_earlier_version():
     said = json.loads(NOTICE.to_wire())
-    for new in ("has_draft_records", "request", "chunks", "first_token"):
+    for new in ("has_draft_records", "request", "chunks", "first_token", "keeps_draft_content"):
         del said[new]
     known = replace(NOTICE, has_draft_records=False, request="", chunks=(), first_token=NO_TOKEN)
+    assert known.keeps_draft_content is known.keeps_content is True
     assert Notice.from_wire(json.dumps(said).encode()) == known
 
 
@@ -224,6 +245,34 @@ def test_ranks_that_number_images_in_different_ways_are_not_compared_with():
     assert (merged.has_records, merged.has_draft_records) == (False, False)
     assert "in different ways" in merged.why
     assert one.merge(one).has_records
+
+
+FIRST_STAGE = replace(NOTICE, has_draft_records=False, keeps_draft_content=False, leaves_draft=True)
+STAGED = replace(NOTICE, keeps_content=False)  # of the last stage
+
+
+@pytest.mark.parametrize(
+    ("notices", "sent", "kept"),
+    [
+        ([FIRST_STAGE, STAGED], True, True),
+        ([FIRST_STAGE, FIRST_STAGE, STAGED, STAGED], True, True),  # two ranks each
+        ([FIRST_STAGE, replace(STAGED, keeps_draft_content=False)], True, False),
+        ([FIRST_STAGE, replace(STAGED, has_draft_records=False)], False, True),
+        ([FIRST_STAGE, STAGED, replace(STAGED, has_draft_records=False)], False, True),
+        ([replace(FIRST_STAGE, leaves_draft=False), STAGED], False, False),  # no draft model there
+    ],
+)
+def test_the_last_stage_speaks_for_the_draft_model(notices, sent, kept):
+    for order in permutations(notices):
+        merged = reduce(Notice.merge, order)
+        assert (merged.has_draft_records, merged.keeps_draft_content) == (sent, kept)
+        assert not merged.leaves_draft
+        assert merged.has_records
+
+
+def test_stages_before_the_last_one_send_no_drafts():
+    merged = FIRST_STAGE.merge(FIRST_STAGE)
+    assert (merged.has_draft_records, merged.leaves_draft) == (False, True)
 
 
 def test_a_request_that_the_peer_cannot_compare_goes_without_records():

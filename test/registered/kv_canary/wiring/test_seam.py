@@ -1,5 +1,6 @@
 """An SGLang with a canary of its own gets ours, or does not start: the seam, its guard, and what is refused there."""
 
+import functools
 import inspect
 import json
 import os
@@ -8,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,6 +24,7 @@ from sglang_kv_canary.plan.speculation import verify_widths
 from sglang_kv_canary.seam_guard import BUILTIN_ENV, SEAM
 from sglang_kv_canary.testing import MODES
 from sglang_kv_canary.testing.tiny_models import write_tiny_whisper
+from sglang_kv_canary.wiring.disaggregation import _refuse_mixed_up_stages
 from sglang_kv_canary.wiring.refusals import Refusal
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
@@ -30,6 +32,7 @@ from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_fp4_mha_pool,
     make_mha_pool,
+    make_mla_pool,
     make_nsa_pool,
     make_swa_pool,
     one_rank,
@@ -486,6 +489,86 @@ def test_drafts_that_stages_relay_are_let_through() -> None:
     assert case.predicate(args)
     with variable.override(True):
         assert not case.predicate(args)
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.parametrize(
+    ("mode", "backend", "refused"),
+    [("prefill", "mooncake", False), ("prefill", "nixl", True), ("decode", "mooncake", True)],
+)
+def test_drafts_that_a_stage_sends_are_let_through(mode: str, backend: str, refused: bool) -> None:
+    name = "speculative decoding over pipeline stages"
+    case = next(case for case in release().refusals() if case.name == name)
+    transfers = {"disaggregation_mode": mode, "disaggregation_transfer_backend": backend}
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, pp_size=2, **transfers)
+    assert case.predicate(args) is refused
+
+
+class _Mistaken(NamedTuple):
+    """Where SGLang writes each buffer of a stage: named after half and layer."""
+
+    stage: list[str]
+    start: int
+    writes: dict[str, str]
+
+
+_WHOLE = ["K0", "K1", "V0", "V1", "draft K", "draft V"]
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.parametrize(
+    "case",
+    [
+        _Mistaken(["K1", "V1", "draft K", "draft V"], 1, {"V1": "V0", "draft K": "V1"}),
+        _Mistaken(["K0", "V0"], 0, {"V0": "V1"}),
+    ],
+    ids=["last stage", "first stage"],
+)
+def test_sglang_mixes_up_layers_of_stages_and_drafts(case: _Mistaken) -> None:
+    """Why K and V apart are refused there. Where this is red, SGLang has repaired it."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    manager = SimpleNamespace(kv_args=SimpleNamespace(prefill_start_layer=case.start))
+    k, v, to_k, to_v, _ = CommonKVManager.get_mha_kv_ptrs_with_pp(manager, case.stage, _WHOLE)
+    pairs = dict(zip((*k, *v), (*to_k, *to_v), strict=True))
+    assert {here: there for here, there in pairs.items() if here != there} | case.writes == {
+        here: there for here, there in pairs.items() if here != there
+    }
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+def test_sglang_keeps_latent_layers_of_stages_and_drafts_apart() -> None:
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    for stage, start, drafts in ((["L0"], 0, 0), (["L1", "draft"], 1, 1)):
+        known = {"prefill_start_layer": start, "num_draft_entries": drafts}
+        manager = SimpleNamespace(kv_args=SimpleNamespace(**known))
+        span = functools.partial(CommonKVManager._mla_kv_entry_span_with_pp, manager)
+        manager._mla_kv_entry_span_with_pp = span
+        here, there, _ = CommonKVManager.get_mla_kv_ptrs_with_pp(
+            manager, stage, ["L0", "L1", "draft"]
+        )
+        assert here == there == stage
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+@pytest.mark.parametrize("draft_here", [True, False], ids=["last stage", "first stage"])
+def test_stages_with_drafts_and_halves_apart_are_refused(draft_here: bool) -> None:
+    (mha, _), (mla, _) = make_mha_pool(size=8), make_mla_pool(size=8)
+    queue = SimpleNamespace(
+        token_to_kv_pool=mla, draft_token_to_kv_pool=mla if draft_here else None
+    )
+    stages = SimpleNamespace(speculative_algorithm="EAGLE", pp_size=2)
+    _refuse_mixed_up_stages(stages, queue)
+    queue.token_to_kv_pool = mha
+    with pytest.raises(CanaryStartupError, match="get_mha_kv_ptrs_with_pp"):
+        _refuse_mixed_up_stages(stages, queue)
+    _refuse_mixed_up_stages(SimpleNamespace(speculative_algorithm=None, pp_size=2), queue)
+    _refuse_mixed_up_stages(SimpleNamespace(speculative_algorithm="EAGLE", pp_size=1), queue)
 
 
 @has_seam

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -23,7 +23,7 @@ class Arrival:
 
     `has_records`: the records came with it. Otherwise nothing says what the slots hold, and they are taken over as
     they are. `keeps_content`: the records' fingerprints are of the bytes as they lie here. `has_draft_records`: those
-    of the draft model's KV came, too.
+    of the draft model's KV came, too. `keeps_draft_content`: the same of them.
     """
 
     row: int
@@ -36,6 +36,11 @@ class Arrival:
     origin: str = ""  # for reports
     chunks: tuple[int, ...] = ()  # first position of each chunk in which it came
     next_token: int | None = None  # what comes after `tokens`. None: not known
+    keeps_draft_content: bool = False
+
+    def of_draft(self) -> Arrival:
+        """The draft model's KV of the same request, whose records came."""
+        return replace(self, has_records=True, keeps_content=self.keeps_draft_content)
 
     @property
     def length(self) -> int:

@@ -33,6 +33,7 @@ class TransferLayout:
     draft_groups: int = 0  # the same of the draft model's pools; 0: none
     draft_layers: int = 0
     heeds_damage: int = 0  # 1: a notice with `damage` fails the request on arrival
+    leaves_draft: int = 0  # 1: another pipeline stage of this server has the draft model
 
     @classmethod
     def of(
@@ -81,6 +82,11 @@ class TransferLayout:
         if _CONTENT[self.content] is ContentMode.PARTIAL:
             return "content mode partial selects bytes by slot"
         return None
+
+    def keeps_draft_content_of(self, other: TransferLayout) -> bool:
+        """Whether fingerprints of draft models' KV mean the same, too. One pipeline stage has all their layers."""
+        alike = replace(other, pp_size=self.pp_size, layers=self.layers)
+        return self.shares_draft_with(other) and self.content_obstacle_to(alike) is None
 
     def shares_draft_with(self, other: TransferLayout) -> bool:
         """Whether both have a draft model, and the records of its KV mean the same."""

@@ -38,6 +38,8 @@ class Notice:
     damage: str = ""  # why the sender has failed the request: its KV must not be used
     # What the sender has sampled after the prompt. SGLang sends it beside the KV. NO_TOKEN: not said, or ranks differ
     first_token: int = NO_TOKEN
+    keeps_draft_content: bool = False  # `keeps_content` of the draft model's KV
+    leaves_draft: bool = False  # another pipeline stage sends the draft model's KV
 
     def to_wire(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -64,7 +66,22 @@ class Notice:
             token = int(said.get("first_token", NO_TOKEN))
             if not NO_TOKEN <= token < _MOST_TOKENS:
                 raise ValueError("a token that no vocabulary has")
-            return cls(texts[0], *flags, texts[1], draft, request, chunks, images, damage, token)
+            # An earlier version has only servers on which the same holds of both.
+            content = bool(said.get("keeps_draft_content", flags[1]))
+            leaves = bool(said.get("leaves_draft", False))
+            return cls(
+                texts[0],
+                *flags,
+                texts[1],
+                draft,
+                request,
+                chunks,
+                images,
+                damage,
+                token,
+                content,
+                leaves,
+            )
         except (
             KeyError,
             TypeError,
@@ -86,6 +103,7 @@ class Notice:
         is_same = self.request == other.request
         damage = other.damage or (self.damage if is_same else "")
         tokens = {self.first_token} if is_same else {other.first_token}
+        drafts = [notice for notice in (self, other) if not notice.leaves_draft]
         if is_same and len(images) > 1:
             return replace(
                 other, has_records=False, has_draft_records=False, why=_DIFFER, damage=damage
@@ -95,7 +113,9 @@ class Notice:
             has_records=self.has_records and other.has_records,
             keeps_content=self.keeps_content and other.keeps_content,
             why=self.why or other.why,
-            has_draft_records=self.has_draft_records and other.has_draft_records,
+            has_draft_records=all(n.has_draft_records for n in drafts) and bool(drafts),
+            keeps_draft_content=all(n.keeps_draft_content for n in drafts),
+            leaves_draft=not drafts,
             request=other.request or self.request,
             chunks=other.chunks or self.chunks,
             images=self.images if other.images is None else other.images,

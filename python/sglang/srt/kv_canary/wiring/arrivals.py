@@ -70,7 +70,7 @@ def _note_next_tokens(manager: CanaryManager, arrivals: Sequence[Arrival]) -> No
 
 def _take_in_draft(manager: CanaryManager, arrivals: Sequence[Arrival]) -> None:
     """Without records nobody knows whether the draft model's KV came. It counts as not computed, as in SGLang."""
-    known = [replace(a, has_records=True) for a in arrivals if a.has_draft_records]
+    known = [arrival.of_draft() for arrival in arrivals if arrival.has_draft_records]
     if known:
         manager.note_arrivals(known)
     rows = manager.plan_input.req_to_token
@@ -162,6 +162,7 @@ def as_arrival(request: Any, notice: Notice, extent: Extent) -> Arrival:
         has_records=notice.has_records,
         keeps_content=notice.keeps_content,
         has_draft_records=notice.has_draft_records,
+        keeps_draft_content=notice.keeps_draft_content,
         chunks=notice.chunks,
         next_token=_next_token(request, notice, tokens),
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import startup_error
+from ..plan.speculation import checks_draft
 from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import NO_TOKEN, Notice
@@ -36,7 +37,9 @@ def _around_init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
     if not context.active:
         return original(queue)
     _refuse_unknown_pool(queue.token_to_kv_pool)
-    _refuse_cached_windows(release().settled(queue.scheduler.server_args), queue.token_to_kv_pool)
+    args = release().settled(queue.scheduler.server_args)
+    _refuse_cached_windows(args, queue.token_to_kv_pool)
+    _refuse_mixed_up_stages(args, queue)
     with ExitStack() as plain:
         plain.enter_context(plain_lists(queue.token_to_kv_pool))
         if queue.draft_token_to_kv_pool is not None:
@@ -82,8 +85,24 @@ def _refuse_cached_windows(args: Any, pool: Any) -> None:
         )
 
 
+def _refuse_mixed_up_stages(args: Any, queue: Any) -> None:
+    """A stage with a draft model sends its KV behind that of its own layers. Latent rows alone are paired rightly."""
+    if args.speculative_algorithm is None or args.pp_size == 1:
+        return
+    for pool in (queue.token_to_kv_pool, queue.draft_token_to_kv_pool):
+        name = type(pool).__name__
+        if pool is not None and name != "MLATokenToKVPool":
+            raise startup_error(
+                f"SGLang itself mixes up the layers of {name}: get_mha_kv_ptrs_with_pp takes half of a stage's buffers "
+                "for K, and those of the draft model are among them. V of one layer arrives in another. Remove "
+                "--speculative-algorithm or --pp-size.",
+                TRANSFERS,
+            )
+
+
 def _layout(page_size: int) -> TransferLayout:
-    target, answers = context.target, release().transfers
+    target, answers, args = context.target, release().transfers, release().server_args()
+    drafts = args.speculative_algorithm is not None and checks_draft(args)
     layout = TransferLayout.of(
         target.groups,
         page_size,
@@ -91,7 +110,8 @@ def _layout(page_size: int) -> TransferLayout:
         *answers.parallelism(),
         [group for draft in context.drafts for group in draft.groups],
     )
-    return replace(layout, heeds_damage=int(answers.heeds_damage))
+    leaves = drafts and not context.drafts and args.pp_size > 1
+    return replace(layout, heeds_damage=int(answers.heeds_damage), leaves_draft=int(leaves))
 
 
 def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:

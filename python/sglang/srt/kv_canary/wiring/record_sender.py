@@ -188,7 +188,15 @@ class RecordSender:
                 obstacle,
             )
         draft = obstacle is None and self._layout.shares_draft_with(theirs)
-        notice = Notice(name, obstacle is None, content is None, obstacle or content or "", draft)
+        notice = Notice(
+            name,
+            obstacle is None,
+            content is None,
+            obstacle or content or "",
+            draft,
+            keeps_draft_content=draft and self._layout.keeps_draft_content_of(theirs),
+            leaves_draft=obstacle is None and bool(self._layout.leaves_draft),
+        )
         if obstacle is not None:
             return _Peer(registration, None, devices, notice, bool(theirs.heeds_damage))
         pointers = registration.dst_state_data_ptrs[-1]

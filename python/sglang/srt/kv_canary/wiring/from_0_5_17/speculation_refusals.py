@@ -10,6 +10,7 @@ from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
+from ..releases import release
 from .pools import SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
@@ -31,6 +32,12 @@ def _relays_drafts() -> bool:
     return variable is not None and variable.get()
 
 
+def _sends_drafts(args: Any) -> bool:
+    """A prefill server whose last stage sends the draft's KV. What its pools must be is seen when they are there."""
+    sends = args.disaggregation_mode == "prefill" and release().transfers is not None
+    return sends and args.disaggregation_transfer_backend == "mooncake"
+
+
 SPECULATION: tuple[Refusal, ...] = (
     Refusal(
         "another speculative algorithm than EAGLE, EAGLE3, STANDALONE and DFLASH",
@@ -46,9 +53,12 @@ SPECULATION: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding over pipeline stages",
-        lambda args: _speculates(args) and args.pp_size > 1 and not _relays_drafts(),
-        f"without {_RELAYS_DRAFTS} SGLang has it on prefill servers alone. There the last stage sends a draft's KV, "
-        "which the others do not have, and no run has followed its records.",
+        lambda args: (
+            _speculates(args) and args.pp_size > 1 and not (_relays_drafts() or _sends_drafts(args))
+        ),
+        f'without {_RELAYS_DRAFTS} SGLang itself ends any server but a prefill server: "only supported on prefill '
+        'nodes" (check_pipeline_parallel_compat). From 0.5.22 on such a server may send its KV over Mooncake. No run '
+        "has checked other transports.",
         f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1: SGLang takes EAGLE of one layer with it, "
         "without disaggregation, adaptive speculation and DP attention.",
     ),
