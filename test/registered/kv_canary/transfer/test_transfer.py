@@ -12,12 +12,13 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.errors import CanaryStartupError
+from sglang_kv_canary.pool_patcher import attach_canary_buffers
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.transfer import notice
 from sglang_kv_canary.transfer.layout import MAGIC, TransferLayout, transferred_records
 from sglang_kv_canary.transfer.notice import NO_TOKEN, Notice, NoticeBoard, SentChunks
 from sglang_kv_canary_rigs.backends import REFERENCE
-from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
 from sglang_kv_canary_rigs.world import World, WorldSpec
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -112,6 +113,33 @@ def test_what_must_be_equal_for_records_and_for_content(change, records, content
     for one, two in ((LAYOUT, other), (other, LAYOUT)):
         assert (one.obstacle_to(two) is None) is records
         assert (one.content_obstacle_to(two) is None) is content
+
+
+LATENT = TransferLayout.of(
+    attach_canary_buffers(make_mla_pool(size=8)[0], content=False), 1, ContentMode.ALL, 1, 2
+)
+STAGE = replace(LAYOUT, pp_size=2)
+DRAFTS = {"draft_groups": 2, "draft_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("stage", "whole", "mistaken"),
+    [
+        (STAGE, {}, False),
+        (STAGE, DRAFTS, True),
+        (LATENT, {}, False),
+        (LATENT, DRAFTS, False),
+        (replace(LATENT, **DRAFTS), {}, True),
+        (replace(LATENT, **DRAFTS), DRAFTS, False),
+        (replace(LATENT, leaves_draft=1), DRAFTS, False),
+    ],
+    ids=str,
+)
+def test_stages_whose_layers_sglang_mixes_up(stage, whole, mistaken):
+    """Where one server alone has a draft model, and it has another number of stages."""
+    other = replace(stage, pp_size=1, draft_groups=0, draft_layers=0, leaves_draft=0)
+    assert (stage.mix_up_with(replace(other, **whole)) is not None) is mistaken
+    assert stage.mix_up_with(replace(other, pp_size=2, **whole)) is None
 
 
 def test_partial_content_is_never_comparable():

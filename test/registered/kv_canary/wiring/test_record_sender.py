@@ -37,7 +37,7 @@ class _Lost(Exception):
 
 @pytest.fixture
 def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
-    """A sender with a `post`, whose peers are `alike`, `other`, `older`, and `none` without a canary."""
+    """A sender with a `post`, whose peers are `alike`, `other`, `older`, `drafting`, and `none` without a canary."""
     rig = ManagerRig()
     monkeypatch.setattr(context, "managers", [rig.manager])
     layout = TransferLayout.of(rig.manager.groups, 1, rig.manager.config.content_mode, 1, 1)
@@ -56,6 +56,9 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
         decode_kv_args_table={
             **{name: peer([layout.to_wire()]) for name in ("alike", "other")},
             "older": peer([replace(layout, heeds_damage=0).to_wire()]),
+            "drafting": peer(
+                [replace(layout, pp_size=2, draft_groups=2, draft_layers=2).to_wire()]
+            ),
             "none": peer([]),
         },
         local_ip="127.0.0.1",
@@ -100,6 +103,20 @@ def test_a_peer_without_a_canary_gets_nothing(
         assert sender.send("none", *PAGES) == 0
         assert sender.notice("none", 7) is None
     assert caplog.text.count("has no canary of this kind") == 1
+
+
+def test_layers_that_sglang_may_mix_up_are_told_on_both_servers(
+    sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decode server alone has a draft model, and another number of stages."""
+    sender = sender_of(lambda *_: at_once)
+    for _ in range(2):
+        assert sender.send("drafting", *PAGES) == 0
+        notice = sender.notice("drafting", 7)
+        assert (notice.has_records, notice.keeps_content) == (True, False)
+        assert "may write layers of a stage to others" in notice.why
+    assert caplog.text.count("KV for the decode server at 127.0.0.1:1 may be wrong") == 1
+    assert sender.notice("alike", 7).why == ""
 
 
 @pytest.mark.parametrize("damaged", [True, False])

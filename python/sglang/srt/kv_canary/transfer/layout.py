@@ -83,6 +83,25 @@ class TransferLayout:
             return "content mode partial selects bytes by slot"
         return None
 
+    def mix_up_with(self, other: TransferLayout) -> str | None:
+        """What SGLang itself gets wrong between this stage, which sends, and a server of another number of stages.
+
+        It tells the draft model's buffers from others by how many there are. None: nothing.
+        """
+        drafts_here, drafts_there = self.draft_groups != 0, other.draft_groups != 0
+        mistaken = drafts_here and not drafts_there
+        mistaken |= drafts_there and not drafts_here and self._keeps_halves_apart
+        if self.pp_size == other.pp_size or not mistaken:
+            return None
+        return (
+            "SGLang may write layers of a stage to others where one server alone has a draft model"
+        )
+
+    @property
+    def _keeps_halves_apart(self) -> bool:
+        """Whether a pool has V beside K; latent rows are one half."""
+        return any(self.groups >> (2 * kind.index) & 3 == 2 for kind in PoolKind)
+
     def keeps_draft_content_of(self, other: TransferLayout) -> bool:
         """Whether fingerprints of draft models' KV mean the same, too. One pipeline stage has all their layers."""
         alike = replace(other, pp_size=self.pp_size, layers=self.layers)

@@ -180,7 +180,15 @@ class RecordSender:
         if dp_rank is not None:
             name += f" of data parallel rank {dp_rank}"
         obstacle = self._layout.obstacle_to(theirs)
-        content = self._layout.content_obstacle_to(theirs)
+        mix_up = self._layout.mix_up_with(theirs)
+        if mix_up is not None:
+            logger.error(
+                "kv-canary: KV for the decode server at %s may be wrong, and nothing checks its bytes: %s. Give both "
+                "servers a draft model, or neither",
+                where,
+                mix_up,
+            )
+        content = mix_up or self._layout.content_obstacle_to(theirs)
         if obstacle is not None:
             logger.warning(
                 "kv-canary: KV is sent to the decode server at %s without records, because %s",
