@@ -162,7 +162,7 @@ class TestStages(EaglePair):
         stages = sorted((event["pp_rank"], event["runner"]) for event in active)
         assert stages == [(0, "target"), (1, "draft"), (1, "target")]
         assert "no records of the draft model's KV" not in self.serving.stderr
-        assert self.serving.stderr.count("the servers differ in pipeline parallelism") == 1
+        assert "the servers differ in pipeline parallelism" in self.serving.stderr
 
     @FAULTS
     def test_damage_of_the_drafts_kv_in_transit(self) -> None:

@@ -24,8 +24,8 @@ _ON_GPU = (
 )
 # Path -> what these releases have of it beside the others.
 _MORE = {
-    "speculative: draft and draft-extend, top-k 1": "also adaptive, with a draft window, and over pipeline stages, "
-    "of which only the last compares inputs with samples",
+    "speculative: draft and draft-extend, top-k 1": "also adaptive, with a draft window, and over pipeline stages "
+    "(see docs/speculative.md)",
 }
 
 _HERE = "run on a GPU with 0.5.23 only"
