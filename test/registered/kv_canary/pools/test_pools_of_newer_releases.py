@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
@@ -687,11 +686,9 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
         (pools.make_mha_pool, True),
         (pools.make_mla_pool, True),
         (pools.make_nsa_pool, True),
-        (pools.make_dsv4_pool, True),
-        (partial(pools.make_dsv4_pool, compression_ratios=(0,)), True),  # the draft's
         (pools.make_hybrid_linear_pool, False),
     ],
-    ids=["mha", "mla", "dsa", "dsv4", "dsv4_draft", "hybrid"],
+    ids=["mha", "mla", "dsa", "hybrid"],
 )
 def test_speculation_writes_to_served_pools_only(
     make: Callable[[], RealPool], is_served: bool
@@ -704,6 +701,37 @@ def test_speculation_writes_to_served_pools_only(
         return
     with pytest.raises(CanaryStartupError, match="speculative decoding with the KV pool"):
         refuse_uncovered_runner(eagle, runner)
+
+
+@pytest.mark.parametrize("ratios", [(0, 4, 128), (0,)], ids=["target", "draft"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"speculative_algorithm": "EAGLE3"},
+        {"speculative_adaptive": True},
+        {"speculative_draft_window_size": 64},
+        {"pp_size": 2},
+    ],
+    ids=str,
+)
+def test_deepseek_v4_takes_eagle_as_it_is_by_default(
+    ratios: tuple[int, ...], other: dict[str, Any]
+) -> None:
+    pool = pools.make_dsv4_pool(compression_ratios=ratios).pool
+    runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=pool)
+    eagle = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_adaptive": False,
+        "speculative_draft_window_size": None,
+        "pp_size": 1,
+    }
+    args = SimpleNamespace(**{**eagle, **other})
+    if not other:
+        refuse_uncovered_runner(args, runner)
+        return
+    with pytest.raises(CanaryStartupError, match="other than EAGLE without pipeline stages"):
+        refuse_uncovered_runner(args, runner)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,8 @@ DRAFTS = {"draft_groups": 2, "draft_layers": 2}
     [
         (STAGE, {}, False),
         (STAGE, DRAFTS, True),
+        (STAGE, {"unchecked_draft": 1}, True),
+        (LATENT, {"unchecked_draft": 1}, False),
         (LATENT, {}, False),
         (LATENT, DRAFTS, False),
         (replace(LATENT, **DRAFTS), {}, True),
@@ -296,6 +298,15 @@ def test_the_last_stage_speaks_for_the_draft_model(notices, sent, kept):
         assert (merged.has_draft_records, merged.keeps_draft_content) == (sent, kept)
         assert not merged.leaves_draft
         assert merged.has_records
+
+
+def test_records_of_drafts_need_those_of_the_target():
+    """Stages that number images differently: the target's KV is taken over, so no chain steps from it."""
+    stages = [replace(FIRST_STAGE, request="r-7", images=images) for images in ("a", "b")]
+    last = replace(STAGED, request="r-7", images="b", has_draft_records=True)
+    for order in permutations([*stages, last]):
+        merged = reduce(Notice.merge, order)
+        assert (merged.has_records, merged.has_draft_records) == (False, False)
 
 
 def test_stages_before_the_last_one_send_no_drafts():

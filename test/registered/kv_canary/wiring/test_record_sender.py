@@ -17,11 +17,13 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import RECORD_BYTES
 from sglang_kv_canary.transfer.layout import TransferLayout, transferred_records
-from sglang_kv_canary.transfer.notice import Notice, SentChunks
+from sglang_kv_canary.transfer.notice import Notice, NoticeBoard, SentChunks
 from sglang_kv_canary.wiring import nixl
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.mooncake import MOONCAKE
+from sglang_kv_canary.wiring.nixl_notices import without_notice
 from sglang_kv_canary.wiring.record_sender import RecordSender, Sides, at_once
+from sglang_kv_canary.wiring.v0_5_22 import nixl_notified
 from sglang_kv_canary.wiring.v0_5_22.nixl import _Awaited
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -239,6 +241,64 @@ def test_a_transfer_that_cannot_begin_is_an_error_of_the_transport(is_newer: boo
         nixl._post(kv_manager, "peer", sides)
 
 
+class _Nixl:
+    """NIXL's agent, as far as the sender of records asks it. Transfers are over at once."""
+
+    def __init__(self, works: bool) -> None:
+        self.works, self.posted = works, []
+
+    def get_xfer_descs(self, blocks: Any, kind: str) -> Any:
+        return blocks
+
+    def initialize_xfer(self, way: str, here: Any, there: Any, peer: str) -> str:
+        if not self.works:
+            raise ValueError("an error that no transport has")
+        return "records"
+
+    def transfer(self, handle: str) -> str:
+        self.posted.append(handle)
+        return "PROC"
+
+    def check_xfer_state(self, handle: str) -> str:
+        return "DONE"
+
+    def check_remote_metadata(self, peer: str) -> bool:
+        return True
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_last_notification_of_0_5_22_says_whether_records_have_gone(
+    sender_of: Callable[..., RecordSender], monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """The manager is a stand-in, because that release is not installed here."""
+    kv_manager, agent = sender_of.keywords["kv_manager"], _Nixl(works)
+    told: list[str] = []
+
+    def send(peer: str, source: Any, pointers: Any, target: Any, gpu: int, notification: str):
+        told.append(notification)
+        agent.posted.append("KV")
+        return "KV"
+
+    for name in ("send_kvcache_slice", "maybe_send_extra", "send_aux"):
+        setattr(kv_manager, name, lambda *_: None)
+    kv_manager.agent, kv_manager.send_kvcache = agent, send
+    kv_manager.kv_args.gpu_id = 0
+    for registration in kv_manager.decode_kv_args_table.values():
+        registration.gpu_id = 0
+    monkeypatch.setattr(nixl_notified, "_note_events", lambda _: None)
+    nixl_notified.NIXL_NOTIFIED.attach_sender(kv_manager, sender_of.keywords["layout"])
+    kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, "7_kv_0_1_0")
+    board = NoticeBoard()
+    assert without_notice(told[0].encode(), board) == b"7_kv_0_1_0"
+    notice = board.take(7)
+    assert notice.has_records is works
+    assert agent.posted == (["records", "KV"] if works else ["KV"])
+    assert ("internal error" in notice.why) is not works
+
+
 class _Describing:
     """NIXL's agent, as far as descriptors go."""
 
@@ -341,9 +401,9 @@ def test_an_error_of_ours_at_the_end_of_a_transfer_does_not_reach_sglang(
 
     rig, ended = ManagerRig(), []
     monkeypatch.setattr(context, "managers", [rig.manager])
-    sends = dict.fromkeys(("send_kvcache", "send_kvcache_slice", "maybe_send_extra"), print)
+    sends = ("add_transfer_request", "send_kvcache", "send_kvcache_slice", "maybe_send_extra")
     kv_manager = SimpleNamespace(
-        **sends,
+        **dict.fromkeys(sends, print),
         _await_handles=print,
         conclude_transfer=lambda **what: ended.append(what),
         transfer_infos=None,

@@ -40,9 +40,11 @@ def gpus_of(server_args: Mapping[str, Any]) -> int:
     return server_args.get("tp_size", 1) * server_args.get("pp_size", 1) * replicas
 
 
-def _skip_without_gpus(server_args: Mapping[str, Any]) -> None:
-    """On a CPU all ranks share it."""
-    needed, there = gpus_of(server_args), torch.cuda.device_count()
+def _skip_without_gpus(serving: Serving) -> None:
+    """On a CPU all ranks share it. The servers of a pair share GPUs."""
+    servers = (serving, getattr(serving, "prefill", serving))
+    needed = max(gpus_of(server.server_args) for server in servers)
+    there = torch.cuda.device_count()
     if torch.cuda.is_available() and needed > there:
         import pytest  # here, because servers need none
 
@@ -70,7 +72,7 @@ class CanaryE2EBase:
     def setup_class(cls) -> None:
         cls.mode = MODES[cls.mode_name]
         serving = cls.transport(cls.mode, cls.flags, cls.env, cls.plugins)
-        _skip_without_gpus(serving.server_args)
+        _skip_without_gpus(serving)
         cls.serving = serving.__enter__()
         cls._seen = 0
 

@@ -34,6 +34,7 @@ class TransferLayout:
     draft_layers: int = 0
     heeds_damage: int = 0  # 1: a notice with `damage` fails the request on arrival
     leaves_draft: int = 0  # 1: another pipeline stage of this server has the draft model
+    unchecked_draft: int = 0  # 1: there is a draft model whose KV has no records
 
     @classmethod
     def of(
@@ -88,7 +89,7 @@ class TransferLayout:
 
         It tells the draft model's buffers from others by how many there are. None: nothing.
         """
-        drafts_here, drafts_there = self.draft_groups != 0, other.draft_groups != 0
+        drafts_here, drafts_there = self._has_draft, other._has_draft
         mistaken = drafts_here and not drafts_there
         mistaken |= drafts_there and not drafts_here and self._keeps_halves_apart
         if self.pp_size == other.pp_size or not mistaken:
@@ -96,6 +97,11 @@ class TransferLayout:
         return (
             "SGLang may write layers of a stage to others where one server alone has a draft model"
         )
+
+    @property
+    def _has_draft(self) -> bool:
+        """Whether SGLang transfers KV of a draft model, too."""
+        return bool(self.draft_groups or self.unchecked_draft)
 
     @property
     def _keeps_halves_apart(self) -> bool:

@@ -104,16 +104,19 @@ class Notice:
         damage = other.damage or (self.damage if is_same else "")
         tokens = {self.first_token} if is_same else {other.first_token}
         drafts = [notice for notice in (self, other) if not notice.leaves_draft]
+        has_records = self.has_records and other.has_records
+        sent_drafts = bool(drafts) and all(notice.has_draft_records for notice in drafts)
         if is_same and len(images) > 1:
             return replace(
                 other, has_records=False, has_draft_records=False, why=_DIFFER, damage=damage
             )
         return replace(
             self,
-            has_records=self.has_records and other.has_records,
+            has_records=has_records,
             keeps_content=self.keeps_content and other.keeps_content,
             why=self.why or other.why,
-            has_draft_records=all(n.has_draft_records for n in drafts) and bool(drafts),
+            # Their chains step from the target's records.
+            has_draft_records=has_records and sent_drafts,
             keeps_draft_content=all(n.keeps_draft_content for n in drafts),
             leaves_draft=not drafts,
             request=other.request or self.request,

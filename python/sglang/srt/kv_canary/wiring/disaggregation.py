@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import startup_error
-from ..plan.speculation import checks_draft
+from ..plan.speculation import checks_draft, why_draft_is_unchecked
 from ..pool_patcher.buf_info_splice import plain_lists
 from ..transfer.layout import TransferLayout, page_bytes, transferred_records
 from ..transfer.notice import NO_TOKEN, Notice
@@ -111,7 +111,13 @@ def _layout(page_size: int) -> TransferLayout:
         [group for draft in context.drafts for group in draft.groups],
     )
     leaves = drafts and not context.drafts and args.pp_size > 1
-    return replace(layout, heeds_damage=int(answers.heeds_damage), leaves_draft=int(leaves))
+    speculates = args.speculative_algorithm is not None
+    return replace(
+        layout,
+        heeds_damage=int(answers.heeds_damage),
+        leaves_draft=int(leaves),
+        unchecked_draft=int(speculates and why_draft_is_unchecked(args) is not None),
+    )
 
 
 def _after_state_args(_: Any, kv_args: Any, *__: Any, **___: Any) -> None:

@@ -22,14 +22,14 @@ _MARKED = re.compile(_MARK.encode() + rb"([A-Za-z0-9+/=]*)")
 
 
 def room_of_last(notification: str) -> int | None:
-    """The room of a notification without which its transfer cannot succeed. None: it can.
+    """The room of a notification without which its transfer cannot succeed. None: it can, or has another form.
 
     The forms are ROOM_kv_CHUNK_LAST_RANK, ROOM_state_RANK, ROOM_aux and, without a page of the last chunk,
     ROOM_aux_nokv_RANK. Plain ROOM_aux counts for all ranks together, so it may come after success.
     """
-    room, what, *fields = notification.split("_")
-    is_last = what == "state" or fields[:1] == ["nokv"] or (what == "kv" and fields[1] == "1")
-    return int(room) if is_last else None
+    room, what, *fields = [*notification.split("_"), ""]
+    is_last = what == "state" or fields[:1] == ["nokv"] or (what == "kv" and fields[1:2] == ["1"])
+    return int(room) if is_last and room.isdecimal() else None
 
 
 def with_notice(notification: str, notice_of: Callable[[int], Notice | None]) -> str:

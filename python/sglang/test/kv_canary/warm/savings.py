@@ -104,7 +104,9 @@ def _compile_arguments_once() -> None:
     """
     from sglang_kv_canary.wiring.releases import release
 
-    if release().has_own_canary:
+    has_own_canary = release().has_own_canary
+    release.cache_clear()  # a test's process may name another release
+    if has_own_canary:
         return
     from sglang.srt.server_args import ServerArgs
     from sglang_kv_canary.wiring.server_args import FIELDS

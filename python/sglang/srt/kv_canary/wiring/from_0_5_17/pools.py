@@ -12,6 +12,7 @@ __all__ = [
     "PAGE_MAJOR",
     "PARTS",
     "POOLS",
+    "SERVED_WITH_EAGLE",
     "SERVED_WITH_SPECULATION",
     "UNIFIED_HYBRID",
     "UNIFIED_MHA",
@@ -56,8 +57,10 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
-# Speculative decoding writes these in tests, those of DeepSeek-V4 on GPUs. It holds for parts, too.
-SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA, _DSV4_POOL, _DSV4_ROWS)
+# Speculative decoding writes these in tests. It holds for parts, too.
+SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA)
+# The same of EAGLE as it is by default, on GPUs.
+SERVED_WITH_EAGLE = (_DSV4_POOL, _DSV4_ROWS)
 
 # FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_UNIFORM)

@@ -11,7 +11,7 @@ from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
 from ..releases import release
-from .pools import SERVED_WITH_SPECULATION
+from .pools import SERVED_WITH_EAGLE, SERVED_WITH_SPECULATION
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -19,6 +19,7 @@ __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 _COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "DFLASH")
 _UNTESTED = "no test of the canary has run it on this release yet."
 _REMOVE = "Remove --speculative-algorithm"
+_BUT_EAGLE = ("", ", other than EAGLE without pipeline stages, adaptive steps and draft windows")
 _RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
 
 
@@ -71,6 +72,13 @@ SPECULATION: tuple[Refusal, ...] = (
 )
 
 
+def _is_eagle_by_default(args: Any) -> bool:
+    """EAGLE of one layer, with nothing that changes how many tokens are drafted, where, or what they attend to."""
+    is_eagle = args.speculative_algorithm in ("EAGLE", "NEXTN") and args.pp_size == 1
+    window = getattr(args, "speculative_draft_window_size", None)  # from 0.5.22 on
+    return is_eagle and not args.speculative_adaptive and not window
+
+
 def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
     """Raises CanaryStartupError for what only a model runner tells. `server_args`: after all defaults."""
     if server_args.speculative_algorithm is None:
@@ -84,8 +92,11 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
     parts = (getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool"))
     for written in (pool, *(part for part in parts if part is not None)):
         name = qualified_name(type(written))
+        if name in SERVED_WITH_EAGLE and _is_eagle_by_default(server_args):
+            continue
         if name not in SERVED_WITH_SPECULATION:
             raise startup_error(
-                f"speculative decoding with the KV pool {name}: {_UNTESTED} {_REMOVE}.",
+                f"speculative decoding with the KV pool {name}{_BUT_EAGLE[name in SERVED_WITH_EAGLE]}: {_UNTESTED} "
+                f"{_REMOVE}.",
                 "KV that drafts and verifies write",
             )

@@ -24,6 +24,6 @@ class EarlyChunks:
 
     def await_forward(self, pages: Any) -> None:
         """`pages`: of a chunk, or the first of them."""
-        for array in (pages, pages.base):
+        for array in (pages, getattr(pages, "base", None)):
             if (event := self._events.get(id(array))) is not None:
                 event.synchronize()

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
+from ..guard import attempt_aside
 from ..nixl import beside, sender_over_nixl
 from ..record_sender import Arrive, RecordSender, at_once, wrap_method
 from ..transfer_answers import Transport
@@ -59,7 +60,7 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         sender.send(peer, source, target)
 
     def queue(original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any) -> Any:
-        early.note(pages, more.get("wait_event"))
+        attempt_aside(early.note, pages, more.get("wait_event"))
         return original(room, pages, *args, **more)
 
     def send_kv(

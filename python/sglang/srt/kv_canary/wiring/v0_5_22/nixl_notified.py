@@ -14,6 +14,7 @@ from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
 from ..containment.abort import message
 from ..context import context
+from ..guard import attempt_aside
 from ..nixl import beside, sender_over_nixl, waiting_in
 from ..nixl_notices import attach_receiver, room_of_last, with_notice
 from ..record_sender import wrap_method
@@ -37,12 +38,15 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     sender = sender_over_nixl(kv_manager, layout, waiting_in(agent))
     _note_events(early)
 
-    def noted(peer: str, notification: str) -> str:
+    def refuse_damaged(notification: str) -> None:
         """Raises _ReadDamage if the request of the room must not succeed."""
         room = room_of_last(notification)
         if room is not None and (why := context.sent_chunks.let_go(room)):
             announce_to_all(kv_manager, sender, room)
             raise _ReadDamage(message(why))
+
+    def noted(peer: str, notification: str) -> str:
+        """After the records that the notice tells of: it says whether they were sent."""
         notice_of = functools.partial(sender.notice, peer)
         return sender.contained(peer, with_notice, notification, notice_of) or notification
 
@@ -56,9 +60,9 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         send = functools.partial(send_records, peer, source, target)
         if room_of_last(notification) is None:
             return beside(agent, functools.partial(post, notification), send)
-        notification = noted(peer, notification)
+        refuse_damaged(notification)
         send()
-        return post(notification)
+        return post(noted(peer, notification))
 
     def send_kv(
         original: Callable[..., Any],
@@ -85,12 +89,14 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any
     ) -> Any:
         pointers, targets, gpu, notification, *rest = args
-        notification = noted(peer, notification)
+        refuse_damaged(notification)
         sender.send_states(peer, indices, targets)
-        return original(peer, indices, pointers, targets, gpu, notification, *rest, **more)
+        told = noted(peer, notification)
+        return original(peer, indices, pointers, targets, gpu, told, *rest, **more)
 
     def send_aux(original: Callable[..., Any], peer: str, *args: Any) -> Any:
         *rest, notification = args
+        refuse_damaged(notification)
         return original(peer, *rest, noted(peer, notification))
 
     wrap_method(kv_manager, "send_kvcache", send_kv)
@@ -101,9 +107,8 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
 
 def _attach_receiver(kv_manager: Any, board: NoticeBoard) -> None:
     attach_receiver(kv_manager, board)
-    hear_notices(
-        kv_manager, board, _READS_FIRST
-    )  # about damage, before SGLang's that it has failed
+    # About damage, before SGLang's message that the request has failed
+    hear_notices(kv_manager, board, _READS_FIRST)
 
 
 def _note_events(early: EarlyChunks) -> None:
@@ -114,7 +119,8 @@ def _note_events(early: EarlyChunks) -> None:
 
     @functools.wraps(queue)
     def send(kv_sender: Any, pages: Any, *args: Any, **more: Any) -> Any:
-        early.note(pages, kv_sender.__dict__.pop("_early_send_wait_event", None))
+        event = kv_sender.__dict__.pop("_early_send_wait_event", None)
+        attempt_aside(early.note, pages, event)
         return queue(kv_sender, pages, *args, **more)
 
     NixlKVSender.send = send
