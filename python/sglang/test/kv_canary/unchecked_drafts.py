@@ -105,6 +105,13 @@ def dflash_on_cpu() -> None:
     HookRegistry.register(f"{model}.forward", _in_the_models_dtype, HookType.AROUND)
 
 
+def dflash_in_step_on_cpu() -> None:
+    """SGLang asks for a GPU where its arguments have DP attention beside DFLASH."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    speculative_hook.attn_dp_enabled_of = lambda _: False
+
+
 class _AnyPlatform:
     """Stands in for SGLang's platform where it reads the arguments of DFLASH."""
 
@@ -163,11 +170,12 @@ MODES["dflash"] = replace(
     cpu_fill_ins=(*_EAGLE.cpu_fill_ins, dflash_on_cpu),
 )
 
-# On GPUs alone: SGLang refuses it on a CPU. Drafts borrow the target's head, which each rank then has whole.
+# Drafts borrow the target's head, which each rank then has whole.
 MODES["dflash_dp"] = replace(
     MODES["eagle3_dp"],
     name="dflash_dp",
     server_args={**_with_dflash(MODES["eagle3_dp"].server_args), "enable_dp_lm_head": True},
+    cpu_fill_ins=(*MODES["eagle3_dp"].cpu_fill_ins, dflash_on_cpu, dflash_in_step_on_cpu),
 )
 
 

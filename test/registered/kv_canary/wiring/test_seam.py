@@ -227,10 +227,6 @@ _ASKED: dict[str, dict[str, Any]] = {
     "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
-    "DFLASH in step with other ranks": {
-        "speculative_algorithm": "DFLASH",
-        "enable_dp_attention": True,
-    },
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode context parallelism": {"dcp_size": 2},
     "sharded KV cache": {"enable_kv_cache_sharding": True},
@@ -275,7 +271,6 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
-    del ASKED["DFLASH in step with other ranks"]  # refused anyway
 else:
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
@@ -333,12 +328,11 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
 )
 def test_data_parallel_attention_is_seen_in_settled_arguments() -> None:
     """SGLang clears --enable-dp-attention and --dp-size there, and sets --attn-dp-size."""
-    name = "DFLASH in step with other ranks"
-    case = next(case for case in release().refusals() if case.name == name)
-    asked = ASKED[name].items() - {"enable_dp_attention": True, "dp_size": 2}.items()
-    args = {"model_path": "dummy", "device": "cpu", **dict(asked)}
-    assert case.predicate(ServerArgs(**args, attn_dp_size=2))
-    assert not case.predicate(ServerArgs(**args))
+    from sglang_kv_canary.wiring.refusals import pads_to_other_ranks
+
+    args = {"model_path": "dummy", "device": "cpu"}
+    assert pads_to_other_ranks(ServerArgs(**args, attn_dp_size=2))
+    assert not pads_to_other_ranks(ServerArgs(**args))
 
 
 @has_seam

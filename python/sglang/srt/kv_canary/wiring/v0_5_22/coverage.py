@@ -35,7 +35,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "speculative: in step with other ranks",
         Coverage.PARTLY,
-        "EAGLE, EAGLE3 and multi-layer EAGLE (see docs/parallel.md) with data-parallel attention, on 0.5.23 also "
+        "EAGLE, EAGLE3, multi-layer EAGLE and DFLASH with data-parallel attention, on 0.5.23 also "
         f"beside prefills of other ranks; the others were read; {NO_GPU}",
     ),
     PathSupport(

@@ -6,20 +6,11 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
+from ..refusals import Refusal, decodes_beside_prefills
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
 __all__ = ["REFUSALS"]
-
-# Without its line in REFUSALS, `TestDflash` of test_speculative_dp_e2e.py runs where there are two GPUs.
-DFLASH_IN_STEP = Refusal(
-    "DFLASH in step with other ranks",
-    lambda args: args.speculative_algorithm == "DFLASH" and pads_to_other_ranks(args),
-    "its verifies are padded on GPUs alone, where the canary has never run them: SGLang's _handle_dflash refuses "
-    "DP attention on a CPU.",
-    "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-)
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
@@ -60,7 +51,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "unwritten, and later drafts read it.",
         "Unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND, or remove --speculative-adaptive.",
     ),
-    DFLASH_IN_STEP,
     Refusal(
         "page-major KV layout",
         lambda args: args.enable_page_major_kv_layout,
