@@ -25,7 +25,7 @@ EAGLE: Mapping[str, Any] = {
 
 
 class Dsv4E2EBase(CanaryE2EBase):
-    """Subclasses have tests that call these checks, for each of `ranks`."""
+    """Clean traffic over `ranks`. Subclasses say on which of them bytes are flipped."""
 
     mode_name = "dsv4"
     flags: ClassVar = {

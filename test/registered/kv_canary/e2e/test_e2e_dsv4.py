@@ -21,16 +21,15 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
 )
 from sglang_kv_canary.testing.mode_config import why_dsv4_cannot_be_served
-from sglang_kv_canary_rigs.dsv4_serving import EAGLE, Dsv4E2EBase
+from sglang_kv_canary_rigs.dsv4_serving import EAGLE, TARGET_KINDS, Dsv4E2EBase
 
 register_cuda_ci(est_time=600, suite="stage-b-test-1-gpu-large")
 
 MISSING = why_dsv4_cannot_be_served()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-COMPRESSED = ("C4", "C4_INDEXER", "C128")
-KINDS = ("SWA", *COMPRESSED)
-ALL, STRIDED = tags("HEAD TAIL", "K", *KINDS), tags("HEAD TAIL", "K", *COMPRESSED)
+COMPRESSED = tuple(kind for kind in TARGET_KINDS if kind != "SWA")
+ALL, STRIDED = tags("HEAD TAIL", "K", *TARGET_KINDS), tags("HEAD TAIL", "K", *COMPRESSED)
 # A prompt of 300 tokens has two c128 slots complete from its 256th token on; the faults act on the middle.
 PROMPT = 300
 LONG = {**DECODE, "min_prefix": PROMPT}
@@ -79,7 +78,7 @@ class TestDsv4Raise(CanaryE2EBase):
         assert (report.requests, report.flushes) == (shape.requests, shape.rounds)
         self.assert_no_violations()
         counters = self.settle()
-        assert {*counters} == {*ALL, *tags("SWEEP", "K", *KINDS)}
+        assert {*counters} == {*ALL, *tags("SWEEP", "K", *TARGET_KINDS)}
         for tag in ALL:
             assert counters[tag]["checked"] == counters[tag]["eligible"] > 0, tag
         tokens = counters["HEAD_K_SWA"]["written"]
@@ -114,7 +113,7 @@ class TestDsv4Eagle(Dsv4E2EBase):
 
     flags: ClassVar = {**Dsv4E2EBase.flags, **EAGLE}
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", TARGET_KINDS)
     def test_flipped_byte(self, kind: str) -> None:
         self.check_flipped_byte(0, kind)
 

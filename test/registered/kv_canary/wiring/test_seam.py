@@ -359,7 +359,6 @@ def test_hicache_is_refused_where_decode_servers_do_not_wait_for_loads(
 def test_nixl_is_refused_over_what_does_not_say_when_kv_has_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
     args = SimpleNamespace(
         disaggregation_mode="decode",
         disaggregation_transfer_backend="nixl",
