@@ -45,6 +45,9 @@ LISTED = (8, 131071)
 CHUNK = 16384
 CHUNKS = [(1, CHUNK), (16, CHUNK // 16), (1, 2048), (1, 65536)]
 LAYERS, ROW_BYTES = 32, 2048  # Llama-8B: 8 KV heads x 128 x bf16
+# Layers, bytes of a row, whether there is no V; the shapes of Gemma 4 and DeepSeek-V2-Lite with 12 layers
+SMALLER_SLOTS = {"12 layers of 1,024 bytes": (12, 1024, False), "MLA, 12 layers": (12, 1152, True)}
+SMALLER_STEPS = [(1, 512), (16, 512), (32, 512), (64, 256)]
 DEFAULT_VERIFY_BUDGET, DEFAULT_CONTENT_BUDGET = 262144, 16 << 20
 UNLIMITED = 1 << 40
 POOL_SLOTS = 1_200_000
@@ -200,7 +203,13 @@ def make_state(
     return state
 
 
-def make_group(num_slots: int, with_content: bool = False) -> CanaryBufferGroup:
+def make_group(
+    num_slots: int,
+    with_content: bool = False,
+    layers: int = LAYERS,
+    row_bytes: int = ROW_BYTES,
+    k_only: bool = False,
+) -> CanaryBufferGroup:
     def records() -> torch.Tensor:
         return torch.zeros(num_slots, record.RECORD_WORDS, dtype=torch.int64, device=DEVICE)
 
@@ -208,8 +217,8 @@ def make_group(num_slots: int, with_content: bool = False) -> CanaryBufferGroup:
         if not with_content:
             return ()
         buffers = [
-            torch.empty(num_slots, ROW_BYTES // 4, dtype=torch.int32, device=DEVICE).random_()
-            for _ in range(LAYERS)
+            torch.empty(num_slots, row_bytes // 4, dtype=torch.int32, device=DEVICE).random_()
+            for _ in range(layers)
         ]
         return tuple(ContentSource.of_rows(buffer) for buffer in buffers)
 
@@ -217,10 +226,10 @@ def make_group(num_slots: int, with_content: bool = False) -> CanaryBufferGroup:
         PoolKind.FULL,
         records(),
         records(),
-        records(),
-        records(),
+        None if k_only else records(),
+        None if k_only else records(),
         k_content=sources(),
-        v_content=sources(),
+        v_content=() if k_only else sources(),
     )
 
 
@@ -349,7 +358,7 @@ def bench_step(report: Report, args) -> None:
             cold = repeated_time([head], state, lambda run: cold_time([run, tail]))
             report.add(f"step {name}: HEAD + TAIL, cold", cold, moved)
         if args.tune and (size, prefix) in TUNED_STEPS:
-            for label in variants(forward, STEP_VARIANTS):
+            for label in variants(forward, STEP_VARIANTS, state):
                 spent = repeated_time([head, tail], state)
                 report.add(f"step {name}: HEAD + TAIL {label}", spent, moved)
         report.expect_clean(f"step {name}", state)
@@ -487,7 +496,7 @@ def bench_content_steps(report: Report, args, group, mode: ContentMode, per_slot
         if args.cold:
             report.add(f"{name}, content launch, cold", cold_time([launch]))
         if args.tune and (size, prefix) in TUNED_STEPS:
-            for label in variants(content, CONTENT_VARIANTS[mode]):
+            for label in variants(content, CONTENT_VARIANTS[mode], state):
                 report.add(f"{name}, content launch {label}", graph_time(launch))
                 if args.cold:
                     report.add(f"{name}, content launch {label}, cold", cold_time([launch]))
@@ -507,6 +516,25 @@ def bench_content_chunk(report: Report, group, mode: ContentMode, per_slot: int)
     report.add(name, graph_time(launch, 3), CHUNK * per_slot)
     run_forward(batch.decode(), group, state, mode)
     report.expect_clean(name, state)
+
+
+def bench_slots(report: Report, args) -> None:
+    """Content `all` of models whose slots are smaller than those of the other cases."""
+    for model, (layers, row_bytes, k_only) in SMALLER_SLOTS.items():
+        group = make_group(CONTENT_SLOTS, True, layers, row_bytes, k_only)
+        for size, prefix in SMALLER_STEPS:
+            batch, state = Batch(size, prefix, CONTENT_SLOTS), make_state(DEFAULT_VERIFY_BUDGET)
+            run_forward(batch.prefill(), group, state, ContentMode.ALL)
+            plan, name = batch.decode(), f"content all: {model}, step {size} x {prefix}"
+
+            def launch(plan=plan, group=group, state=state) -> None:
+                run_content(plan, group, state, ContentMode.ALL)
+
+            run_forward(plan, group, state, ContentMode.ALL)
+            report.add(f"{name}, content launch", graph_time(launch))
+            if args.cold:
+                report.add(f"{name}, content launch, cold", cold_time([launch]))
+            report.expect_clean(name, state)
 
 
 def bench_events(report: Report, args) -> None:
@@ -607,10 +635,14 @@ def constants(module: ModuleType, variant: Variant) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def variants(module: ModuleType, choices: list[Variant]) -> Iterator[str]:
-    """Labels, each yielded while its variant is in force."""
+def variants(
+    module: ModuleType, choices: list[Variant], state: CanaryDeviceState | None = None
+) -> Iterator[str]:
+    """Labels, each yielded while its variant is in force. `state`: of the launches, which keeps their constants."""
     for variant in choices:
         with constants(module, variant):
+            if state is not None:
+                state.prepared.clear()
             yield "[" + ", ".join(f"{k}={v}" for k, v in variant.items()) + "]"
 
 
@@ -620,6 +652,7 @@ BENCHES = {
     "list": bench_list,
     "chunk": bench_chunk,
     "content": bench_content,
+    "slots": bench_slots,
     "events": bench_events,
 }
 

@@ -180,6 +180,27 @@ def test_a_number_of_sampled_tokens_that_cannot_be_changes_no_row(scene, count):
     assert_clean(scene.decode(2, 7, start=RowStart.DECODES))
 
 
+def test_sampled_tokens_may_lie_anywhere(scene):
+    """EAGLE v2 lists where the accepted ones are. The second request has one less, and -1 instead."""
+    groups = tuple(g.group for g in scene.groups)
+    padded = [[13, 12, 7], [13, 9, 0]], None
+    listed = [0, 7, 12, 13, 9], [[3, 2, 1], [3, 4, -1]]
+    noted = []
+    for first, (flat, places) in ((1, padded), (3, listed)):
+        scene.prefill(first, [5, 6, 8])
+        scene.prefill(first + 1, [5, 6])
+        values = ([first, first + 1], flat, [3, 2], places)
+        rows, tokens, counts, at = (
+            None if each is None else torch.tensor(each, device=scene.device) for each in values
+        )
+        scene.kernels.note_next_tokens(rows, tokens, counts, groups, scene.state, at)
+        sampled = scene.state.row_memory.sampled[rows] & record.FORWARD_MASK
+        words = scene.rows(scene.full)
+        noted.append((sampled.tolist(), [words[row][:2] for row in (first, first + 1)]))
+    assert noted[0] == noted[1]
+    assert noted[0][0] == [7, 9]
+
+
 def test_a_rank_without_requests_has_sampled_nothing(scene):
     """With DP attention, a stage that does not sample is sent no tokens for an idle batch."""
     none = torch.empty(0, dtype=torch.int64, device=scene.device)

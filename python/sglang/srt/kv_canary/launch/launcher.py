@@ -110,10 +110,14 @@ class Launcher:
             self.backend.check_list_content(plan, group, self.state, self.content_mode)
 
     def note_next_tokens(
-        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        places: torch.Tensor | None = None,
     ) -> None:
         """Note the tokens sampled for request rows, see `kernels.next_tokens`."""
-        self.backend.note_next_tokens(rows, tokens, counts, self.groups, self.state)
+        self.backend.note_next_tokens(rows, tokens, counts, self.groups, self.state, places)
 
     def copy_records(
         self, group: CanaryBufferGroup, source_slots: torch.Tensor, target_slots: torch.Tensor

@@ -39,7 +39,9 @@ def warm_up_next_tokens(launcher: Launcher, drafts: bool) -> None:
     for dtype in (torch.int32, torch.int64):
         launcher.note_next_tokens(rows, rows.to(dtype), None)
         if drafts:
-            launcher.note_next_tokens(rows, rows.to(dtype), rows.to(torch.int32))
+            counts = rows.to(torch.int32)
+            launcher.note_next_tokens(rows, rows.to(dtype), counts)
+            launcher.note_next_tokens(rows, rows.to(dtype), counts, counts)
 
 
 def warm_up_unfills(launcher: Launcher, dtypes: Iterable[torch.dtype]) -> None:

@@ -319,17 +319,22 @@ class CanaryManager:
         )
 
     def note_next_tokens(
-        self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
     ) -> None:
         """Note what was sampled for request `rows` after their last forward, to compare with their next inputs.
 
-        `tokens`: int[batch size], or int[batch size, n] with `counts` int[batch size]; see `kernels.next_tokens`.
+        `tokens`: int[batch size], or int[batch size, n] with `counts` int[batch size], or int[any] with `counts` and
+        `places` int[batch size, n] in it; see `kernels.next_tokens`.
         """
         if not self.armed:
             return
         with self.clock:
             try:
-                self.launcher.note_next_tokens(rows, tokens, counts)
+                self.launcher.note_next_tokens(rows, tokens, counts, places)
             except Exception as error:
                 if not self.errors.contain(error, self.launcher.note_next_tokens):
                     raise

@@ -85,9 +85,14 @@ def after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: A
     predict, accept_lens, accept_index = result
     if manager is None or batch.forward_mode.is_idle() or _acceptance_is_made_up():
         return
+    rows, following = batch.req_pool_indices, continuation_of_verify(manager, batch)
+    if (
+        following.oracle is None
+    ):  # the launch finds them itself: to gather them takes three launches
+        manager.note_next_tokens(rows, predict, accept_lens, accept_index)
+        return
     tokens = predict[accept_index.clamp(min=0).long()]
-    right = continuation_of_verify(manager, batch).right(tokens)
-    manager.note_next_tokens(batch.req_pool_indices, right, accept_lens)
+    manager.note_next_tokens(rows, following.right(tokens), accept_lens)
 
 
 def around_verify_v1(

@@ -20,12 +20,13 @@ def note_next_tokens(
     counts: torch.Tensor | None,
     groups: Sequence[CanaryBufferGroup],
     state: CanaryDeviceState,
+    places: torch.Tensor | None = None,
 ) -> None:
     """What was sampled after the last forward of each request; arguments as of Triton's `note_next_tokens`."""
     if not rows.shape[0]:  # an idle rank
         return
     memory = state.row_memory
-    at, sampled = longs(rows), longs(tokens.reshape(rows.shape[0], -1))
+    at, sampled = longs(rows), _sampled(tokens, places, rows.shape[0])
     ends = np.ones_like(at) if counts is None else longs(counts)
     listed = (at > 0) & (at < memory.sampled.shape[0])
     listed &= (ends > 0) & (ends <= sampled.shape[1])
@@ -43,3 +44,13 @@ def note_next_tokens(
         words[at[known], record.ROW_WORD_CHAIN] = chain[known]
         noted = (last & record.FORWARD_MASK) | ((word >> 32) << 32)
         array(memory.sampled)[at[known]] = noted[known]
+
+
+def _sampled(tokens: torch.Tensor, places: torch.Tensor | None, batch_size: int) -> np.ndarray:
+    """int64[batch size, n]."""
+    flat = longs(tokens.reshape(-1))
+    if places is None:
+        return flat.reshape(batch_size, -1)
+    at = longs(places.reshape(batch_size, -1))
+    inside = (at >= 0) & (at < flat.shape[0])
+    return np.where(inside, flat[np.where(inside, at, 0)], 0)

@@ -44,9 +44,10 @@ PARTIAL_WORDS = 1024
 MOST_SLOTS = 8  # per work item
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
-# Decodes of few requests have too few work items to fill the GPU: more of a slot at a time. Mode `partial` takes
-# the warps only.
+# Decodes of few requests with large slots have too few work items to fill the GPU: more of a slot at a time. Mode
+# `partial` takes the warps only.
 FEW_WORDS, FEW_WARPS, FEW_PROGRAMS_PER_SM = 4096, 8, 4
+LARGE_WORDS = 8192  # of a slot's half. Smaller ones are as many items more, for the same budget
 
 _launch_forward = KernelLauncher(content_kernel)
 _launch_list = KernelLauncher(content_list_kernel)
@@ -203,9 +204,11 @@ def _half_arguments(
     }
 
 
-def _has_few_items(plan: ForwardPlan) -> bool:
-    """Uniform batches of the shortest vector. They are a compiled variant of their own anyway."""
-    return plan.write.ext_lens is None and batch_vector(plan.batch_size) == batch_vector(1)
+def _has_few_items(plan: ForwardPlan, launch: ContentLaunch, mode: ContentMode) -> bool:
+    """Uniform batches of the shortest vector, which are a compiled variant of their own anyway, and large slots."""
+    if plan.write.ext_lens is not None or batch_vector(plan.batch_size) != batch_vector(1):
+        return False
+    return mode is ContentMode.PARTIAL or max(launch.sizes) * launch.max_words >= LARGE_WORDS
 
 
 def check_and_write_content(
@@ -223,19 +226,19 @@ def check_and_write_content(
     """
     rows = plan.req_to_token
     context = rows.shape[1]
-    few = _has_few_items(plan)
     batch = batch_arguments(plan, group)
     if group.stride == 1:
         batch["starts"] = None  # what the kernel does not read would make variants of it
     batch["budget_slots"] = max(1, min(budget_slots, INT32_MAX))
     num_tokens = batch["num_tokens"] = plan.num_tokens if writes else 0
-    per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
     for halves, launch in prepared(state, "content", (group,), lambda: prepare(group)):
+        few = _has_few_items(plan, launch, mode)
+        per_sm = FEW_PROGRAMS_PER_SM if few and mode is ContentMode.ALL else PROGRAMS_PER_SM
         fixed = prepared(
             state,
             ("content", mode, few, halves),
             (group, rows, launch),
-            lambda halves=halves, launch=launch: FixedArguments(
+            lambda halves=halves, launch=launch, few=few: FixedArguments(
                 {
                     **space_arguments(rows, group),
                     **_half_arguments(group, halves, launch),

@@ -23,12 +23,14 @@ def note_next_tokens(
     counts: torch.Tensor | None,
     groups: tuple[CanaryBufferGroup, ...],
     state: CanaryDeviceState,
+    places: torch.Tensor | None = None,
 ) -> None:
     """What was sampled after the last forward of each request, in order of the current stream.
 
     `rows` int[batch size], request rows; `tokens` int[batch size, n]: of request i the first counts[i] were
     sampled, all of them when `counts` is None and n is 1. The last one is the request's next input; those before it
     are drafts that were accepted, whose records exist already. Rows that no forward has left are skipped.
+    `places` int[batch size, n]: where in `tokens`, int[any], each of them is. Those beyond counts[i] are not read.
     """
     batch_size = rows.shape[0]
     fixed = prepared(
@@ -40,9 +42,11 @@ def note_next_tokens(
         # As `dense` has them: one call less for each, in each step
         "rows": rows if rows.is_contiguous() else dense(rows),
         "tokens": tokens if tokens.is_contiguous() else dense(tokens),
+        "places": places if places is None else dense(places),
         "counts": counts if counts is None else dense(counts),
         "batch_size": batch_size,
-        "tokens_each": tokens.numel() // batch_size,
+        "tokens_each": (tokens if places is None else places).numel() // batch_size,
+        "num_tokens": tokens.numel(),
     }
     _launch((-(-batch_size // BLOCK),), 4, arguments, fixed)
 
