@@ -22,11 +22,11 @@ from sglang_kv_canary.reports.cause import Cause
 from sglang_kv_canary.reports.evidence import History
 from sglang_kv_canary.reports.story import Story
 from sglang_kv_canary.reports.violation import render
-from sglang_kv_canary_rigs import manager_rig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 
 SLOTS = 16
+REQUESTS = 64
 Damage = Callable[[ManagerRig], None]
 
 
@@ -73,11 +73,11 @@ def _measure(rig: ManagerRig, cause: Cause, rounds: int) -> tuple[float, ...]:
 
 
 def _flood(rounds: int) -> tuple[int, float]:
-    """(rows, median microseconds) of a step in which 64 requests read four damaged slots again."""
-    manager_rig.MAX_REQUESTS = 64
-    rig = ManagerRig(real=make_mha_pool(size=4096, head_num=1, head_dim=8), log_every_s=1e9)
+    """(rows, median microseconds) of a step in which all requests read four damaged slots again."""
+    pool = make_mha_pool(size=4096, head_num=1, head_dim=8)
+    rig = ManagerRig(real=pool, log_every_s=1e9, max_requests=REQUESTS)
     del rig.manager.violations._reporter.log_or_raise_violation  # the rig's own list of findings
-    readers = range(1, manager_rig.MAX_REQUESTS + 1)
+    readers = range(1, REQUESTS + 1)
     rig.result(rig.extend(1, range(10, 90)))
     for row in readers[1:]:
         rig.rows.req_to_token[row, :80] = rig.rows.req_to_token[1, :80]
