@@ -182,6 +182,19 @@ class ManagerRig:
         batch.seq_lens = torch.tensor([prefix], device=self.device)
         return self._run(batch, slots, False)
 
+    def draft(self, row: int, accepted: int, width: int = 4) -> None:
+        """A verify of `width` tokens, of which the row keeps `accepted`. What was sampled is said as SGLang does."""
+        start = self.lengths[row]
+        self.verify(row, [7 + start + i if i < accepted else 7000 + i for i in range(width)])
+        self.lengths[row] = start + accepted
+        self._reject(row, range(start + accepted, start + width))
+        sampled = torch.tensor([[7 + start + i + 1 for i in range(width)]], device=self.device)
+        count = torch.tensor([accepted], device=self.device)
+        self.manager.note_next_tokens(torch.tensor([row], device=self.device), sampled, count)
+
+    def _reject(self, row: int, positions: range) -> None:
+        """The row's slots of rejected tokens."""
+
     def idle(self) -> Any:
         """A forward without requests, as a data parallel rank runs beside others."""
         slots = torch.zeros(0, dtype=torch.int64, device=self.device)

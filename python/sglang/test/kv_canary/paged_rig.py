@@ -49,6 +49,11 @@ class PagedRig(ManagerRig):
     def _alloc_decode(self, rows: Sequence[int]) -> torch.Tensor:
         return torch.cat([self._alloc_extend(row, 1) for row in rows])
 
+    def _reject(self, row: int, positions: range) -> None:
+        """They stay the row's, and the next verify writes them."""
+        slots = self.rows.req_to_token[row, positions.start : positions.stop]
+        self._left[row] = [*slots.tolist(), *self._left[row]]
+
     def _page(self) -> torch.Tensor:
         size, allocator = self.pool.page_size, self.allocator
         if not hasattr(allocator, "swa_attn_allocator"):

@@ -32,7 +32,7 @@ from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
 from sglang_kv_canary.wiring.speculative import around_draft_prefill
 from sglang_kv_canary.wiring.v0_5_12 import speculative
 
-from .pool_fixtures import make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
+from .pool_fixtures import RealPool, make_mha_pool, skip_where_pools_on_cpu_cannot_be_written
 
 CONTEXT, ROWS, SLOTS = 128, 8, 256
 
@@ -49,12 +49,18 @@ class SpecRig:
         content: ContentMode = ContentMode.ALL,
         page_size: int = 1,
         chain_to_target: bool = True,
+        pools: tuple[RealPool, RealPool] | None = None,
     ) -> None:
+        """`pools`: of the target and of the draft, in place of MHA pools."""
         skip_where_pools_on_cpu_cannot_be_written()
         self.shape = shape
-        self.page_size = page_size
-        self.target_pool, self.allocator = make_mha_pool(size=SLOTS, page_size=page_size)
-        self.draft_pool, _ = make_mha_pool(size=SLOTS, page_size=page_size, layers=1)
+        target, draft = pools or (
+            make_mha_pool(size=SLOTS, page_size=page_size),
+            make_mha_pool(size=SLOTS, page_size=page_size, layers=1),
+        )
+        self.target_pool, self.allocator = target
+        self.draft_pool, _ = draft
+        self.page_size = self.target_pool.page_size
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.recorder = FlightRecorder()
         self.config = CanaryConfig(
@@ -284,10 +290,12 @@ class SpecRig:
 
     def _forward(self, manager: CanaryManager, batch: ForwardBatch, pool: Any) -> None:
         with manager.bracket_model_forward(batch):
-            slots = batch.out_cache_loc
-            for layer in range(pool.layer_num):
-                k, v = torch.randn(2, len(slots), pool.head_num, pool.head_dim)
-                pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, k, v)
+            self._store(pool, batch.out_cache_loc)
+
+    def _store(self, pool: Any, slots: torch.Tensor) -> None:
+        for layer in range(pool.layer_num):
+            k, v = torch.randn(2, len(slots), pool.head_num, pool.head_dim)
+            pool.set_kv_buffer(SimpleNamespace(layer_id=layer), slots, k, v)
 
     # Findings
 

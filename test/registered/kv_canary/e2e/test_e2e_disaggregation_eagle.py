@@ -141,7 +141,6 @@ class StagesToOne(PdServing):
     not release().has_own_canary,
     reason="this release refuses it; lifted by make test SGLANG=0.5.23",
 )
-@pytest.mark.skipif(PdServing.backend == "nixl", reason="refused by name over NIXL")
 @long_on_newer_releases
 class TestStages(EaglePair):
     """DeepSeek with its MTP layer. The draft's bytes are compared: each server has all of its layers in one rank."""

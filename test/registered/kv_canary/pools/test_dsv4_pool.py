@@ -164,17 +164,6 @@ def test_a_completed_slot_may_be_written_again_with_other_tokens(device) -> None
     assert rig.settle() == []
 
 
-def drafted(rig: Dsv4Rig, row: int, accepted: int, width: int = 4) -> None:
-    """A verify of `width` tokens; `accepted` of them stay, and the samples are said as SGLang does."""
-    start, device = rig.lengths[row], rig.device
-    tokens = [7 + start + i if i < accepted else 7000 + i for i in range(width)]
-    rig.verify(row, tokens)
-    rig.lengths[row] = start + accepted
-    sampled = torch.tensor([[7 + start + i + 1 for i in range(width)]], device=device)
-    count = torch.tensor([accepted], device=device)
-    rig.manager.note_next_tokens(torch.tensor([row], device=device), sampled, count)
-
-
 @pytest.mark.parametrize("accepted", [(1,), (4,), (1, 2, 3, 4)], ids=str)
 def test_verifies_with_rejected_drafts_are_silent_over_c128_boundaries_and_pages(
     device, accepted
@@ -185,7 +174,7 @@ def test_verifies_with_rejected_drafts_are_silent_over_c128_boundaries_and_pages
     rig.extend(2, range(2000, 2000 + 120))
     for i in range(16):
         for row in (1, 2):
-            drafted(rig, row, accepted[i % len(accepted)])
+            rig.draft(row, accepted[i % len(accepted)])
     assert rig.settle() == []
     assert written(rig, C4) == written(rig, C4, Side.TAIL) > 0
     # Rows 1 and 2 had one complete c128 slot and none. Drafts completed their next ones, with the page of row 1.
@@ -197,11 +186,11 @@ def test_a_flipped_byte_of_a_slot_that_drafts_completed(device, kind) -> None:
     rig = Dsv4Rig(device)
     rig.extend(1, range(1000, 1250))
     for _ in range(4):
-        drafted(rig, 1, 3)
+        rig.draft(1, 3)
     assert rig.settle() == []
     slot = rig.slot_of(kind, 1, 255)
     bytes_of(rig.group(kind).k_content[-1], slot)[0] ^= 1
-    drafted(rig, 1, 1)
+    rig.draft(1, 1)
     (violation,) = rig.settle()
     assert (violation.tag, violation.reasons) == (f"TAIL_K_{kind.value}", ("CONTENT",))
     assert (violation.slot, violation.stored_position) == (slot, 255)

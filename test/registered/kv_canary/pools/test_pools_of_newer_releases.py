@@ -33,6 +33,7 @@ from sglang_kv_canary.pool_patcher.installed_pools import UNKNOWN, installed_poo
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures as pools
+from sglang_kv_canary_rigs.drafts_rig import DraftsRig
 from sglang_kv_canary_rigs.paged_rig import PagedRig
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
@@ -45,11 +46,9 @@ if not release().has_own_canary:
     )
 
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17 import seam  # noqa: E402
 from sglang_kv_canary.wiring.from_0_5_17.pools import PAGE_MAJOR  # noqa: E402
 from sglang_kv_canary.wiring.from_0_5_17.seam import _refuse_unknown_pool  # noqa: E402
-from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import (  # noqa: E402
-    refuse_uncovered_runner,
-)
 
 # Judged by test_unified_pools.py.
 UNIFIED = (
@@ -397,10 +396,30 @@ def _new_rows(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
 SERVED: dict[str, Case] = {
     "dsa": (lambda: pools.make_nsa_pool(size=512), _dsa_rows),
     "dsv4": (lambda: _dsv4_pool(size=1024, size_swa=1024), _dsv4_rows(_DSV4, _DSV4_FP8)),
+    "hybrid": (lambda: pools.make_hybrid_linear_pool(512, page_size=16), _hybrid_rows),
+    "hybrid-mla": (lambda: pools.make_hybrid_linear_pool(512, use_mla=True), _hybrid_rows),
+    "mha-fp4": (lambda: pools.make_fp4_mha_pool(size=512), _mha_rows),
+    "mla-fp4": (lambda: pools.make_fp4_mla_pool(size=512), _mla_rows),
     "minimax": (lambda: pools.make_minimax_sparse_pool(512, page_size=16), _minimax_rows),
+    "minimax-keys": (
+        lambda: pools.make_minimax_sparse_pool(512, without_values=(1, 2)),
+        _minimax_rows,
+    ),
     "mxfp8": (lambda: _mxfp8_pool(size=512), _mxfp8_rows),
     "mxfp8-swa": (lambda: _swa_mxfp8_pool(size=512), _swa_mxfp8_rows),
 }
+if "dsv4-uniform" in CASES:
+    SERVED["dsv4-uniform"] = (
+        lambda: _dsv4_pool(size=1024, size_swa=1024, dsv4_attn_backend="trtllm"),
+        _dsv4_rows((512, 0), _DSV4_FP8),
+    )
+if "page-major-16" in CASES:
+    SERVED["page-major"] = (
+        lambda: pools.make_mha_pool(
+            size=512, page_size=16, pool_class=memory_pool.PageMajorMHATokenToKVPool
+        ),
+        _page_major_rows,
+    )
 
 
 def _prefilled(name: str, **settings: Any) -> PagedRig:
@@ -443,6 +462,94 @@ def test_a_flipped_byte_of_each_part_is_found(name: str) -> None:
             rig.reported.clear()
             rig.decode([1])
             assert rig.settle() == []
+
+
+# Speculation: a verify stores drafts, and the next one stores others in the slots of those that were rejected.
+
+BEFORE = 120  # tokens before the drafts, which complete a slot of the largest stride
+
+
+def _drafted(name: str, rounds: int, **settings: Any) -> PagedRig:
+    make, rows_of = SERVED[name]
+    rig = PagedRig(make(), rows_of, **settings)
+    rig.extend(1, range(1000, 1000 + BEFORE))
+    rig.extend(2, range(2000, 2030))
+    for i in range(rounds):
+        for row in (1, 2):
+            width = (4, 5, 1)[i % 3]
+            rig.draft(row, min(1 + i % 4, width), width)
+    assert rig.settle() == []
+    return rig
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_verifies_with_rejected_drafts_are_silent(name: str) -> None:
+    """Verifies of 1, 4 and 5 tokens, as adaptive speculation has them."""
+    rig = _drafted(name, 12, mode=CanaryMode.RAISE)
+    for group in rig.manager.groups:
+        for half in group.halves:
+            tag = CanaryLaunchTag(group.kind, half, Side.TAIL).id
+            counters = rig.manager.state.counters[tag]
+            written = BEFORE // group.stride + 30 // group.stride
+            assert int(counters[TagCounter.WRITTEN]) > written, (group.kind, half)
+            assert int(counters[TagCounter.CONTENT_CHECKED]) > 0, (group.kind, half)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_flipped_byte_of_each_part_that_a_verify_wrote_is_found(name: str) -> None:
+    rig = _drafted(name, 6)
+    for group in rig.manager.groups:
+        last = rig.lengths[1] // group.stride * group.stride - 1
+        assert last >= BEFORE
+        for half in group.halves:
+            row = rig.rows_at(group, half, rig.slot(1, last))[-1]
+            row[-1] ^= 1
+            rig.draft(1, 1)
+            row[-1] ^= 1
+            found = {(v.tag, v.reasons, v.stored_position) for v in rig.settle()}
+            assert found == {(f"TAIL_{half}_{group.kind.value}", ("CONTENT",), last)}
+            rig.reported.clear()
+            rig.draft(1, 2)
+            assert rig.settle() == []
+
+
+# DeepSeek-V4's draft pool has slots of its own, see test_dsv4_pool.py. That of a sliding window is judged by its parts.
+DRAFTED = [name for name in SERVED if not name.startswith("dsv4") and name != "mxfp8-swa"]
+
+
+def _draft_pools(name: str, **settings: Any) -> DraftsRig:
+    """Two requests, a few steps later; close it."""
+    rig = DraftsRig(*SERVED[name], **settings).__enter__()
+    for row in (1, 2):
+        rig.prefill(row, range(1000 * row, 1000 * row + 20), chunks=[8])
+    for i in range(6):
+        for row in (1, 2):
+            rig.step(row, accepted=1 + i % 4)
+    return rig
+
+
+@pytest.fixture
+def drafts(request: pytest.FixtureRequest) -> Iterator[DraftsRig]:
+    rig = _draft_pools(request.param)
+    yield rig
+    rig.__exit__()
+
+
+@pytest.mark.parametrize("drafts", DRAFTED, indirect=True)
+def test_a_flipped_byte_of_each_part_of_a_draft_pool_is_found(drafts: DraftsRig) -> None:
+    assert drafts.findings() == set()
+    for group in drafts.draft.groups:
+        kind = group.kind.value
+        for half in group.halves:
+            slot = int(drafts.rows.req_to_token[1, drafts.lengths[1] - 1])
+            row = drafts.rows_at(drafts.draft_pool, slot, kind, half)[-1]
+            row[-1] ^= 1
+            drafts.step(1, 1)
+            row[-1] ^= 1
+            assert drafts.findings() == {("draft", f"TAIL_{half}_{kind}", "CONTENT")}
+            drafts.reported.clear()
+            drafts.step(1, 2)
+            assert drafts.findings() == set()
 
 
 # FP8 latent rows of DSA are packed by a GPU kernel. Others are stored by one.
@@ -655,7 +762,6 @@ def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
         "DeepSeekV4UniformFP8KVPool",
         "MLATokenToKVPoolFP4",
         "MiniMaxSparseKVPool",
-        "HybridLinearKVPool",
         *(["UnifiedSWAKVPool"] if UNIFIED else []),
     } | set(UNIFIED)
 
@@ -680,58 +786,17 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
     assert any(pool.name.endswith(f".{name}") for pool in installed_pools(release().known_pools()))
 
 
-@pytest.mark.parametrize(
-    ("make", "is_served"),
-    [
-        (pools.make_mha_pool, True),
-        (pools.make_mla_pool, True),
-        (pools.make_nsa_pool, True),
-        (pools.make_hybrid_linear_pool, False),
-    ],
-    ids=["mha", "mla", "dsa", "hybrid"],
-)
-def test_speculation_writes_to_served_pools_only(
-    make: Callable[[], RealPool], is_served: bool
-) -> None:
-    runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=make().pool)
-    refuse_uncovered_runner(SimpleNamespace(speculative_algorithm=None), runner)
-    eagle = SimpleNamespace(speculative_algorithm="EAGLE")
-    if is_served:
-        refuse_uncovered_runner(eagle, runner)
-        return
-    with pytest.raises(CanaryStartupError, match="speculative decoding with the KV pool"):
-        refuse_uncovered_runner(eagle, runner)
+def test_drafts_are_judged_in_each_pool_that_is_covered() -> None:
+    """So speculation is refused with none of them. Servers refuse unified memory."""
+    judged = {type(part).__name__ for make, _ in SERVED.values() for part in _with_parts(make())}
+    covered = {name.rpartition(".")[2] for name, p in release().known_pools().items() if p.attacher}
+    unified = {name for name in covered if name.startswith("Unified")}
+    assert covered - unified - {"MLATokenToKVPool"} <= judged
 
 
-@pytest.mark.parametrize("ratios", [(0, 4, 128), (0,)], ids=["target", "draft"])
-@pytest.mark.parametrize(
-    "other",
-    [
-        {},
-        {"speculative_algorithm": "EAGLE3"},
-        {"speculative_adaptive": True},
-        {"speculative_draft_window_size": 64},
-        {"pp_size": 2},
-    ],
-    ids=str,
-)
-def test_deepseek_v4_takes_eagle_as_it_is_by_default(
-    ratios: tuple[int, ...], other: dict[str, Any]
-) -> None:
-    pool = pools.make_dsv4_pool(compression_ratios=ratios).pool
-    runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=pool)
-    eagle = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_adaptive": False,
-        "speculative_draft_window_size": None,
-        "pp_size": 1,
-    }
-    args = SimpleNamespace(**{**eagle, **other})
-    if not other:
-        refuse_uncovered_runner(args, runner)
-        return
-    with pytest.raises(CanaryStartupError, match="other than EAGLE without pipeline stages"):
-        refuse_uncovered_runner(args, runner)
+def _with_parts(real: RealPool) -> list[Any]:
+    parts = (getattr(real.pool, name, None) for name in seam._PARTS)
+    return [real.pool, *(part for part in parts if part is not None)]
 
 
 if __name__ == "__main__":

@@ -30,12 +30,9 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
-    make_fp4_mha_pool,
     make_mha_pool,
     make_mla_pool,
-    make_nsa_pool,
     make_swa_pool,
-    one_rank,
 )
 from sglang_kv_canary_rigs.warm import FreshServer
 
@@ -488,7 +485,7 @@ def test_drafts_that_stages_relay_are_let_through() -> None:
 @pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
 @pytest.mark.parametrize(
     ("mode", "backend", "refused"),
-    [("prefill", "mooncake", False), ("prefill", "nixl", True), ("decode", "mooncake", True)],
+    [("prefill", "mooncake", False), ("prefill", "nixl", False), ("decode", "mooncake", True)],
 )
 def test_drafts_that_a_stage_sends_are_let_through(mode: str, backend: str, refused: bool) -> None:
     name = "speculative decoding over pipeline stages"
@@ -529,6 +526,29 @@ def test_sglang_mixes_up_layers_of_stages_and_drafts(case: _Mistaken) -> None:
     assert {here: there for here, there in pairs.items() if here != there} | case.writes == {
         here: there for here, there in pairs.items() if here != there
     }
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+def test_sglang_pairs_no_halves_of_stages_over_nixl() -> None:
+    from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
+
+    with pytest.raises(RuntimeError, match="requires layer ids on both peers"):
+        build_transfer_entry_pairs([], [], n_src=4, n_dst=len(_WHOLE))
+
+
+@has_seam
+@pytest.mark.skipif(release().transfers is None, reason="this release refuses disaggregation")
+def test_sglang_sends_nothing_of_a_draft_to_as_many_stages() -> None:
+    """They have no draft model. The lists that it pairs differ in length, and its transfer thread ends."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    known = {"prefill_start_layer": 1, "num_draft_entries": 1}
+    manager = SimpleNamespace(kv_args=SimpleNamespace(**known))
+    span = functools.partial(CommonKVManager._mla_kv_entry_span_with_pp, manager)
+    manager._mla_kv_entry_span_with_pp = span
+    here, there, count = CommonKVManager.get_mla_kv_ptrs_with_pp(manager, ["L1", "draft"], ["L1"])
+    assert count == len(here) == 2 > len(there)
 
 
 @has_seam
@@ -652,22 +672,14 @@ def test_the_oracle_names_no_tokens_of_a_verify(monkeypatch) -> None:
 def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
 
-    def runner(pool: Any, draft_model_idx: int | None = None) -> Any:
-        return SimpleNamespace(token_to_kv_pool=pool, draft_model_idx=draft_model_idx)
+    def runner(draft_model_idx: int | None) -> Any:
+        return SimpleNamespace(draft_model_idx=draft_model_idx)
 
     plain, eagle = (SimpleNamespace(speculative_algorithm=name) for name in (None, "EAGLE"))
-    mha, swa = make_mha_pool().pool, make_swa_pool().pool
-    refuse_uncovered_runner(plain, runner(swa))
-    refuse_uncovered_runner(eagle, runner(mha))
-    refuse_uncovered_runner(eagle, runner(swa))
-    with one_rank():
-        dsa = make_nsa_pool().pool
-    refuse_uncovered_runner(eagle, runner(dsa))
-    swa.swa_kv_pool = make_fp4_mha_pool().pool
-    with pytest.raises(CanaryStartupError, match=r"with the KV pool .*MHATokenToKVPoolFP4"):
-        refuse_uncovered_runner(eagle, runner(swa))
+    refuse_uncovered_runner(plain, runner(0))
+    refuse_uncovered_runner(eagle, runner(None))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
-        refuse_uncovered_runner(eagle, runner(mha, draft_model_idx=0))
+        refuse_uncovered_runner(eagle, runner(0))
 
 
 @has_seam

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import torch
 
-from .tiny_models import TINY_DEEPSEEK_V2, TINY_DEEPSEEK_V32, TINY_GEMMA4, TINY_LLAMA, _write
+from .tiny_models import (
+    TINY_DEEPSEEK_V2,
+    TINY_DEEPSEEK_V32,
+    TINY_GEMMA4,
+    TINY_LFM2,
+    TINY_LLAMA,
+    _write,
+)
 
 # One head: interpreted attention kernels cost some milliseconds per head.
 _CONFIG = {
@@ -31,6 +38,7 @@ _GEMMA4 = {
     "sliding_window": 16,
     "tie_word_embeddings": False,
 }
+_LFM2 = {**TINY_LFM2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
 # Two: the decode kernel of one head takes no bf16 when it is interpreted.
 _DEEPSEEK_V32 = {**TINY_DEEPSEEK_V32, "num_attention_heads": 2, "num_key_value_heads": 2}
 _HIDDEN, _VOCAB = _CONFIG["hidden_size"], _CONFIG["vocab_size"]
@@ -101,6 +109,43 @@ def scripted_weights(blur: float = 0.0) -> dict[str, torch.Tensor]:
     for layer in range(_CONFIG["num_hidden_layers"]):
         weights |= _layer(_CONFIG, f"model.layers.{layer}.", seed=layer)
     return weights
+
+
+def write_scripted_lfm2(folder: str | Path) -> str:
+    """The same as an LFM2: a hybrid pool, and convolution states. Returns the path."""
+    weights = {"model.embed_tokens.weight": _embeddings(), "lm_head.weight": _head(successor())}
+    weights["model.embedding_norm.weight"] = torch.ones(_HIDDEN)
+    for layer, kind in enumerate(_LFM2["layer_types"]):
+        weights |= _lfm2_layer(f"model.layers.{layer}.", kind, seed=layer)
+    return _save(folder, _LFM2, weights)
+
+
+def _lfm2_layer(prefix: str, kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """A convolution or attention, and an MLP, which add nothing to the residual stream."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.zeros(_LFM2["intermediate_size"], _HIDDEN)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    weights = {
+        "feed_forward.w1": inner,
+        "feed_forward.w2": inner.T.clone(),
+        "feed_forward.w3": inner.clone(),
+        "ffn_norm": torch.ones(_HIDDEN),
+        "operator_norm": torch.ones(_HIDDEN),
+    }
+    if kind == "conv":
+        weights |= {
+            "conv.conv": random(_HIDDEN, 1, _LFM2["conv_L_cache"]),
+            "conv.in_proj": random(3 * _HIDDEN, _HIDDEN),
+            "conv.out_proj": torch.zeros(_HIDDEN, _HIDDEN),
+        }
+    else:
+        weights |= {f"self_attn.{part}_proj": random(_HIDDEN, _HIDDEN) for part in "qkv"}
+        weights["self_attn.out_proj"] = torch.zeros(_HIDDEN, _HIDDEN)
+        weights |= {f"self_attn.{part}_layernorm": torch.ones(_HIDDEN) for part in "qk"}
+    return {f"{prefix}{name}.weight": value for name, value in weights.items()}
 
 
 def write_scripted_qwen3(folder: str | Path) -> str:

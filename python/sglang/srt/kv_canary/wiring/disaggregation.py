@@ -93,9 +93,10 @@ def _refuse_mixed_up_stages(args: Any, queue: Any) -> None:
         name = type(pool).__name__
         if pool is not None and name != "MLATokenToKVPool":
             raise startup_error(
-                f"SGLang itself mixes up the layers of {name}: get_mha_kv_ptrs_with_pp takes half of a stage's buffers "
-                "for K, and those of the draft model are among them. V of one layer arrives in another. Remove "
-                "--speculative-algorithm or --pp-size.",
+                f"SGLang itself cannot send {name} from a stage with a draft model. Over Mooncake "
+                "get_mha_kv_ptrs_with_pp takes half of a stage's buffers for K, and those of the draft are among them: "
+                "V of one layer arrives in another. Over NIXL build_transfer_entry_pairs finds no pairs of layers. "
+                "Remove --speculative-algorithm or --pp-size.",
                 TRANSFERS,
             )
 

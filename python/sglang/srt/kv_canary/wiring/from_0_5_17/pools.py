@@ -12,8 +12,6 @@ __all__ = [
     "PAGE_MAJOR",
     "PARTS",
     "POOLS",
-    "SERVED_WITH_EAGLE",
-    "SERVED_WITH_SPECULATION",
     "UNIFIED_HYBRID",
     "UNIFIED_MHA",
     "UNIFIED_MLA",
@@ -46,6 +44,7 @@ _DSV4_PARTS = (_DSV4_ROWS, _DSV4_UNIFORM, _DSV4_KEYS)
 _NPU = "sglang.srt.hardware_backend.npu"
 _NEVER_SERVED = "; judged by pool objects; never served"
 _SERVED_ON_0_5_23 = "; judged by pool objects; served on an H100 with 0.5.23"
+_SERVED_ON_CPU = "; judged by pool objects; served on CPU with 0.5.23, also with EAGLE"
 PAGE_MAJOR = f"{_POOLS}.PageMajorMHATokenToKVPool"
 
 # Pool with parts -> classes that a part may have.
@@ -57,13 +56,8 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
-# Speculative decoding writes these in tests. It holds for parts, too.
-SERVED_WITH_SPECULATION = (_MHA, _MLA, _SWA, _DSA)
-# The same of EAGLE as it is by default, on GPUs.
-SERVED_WITH_EAGLE = (_DSV4_POOL, _DSV4_ROWS)
-
 # FP4 pools are apart.
-_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _HYBRID, _DSV4_UNIFORM)
+_JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSV4_UNIFORM)
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "slot ids are virtual, and the frees of its allocators are followed from 0.5.22 on only": (
@@ -124,6 +118,7 @@ def _pools() -> dict[str, PoolSupport]:
             covers=f"{known[_DSA].covers}; served on CPU, without its kernels, also with EAGLE",
         ),
         **{name: judged(name) for name in _JUDGED},
+        _HYBRID: judged(_HYBRID, served=_SERVED_ON_CPU),
         **{name: judged(name, served=_SERVED_ON_0_5_23) for name in (_DSV4_ROWS, _DSV4_KEYS)},
         _DSV4_POOL: replace(
             judged(_DSV4_POOL, served=_SERVED_ON_0_5_23),
