@@ -10,7 +10,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.eagle_mode import V1
 from sglang_kv_canary.testing.fault_cases import Case
 from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.scripted_models import OFTEN_RIGHT, write_scripted_llama
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, EVERYWHERE, VERIFY, EagleFaults, flips
@@ -18,19 +20,21 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
+if not release().has_own_canary:
+    reason = "its fill-ins are made for newer releases; lifted by make test SGLANG=0.5.23"
+    pytest.skip(reason, allow_module_level=True)
+
 REQUESTS = volume(30, 300)
 SPECULATION = [name for name in MODES["eagle"].server_args if name.startswith("speculative_")]
 CASES = [
     *flips("target", VERIFY),
-    *flips("draft", DRAFT),
+    *flips("draft", DRAFT)[1:],
     ("target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY)),
 ]
 
 
 class TestHybrid(EagleHybridE2EBase, EagleFaults):
-    speculation: ClassVar = (
-        V1  # without overlap: SGLang turns it off for states without a buffer of their own
-    )
+    speculation: ClassVar = V1  # SGLang turns overlap off for states without a buffer of their own
 
     def test_clean(self) -> None:
         self.converse("hybrid")
@@ -39,6 +43,21 @@ class TestHybrid(EagleHybridE2EBase, EagleFaults):
     @pytest.mark.parametrize(("role", "case"), CASES, ids=str)
     def test_fault_in_one_pool(self, role: str, case: Case) -> None:
         self.check(role, case, f"{role}-{case}-{CASES.index((role, case))}")
+
+
+@long_on_newer_releases
+class TestStandalone(EagleHybridE2EBase):
+    """What SGLang has for LFM2 itself: a whole model that drafts."""
+
+    speculation: ClassVar = {**V1, "speculative_algorithm": "STANDALONE"}
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
+
+    def test_clean(self) -> None:
+        self.converse("standalone")
+        self.assert_clean()
 
 
 @long_on_newer_releases
@@ -75,6 +94,7 @@ class TestHybridRaise(EagleHybridE2EBase):
         **EagleHybridE2EBase.flags,
         "kv_canary": "raise",
         "kv_canary_real_data": "all",
+        "log_level": "warning",
     }
     env: ClassVar = {
         **EagleHybridE2EBase.env,

@@ -789,7 +789,8 @@ def test_the_budget_of_a_model_with_an_indexer_is_that_of_its_pool(
 def test_drafts_are_judged_in_each_pool_that_is_covered() -> None:
     """So speculation is refused with none of them. Servers refuse unified memory."""
     judged = {type(part).__name__ for make, _ in SERVED.values() for part in _with_parts(make())}
-    covered = {name.rpartition(".")[2] for name, p in release().known_pools().items() if p.attacher}
+    table = installed_pools(release().known_pools())
+    covered = {pool.name.rpartition(".")[2] for pool in table if pool.support.attacher}
     unified = {name for name in covered if name.startswith("Unified")}
     assert covered - unified - {"MLATokenToKVPool"} <= judged
 

@@ -65,7 +65,7 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "prefill-decode disaggregation over NIXL",
         Coverage.PARTLY,
-        f"its backend UCX; content needs equal TP, transfers equal PP; HiCache as over Mooncake; {NO_GPU}; "
+        f"its backend UCX; content needs equal TP, transfers of K and V equal PP; HiCache as over Mooncake; {NO_GPU}; "
         "see docs/disaggregation.md",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
