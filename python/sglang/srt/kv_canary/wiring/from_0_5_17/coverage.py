@@ -40,7 +40,8 @@ _PATHS: dict[str, str] = {
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
     "speculative: target verify": "EAGLE, EAGLE3, STANDALONE, with any pool above; with "
-    "sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with 0.5.23",
+    "sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with "
+    "0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
