@@ -22,6 +22,7 @@ from sglang_kv_canary.testing.serving import Injection
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.lost_moves import losing_a_move, lost_moves
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
@@ -39,6 +40,10 @@ register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
 REFUSED = {refusal.name for refusal in release().refusals()}
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="refused by name on newer releases, see test_seam.py"
+)
+from_0_5_17 = pytest.mark.skipif(
+    not release().has_own_canary,
+    reason="SGLang runs trees as v1 there; lifted by make test SGLANG=0.5.23",
 )
 from_0_5_22 = pytest.mark.skipif(
     not release().has_own_canary or "adaptive speculation" in REFUSED,
@@ -98,17 +103,46 @@ class TestEagleV2(EagleFaults):
         self.assert_all_explained(done)
 
 
+TREES = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+
+
 @on_first_release
 class TestEagleV1Trees(EagleFaults):
-    speculation: ClassVar = {
-        **V1,
-        "speculative_eagle_topk": 2,
-        "speculative_num_draft_tokens": 5,
-    }
+    speculation: ClassVar = {**V1, **TREES}
 
     def test_clean(self) -> None:
         self.converse("trees")
         self.assert_clean()
+
+
+@from_0_5_17
+class TestEagleV2Trees(EagleFaults):
+    """Accepted tokens move to the front of each request's new slots, also with pages of one token."""
+
+    speculation: ClassVar = {**V2, **TREES}
+    plugins: ClassVar = (lost_moves,)
+
+    def test_clean(self) -> None:
+        self.converse("trees")
+        self.assert_clean()
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_a_move_that_is_lost(self, half: str) -> None:
+        """The next forward that reads the slot finds the rejected token's bytes there."""
+        self.expect_violations()
+        with losing_a_move(self.serving, half) as lost:
+            self.converse(f"lost-{half}")
+        done = lost.answer()
+        assert self.reported("target", "CONTENT") == {f"TAIL_{half}_FULL"}
+        found = [event for event in self.violations() if event["slot"] in done["slots"]]
+        assert {event["runner"] for event in found} == {"target"}
+        self.assert_all_explained(done)
+
+
+class TestTreesOnPages(TestEagleV2Trees):
+    """With pages, each branch of a draft has pages of its own. The prefix's last page is copied to them."""
+
+    speculation: ClassVar = {**TestEagleV2Trees.speculation, "page_size": 4}
 
 
 class TestEagle3(EagleFaults):

@@ -7,7 +7,8 @@ One step of EAGLE, with L tokens in the cache of a request (seq_lens) and the bo
 
 - draft: inner step i writes the draft pool at position L + i, in scratch slots (`PlanInput._draft_decode`);
 - verify: the target writes all draft tokens, at positions L + depth in the draft tree (`parents_of_tree`);
-- the accepted tokens stay. With pages and topk > 1, `move_kv_cache` moves them together, and records move along;
+- the accepted tokens stay. With topk > 1, `move_kv_cache` moves them together (v1: only with pages), and records move
+  along;
 - draft-extend: the draft model writes the accepted tokens' slots in its own pool (v2: also the rejected ones').
 
 SGLang calls workers with overlap scheduling v2. They are in all releases, v1 in the first family alone.

@@ -42,9 +42,14 @@ SPECULATION: tuple[Refusal, ...] = (
         "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or DFLASH, or remove it.",
     ),
     Refusal(
-        "draft trees (top-k above 1)",
-        lambda args: _speculates(args) and (args.speculative_eagle_topk or 1) > 1,
-        "accepted tokens move to other slots, and records do not follow them on this release yet.",
+        "draft trees (top-k above 1) of multi-layer EAGLE",
+        lambda args: (
+            _speculates(args)
+            and bool(args.enable_multi_layer_eagle)
+            and (args.speculative_eagle_topk or 1) > 1
+        ),
+        "SGLang itself: MultiLayerEagleWorkerV2 leaves the accepted tokens' KV in the slots that the tree gave them "
+        "(run_eagle_verify with finalize_tree_path=False). Requests then read the KV of rejected tokens.",
         "Set --speculative-eagle-topk to 1.",
     ),
     Refusal(
