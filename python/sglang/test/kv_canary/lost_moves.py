@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from sglang_kv_canary.pool_patcher.api import attached_groups
 from sglang_kv_canary.testing.serving import Serving
+from sglang_kv_canary.wiring.context import context
 
 __all__ = ["LostMove", "losing_a_move", "lost_moves"]
 
@@ -61,7 +63,7 @@ def _move_but_one(
 ) -> Any:
     file = Path(os.environ[_CONTROLS]).with_name(_FILE)
     moved = torch.nonzero(targets != sources).flatten().tolist()
-    if not file.exists() or not moved:
+    if not file.exists() or not moved or not _is_targets(pool):
         return original(pool, targets, sources, *args, **more)
     half = file.read_text()
     file.unlink()
@@ -73,3 +75,9 @@ def _move_but_one(
         buffer[slot] = row
     file.with_suffix(".done").write_text(json.dumps(slot))
     return returned
+
+
+def _is_targets(pool: Any) -> bool:
+    """In the draft's pool SGLang copies the prefix's last page to scratch."""
+    groups, target = attached_groups(pool), context.target
+    return target is not None and bool(groups) and target.groups[0].k_head is groups[0].k_head

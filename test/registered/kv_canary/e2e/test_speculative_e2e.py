@@ -130,8 +130,9 @@ class TestEagleV2Trees(EagleFaults):
     def test_a_move_that_is_lost(self, half: str) -> None:
         """The next forward that reads the slot finds the rejected token's bytes there."""
         self.expect_violations()
+        prompt = random_tokens(random.Random(f"lost-{half}"), 12)
         with losing_a_move(self.serving, half) as lost:
-            self.converse(f"lost-{half}")
+            self.generate(f"lost-{half}", prompt, 40)
         done = lost.answer()
         assert self.reported("target", "CONTENT") == {f"TAIL_{half}_FULL"}
         found = [event for event in self.violations() if event["slot"] in done["slots"]]
@@ -139,6 +140,7 @@ class TestEagleV2Trees(EagleFaults):
         self.assert_all_explained(done)
 
 
+@long_on_newer_releases
 class TestTreesOnPages(TestEagleV2Trees):
     """With pages, each branch of a draft has pages of its own. The prefix's last page is copied to them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from sglang_kv_canary.testing.fill_ins import without_pinned_memory
 from sglang_kv_canary.wiring import warm_up
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.expected_tokens import expected_tokens_of
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.launch_variants import LaunchVariants, missing
 from sglang_kv_canary_rigs.manager_rig import MAX_REQUESTS, ManagerRig, RigRequest
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_swa_pool
@@ -336,6 +338,22 @@ def move(rig: SpecRig, found: torch.Tensor) -> None:
         for count in (1, 3):
             moved = found[:count].to(slot_type)
             MHATokenToKVPool.move_kv_cache(pool, moved, moved)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_trees_that_move_in_pages_of_one_token_compile_it(moves, launches, monkeypatch):
+    monkeypatch.setenv("SGLANG_NATIVE_MOVE_KV_CACHE", "1")
+    asked = replace(release(), trees_move=moves)
+    monkeypatch.setattr(warm_up, "release", lambda: asked)
+    with SpecRig(TREE) as rig:
+        compile_both(rig, True, server_args(TREE))
+        compiled = launches.take()
+        assert ("copy_kernel" in {variant[0] for variant in compiled}) == moves
+        rig.prefill(1, range(10, 22))
+        found = rig.verify([1], [[1, 2, 3, 4]], PARENTS[TREE])[0]
+        launches.take()
+        MHATokenToKVPool.move_kv_cache(rig.target_pool, found[:2].long(), found[[0, 2]].long())
+        assert (missing(launches.take(), compiled) == []) == moves
 
 
 @pytest.mark.parametrize("check", list(TokenCheck))

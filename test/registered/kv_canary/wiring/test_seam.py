@@ -221,7 +221,11 @@ _ASKED: dict[str, dict[str, Any]] = {
         "speculative_algorithm": "NGRAM"
     },
     "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
-    "draft trees (top-k above 1)": {**_EAGLE, "speculative_eagle_topk": 2},
+    "draft trees (top-k above 1) of multi-layer EAGLE": {
+        **_EAGLE,
+        "speculative_eagle_topk": 2,
+        "enable_multi_layer_eagle": True,
+    },
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
@@ -308,6 +312,12 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
 }
+
+
+@has_seam
+def test_draft_trees_are_covered() -> None:
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_eagle_topk=2)
+    assert [case.name for case in release().refusals() if case.predicate(args)] == []
 
 
 @has_seam

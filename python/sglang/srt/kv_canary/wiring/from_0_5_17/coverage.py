@@ -43,6 +43,8 @@ _PARTLY_SERVED: dict[str, str] = {
     "sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with "
     "0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
+    "speculative: draft trees, top-k > 1": "v2; EAGLE, EAGLE3, STANDALONE; with sliding-window layers, DSA, pages and "
+    "pipeline stages EAGLE, on CPU",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
 }
@@ -60,6 +62,7 @@ def served(
     return (
         *(_path(name, what, ran.get(name)) for name, what in _PATHS.items()),
         *(_path(name, what, ran.get(name), _PARTLY) for name, what in partly.items()),
+        _path("moved slots (move_kv_cache)", "records move with the bytes", None),
         PathSupport(
             "states of linear-attention layers",
             _PARTLY,

@@ -158,6 +158,7 @@ RELEASE = Release(
     decode_graphs_of=decode_graphs_of,
     captured=captured,
     pads_to_other_ranks=_pads_to_other_ranks,
+    trees_move=True,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
 )
