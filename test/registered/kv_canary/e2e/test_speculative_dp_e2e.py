@@ -117,15 +117,22 @@ class TestEagle3(InStep):
         self.check(1, "target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY), 5)
 
 
+TREES = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+
+
 @on_first_release
 class TestMtpTrees(InStep, MtpDpE2EBase):
     """v1, MLA. The ranks share the draft model's experts."""
 
-    speculation: ClassVar = {
-        **V1,
-        "speculative_eagle_topk": 2,
-        "speculative_num_draft_tokens": 5,
-    }
+    speculation: ClassVar = {**V1, **TREES}
+
+
+@pytest.mark.skipif(not release().has_own_canary, reason="trees are v1 on the first release")
+@by_hand_or_long
+class TestTreesInStep(InStep):
+    """v2. Accepted tokens move on each rank; a rank that is padded or idle has less to move, or nothing."""
+
+    speculation: ClassVar = {**EagleDpE2EBase.speculation, **TREES}
 
 
 class BesidePrefills(BesidePrefillsE2EBase):
