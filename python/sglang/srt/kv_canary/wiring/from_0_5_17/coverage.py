@@ -43,8 +43,8 @@ _PARTLY_SERVED: dict[str, str] = {
     "sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with "
     "0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
-    "speculative: draft trees, top-k > 1": "v2; EAGLE, EAGLE3, STANDALONE; with sliding-window layers, DSA, pages and "
-    "pipeline stages EAGLE, on CPU",
+    "speculative: draft trees, top-k > 1": "v2; EAGLE, on 0.5.23 EAGLE3, STANDALONE, and EAGLE with "
+    "pages, MLA, DSA, sliding-window layers and pipeline stages",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
 }
