@@ -315,6 +315,25 @@ NOT_BY_AN_ARGUMENT = {
 
 
 @has_seam
+def test_draft_trees_are_refused_with_pools_whose_moves_are_not_followed() -> None:
+    from sglang.srt.mem_cache import memory_pool
+    from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
+
+    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE)
+    for pool, followed in (("DSATokenToKVPool", True), ("HybridLinearKVPool", False)):
+        made = object.__new__(getattr(memory_pool, pool))
+        runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=made)
+        args.speculative_eagle_topk = 1
+        refuse_uncovered_runner(args, runner)
+        args.speculative_eagle_topk = 2
+        if followed:
+            refuse_uncovered_runner(args, runner)
+            continue
+        with pytest.raises(CanaryStartupError, match=f"with the KV pool .*{pool}"):
+            refuse_uncovered_runner(args, runner)
+
+
+@has_seam
 def test_draft_trees_are_covered() -> None:
     args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE, speculative_eagle_topk=2)
     assert [case.name for case in release().refusals() if case.predicate(args)] == []

@@ -8,8 +8,10 @@ from sglang.srt.environ import envs
 
 from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
+from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
 from ..releases import release
+from .speculative import FOLLOWED
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -78,4 +80,18 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
         raise startup_error(
             f"SGLang runs multi-layer EAGLE, and its arguments do not say so. {_REMOVE}.",
             "the draft model's KV",
+        )
+    if speculates and (server_args.speculative_eagle_topk or 1) > 1:
+        _refuse_unless_records_move(type(model_runner.token_to_kv_pool))
+
+
+def _refuse_unless_records_move(pool: type) -> None:
+    name = qualified_name(pool)
+    if name not in FOLLOWED:
+        known = ", ".join(known.rpartition(".")[2] for known in FOLLOWED)
+        raise startup_error(
+            f"draft trees (top-k above 1) with the KV pool {name}: records follow the moves of {known} only. Others "
+            "move by methods of their own, of which MLATokenToKVPoolFP4's leaves scales behind and "
+            "MiniMaxSparseKVPool's is not implemented. Set --speculative-eagle-topk to 1.",
+            "KV of accepted tokens",
         )

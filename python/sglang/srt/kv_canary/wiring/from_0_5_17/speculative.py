@@ -10,12 +10,13 @@ from ..hook_spec import HookSpec, HookType
 from ..sampled_tokens import SAMPLED, after_verify_v2
 from ..speculative import draft_hooks
 
-# Those of SERVED_WITH_SPECULATION. DSATokenToKVPool calls its base class, MLATokenToKVPool.
 _POOLS = (
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",
     "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool",
 )
+# DSA pools call their base class, MLATokenToKVPool. Subclasses with moves of their own are not followed.
+FOLLOWED = (*_POOLS, "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool")
 HOOKS = (
     *draft_hooks("execute", _POOLS),
     HookSpec(
