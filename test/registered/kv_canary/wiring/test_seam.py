@@ -704,7 +704,10 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     def runner(draft_model_idx: int | None) -> Any:
         return SimpleNamespace(draft_model_idx=draft_model_idx)
 
-    plain, eagle = (SimpleNamespace(speculative_algorithm=name) for name in (None, "EAGLE"))
+    plain, eagle = (
+        SimpleNamespace(speculative_algorithm=name, speculative_eagle_topk=1)
+        for name in (None, "EAGLE")
+    )
     refuse_uncovered_runner(plain, runner(0))
     refuse_uncovered_runner(eagle, runner(None))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
