@@ -62,6 +62,7 @@ def _fill_in_sgl_kernel() -> None:
         "assign_req_to_token_pool_cpu": assign_rows,
         "build_tree_kernel_efficient_cpu": build_tree,
         "copy_all_layer_kv_cache_cpu": copy_slots,
+        "fill_accept_out_cache_loc_cpu": accepted_slots,
         "fill_bonus_tokens_cpu": fill_bonus_tokens,
         "rotate_input_ids_cpu": rotate_input_ids,
         "verify_tree_greedy_cpu": verify_tree_greedy_cpu,
@@ -223,7 +224,16 @@ def assign_extend_slots(
     slots = assign_extend_cache_locs(
         req_pool_indices, req_to_token, start_offset, end_offset, count, 0, None
     )
-    out_cache_loc.copy_(slots)
+    out_cache_loc[: len(slots)] = slots  # those of a tree's accepted tokens leave a rest
+
+
+def accepted_slots(
+    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
+) -> None:
+    """The slots of accepted tokens, packed; -1 in `accept_index` is none."""
+    accepted = accept_index.flatten()
+    slots = out_cache_loc[accepted[accepted >= 0].long()]
+    accept_out_cache_loc[: len(slots)] = slots
 
 
 def assign_rows(

@@ -256,8 +256,9 @@ def _compiles(manager: CanaryManager) -> bool:
 
 
 def _moves_slots(args: Any, page_size: int) -> bool:
-    """Whether speculation moves K and V between slots: draft trees in pages."""
-    return page_size > 1 and SpeculationShape.from_server_args(args).topk > 1
+    """Whether speculation moves K and V between slots: draft trees in pages, and all of them on newer releases."""
+    moves = page_size > 1 or release().has_own_canary
+    return moves and SpeculationShape.from_server_args(args).topk > 1
 
 
 def _slot_types(manager: CanaryManager, full: torch.dtype) -> list[torch.dtype]:

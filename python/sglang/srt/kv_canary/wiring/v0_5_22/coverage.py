@@ -36,7 +36,8 @@ SERVED: tuple[PathSupport, ...] = (
         "speculative: in step with other ranks",
         Coverage.PARTLY,
         "EAGLE, EAGLE3, multi-layer EAGLE and DFLASH with data-parallel attention, on 0.5.23 also "
-        f"beside prefills of other ranks; the others were read; {NO_GPU}",
+        "beside prefills of other ranks; NGRAM with --moe-dense-tp-size 1; the others were read; "
+        f"{NO_GPU}",
     ),
     PathSupport(
         "speculative: DFLASH, multi-layer EAGLE",

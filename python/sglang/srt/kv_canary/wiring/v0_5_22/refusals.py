@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, decodes_beside_prefills
+from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
 
@@ -39,6 +39,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "SGLang itself: beside a prefill, EAGLEWorkerV2.forward_batch_generation runs a decode as a prefill without "
         "tokens. The scheduler ends.",
         "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
+    ),
+    Refusal(
+        "frozen-KV MTP in step with other ranks",
+        lambda args: args.speculative_algorithm == "FROZEN_KV_MTP" and pads_to_other_ranks(args),
+        "SGLang itself: FrozenKVMTPDraftWorker.draft gives its batch no slots (out_cache_loc), and "
+        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
         "adaptive speculation without draft-extend",
