@@ -162,7 +162,12 @@ def hybrid_on_torch_native() -> None:
 def _hybrid_backend(runner: Any, full_attention: Any) -> Any:
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 
-    config = runner.mambaish_config
+    if hasattr(runner, "mambaish_config"):
+        config = runner.mambaish_config
+    else:
+        from sglang.srt.configs.hybrid_arch import mambaish_config
+
+        config = mambaish_config(runner.model_config)
     states = hybrid.Mamba2AttnBackend(runner)
     return hybrid.HybridLinearAttnBackend(full_attention, states, config.full_attention_layer_ids)
 

@@ -1,0 +1,91 @@
+"""Servers with --enable-unified-memory, on any device: a pool so small that pages move all the time."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_kv_canary.testing.mode_config import MODES
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.serving import Serving
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
+
+__all__ = ["RAISE", "UnifiedMemory", "moved_pages"]
+
+_PART = "sglang.srt.mem_cache.allocator.unified_sub_pool.MultiEndedAllocator"
+
+
+def say_moves() -> None:
+    """A plugin: a line on the server's standard error for each move of pages."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for method in ("_commit_move_batch", "_move_pages_and_rebind"):  # lazy and eager compaction
+        HookRegistry.register(f"{_PART}.{method}", _say_move, HookType.BEFORE)
+
+
+def _say_move(part: Any, sources: Any, *_: Any) -> None:
+    if len(sources):
+        print(f"moved {len(sources)} pages of {part.sub_pool_name}.", file=sys.stderr, flush=True)
+
+
+def moved_pages(serving: Serving) -> Counter[str]:
+    """Pages that have moved so far, by the name of their part."""
+    moved: Counter[str] = Counter()
+    for pages, part in re.findall(r"moved (\d+) pages of (\w+)\.", serving.stderr):
+        moved[part] += int(pages)
+    return moved
+
+
+def streams_on_cpu() -> None:
+    """Compaction asks for the current stream of a GPU, to wait for forwards. On a CPU they are over."""
+    torch.cuda.current_stream = lambda *_: _NoStream()
+
+
+class _NoStream:
+    def wait_event(self, _: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+
+RAISE = {"kv_canary": "raise", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 1}
+# Not by --attention-backend: SGLang takes it for LFM2's own, whose first layer has no attention.
+_TRITON = {"prefill_attention_backend": "triton", "decode_attention_backend": "triton"}
+_ON_GPU = torch.cuda.is_available()
+
+
+def _unified(name: str, **server_args: Any) -> Any:
+    mode = MODES[name]
+    return replace(
+        mode,
+        name=f"unified_{name}",
+        server_args={**mode.server_args, "enable_unified_memory": True, **server_args},
+        cpu_args={**mode.cpu_args, **_TRITON},
+        cuda_args={**mode.cuda_args, **_TRITON},
+        cpu_fill_ins=(*mode.cpu_fill_ins, streams_on_cpu),
+    )
+
+
+MODES["unified_swa"] = _unified("swa")
+MODES["unified_hybrid"] = _unified("hybrid")
+
+
+class UnifiedMemory:
+    """Before a base class of end-to-end tests: what its server needs."""
+
+    mode_name = "unified_swa"
+    plugins: ClassVar = (say_moves,) if _ON_GPU else (say_moves, quick_interpreter)
+    env: ClassVar[Mapping[str, str]] = {
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        **({} if _ON_GPU else INTERPRETED),
+    }
+    serving: ClassVar[Serving]
+
+    def assert_moved(self, pages: int, *parts: str) -> None:
+        moved = moved_pages(self.serving)
+        assert all(moved[part] >= pages for part in parts), moved

@@ -1,0 +1,109 @@
+"""Servers with unified memory: clean while pages of both sub-pools move, and damage is found in pages that have moved.
+
+On a CPU, SGLang's Triton attention runs interpreted. With KV_CANARY_TEST_FULL_VOLUME=1, or on a GPU: all of it.
+"""
+
+import sys
+from typing import ClassVar
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
+from sglang_kv_canary.testing.fault_cases import DECODE, Case, FaultCases, content_cases, tags
+from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.unified_serving import RAISE, UnifiedMemory
+from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+
+register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
+register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
+
+LONG = pytest.mark.skipif(
+    not FULL_VOLUME, reason="takes long on a CPU; lifted by KV_CANARY_TEST_FULL_VOLUME=1"
+)
+FULL, SWA = tags("HEAD TAIL", "K V", "FULL"), tags("HEAD TAIL", "K V", "SWA")
+
+
+@LONG
+class TestUnifiedSwaRaise(UnifiedMemory, CanaryE2EBase):
+    """SGLang's defaults: overlap scheduling, chunked prefill, prefix cache, lazy compaction; on a GPU CUDA graphs."""
+
+    flags: ClassVar = RAISE
+
+    def test_clean_while_pages_move(self) -> None:
+        shape = FamilyShape(volume(60, 336), seed=3)
+        report = self.run(drive_families(self.serving, shape))
+        assert report.requests == shape.requests
+        self.assert_no_violations()
+        counters = self.settle()
+        assert {*counters} == {*FULL, *SWA, *tags("SWEEP", "K V", "FULL", "SWA")}
+        for tag in FULL + SWA:
+            assert counters[tag]["checked"] == counters[tag]["eligible"] > 150 * shape.requests, tag
+        for tag in tags("TAIL SWEEP", "K V", "FULL", "SWA"):
+            assert counters[tag]["content_checked"] > 20 * shape.requests, tag
+        self.assert_moved(20, "full", "swa")
+        assert self.serving.events("internal_error") == []
+
+    def test_clean_with_equal_prompts_at_once(self) -> None:
+        """The prefix cache frees what all but one have computed, while their next forward runs."""
+        for number in range(volume(4, 40)):
+            prompt = [7 + number, *range(100, 170)]
+            self.generate_together([(f"equal-{number}-{i}", prompt, 8) for i in range(6)])
+        self.assert_no_violations()
+        assert self.serving.events("internal_error") == []
+
+
+class TestUnifiedSwaFaults(UnifiedMemory, FaultCases):
+    CASES: ClassVar = [
+        *content_cases("FULL", "K V", layers=1),
+        *content_cases("SWA", "K V", layers=1),
+        Case("free_live_slot", "USE_AFTER_FREE", FULL + SWA, DECODE),
+        Case("other_requests_slot", "CHAIN", FULL + SWA, DECODE),
+    ]
+
+    def test_clean(self) -> None:
+        self.run(drive_families(self.serving, FamilyShape(volume(16, 48), seed=4, rounds=1)))
+        self.assert_no_violations()
+        self.assert_moved(1, "full", "swa")
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_fault(self, case: Case) -> None:
+        self.run_case(case, f"{case}-{self.CASES.index(case)}")
+
+
+@LONG
+class TestUnifiedHybridRaise(UnifiedMemory, CanaryE2EBase):
+    """LFM2: full attention beside states, which take pages of the same buffer."""
+
+    mode_name = "unified_hybrid"
+    flags: ClassVar = RAISE
+
+    def test_clean_while_pages_move(self) -> None:
+        shape = TrafficShape(volume(60, 300), seed=8)
+        report = self.serve(shape)
+        assert report.requests == shape.requests
+        self.assert_no_violations()
+        self.assert_moved(20, "full")
+        assert self.serving.events("internal_error") == []
+
+
+@LONG
+class TestUnifiedHybridFaults(UnifiedMemory, FaultCases):
+    mode_name = "unified_hybrid"
+    CASES: ClassVar = [
+        *content_cases("FULL", "K V", layers=1),
+        Case("free_live_slot", "USE_AFTER_FREE", FULL, DECODE),
+    ]
+
+    def test_clean(self) -> None:
+        self.serve(TrafficShape(16, seed=9))
+        self.assert_no_violations()
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_fault(self, case: Case) -> None:
+        self.run_case(case, f"{case}-{self.CASES.index(case)}")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
