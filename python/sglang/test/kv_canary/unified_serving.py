@@ -71,8 +71,9 @@ def _unified(name: str, **server_args: Any) -> Any:
     )
 
 
-MODES["unified_swa"] = _unified("swa")
-MODES["unified_hybrid"] = _unified("hybrid")
+# Little more than one long request: pages of both parts are freed, and moved for the other one, all the time.
+MODES["unified_swa"] = _unified("swa", max_total_tokens=640)
+MODES["unified_hybrid"] = _unified("hybrid", max_total_tokens=640)
 
 
 class UnifiedMemory:
