@@ -7,13 +7,18 @@ import sys
 from typing import ClassVar
 
 import pytest
+import torch
 
+from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.fault_cases import DECODE, Case, FaultCases, content_cases, tags
 from sglang_kv_canary.testing.traffic import TrafficShape
-from sglang_kv_canary_rigs.unified_serving import RAISE, UnifiedMemory
+from sglang_kv_canary.wiring.allocator import watch_allocator
+from sglang_kv_canary_rigs.pool_fixtures import one_rank
+from sglang_kv_canary_rigs.unified_rig import make_unified_pool
+from sglang_kv_canary_rigs.unified_serving import RAISE, UnifiedMemory, budget_and_buffer
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -67,6 +72,11 @@ class TestUnifiedSwaFaults(UnifiedMemory, FaultCases):
         self.assert_no_violations()
         self.assert_moved(1, "full", "swa")
 
+    def test_records_are_paid_from_the_budget(self) -> None:
+        budget, buffer = budget_and_buffer(self.serving)
+        (active,) = self.serving.events("active")
+        assert 0.98 * budget < buffer + active["record_bytes"] <= budget
+
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:
         self.run_case(case, f"{case}-{self.CASES.index(case)}")
@@ -103,6 +113,32 @@ class TestUnifiedHybridFaults(UnifiedMemory, FaultCases):
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:
         self.run_case(case, f"{case}-{self.CASES.index(case)}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams; lifted by a GPU")
+@pytest.mark.parametrize("watched", [True, False])
+def test_pages_are_handed_out_after_the_forwards_that_ran_at_their_free(watched: bool) -> None:
+    """Unwatched, SGLang fills them with zeros under such a forward."""
+    load_plugins()
+    with one_rank():
+        real = make_unified_pool(device="cuda")
+        allocator, raw = real.allocator, real.allocator.unified_buffer._raw
+        if watched:
+            watch_allocator(allocator)
+        allocator.free(allocator.alloc(64))  # compiles
+        slots = allocator.alloc(64)
+        raw.fill_(7)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(1 << 30)
+            read = raw.clone()
+            done = torch.cuda.Event()
+            done.record()
+        allocator.set_latest_forward_done_event(done)
+        allocator.free(slots)
+        allocator.alloc(64)
+        torch.cuda.synchronize()
+    assert bool((read == 7).all()) is watched
 
 
 if __name__ == "__main__":

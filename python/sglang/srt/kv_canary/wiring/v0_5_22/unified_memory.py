@@ -67,31 +67,36 @@ def _around_budget(
     args_here = server_args()
     if not (is_asked_for(args_here) and args_here.enable_unified_memory) or budget_bytes <= 0:
         return original(sized, budget_bytes, *args, **kwargs)
-    left = budget_bytes - record_bytes_of(sized, budget_bytes)
+    left = budget_beside_records(sized, budget_bytes)
     context.pool_share = share_text(budget_bytes - left, budget_bytes)
     logger.info("%s", context.pool_share)
     return original(sized, left, *args, **kwargs)
 
 
-def record_bytes_of(sized: Any, budget_bytes: int) -> int:
-    """Bytes of the records beside a buffer of `budget_bytes`, which grows by the states of linear-attention layers.
+def budget_beside_records(sized: Any, budget_bytes: int) -> int:
+    """What is left for K and V if they and their records fill `budget_bytes`. SGLang adds the bytes of states to it.
 
-    Each virtual slot has a record in each sub-pool. There are as many as full slots fit into the whole buffer.
+    Each virtual slot has records in each sub-pool. There are as many as full slots fit into the whole buffer.
     """
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-    from sglang.srt.runtime_context import get_schedule
 
     sizes = create_memory_pool_configurator(sized)
-    if hasattr(sizes, "_unified_full_bytes_per_token"):
-        full_bytes = sizes._unified_full_bytes_per_token()
+    if hasattr(sizes, "_unified_full_bytes_per_token"):  # beside a sliding window
+        slot = sizes._unified_full_bytes_per_token()
     else:
-        full_bytes = sizes._cell_size
-    states = 0
-    if sized.mambaish_config is not None:
-        count = get_schedule().max_mamba_cache_size or 0
-        states = count * sized.mambaish_config.mamba2_cache_params.mamba_cache_per_req
-    per_slot = sum(record_bytes_per_slot(pool_class_of(sized.model_config)).values())
-    return (budget_bytes + states) * per_slot // full_bytes
+        slot = sizes._cell_size
+    records = sum(record_bytes_per_slot(pool_class_of(sized.model_config)).values())
+    return int((budget_bytes * slot - _state_bytes(sized) * records) / (slot + records))
+
+
+def _state_bytes(sized: Any) -> int:
+    """Of states of linear-attention layers, all requests together."""
+    from sglang.srt.runtime_context import get_schedule
+
+    if sized.mambaish_config is None:
+        return 0
+    one = sized.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+    return one * (get_schedule().max_mamba_cache_size or 0)
 
 
 HOOKS = (
