@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import Serving
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 
-__all__ = ["RAISE", "UnifiedMemory", "budget_and_buffer", "moved_pages"]
+__all__ = ["RAISE", "SLOTS_VARIABLE", "UnifiedMemory", "budget_and_buffer", "moved_pages"]
 
 _PART = "sglang.srt.mem_cache.allocator.unified_sub_pool.MultiEndedAllocator"
 
@@ -35,7 +36,7 @@ def _say_move(part: Any, sources: Any, *_: Any) -> None:
 
 
 def small_budget() -> None:
-    """A plugin: SGLang finds memory for SLOTS full slots. A line on standard error says so, and what it builds."""
+    """A plugin: SGLang finds memory for a few full slots. A line on standard error says so, and what it builds."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     configurator = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -52,7 +53,8 @@ def _little_memory(original: Callable[..., int], sized: Any, *args: Any, **kwarg
     original(sized, *args, **kwargs)
     sizes = create_memory_pool_configurator(sized)
     in_swa = getattr(sizes, "_unified_full_bytes_per_token", None)
-    budget = SLOTS * (sizes._cell_size if in_swa is None else in_swa())
+    slots = int(os.environ.get(SLOTS_VARIABLE, SLOTS))
+    budget = slots * (sizes._cell_size if in_swa is None else in_swa())
     print(f"a budget of {budget} bytes.", file=sys.stderr, flush=True)
     return budget
 
@@ -91,8 +93,9 @@ class _NoStream:
 RAISE = {"kv_canary": "raise", "kv_canary_real_data": "all", "kv_canary_sweep_interval": 1}
 # Not by --attention-backend: SGLang takes it for LFM2's own, whose first layer has no attention.
 _TRITON = {"prefill_attention_backend": "triton", "decode_attention_backend": "triton"}
-# Little more than one long request: pages of both parts are freed, and moved for the other one, all the time.
+# With their records, a few long requests: pages of both parts are freed, and moved for the other one, all the time.
 SLOTS = 1500
+SLOTS_VARIABLE = "KV_CANARY_TEST_UNIFIED_SLOTS"
 _ON_GPU = torch.cuda.is_available()
 
 

@@ -18,7 +18,12 @@ from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary_rigs.pool_fixtures import one_rank
 from sglang_kv_canary_rigs.unified_rig import make_unified_pool
-from sglang_kv_canary_rigs.unified_serving import RAISE, UnifiedMemory, budget_and_buffer
+from sglang_kv_canary_rigs.unified_serving import (
+    RAISE,
+    SLOTS_VARIABLE,
+    UnifiedMemory,
+    budget_and_buffer,
+)
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -35,6 +40,8 @@ class TestUnifiedSwaRaise(UnifiedMemory, CanaryE2EBase):
     """SGLang's defaults: overlap scheduling, chunked prefill, prefix cache, lazy compaction; on a GPU CUDA graphs."""
 
     flags: ClassVar = RAISE
+    # Twelve requests at once would wait for each other without end in fewer.
+    env: ClassVar = {**UnifiedMemory.env, SLOTS_VARIABLE: "3000"}
 
     def test_clean_while_pages_move(self) -> None:
         shape = FamilyShape(volume(60, 336), seed=3)
