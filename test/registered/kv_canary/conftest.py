@@ -143,6 +143,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_sweep.py",
     "e2e/test_e2e_torch_compile.py",
     "e2e/test_e2e_two_batch_overlap.py",
+    "e2e/test_e2e_unified_memory.py",
     "e2e/test_e2e_weight_update.py",
     "e2e/test_speculative_dp_e2e.py",
     "e2e/test_speculative_dsa_e2e.py",

@@ -240,6 +240,14 @@ _ASKED: dict[str, dict[str, Any]] = {
     "sharded KV cache": {"enable_kv_cache_sharding": True},
     "DSA cache split by layers": {"enable_dsa_cache_layer_split": True},
     "unified memory": {"enable_unified_memory": True},
+    **{
+        f"unified memory with {what}": {"enable_unified_memory": True, **more}
+        for what, more in (
+            ("speculative decoding", _EAGLE),
+            ("PD disaggregation", _DECODES),
+            ("HiCache", _HICACHE),
+        )
+    },
     "page-major KV layout": {"enable_page_major_kv_layout": True},
     "external cache linker": {"enable_unified_cache_external_linker": True},
     "FlexKV": {"enable_flexkv": True},
@@ -280,7 +288,10 @@ ASKED = {
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
     del ASKED["frozen-KV MTP in step with other ranks"]
+    for name in [name for name in ASKED if name.startswith("unified memory with")]:
+        del ASKED[name]
 else:
+    del ASKED["unified memory"]
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
     del ASKED["adaptive speculation"]

@@ -92,6 +92,8 @@ class Release:
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
+    # Of settled arguments: whether sub-pools share one buffer, whose records a hook of the release leaves room for.
+    shares_buffer: Callable[[Any], bool] = lambda _: False
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
     # Of states of linear-attention layers. None: they are not checked.

@@ -122,6 +122,7 @@ RELEASE = Release(
         "scheduler",
         "v0_5_22.scheduler",
         "v0_5_22.unified_allocator",
+        "v0_5_22.unified_memory",
         "v0_5_22.action",
         "containment.pair_hooks",
         "from_0_5_17.server_args",
@@ -160,4 +161,5 @@ RELEASE = Release(
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
+    shares_buffer=attrgetter("enable_unified_memory"),
 )

@@ -69,6 +69,12 @@ SERVED: tuple[PathSupport, ...] = (
         f"its backend UCX; content needs equal TP, transfers of K and V equal PP; HiCache as over Mooncake; {NO_GPU}; "
         "see docs/disaggregation.md",
     ),
+    PathSupport(
+        "unified memory (--enable-unified-memory)",
+        Coverage.PARTLY,
+        "sliding-window and hybrid linear models, whose states are not checked; run on CPU with 0.5.23, there with MHA "
+        f"layers; {NO_GPU}",
+    ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
         "prefill context parallelism",
