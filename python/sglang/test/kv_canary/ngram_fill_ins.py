@@ -17,16 +17,36 @@ import numpy as np
 import torch
 
 from sglang_kv_canary.testing.spec_fill_ins import verify_tree_greedy
+from sglang_kv_canary.wiring.releases import release
 
 __all__ = ["PairCorpus", "ngram_on_cpu", "reconstruct_indices"]
 
 
 def ngram_on_cpu() -> None:
     """Replace what NGRAM needs a GPU, or a C++ compiler, for."""
+    _module("sgl_kernel.speculative", reconstruct_indices_from_tree_mask=reconstruct_indices)
+    if release().has_own_canary:
+        _module("sglang.kernels.ops.speculative.ngram_corpus", get_ngram_corpus_cls=_pair_corpus)
+        _mask_as_on_gpus()
+    else:
+        _module("sglang.jit_kernel.ngram_corpus", get_ngram_corpus_cls=_pair_corpus)
+        _replace_gpu_parts()
+
+
+def _pair_corpus() -> type[PairCorpus]:
+    return PairCorpus
+
+
+def _mask_as_on_gpus() -> None:
+    """Triton attention reads a mask that spans the prefix, too. On a CPU SGLang hands out one without."""
+    from sglang.srt.speculative import ngram_worker
+
+    ngram_worker._is_cpu = False
+
+
+def _replace_gpu_parts() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _module("sgl_kernel.speculative", reconstruct_indices_from_tree_mask=reconstruct_indices)
-    _module("sglang.jit_kernel.ngram_corpus", get_ngram_corpus_cls=lambda: PairCorpus)
     for target, stand_in in (
         ("sglang.srt.server_args.ServerArgs._handle_speculative_decoding", _as_on_cuda),
         ("sglang.srt.speculative.ngram_worker.NGRAMWorker._init_preallocated_tensors", _on_cpu),

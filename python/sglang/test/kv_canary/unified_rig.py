@@ -24,10 +24,11 @@ def make_unified_pool(
     tokens: int = 256,
     lazy: bool = True,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> RealPool:
     """UnifiedHybridLinearKVPool over a unified MHA or MLA pool, and its allocator. `lazy`: as `lazy_compaction`."""
     bundle = init_unified_mamba_pools(
-        device="cpu",
+        device=device,
         kv_cache_dtype=dtype,
         head_num=2,
         head_dim=8,

@@ -35,6 +35,7 @@ from sglang_kv_canary_rigs.containment_traffic import (
 )
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import EagleE2EBase
+from sglang_kv_canary_rigs.eagle_swa_serving import FrozenKvE2EBase
 from sglang_kv_canary_rigs.ngram_serving import NgramE2EBase
 
 register_cpu_ci(est_time=85, suite="stage-a-test-cpu")
@@ -232,8 +233,12 @@ class TestEagleV1(Speculation, EagleE2EBase):
 
 
 @long_form
-@not_on_newer_releases
 class TestNgram(Speculation, NgramE2EBase):
+    pass
+
+
+@long_form
+class TestFrozenKv(Speculation, FrozenKvE2EBase):
     pass
 
 

@@ -19,14 +19,23 @@ NGRAM_CASES = [
     ("target", Case("write_outside_plan", "CONTENT", tags("TAIL", "K V", "FULL"), VERIFY)),
     ("target", Case("other_requests_slot", "CHAIN", EVERYWHERE, VERIFY)),
     ("target", Case("other_requests_row", "ROW_CHAIN", ("HEAD_K_FULL",), VERIFY)),
-    ("target", Case("wrong_token", "WRITE_TOKEN", tags("HEAD", "K V", "FULL"), VERIFY)),
+    # Not the first verify, whose token a prefill sampled
+    (
+        "target",
+        Case(
+            "wrong_token", "WRITE_TOKEN", tags("HEAD", "K V", "FULL"), {**VERIFY, "min_prefix": 13}
+        ),
+    ),
     ("target", Case("wrong_position", "WRITE_POSITION", tags("HEAD", "K V", "FULL"), VERIFY)),
     ("target", Case("free_live_slot", "USE_AFTER_FREE", EVERYWHERE, VERIFY)),
 ]
 
 
 class TestNgram(NgramE2EBase, EagleFaults):
-    """Trees from a trie, padded below the root; rejected tokens' slots are freed, none is moved."""
+    """Trees from a trie, padded below the root.
+
+    0.5.12.post1 frees the slots of rejected tokens, and moves none. Newer releases move accepted tokens together.
+    """
 
     def test_clean(self) -> None:
         self.converse("ngram", rounds=3)

@@ -70,7 +70,6 @@ class TestEagleSwaV1(EagleSwaE2EBase, EagleFaults):
         self.assert_clean()
 
 
-@on_first_release
 class TestFrozenKv(FrozenKvE2EBase, EagleFaults):
     """The draft model reads the same slots as the target verify behind it, which finds what is wrong with them."""
 

@@ -762,8 +762,8 @@ def test_each_pool_of_this_release_is_covered_or_has_its_own_reason() -> None:
         "DeepSeekV4UniformFP8KVPool",
         "MLATokenToKVPoolFP4",
         "MiniMaxSparseKVPool",
-        *(["UnifiedSWAKVPool"] if UNIFIED else []),
-    } | set(UNIFIED)
+        *(["UnifiedMLATokenToKVPool"] if UNIFIED else []),
+    }
 
 
 @pytest.mark.parametrize(

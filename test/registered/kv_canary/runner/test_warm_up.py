@@ -343,7 +343,7 @@ def move(rig: SpecRig, found: torch.Tensor) -> None:
 @pytest.mark.parametrize("moves", [True, False])
 def test_trees_that_move_in_pages_of_one_token_compile_it(moves, launches, monkeypatch):
     monkeypatch.setenv("SGLANG_NATIVE_MOVE_KV_CACHE", "1")
-    asked = replace(release(), trees_move=moves)
+    asked = replace(release(), has_own_canary=moves)
     monkeypatch.setattr(warm_up, "release", lambda: asked)
     with SpecRig(TREE) as rig:
         compile_both(rig, True, server_args(TREE))

@@ -32,7 +32,9 @@ from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_mha_pool,
     make_mla_pool,
+    make_nsa_pool,
     make_swa_pool,
+    one_rank,
 )
 from sglang_kv_canary_rigs.warm import FreshServer
 
@@ -184,6 +186,11 @@ _TRANSFERS: dict[str, dict[str, Any]] = {
         "disaggregation_transfer_backend": "mori",
     },
     "PD disaggregation with STANDALONE": {**_DECODES, "speculative_algorithm": "STANDALONE"},
+    "PD disaggregation with frozen-KV MTP": {**_DECODES, "speculative_algorithm": "FROZEN_KV_MTP"},
+    "PD disaggregation with NGRAM on the decode server": {
+        **_DECODES,
+        "speculative_algorithm": "NGRAM",
+    },
     "PD disaggregation with LoRA and pipeline stages": {
         **_DECODES,
         "enable_lora": True,
@@ -217,9 +224,9 @@ if release().transfers is None:
 # Name of a refusal -> the arguments that ask for it, on the releases that have them.
 _ASKED: dict[str, dict[str, Any]] = {
     "DFLASH and multi-layer EAGLE": {**_EAGLE, "enable_multi_layer_eagle": True},
-    "another speculative algorithm than EAGLE, EAGLE3, STANDALONE and DFLASH": {
-        "speculative_algorithm": "NGRAM"
-    },
+    "UNO": {"speculative_algorithm": "UNO"},
+    "DSPARK": {"speculative_algorithm": "DSPARK"},
+    "a speculative algorithm registered by a plugin": {"speculative_algorithm": "MY_OWN"},
     "adaptive speculation": {**_EAGLE, "speculative_adaptive": True},
     "draft trees (top-k above 1) of multi-layer EAGLE": {
         **_EAGLE,
@@ -228,11 +235,23 @@ _ASKED: dict[str, dict[str, Any]] = {
     },
     "attention window of the draft model": {**_EAGLE, "speculative_draft_window_size": 512},
     "speculative decoding in step with other ranks": {**_EAGLE, "moe_dense_tp_size": 1},
+    "frozen-KV MTP in step with other ranks": {
+        "speculative_algorithm": "FROZEN_KV_MTP",
+        "moe_dense_tp_size": 1,
+    },
     "speculative decoding over pipeline stages": {**_EAGLE, "pp_size": 2},
     "decode context parallelism": {"dcp_size": 2},
     "sharded KV cache": {"enable_kv_cache_sharding": True},
     "DSA cache split by layers": {"enable_dsa_cache_layer_split": True},
     "unified memory": {"enable_unified_memory": True},
+    **{
+        f"unified memory with {what}": {"enable_unified_memory": True, **more}
+        for what, more in (
+            ("speculative decoding", _EAGLE),
+            ("PD disaggregation", _DECODES),
+            ("HiCache", _HICACHE),
+        )
+    },
     "page-major KV layout": {"enable_page_major_kv_layout": True},
     "external cache linker": {"enable_unified_cache_external_linker": True},
     "FlexKV": {"enable_flexkv": True},
@@ -272,7 +291,11 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
+    del ASKED["frozen-KV MTP in step with other ranks"]
+    for name in [name for name in ASKED if name.startswith("unified memory with")]:
+        del ASKED[name]
 else:
+    del ASKED["unified memory"]
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
     del ASKED["adaptive speculation"]
@@ -320,7 +343,7 @@ def test_draft_trees_are_refused_with_pools_whose_moves_are_not_followed() -> No
     from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
 
     args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE)
-    for pool, followed in (("DSATokenToKVPool", True), ("HybridLinearKVPool", False)):
+    for pool, followed in (("MLATokenToKVPool", True), ("DSATokenToKVPool", False)):
         made = object.__new__(getattr(memory_pool, pool))
         runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=made)
         args.speculative_eagle_topk = 1
@@ -701,15 +724,18 @@ def test_the_oracle_names_no_tokens_of_a_verify(monkeypatch) -> None:
 def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
 
-    def runner(draft_model_idx: int | None) -> Any:
-        return SimpleNamespace(draft_model_idx=draft_model_idx)
+    def runner(draft_model_idx: int | None, pool: Any = None) -> Any:
+        return SimpleNamespace(draft_model_idx=draft_model_idx, token_to_kv_pool=pool)
 
-    plain, eagle = (
+    plain, eagle, ngram = (
         SimpleNamespace(speculative_algorithm=name, speculative_eagle_topk=1)
-        for name in (None, "EAGLE")
+        for name in (None, "EAGLE", "NGRAM")
     )
     refuse_uncovered_runner(plain, runner(0))
     refuse_uncovered_runner(eagle, runner(None))
+    refuse_uncovered_runner(ngram, runner(None, make_swa_pool().pool))
+    with one_rank(), pytest.raises(CanaryStartupError, match="no mask for its draft trees"):
+        refuse_uncovered_runner(ngram, runner(None, make_nsa_pool().pool))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
         refuse_uncovered_runner(eagle, runner(0))
 

@@ -64,6 +64,8 @@ class CanaryContext:
     # Calls of an allocator's free() with slots, including those that a free group defers
     frees: int = 0
     queued_frees: QueuedFrees = field(default_factory=QueuedFrees)
+    # Of unified memory: comes after the forwards that ran when slots were freed. None: waited for.
+    freed_under: torch.cuda.Event | None = None
     history: SlotHistory | None = None
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .context import context
+from .releases import release
 
 __all__ = ["await_content", "checks_may_wait", "note_result", "write_late_content"]
 
@@ -26,6 +27,8 @@ def checks_may_wait(args: Any) -> bool:
         and not args.enable_pdmux
         # A transfer may write to slots as soon as their request has ended.
         and args.disaggregation_mode != "decode"
+        # Pages may move as soon as the forward is over.
+        and not release().shares_buffer(args)
     )
 
 

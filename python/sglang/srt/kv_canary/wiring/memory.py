@@ -77,7 +77,7 @@ def budget_without_records(available_bytes: int, record_bytes: int) -> int:
 def _reserve_records(configurator: Any, sized: Any) -> None:
     """AFTER create_memory_pool_configurator: size the pools with a budget that leaves room for the records."""
     server_args = release().settled(sized.server_args)
-    if not is_asked_for(server_args):
+    if not is_asked_for(server_args) or release().shares_buffer(server_args):
         return
     original = configurator.calculate_pool_sizes
     draft = draft_model_config(server_args)
@@ -91,7 +91,7 @@ def _reserve_records(configurator: Any, sized: Any) -> None:
         if draft is not None:
             records += record_bytes_of(config, draft, is_draft=True)
         left = budget_without_records(available_bytes, records)
-        context.pool_share = _share_text(available_bytes - left, available_bytes)
+        context.pool_share = share_text(available_bytes - left, available_bytes)
         logger.info("%s", context.pool_share)
         try:
             return original(left, page_size)
@@ -101,7 +101,7 @@ def _reserve_records(configurator: Any, sized: Any) -> None:
     configurator.calculate_pool_sizes = calculate_pool_sizes
 
 
-def _share_text(kept_bytes: int, available_bytes: int) -> str:
+def share_text(kept_bytes: int, available_bytes: int) -> str:
     return (
         f"kv-canary keeps {100 * kept_bytes / available_bytes:.2f} % of the KV budget for its records: "
         f"{kept_bytes / MIB:.2f} of {available_bytes / MIB:.2f} MiB."

@@ -90,9 +90,10 @@ class Release:
     # Of settled arguments: requests in the largest decode graph (0: there is none), and the dtype of lengths there.
     captured: Callable[[Any], tuple[int, torch.dtype]]
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
-    trees_move: bool  # accepted tokens of draft trees change slots also with pages of one token
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]
+    # Of settled arguments: whether sub-pools share one buffer, whose records a hook of the release leaves room for.
+    shares_buffer: Callable[[Any], bool] = lambda _: False
     # Of prefill-decode disaggregation. None: it is refused.
     transfers: TransferAnswers | None = None
     # Of states of linear-attention layers. None: they are not checked.

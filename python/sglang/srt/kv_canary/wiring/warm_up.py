@@ -213,8 +213,7 @@ def launches_of_target(
         partial(warm_up_slot_events, launcher, page_size),
         partial(warm_up_next_tokens, launcher, drafts),
     ]
-    moves = _branches(args) and (page_size > 1 or release().trees_move)
-    if moves or any(group.is_rebound for group in manager.groups):
+    if _moves_slots(args, page_size) or any(group.is_rebound for group in manager.groups):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int64)))
     if checks_may_wait(args) and head_can_wait(launcher):
         launches.append(launcher.state.inputs.warm_up)
@@ -240,7 +239,7 @@ def warm_up_draft(manager: CanaryManager, worker: Any) -> None:
     if not _is_v2(worker) or manager.arrivals is not None:
         launches.append(partial(warm_up_unfills, launcher, _slot_types(manager, torch.int64)))
     # The last page of each branch
-    if page_size > 1 and _branches(release().settled(worker.server_args)):
+    if _moves_slots(release().settled(worker.server_args), page_size):
         launches.append(partial(warm_up_moves, launcher, _slot_types(manager, torch.int32)))
     plans = plans_of(draft_forwards(manager, worker), manager.plan_input)
     manager.warm_up(plans, launches)
@@ -256,9 +255,10 @@ def _compiles(manager: CanaryManager) -> bool:
     return torch.device(manager.identity.device).type != "cpu"
 
 
-def _branches(args: Any) -> bool:
-    """Whether drafts are trees. SGLang moves K and V of their tokens between slots."""
-    return SpeculationShape.from_server_args(args).topk > 1
+def _moves_slots(args: Any, page_size: int) -> bool:
+    """Whether speculation moves K and V between slots: draft trees in pages, and all of them on newer releases."""
+    moves = page_size > 1 or release().has_own_canary
+    return moves and SpeculationShape.from_server_args(args).topk > 1
 
 
 def _slot_types(manager: CanaryManager, full: torch.dtype) -> list[torch.dtype]:

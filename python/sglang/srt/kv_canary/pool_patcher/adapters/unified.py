@@ -6,8 +6,8 @@ page, and one back. Attention reads and writes physical slots, which SGLang look
 Records are kept by virtual slot and never move. Bytes are found through the table, at the moment when they are read.
 Compaction copies a page, and only then changes the table, on one stream. A read of the new entry finds the copy. A
 forward that runs at that time may read the old entry, and finds the old page untouched. SGLang moves no page that this
-forward writes, and hands the old page out again only after it. So a fingerprint stays as it was. A page that is freed
-may be handed out and zeroed earlier, under a forward: one reason why servers with unified memory are refused.
+forward writes, and hands the old page out again only after it. So a fingerprint stays as it was. SGLang may hand out
+and zero a page that is freed earlier, under a forward. The wiring makes it wait for that forward.
 
 Sliding-window layers have a sub-pool and a table of their own, for the same virtual slots. A slot that leaves the
 window loses its SWA page only. If its tokens are computed again, in other slots, SGLang binds their SWA pages to the

@@ -33,18 +33,20 @@ _PATHS: dict[str, str] = {
     "data parallelism (replicas)": "",
     "streaming sessions": "",
     "torch.compile of the model": "what is compiled is the forward without the checks around it",
+    "speculative: frozen-KV MTP": "its draft keeps no KV",
+    "moved slots (move_kv_cache)": "records move with the bytes",
     "two-batch overlap, single-batch overlap": "a forward is checked as a whole, before and after its halves",
 }
 
 
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
-    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE, with any pool above; with "
-    "sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with "
+    "speculative: target verify": "EAGLE, EAGLE3, STANDALONE, with any pool above; NGRAM with MHA, MLA and SWA on CPU; "
+    "with sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 EAGLE, on an H100 with "
     "0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
-    "speculative: draft trees, top-k > 1": "v2; EAGLE, on 0.5.23 EAGLE3, STANDALONE, and EAGLE with "
-    "pages, MLA, DSA, sliding-window layers and pipeline stages",
+    "speculative: draft trees, top-k > 1": "NGRAM, and v2; not with DSA; EAGLE, on 0.5.23 EAGLE3, STANDALONE, EAGLE "
+    "with pages, MLA, sliding-window layers and pipeline stages",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
 }

@@ -9,6 +9,7 @@ from ...pool_patcher.registry import PoolSupport
 
 __all__ = [
     "DRAFTS",
+    "FOLLOWED_MOVES",
     "PAGE_MAJOR",
     "PARTS",
     "POOLS",
@@ -56,6 +57,9 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
+# NGRAM moves K and V of accepted tokens after each verify. Here records follow.
+FOLLOWED_MOVES = (_MHA, _MLA, _SWA)
+
 # FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSV4_UNIFORM)
 

@@ -11,12 +11,16 @@ from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal
 from ..releases import release
-from .speculative import FOLLOWED
+from .pools import FOLLOWED_MOVES
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
 # SGLang resolves NEXTN to EAGLE.
-_COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "DFLASH")
+_COVERED = ("EAGLE", "EAGLE3", "STANDALONE", "NEXTN", "DFLASH", "NGRAM", "FROZEN_KV_MTP")
+_READ = ("UNO", "DSPARK")  # SGLang's others
+_USE_ANOTHER = (
+    "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE, NGRAM or DFLASH, or remove it."
+)
 _REMOVE = "Remove --speculative-algorithm"
 _RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
 
@@ -38,15 +42,31 @@ def _sends_drafts(args: Any) -> bool:
 
 SPECULATION: tuple[Refusal, ...] = (
     Refusal(
-        "another speculative algorithm than EAGLE, EAGLE3, STANDALONE and DFLASH",
-        lambda args: _speculates(args) and args.speculative_algorithm not in _COVERED,
-        "drafts of workers that no hook of the canary follows on this release.",
-        "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or DFLASH, or remove it.",
+        "UNO",
+        lambda args: args.speculative_algorithm == "UNO",
+        "it drafts with the target: UnoWorkerV2._run_draft_block stores random tokens, computed with an adapter, in "
+        "slots of the request. They are tokens of nobody, and the verify writes all of them again but the first. "
+        "SGLang serves it on CUDA alone.",
+        _USE_ANOTHER,
+    ),
+    Refusal(
+        "DSPARK",
+        lambda args: args.speculative_algorithm == "DSPARK",
+        "its TargetHiddenKvInjector stores the draft's K and V outside any forward, after prefills and verifies. With "
+        "SGLANG_RAGGED_VERIFY_MODE=compact, requests of a verify have different numbers of tokens, where a plan has "
+        "one for all. SGLang serves it on no CPU.",
+        _USE_ANOTHER,
+    ),
+    Refusal(
+        "a speculative algorithm registered by a plugin",
+        lambda args: _speculates(args) and args.speculative_algorithm not in (*_COVERED, *_READ),
+        "forwards of a worker that is not SGLang's own: the slots that they read and write are unknown.",
+        _USE_ANOTHER,
     ),
     Refusal(
         "draft trees (top-k above 1) of multi-layer EAGLE",
         lambda args: (
-            _speculates(args)
+            args.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
             and bool(args.enable_multi_layer_eagle)
             and (args.speculative_eagle_topk or 1) > 1
         ),
@@ -81,17 +101,26 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
             f"SGLang runs multi-layer EAGLE, and its arguments do not say so. {_REMOVE}.",
             "the draft model's KV",
         )
-    if speculates and (server_args.speculative_eagle_topk or 1) > 1:
-        _refuse_unless_records_move(type(model_runner.token_to_kv_pool))
+    if server_args.speculative_algorithm != "NGRAM":
+        if speculates and (server_args.speculative_eagle_topk or 1) > 1:
+            _refuse_unless_records_move(type(model_runner.token_to_kv_pool))
+        return
+    name = qualified_name(type(model_runner.token_to_kv_pool))
+    if name not in FOLLOWED_MOVES:
+        raise startup_error(
+            f"NGRAM with the KV pool {name}: it moves accepted tokens after each verify, and records follow in MHA, "
+            f"MLA and SWA pools alone. SGLang's DSA attention has no mask for its draft trees. {_REMOVE}.",
+            "KV that moves between slots",
+        )
 
 
 def _refuse_unless_records_move(pool: type) -> None:
     name = qualified_name(pool)
-    if name not in FOLLOWED:
-        known = ", ".join(known.rpartition(".")[2] for known in FOLLOWED)
+    if name not in FOLLOWED_MOVES:
+        known = ", ".join(known.rpartition(".")[2] for known in FOLLOWED_MOVES)
         raise startup_error(
-            f"draft trees (top-k above 1) with the KV pool {name}: records follow the moves of {known} only. Others "
-            "move by methods of their own, of which MLATokenToKVPoolFP4's leaves scales behind and "
-            "MiniMaxSparseKVPool's is not implemented. Set --speculative-eagle-topk to 1.",
+            f"draft trees (top-k above 1) with the KV pool {name}: records follow the moves of {known} only. SGLang's "
+            "DSA attention has no mask for trees, MLATokenToKVPoolFP4's move leaves scales behind, and MiniMaxSparseKVPool "
+            "has none. Set --speculative-eagle-topk to 1.",
             "KV of accepted tokens",
         )

@@ -154,7 +154,6 @@ RELEASE = Release(
     decode_graphs_of=_decode_graphs_of,
     captured=_captured,
     pads_to_other_ranks=pads_to_other_ranks,
-    trees_move=False,
     schedulers_here=schedulers_here,
     transfers=TRANSFERS,
     states=StateAnswers(_why_states_are_unchecked, _watch_states),

@@ -26,15 +26,6 @@ REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
     *TRANSFERS,
     Refusal(
-        "PD disaggregation with frozen-KV MTP",
-        lambda args: (
-            args.disaggregation_mode != "null" and args.speculative_algorithm == "FROZEN_KV_MTP"
-        ),
-        "SGLang itself: its _init_kv_manager sends the draft model's unused pool of 64 slots by the target's slots, "
-        "past its end.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
-    ),
-    Refusal(
         "PD disaggregation with DFLASH",
         lambda args: args.disaggregation_mode != "null" and args.speculative_algorithm == "DFLASH",
         "SGLang itself: its process_prebuilt makes no draft input of what has arrived, and its DFlashWorker ends "

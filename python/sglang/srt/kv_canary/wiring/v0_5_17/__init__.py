@@ -107,6 +107,5 @@ RELEASE = Release(
     decode_graphs_of=decode_graphs_of,
     captured=captured,
     pads_to_other_ranks=pads_to_other_ranks,
-    trees_move=True,
     schedulers_here=schedulers_here,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ...config import Action
-from ...plan.speculation import checks_draft
+from ...plan.speculation import why_draft_is_unchecked
 from ..from_0_5_17.refusals import SHARED
 from ..refusals import DISAGGREGATION, Refusal, pads_to_other_ranks
 from ..until_0_5_17 import hicache_refusals
@@ -22,7 +22,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "DFLASH and multi-layer EAGLE",
-        lambda args: args.speculative_algorithm is not None and not checks_draft(args),
+        lambda args: (
+            args.speculative_algorithm is not None and why_draft_is_unchecked(args) is not None
+        ),
         "the target's KV alone could be checked, which is done on 0.5.12.post1 and from 0.5.22 on only.",
         "Use --speculative-algorithm EAGLE, EAGLE3 or STANDALONE without --enable-multi-layer-eagle, or remove it.",
     ),

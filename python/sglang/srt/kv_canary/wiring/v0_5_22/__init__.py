@@ -122,6 +122,7 @@ RELEASE = Release(
         "scheduler",
         "v0_5_22.scheduler",
         "v0_5_22.unified_allocator",
+        "v0_5_22.unified_memory",
         "v0_5_22.action",
         "containment.pair_hooks",
         "from_0_5_17.server_args",
@@ -158,7 +159,7 @@ RELEASE = Release(
     decode_graphs_of=decode_graphs_of,
     captured=captured,
     pads_to_other_ranks=_pads_to_other_ranks,
-    trees_move=True,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
+    shares_buffer=attrgetter("enable_unified_memory"),
 )

@@ -37,17 +37,22 @@ def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
 def _why_not(scheduler: Any) -> str | None:
     """What is not known to be right on these releases. None: nothing."""
     args = release().settled(scheduler.server_args)
-    if not (scheduler.spec_algorithm.is_none() or _is_eagle_of_one_layer(scheduler, args)):
-        why = "no test has run it with speculation other than EAGLE and EAGLE3"
+    if not (scheduler.spec_algorithm.is_none() or _has_run_with(scheduler.spec_algorithm, args)):
+        why = (
+            "no test has run it with speculation other than EAGLE, EAGLE3, NGRAM and FROZEN_KV_MTP"
+        )
     elif args.enable_streaming_session:
         why = "streaming sessions keep KV between requests, and no test has run it with them"
+    elif args.enable_unified_memory:
+        why = "pages of unified memory move, and a slot that is withheld does not keep the damaged memory"
     else:
         return None
     return f"findings are reported only, because on this release {why}"
 
 
-def _is_eagle_of_one_layer(scheduler: Any, args: Any) -> bool:
-    return scheduler.spec_algorithm.is_eagle() and not args.enable_multi_layer_eagle
+def _has_run_with(algorithm: Any, args: Any) -> bool:
+    """SGLang counts FROZEN_KV_MTP as EAGLE."""
+    return algorithm.is_ngram() or (algorithm.is_eagle() and not args.enable_multi_layer_eagle)
 
 
 def _requests_of(scheduler: Any) -> Iterator[Any]:

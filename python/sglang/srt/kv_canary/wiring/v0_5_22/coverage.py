@@ -36,7 +36,8 @@ SERVED: tuple[PathSupport, ...] = (
         "speculative: in step with other ranks",
         Coverage.PARTLY,
         "EAGLE, EAGLE3, multi-layer EAGLE and DFLASH with data-parallel attention, on 0.5.23 also "
-        f"beside prefills of other ranks; the others were read; {NO_GPU}",
+        "beside prefills of other ranks; NGRAM with --moe-dense-tp-size 1; the others were read; "
+        f"{NO_GPU}",
     ),
     PathSupport(
         "speculative: DFLASH, multi-layer EAGLE",
@@ -67,6 +68,12 @@ SERVED: tuple[PathSupport, ...] = (
         Coverage.PARTLY,
         f"its backend UCX; content needs equal TP, transfers of K and V equal PP; HiCache as over Mooncake; {NO_GPU}; "
         "see docs/disaggregation.md",
+    ),
+    PathSupport(
+        "unified memory (--enable-unified-memory)",
+        Coverage.PARTLY,
+        "sliding-window and hybrid linear models, whose states are not checked; run on CPU with 0.5.23, there with MHA "
+        f"layers; {NO_GPU}",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(

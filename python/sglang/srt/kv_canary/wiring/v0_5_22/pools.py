@@ -14,8 +14,10 @@ from ..from_0_5_17.pools import (
 
 __all__ = ["UNIFIED_POOLS"]
 
+_SERVED = "; judged by pool objects; served on CPU with 0.5.23"
 UNIFIED_POOLS = {
-    **{name: judged(name) for name in (UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID, UNIFIED_SWA)},
+    UNIFIED_MLA: judged(UNIFIED_MLA),
+    **{name: judged(name, served=_SERVED) for name in (UNIFIED_MHA, UNIFIED_HYBRID, UNIFIED_SWA)},
     **{
         name: PoolSupport(
             refused="its rows lie in the pages of the target, which no draft's records follow"

@@ -6,9 +6,10 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, decodes_beside_prefills
+from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
 from .transfer_refusals import MORE_TRANSFERS
+from .unified_refusals import UNIFIED_REFUSALS
 
 __all__ = ["REFUSALS"]
 
@@ -17,13 +18,7 @@ REFUSALS: tuple[Refusal, ...] = (
     *TRANSFERS,
     *MORE_TRANSFERS,
     *HICACHE_REFUSALS,
-    Refusal(
-        "unified memory",
-        lambda args: args.enable_unified_memory,
-        "SGLang sizes its buffer without room for records, and moves pages without waiting for the sweep. It serves "
-        "them with attention backends of GPUs only, where the canary has never run while pages move.",
-        "Remove --enable-unified-memory.",
-    ),
+    *UNIFIED_REFUSALS,
     Refusal(
         "HiCache with host memory as a buffer",
         lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
@@ -41,6 +36,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
     ),
     Refusal(
+        "frozen-KV MTP in step with other ranks",
+        lambda args: args.speculative_algorithm == "FROZEN_KV_MTP" and pads_to_other_ranks(args),
+        "SGLang itself: FrozenKVMTPDraftWorker.draft gives its batch no slots (out_cache_loc), and "
+        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "adaptive speculation without draft-extend",
         lambda args: (
             args.speculative_algorithm is not None
@@ -53,7 +55,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "page-major KV layout",
-        lambda args: args.enable_page_major_kv_layout,
+        lambda args: args.enable_page_major_kv_layout and not args.enable_unified_memory,
         "SGLang itself has no such pool from 0.5.22 on.",
         "Remove --enable-page-major-kv-layout.",
     ),

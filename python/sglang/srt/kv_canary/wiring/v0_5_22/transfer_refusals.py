@@ -44,6 +44,13 @@ def _sends_while_loading() -> bool:
 
 MORE_TRANSFERS: tuple[Refusal, ...] = (
     Refusal(
+        "PD disaggregation with NGRAM on the decode server",
+        lambda args: args.disaggregation_mode == "decode" and args.speculative_algorithm == "NGRAM",
+        "SGLang itself: its process_prebuilt hands the last token alone to FutureMap.stash, which asks for what a "
+        "verify has accepted. The scheduler ends with the first request.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
+    ),
+    Refusal(
         "PD disaggregation with HiCache on the decode server of 0.5.22",
         lambda args: _caches_on_host(args) and not _waits_for_loads(),
         "that release takes a prefix for loaded while another request still loads it.",

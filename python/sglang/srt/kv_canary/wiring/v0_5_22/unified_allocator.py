@@ -21,6 +21,7 @@ from ..call_site import QueuedFrees, call_of
 from ..context import context
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
+from .unified_memory import note_free
 
 _MEM_CACHE = "sglang.srt.mem_cache"
 _PART = f"{_MEM_CACHE}.allocator.unified_sub_pool.MultiEndedAllocator"
@@ -43,6 +44,7 @@ def _before_free(part: Any, free_index: Any, *, _pages: torch.Tensor | None = No
         return
     if _pages is not None:  # one slot of each page of segments, whose calls are not queued
         context.queued_frees = QueuedFrees()
+    note_free(part)
     # Usually a view of req_to_token, whose row is rewritten before the event is applied.
     slots = free_index.clone()
     context.slot_event(part, SlotEventKind.FREE, slots, call)
