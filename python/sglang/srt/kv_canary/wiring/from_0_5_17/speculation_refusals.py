@@ -120,7 +120,7 @@ def _refuse_unless_records_move(pool: type) -> None:
         known = ", ".join(known.rpartition(".")[2] for known in FOLLOWED_MOVES)
         raise startup_error(
             f"draft trees (top-k above 1) with the KV pool {name}: records follow the moves of {known} only. SGLang's "
-            "DSA attention has no mask for trees, MLATokenToKVPoolFP4's move leaves scales behind, and MiniMaxSparseKVPool "
-            "has none. Set --speculative-eagle-topk to 1.",
+            "DSA attention has no mask for trees, MLATokenToKVPoolFP4's move leaves scales behind, and "
+            "MiniMaxSparseKVPool has none. Set --speculative-eagle-topk to 1.",
             "KV of accepted tokens",
         )
