@@ -77,8 +77,7 @@ draft = make_group(200, device=device, chain_source=group.k_head)
 for part in (Part.ALL, Part.WRITE):
     triton_backend.check_and_write(decode, draft, Side.HEAD, state, part)
 triton_backend.check_and_write(prefill, draft, Side.HEAD, state)
-for part in (Part.ALL, Part.VERIFY, ~Part.VERIFY):
-    triton_backend.check_and_write(decode, group, Side.HEAD, state, part)
+triton_backend.check_and_write(decode, group, Side.HEAD, state)
 for counts in (None, listed.int()):
     triton_backend.note_next_tokens(listed, listed.int(), counts, (group, swa), state)
     triton_backend.note_next_tokens(listed, listed.int(), counts, (group, swa), state, listed.int())
@@ -91,9 +90,8 @@ strided = make_group(
 for side in (Side.HEAD, Side.TAIL):
     triton_backend.check_and_write(prefill, strided, side, state)
 triton_backend.check_and_write(decode, strided, Side.HEAD, state)
-for side in (Side.HEAD, Side.TAIL):
-    for part in (Part.VERIFY, ~Part.VERIFY):
-        triton_backend.check_and_write(decode, strided, side, state, part)
+for part in (Part.VERIFY, ~Part.VERIFY):
+    triton_backend.check_and_write(decode, strided, Side.TAIL, state, part)
 triton_backend.check_and_write_content(decode, strided, state, ContentMode.ALL, 8)
 triton_backend.check_and_write_content(prefill, strided, state, ContentMode.ALL, 8)
 triton_backend.check_list(sweep, strided, state)
@@ -129,9 +127,9 @@ triton_backend.publish(state)
 """
 
 KERNELS = {
-    "forward_kernel": 15,
+    "forward_kernel": 13,
     "next_tokens_kernel": 4,
-    "strided_kernel": 7,
+    "strided_kernel": 5,
     "content_kernel": 6,
     "content_write_kernel": 2,
     "fingerprint_kernel": 3,

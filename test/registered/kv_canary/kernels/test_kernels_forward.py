@@ -52,14 +52,10 @@ SHAPES = {
 }
 
 
-# What one forward launches: one launch for each side, or both verified beside the layers.
+# What one forward launches: TAIL in one launch, or verified beside the layers and written behind them.
 TOGETHER = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.ALL))
-APART = (
-    (Side.HEAD, ~Part.VERIFY),
-    (Side.HEAD, Part.VERIFY),
-    (Side.TAIL, Part.VERIFY),
-    (Side.TAIL, ~Part.VERIFY),
-)
+APART = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.VERIFY), (Side.TAIL, ~Part.VERIFY))
+ALL_APART = ((Side.HEAD, ~Part.VERIFY), (Side.HEAD, Part.VERIFY), *APART[1:])
 
 
 class Rig:
@@ -112,8 +108,9 @@ def test_clean_history(shape: str, dtype: torch.dtype):
     assert rig.counter(0 if rig.twin.group.window is None else 8, TagCounter.LAUNCHES) == 5
 
 
+@pytest.mark.parametrize("launches", [APART, ALL_APART])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parts_apart_do_what_both_do(shape: str):
+def test_parts_apart_do_what_both_do(shape: str, launches):
     def damaged_history(launches) -> Rig:
         rig = Rig(shape)
         pool, slots = rig.pool, rig.twin.group.num_slots
@@ -128,7 +125,7 @@ def test_parts_apart_do_what_both_do(shape: str):
         rig.forward(pool.target_verify([1, 3], drafts=4), launches)
         return rig
 
-    together, apart = damaged_history(TOGETHER), damaged_history(APART)
+    together, apart = damaged_history(TOGETHER), damaged_history(launches)
     for name in ("k_head", "k_tail", "v_head", "v_tail"):
         expected = getattr(together.twin.kernel_group, name)
         assert expected is None or torch.equal(expected, getattr(apart.twin.kernel_group, name))

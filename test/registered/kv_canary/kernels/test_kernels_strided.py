@@ -386,12 +386,7 @@ def test_sweep(backend):
 
 
 TOGETHER = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.ALL))
-APART = (
-    (Side.HEAD, ~Part.VERIFY),
-    (Side.HEAD, Part.VERIFY),
-    (Side.TAIL, Part.VERIFY),
-    (Side.TAIL, ~Part.VERIFY),
-)
+APART = ((Side.HEAD, Part.ALL), (Side.TAIL, Part.VERIFY), (Side.TAIL, ~Part.VERIFY))
 
 
 @pytest.mark.parametrize("stride", [4, 128])

@@ -97,9 +97,10 @@ class ForwardPlan:
             return Part.WRITE if side is Side.HEAD else Part(0)
         return Part.ALL if side is Side.HEAD else Part.VERIFY | Part.NUMBER
 
-    def beside_the_layers(self, side: Side) -> Part:
-        """The part of HEAD or TAIL that nothing else of the forward waits for, and that waits for no layer."""
-        part = self.parts(side)
+    @property
+    def tail_beside_the_layers(self) -> Part:
+        """The part of TAIL that does not need the layers' results."""
+        part = self.parts(Side.TAIL)
         return part & Part.VERIFY if Part.WRITE in part else part
 
 

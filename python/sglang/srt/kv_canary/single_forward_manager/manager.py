@@ -92,31 +92,22 @@ class SingleForwardManager:
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
         disarmed = not capturing and not self._is_armed()
-        if _can_verify_beside(plan) and (capturing or disarmed):
-            head, self._beside = (
-                plan.beside_the_layers(Side.HEAD),
-                plan.beside_the_layers(Side.TAIL),
-            )
-        else:
-            head = self._beside = Part(0)
+        beside = _can_verify_beside(plan) and (capturing or disarmed)
+        self._beside = plan.tail_beside_the_layers if beside else Part(0)
         if disarmed:
-            self._compile_ahead(plan, head)
-        launch_endpoints_per_forward(self._launcher, plan, Side.HEAD, Part.ALL & ~head)
+            self._compile_ahead(plan)
+        launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
         if self._beside:
             with self._branch.fork() if capturing else nullcontext():
-                launch_endpoints_per_forward(self._launcher, plan, Side.HEAD, head)
                 launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, self._beside)
 
-    def _compile_ahead(self, plan: ForwardPlan, head: Part) -> None:
-        """All launches of this forward at once, and for all smaller batches, of which a graph is captured next.
-
-        `head`: the part of HEAD that runs beside the layers.
-        """
+    def _compile_ahead(self, plan: ForwardPlan) -> None:
+        """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
         with self._launcher.backend.compiling_ahead(smaller_batches=True) as compiles:
             if compiles:
-                for side, beside in ((Side.HEAD, head), (Side.TAIL, self._beside)):
-                    for part in (beside, Part.ALL & ~beside):
-                        launch_endpoints_per_forward(self._launcher, plan, side, part)
+                launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+                for part in (self._beside, Part.ALL & ~self._beside):
+                    launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
                 self._launcher.publish()
 
     def post_ops_maybe_inside_graph(self) -> None:

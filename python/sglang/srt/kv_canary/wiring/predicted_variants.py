@@ -52,10 +52,10 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
         for plan in _captured(args, target):
-            for side in (Side.HEAD, Side.TAIL):
-                beside = plan.beside_the_layers(side)
-                for part in (beside, Part.ALL & ~beside):
-                    launch_endpoints_per_forward(target.launcher, plan, side, part)
+            launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
+            beside = plan.tail_beside_the_layers
+            for part in (beside, Part.ALL & ~beside):
+                launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
         first, _ = release().captured(args)
         for plan in plans_of(decodes(args, first + 1, target.largest), target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
