@@ -72,8 +72,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "unified memory (--enable-unified-memory)",
         Coverage.PARTLY,
-        "sliding-window and hybrid linear models, whose states are not checked; run on CPU with 0.5.23, there with MHA "
-        f"layers; {NO_GPU}",
+        "sliding-window and hybrid linear models, whose states are not checked; with MHA layers, on CPU and an H100 "
+        "with 0.5.23",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
