@@ -608,6 +608,23 @@ def test_token_lists_that_cannot_be_read_cost_their_check_only(
     assert (rig.manager.errors.total, rig.manager.armed) == (1, True)
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_a_step_that_decodes_looks_at_no_request(
+    in_context: Any, monkeypatch: Any, mode: ForwardMode
+) -> None:
+    """Work for each request would grow with the batch, in each step."""
+    rig = in_context(ManagerRig())
+    for name in ("expected_tokens_of", "update_anchors"):
+        monkeypatch.setattr(f"sglang_kv_canary.wiring.model_runner.{name}", _broken)
+
+    def run(*_: Any) -> str:
+        with rig.manager.bracket_model_forward(SimpleNamespace(forward_mode=ForwardMode.IDLE)):
+            return "ran"
+
+    assert _around_forward(run, rig, SimpleNamespace(forward_mode=mode)) == "ran"
+    assert rig.manager.errors.total == 0
+
+
 def test_token_lists_that_do_not_reach_the_device_raise_no_false_alarm(
     in_context: Any, monkeypatch: Any
 ) -> None:

@@ -26,7 +26,8 @@ def _around_forward(
     manager = context.by_runner.get(id(model_runner))
     if manager is None or manager.identity.role == "draft":
         return original(model_runner, forward_batch, *args, **kwargs)
-    decodes = forward_batch.forward_mode._name_ == "DECODE"  # `is_decode` is a call
+    # `is_decode` is a call. The requests of both have been prefilled, or have arrived.
+    decodes = forward_batch.forward_mode._name_ in ("DECODE", "TARGET_VERIFY")
     if not decodes and forward_batch.forward_mode.is_extend():
         attempt(update_anchors, context.managers, context.requests)
     if context.states is not None:
