@@ -16,6 +16,7 @@ from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.fault_cases import DECODE, Case, FaultCases, content_cases, tags
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.allocator import watch_allocator
+from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.pool_fixtures import one_rank
 from sglang_kv_canary_rigs.unified_rig import make_unified_pool
 from sglang_kv_canary_rigs.unified_serving import (
@@ -120,6 +121,32 @@ class TestUnifiedHybridFaults(UnifiedMemory, FaultCases):
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_fault(self, case: Case) -> None:
         self.run_case(case, f"{case}-{self.CASES.index(case)}")
+
+
+class _Done:
+    """In the place of a CUDA event, which a CPU has not."""
+
+    asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return True
+
+
+def test_a_hand_out_asks_for_the_forwards_that_ran_at_the_last_free() -> None:
+    load_plugins()
+    with one_rank():
+        allocator = make_unified_pool(device="cpu").allocator
+        watch_allocator(allocator)
+        slots, done = allocator.alloc(8), _Done()
+        allocator.alloc(8)
+        assert context.freed_under is None
+        allocator.set_latest_forward_done_event(done)
+        allocator.free(slots)
+        assert context.freed_under is done
+        asked = done.asked
+        allocator.alloc(8)
+    assert (context.freed_under, done.asked > asked) == (None, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams; lifted by a GPU")

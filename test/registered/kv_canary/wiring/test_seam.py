@@ -248,6 +248,7 @@ _ASKED: dict[str, dict[str, Any]] = {
         f"unified memory with {what}": {"enable_unified_memory": True, **more}
         for what, more in (
             ("speculative decoding", _EAGLE),
+            ("pipeline stages", {"pp_size": 2}),
             ("PD disaggregation", _DECODES),
             ("HiCache", _HICACHE),
         )

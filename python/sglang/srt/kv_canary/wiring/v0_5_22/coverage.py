@@ -72,8 +72,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "unified memory (--enable-unified-memory)",
         Coverage.PARTLY,
-        "sliding-window and hybrid linear models, whose states are not checked; with MHA layers, on CPU and an H100 "
-        "with 0.5.23",
+        "sliding-window models, on CPU and with graphs on an H100; hybrid linear models, whose states are not checked, "
+        "there without overlap and graphs; MHA layers and Triton attention, 0.5.23",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(

@@ -14,6 +14,13 @@ UNIFIED_REFUSALS: tuple[Refusal, ...] = (
         "Remove --enable-unified-memory, or --speculative-algorithm.",
     ),
     Refusal(
+        "unified memory with pipeline stages",
+        lambda args: args.enable_unified_memory and args.pp_size > 1,
+        "SGLang itself: without overlap scheduling its scheduler records no event after a forward, and stages run "
+        "forwards beside it all the same. So _free_lazy and _flush hand out and move pages under a running forward.",
+        "Remove --enable-unified-memory, or --pp-size.",
+    ),
+    Refusal(
         "unified memory with PD disaggregation",
         lambda args: args.enable_unified_memory and args.disaggregation_mode != "null",
         "SGLang sends whole pages of the shared buffer as one list, beside which no record lies.",
