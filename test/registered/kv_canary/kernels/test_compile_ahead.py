@@ -56,8 +56,8 @@ words = torch.zeros(64, dtype=torch.int64)
 
 def all_variants():
     for block in (32, 64, 32):
-        launch((1,), 4, dict(row_words=words, sampled=words, rows=words, tokens=words, counts=None,
-                             batch_size=8, num_rows=64, tokens_each=1, KINDS=1, BLOCK=block))
+        launch((1,), 4, dict(row_words=words, sampled=words, rows=words, tokens=words, places=None, counts=None,
+                             batch_size=8, num_rows=64, tokens_each=1, num_tokens=8, KINDS=1, BLOCK=block))
 
 
 with triton_backend.compiling_ahead() as compiles:

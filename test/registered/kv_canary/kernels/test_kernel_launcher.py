@@ -109,9 +109,11 @@ _SAME = {"row_words": WORDS, "sampled": WORDS, "num_rows": 64, "KINDS": 1}
 _BATCH = {
     "rows": WORDS,
     "tokens": WORDS,
+    "places": None,
     "counts": None,
     "batch_size": 8,
     "tokens_each": 1,
+    "num_tokens": 8,
     "BLOCK": 128,
     "not in the kernel": 3,
 }
@@ -124,12 +126,23 @@ _BATCH = {
         {"rows": WORDS[1:]},
         {"rows": WORDS[2:]},
         {"counts": WORDS},
+        {"places": WORDS},
         {"batch_size": 9},
         {"batch_size": 2**31},
         {"tokens_each": 2},
         {"BLOCK": 64},
     ],
-    ids=["dtype", "alignment", "address", "tensor", "length", "width", "constant", "block"],
+    ids=[
+        "dtype",
+        "alignment",
+        "address",
+        "tensor",
+        "places",
+        "length",
+        "width",
+        "constant",
+        "block",
+    ],
 )
 def test_fixed_arguments_change_neither_the_launch_nor_its_variant(change, monkeypatch) -> None:
     import triton
@@ -224,10 +237,12 @@ def _sampled_tokens(block: int) -> dict[str, object]:
         "sampled": torch.zeros(64, dtype=torch.int64, device="cuda"),
         "rows": torch.arange(8, device="cuda"),
         "tokens": torch.arange(8, device="cuda") + 100,
+        "places": None,
         "counts": None,
         "batch_size": 8,
         "num_rows": 64,
         "tokens_each": 1,
+        "num_tokens": 8,
         "KINDS": 1,
         "BLOCK": block,
     }
