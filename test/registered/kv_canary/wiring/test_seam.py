@@ -322,6 +322,7 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
     "speculative decoding with the token oracle",
+    "SGLANG_SIMULATE_ACC_LEN with draft trees",
     *(
         [
             "speculative decoding beside prefills of other ranks",
@@ -336,6 +337,17 @@ NOT_BY_AN_ARGUMENT = {
         else []
     ),
 }
+
+
+@has_seam
+@pytest.mark.parametrize(("accepted", "refused"), [("3", True), (None, False)])
+def test_made_up_acceptance_is_refused_with_trees(accepted, refused, monkeypatch) -> None:
+    if accepted is not None:
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", accepted)
+    (case,) = (case for case in release().refusals() if "SIMULATE_ACC_LEN" in case.name)
+    for algorithm, topk in (("NGRAM", None), ("EAGLE", 2), ("EAGLE", 1)):
+        asked = SimpleNamespace(speculative_algorithm=algorithm, speculative_eagle_topk=topk)
+        assert case.predicate(asked) is (refused and topk != 1)
 
 
 @has_seam
@@ -735,7 +747,7 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     refuse_uncovered_runner(plain, runner(0))
     refuse_uncovered_runner(eagle, runner(None))
     refuse_uncovered_runner(ngram, runner(None, make_swa_pool().pool))
-    with one_rank(), pytest.raises(CanaryStartupError, match="no mask for its draft trees"):
+    with one_rank(), pytest.raises(CanaryStartupError, match="has no mask for trees"):
         refuse_uncovered_runner(ngram, runner(None, make_nsa_pool().pool))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
         refuse_uncovered_runner(eagle, runner(0))

@@ -305,7 +305,20 @@ NOT_BY_A_FIELD = {
     "PD disaggregation over another backend of NIXL than UCX",
     "PD disaggregation with staging buffers",
     "HiCache with the unified or C++ radix tree",
+    "SGLANG_SIMULATE_ACC_LEN with draft trees",
 }
+
+
+@pytest.mark.parametrize(
+    ("topk", "accepted", "refused"), [(2, "3", True), (1, "3", False), (2, None, False)]
+)
+def test_made_up_acceptance_is_refused_with_trees(topk, accepted, refused, make_args, monkeypatch):
+    if accepted is not None:
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", accepted)
+    (case,) = (case for case in release().refusals() if "SIMULATE_ACC_LEN" in case.name)
+    args = make_args(kv_canary="log")
+    args.speculative_algorithm, args.speculative_eagle_topk = "EAGLE", topk
+    assert case.predicate(args) is refused
 
 
 def test_every_unsupported_case_is_tested():

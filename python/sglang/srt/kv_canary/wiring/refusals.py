@@ -12,6 +12,7 @@ __all__ = [
     "COMMON",
     "DISAGGREGATION",
     "Refusal",
+    "accepts_no_path",
     "attention_groups",
     "model_has",
     "pads_to_other_ranks",
@@ -27,6 +28,26 @@ class Refusal:
     predicate: Callable[[Any], bool]
     why: str  # what would not be protected
     how_to_go_on: str
+
+
+def accepts_no_path(*tree_algorithms: str) -> Refusal:
+    """Of draft trees: those of EAGLE with a top-k above 1, and all of `tree_algorithms`."""
+    from sglang.srt.environ import envs
+
+    def makes_up(args: Any) -> bool:
+        drafts_trees = args.speculative_algorithm in tree_algorithms
+        drafts_trees |= (
+            args.speculative_algorithm is not None and (args.speculative_eagle_topk or 1) > 1
+        )
+        return drafts_trees and envs.SGLANG_SIMULATE_ACC_LEN.get() > 0
+
+    return Refusal(
+        "SGLANG_SIMULATE_ACC_LEN with draft trees",
+        makes_up,
+        "SGLang accepts the first nodes of the tree then, whichever they are. Two may have the same position, so that "
+        "the KV of a request continues no prefix.",
+        "Unset SGLANG_SIMULATE_ACC_LEN.",
+    )
 
 
 def model_has(server_args: Any, attribute: str) -> bool:

@@ -210,8 +210,10 @@ def after_move(
     if not groups or not tgt_loc.numel():
         return
     manager = next(m for m in context.managers if m.groups[0].k_head is groups[0].k_head)
-    for group in manager.groups:
-        manager.launcher.copy_records(group, slots_of(group, src_loc), slots_of(group, tgt_loc))
+    with manager.clock:
+        for group in manager.groups:
+            sources, targets = slots_of(group, src_loc), slots_of(group, tgt_loc)
+            manager.launcher.copy_records(group, sources, targets)
 
 
 DRAFT_KV = "the draft model's KV"

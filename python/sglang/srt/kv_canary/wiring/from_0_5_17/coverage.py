@@ -64,7 +64,6 @@ def served(
     return (
         *(_path(name, what, ran.get(name)) for name, what in _PATHS.items()),
         *(_path(name, what, ran.get(name), _PARTLY) for name, what in partly.items()),
-        _path("moved slots (move_kv_cache)", "records move with the bytes", None),
         PathSupport(
             "states of linear-attention layers",
             _PARTLY,

@@ -9,7 +9,7 @@ from sglang.srt.environ import envs
 from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
-from ..refusals import Refusal
+from ..refusals import Refusal, accepts_no_path
 from ..releases import release
 from .pools import FOLLOWED_MOVES
 
@@ -23,6 +23,11 @@ _USE_ANOTHER = (
 )
 _REMOVE = "Remove --speculative-algorithm"
 _RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
+_FOLLOWED = (
+    f"records follow the moves of {', '.join(name.rpartition('.')[2] for name in FOLLOWED_MOVES)} only. In SGLang, DSA "
+    "attention has no mask for trees, the move of MLATokenToKVPoolFP4 leaves scales behind, and that of "
+    "MiniMaxSparseKVPool raises. HybridLinearKVPool and the others move by methods of their own, which no hook follows."
+)
 
 
 def _speculates(args: Any) -> bool:
@@ -84,6 +89,7 @@ SPECULATION: tuple[Refusal, ...] = (
         f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1: SGLang takes EAGLE of one layer with it, "
         "without disaggregation, adaptive speculation and DP attention.",
     ),
+    accepts_no_path("NGRAM"),
     Refusal(
         "speculative decoding with the token oracle",
         lambda args: _speculates(args) and read_settings()["token_oracle"],
@@ -108,8 +114,7 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
     name = qualified_name(type(model_runner.token_to_kv_pool))
     if name not in FOLLOWED_MOVES:
         raise startup_error(
-            f"NGRAM with the KV pool {name}: it moves accepted tokens after each verify, and records follow in MHA, "
-            f"MLA and SWA pools alone. SGLang's DSA attention has no mask for its draft trees. {_REMOVE}.",
+            f"NGRAM with the KV pool {name}: it moves accepted tokens after each verify, and {_FOLLOWED} {_REMOVE}.",
             "KV that moves between slots",
         )
 
@@ -117,10 +122,7 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
 def _refuse_unless_records_move(pool: type) -> None:
     name = qualified_name(pool)
     if name not in FOLLOWED_MOVES:
-        known = ", ".join(known.rpartition(".")[2] for known in FOLLOWED_MOVES)
         raise startup_error(
-            f"draft trees (top-k above 1) with the KV pool {name}: records follow the moves of {known} only. SGLang's "
-            "DSA attention has no mask for trees, MLATokenToKVPoolFP4's move leaves scales behind, and "
-            "MiniMaxSparseKVPool has none. Set --speculative-eagle-topk to 1.",
+            f"draft trees (top-k above 1) with the KV pool {name}: {_FOLLOWED} Set --speculative-eagle-topk to 1.",
             "KV of accepted tokens",
         )

@@ -6,7 +6,7 @@ from ..hook_spec import HookSpec, HookType
 from ..sampled_tokens import SAMPLED, after_verify_v2
 from ..speculative import draft_hooks
 
-# Those of SERVED_WITH_SPECULATION. DSATokenToKVPool calls its base class, MLATokenToKVPool.
+# FOLLOWED_MOVES. DSATokenToKVPool calls its base class, MLATokenToKVPool.
 _POOLS = (
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool",

@@ -5,7 +5,13 @@ from __future__ import annotations
 from sglang.srt.environ import envs
 
 from ...config import FLAG_SWEEP_INTERVAL
-from ..refusals import COMMON, Refusal, decodes_beside_prefills, pads_to_other_ranks
+from ..refusals import (
+    COMMON,
+    Refusal,
+    accepts_no_path,
+    decodes_beside_prefills,
+    pads_to_other_ranks,
+)
 from ..transfer_refusals import TRANSFERS
 from ..until_0_5_17 import hicache_refusals
 
@@ -25,6 +31,7 @@ _SPECULATION = (
 REFUSALS: tuple[Refusal, ...] = (
     *COMMON,
     *TRANSFERS,
+    accepts_no_path(),
     Refusal(
         "PD disaggregation with DFLASH",
         lambda args: args.disaggregation_mode != "null" and args.speculative_algorithm == "DFLASH",

@@ -20,6 +20,7 @@ _ON_GPU = (
     "prefill CUDA graphs",
     "speculative: target verify",
     "speculative: draft and draft-extend, top-k 1",
+    "moved slots (move_kv_cache)",
     "HiCache: host memory, and the storage backend file",
 )
 # Path -> what these releases have of it beside the others.

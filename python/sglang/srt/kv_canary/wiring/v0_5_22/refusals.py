@@ -39,7 +39,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "frozen-KV MTP in step with other ranks",
         lambda args: args.speculative_algorithm == "FROZEN_KV_MTP" and pads_to_other_ranks(args),
         "SGLang itself: FrozenKVMTPDraftWorker.draft gives its batch no slots (out_cache_loc), and "
-        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft.",
+        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft that no draft graph "
+        "replays.",
         "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
