@@ -73,8 +73,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "unified memory (--enable-unified-memory)",
         Coverage.PARTLY,
-        "sliding-window models, on CPU and with graphs on an H100; hybrid linear models, whose states are not checked, "
-        "there without overlap and graphs; MHA layers and Triton attention, 0.5.23",
+        "sliding-window models; hybrid linear models, whose states are not checked; run with 0.5.23, MHA layers and "
+        "Triton attention, on CPU and an H100",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
