@@ -73,8 +73,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "unified memory (--enable-unified-memory)",
         Coverage.PARTLY,
-        "sliding-window models; hybrid linear models, whose states are not checked; run with 0.5.23, MHA layers and "
-        "Triton attention, on CPU and an H100",
+        "sliding-window and hybrid linear models; states are not checked; run on CPU and an H100, with 0.5.23, MHA "
+        "layers and Triton attention",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
