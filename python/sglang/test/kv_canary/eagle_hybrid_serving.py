@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_kv_canary.testing import consts
+from sglang_kv_canary.testing.fill_ins import short_conv_backend
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.scripted_models import write_scripted_lfm2
 
@@ -34,20 +35,8 @@ def states_on_cpu() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     wrapper = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
-    HookRegistry.register(wrapper, _backend, HookType.REPLACE)
+    HookRegistry.register(wrapper, short_conv_backend, HookType.REPLACE)
     hybrid.scatter_mamba_states_after_mtp_verify = _roll_back
-
-
-def _backend(runner: Any, full_attention: Any) -> Any:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.layers.attention.hybrid_linear_attn_backend import ShortConvHybridAttnBackend
-    from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
-
-    config = mambaish_config(runner.model_config)
-    if config is None:  # the draft model
-        return full_attention
-    states = ShortConvAttnBackend(runner)
-    return ShortConvHybridAttnBackend(full_attention, states, config.full_attention_layer_ids)
 
 
 def _roll_back(

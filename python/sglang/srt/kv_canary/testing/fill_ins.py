@@ -27,6 +27,7 @@ __all__ = [
     "mla_on_torch_native",
     "pageable_memory",
     "plugin_path",
+    "short_conv_backend",
     "swa_on_torch_native",
     "without_pinned_memory",
 ]
@@ -163,19 +164,23 @@ def _hybrid_backend(runner: Any, full_attention: Any) -> Any:
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 
     if hasattr(hybrid, "ShortConvHybridAttnBackend"):  # from 0.5.22 on
-        return _short_conv_backend(runner, full_attention)
+        return short_conv_backend(runner, full_attention)
     config = runner.mambaish_config
     states = hybrid.Mamba2AttnBackend(runner)
     return hybrid.HybridLinearAttnBackend(full_attention, states, config.full_attention_layer_ids)
 
 
-def _short_conv_backend(runner: Any, full_attention: Any) -> Any:
+def short_conv_backend(runner: Any, full_attention: Any) -> Any:
+    """LFM2's backend of newer releases, without those of other linear layers. A model without states has none."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.layers.attention.hybrid_linear_attn_backend import ShortConvHybridAttnBackend
     from sglang.srt.layers.attention.linear.short_conv_backend import ShortConvAttnBackend
 
-    layers = mambaish_config(runner.model_config).full_attention_layer_ids
-    return ShortConvHybridAttnBackend(full_attention, ShortConvAttnBackend(runner), layers)
+    config = mambaish_config(runner.model_config)
+    if config is None:
+        return full_attention
+    states = ShortConvAttnBackend(runner)
+    return ShortConvHybridAttnBackend(full_attention, states, config.full_attention_layer_ids)
 
 
 def _fill_in_convolutions(*_: Any, **__: Any) -> None:

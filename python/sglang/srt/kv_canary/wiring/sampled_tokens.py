@@ -86,9 +86,8 @@ def after_verify_v2(result: Any, verify_input: Any, batch: Any, *_: Any, **__: A
     if manager is None or batch.forward_mode.is_idle() or _acceptance_is_made_up():
         return
     rows, following = batch.req_pool_indices, continuation_of_verify(manager, batch)
-    if (
-        following.oracle is None
-    ):  # the launch finds them itself: to gather them takes three launches
+    if following.oracle is None:
+        # The launch finds them itself: to gather them takes three more.
         manager.note_next_tokens(rows, predict, accept_lens, accept_index)
         return
     tokens = predict[accept_index.clamp(min=0).long()]

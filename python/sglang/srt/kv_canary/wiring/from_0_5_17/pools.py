@@ -57,7 +57,7 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
-# NGRAM moves K and V of accepted tokens after each verify. Here records follow.
+# Accepted tokens of draft trees move after each verify. Here records follow. _DSA calls the method of its base, _MLA.
 FOLLOWED_MOVES = (_MHA, _MLA, _SWA)
 
 # FP4 pools are apart.

@@ -107,22 +107,17 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
             f"SGLang runs multi-layer EAGLE, and its arguments do not say so. {_REMOVE}.",
             "the draft model's KV",
         )
-    if server_args.speculative_algorithm != "NGRAM":
-        if speculates and (server_args.speculative_eagle_topk or 1) > 1:
-            _refuse_unless_records_move(type(model_runner.token_to_kv_pool))
-        return
+    if server_args.speculative_algorithm == "NGRAM":
+        _refuse_unless_records_move("NGRAM", model_runner, f"{_REMOVE}.")
+    elif speculates and (server_args.speculative_eagle_topk or 1) > 1:
+        trees = "draft trees (top-k above 1)"
+        _refuse_unless_records_move(trees, model_runner, "Set --speculative-eagle-topk to 1.")
+
+
+def _refuse_unless_records_move(drafts: str, model_runner: Any, how_to_go_on: str) -> None:
     name = qualified_name(type(model_runner.token_to_kv_pool))
     if name not in FOLLOWED_MOVES:
         raise startup_error(
-            f"NGRAM with the KV pool {name}: it moves accepted tokens after each verify, and {_FOLLOWED} {_REMOVE}.",
-            "KV that moves between slots",
-        )
-
-
-def _refuse_unless_records_move(pool: type) -> None:
-    name = qualified_name(pool)
-    if name not in FOLLOWED_MOVES:
-        raise startup_error(
-            f"draft trees (top-k above 1) with the KV pool {name}: {_FOLLOWED} Set --speculative-eagle-topk to 1.",
+            f"{drafts} with the KV pool {name}: accepted tokens move after each verify, and {_FOLLOWED} {how_to_go_on}",
             "KV of accepted tokens",
         )

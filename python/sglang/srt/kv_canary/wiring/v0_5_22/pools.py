@@ -14,7 +14,7 @@ from ..from_0_5_17.pools import (
 
 __all__ = ["UNIFIED_POOLS"]
 
-_SERVED = "; judged by pool objects; served on CPU with 0.5.23"
+_SERVED = "; judged by pool objects; served on CPU and an H100 with 0.5.23"
 UNIFIED_POOLS = {
     UNIFIED_MLA: judged(UNIFIED_MLA),
     **{name: judged(name, served=_SERVED) for name in (UNIFIED_MHA, UNIFIED_HYBRID, UNIFIED_SWA)},
