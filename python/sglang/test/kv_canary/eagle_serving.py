@@ -13,7 +13,12 @@ import torch
 
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.eagle_mode import V2
-from sglang_kv_canary.testing.scripted_models import successor, write_scripted_eagle
+from sglang_kv_canary.testing.scripted_models import (
+    OFTEN_RIGHT,
+    successor,
+    write_scripted_eagle,
+    write_scripted_llama,
+)
 from sglang_kv_canary.testing.serving import Serving
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
@@ -91,3 +96,11 @@ def scripted_answer(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         answer.append(follow[answer[-1]])
     return answer[1:]
+
+
+class DraftsWithAWholeModel:
+    """STANDALONE: before an `EagleE2EBase`, whose draft model it replaces."""
+
+    @classmethod
+    def write_draft(cls, folder: Path) -> str:
+        return write_scripted_llama(folder, blur=OFTEN_RIGHT)

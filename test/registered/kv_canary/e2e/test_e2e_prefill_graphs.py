@@ -20,9 +20,9 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.eagle_mode import V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.fault_cases import Case, FaultCases, tags
-from sglang_kv_canary.testing.scripted_models import OFTEN_RIGHT, write_scripted_llama
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
 from sglang_kv_canary_rigs.prefill_graphs import (
     NOTES,
     Replay,
@@ -183,14 +183,10 @@ class TestEagleWithPrefillGraphs(PrefillGraphs, EagleFaults):
         assert sum(r.requests > 1 for r in replays) >= 3
 
 
-class TestStandaloneWithPrefillGraphs(TestEagleWithPrefillGraphs):
+class TestStandaloneWithPrefillGraphs(DraftsWithAWholeModel, TestEagleWithPrefillGraphs):
     """Its draft-extend may run in a prefill graph, too, which pads it after its last request."""
 
     speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
-
-    @classmethod
-    def write_draft(cls, folder: Path) -> str:
-        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.eagle_mode import V1, V2
 from sglang_kv_canary.testing.fault_cases import Case, tags, two_prompts
 from sglang_kv_canary.testing.scripted_models import (
-    OFTEN_RIGHT,
     write_scripted_eagle,
     write_scripted_eagle3,
-    write_scripted_llama,
 )
 from sglang_kv_canary.testing.serving import Injection
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
 from sglang_kv_canary_rigs.lost_moves import losing_a_move, lost_moves
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
@@ -182,14 +181,10 @@ class TestDraftWindowOfItsBackend(EagleFaults):
         self.assert_clean()
 
 
-class TestStandalone(EagleFaults):
+class TestStandalone(DraftsWithAWholeModel, EagleFaults):
     """A whole model that drafts. Its prefix cache keeps the last slot of each prompt, too."""
 
     speculation: ClassVar = {**V2, "speculative_algorithm": "STANDALONE"}
-
-    @classmethod
-    def write_draft(cls, folder: Path) -> str:
-        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
 
     def test_clean(self) -> None:
         self.converse("standalone")

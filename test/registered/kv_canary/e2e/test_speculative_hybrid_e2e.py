@@ -10,10 +10,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.eagle_mode import V1
 from sglang_kv_canary.testing.fault_cases import Case
 from sglang_kv_canary.testing.mode_config import MODES
-from sglang_kv_canary.testing.scripted_models import OFTEN_RIGHT, write_scripted_llama
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase
+from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, EVERYWHERE, VERIFY, EagleFaults, flips
 from sglang_kv_canary_rigs.volume import volume
@@ -46,14 +46,10 @@ class TestHybrid(EagleHybridE2EBase, EagleFaults):
 
 
 @long_on_newer_releases
-class TestStandalone(EagleHybridE2EBase):
+class TestStandalone(DraftsWithAWholeModel, EagleHybridE2EBase):
     """What SGLang has for LFM2 itself: a whole model that drafts."""
 
     speculation: ClassVar = {**V1, "speculative_algorithm": "STANDALONE"}
-
-    @classmethod
-    def write_draft(cls, folder: Path) -> str:
-        return write_scripted_llama(folder, blur=OFTEN_RIGHT)
 
     def test_clean(self) -> None:
         self.converse("standalone")
