@@ -4,6 +4,8 @@ As with other SWA models, requests that run together share no prefix (see `famil
 """
 
 import sys
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -21,6 +23,8 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
 )
 from sglang_kv_canary.testing.mode_config import why_dsv4_cannot_be_served
+from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.adaptive_steps import adaptive_steps, steps_switched_to
 from sglang_kv_canary_rigs.dsv4_serving import EAGLE, TARGET_KINDS, Dsv4E2EBase
 
 register_cuda_ci(est_time=600, suite="stage-b-test-1-gpu-large")
@@ -116,6 +120,23 @@ class TestDsv4Eagle(Dsv4E2EBase):
     @pytest.mark.parametrize("kind", TARGET_KINDS)
     def test_flipped_byte(self, kind: str) -> None:
         self.check_flipped_byte(0, kind)
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary, reason="adaptive steps with V4 are covered from 0.5.22 on"
+)
+class TestDsv4EagleAdaptive(TestDsv4Eagle):
+    """It begins with three draft steps. Few drafts are accepted, so it falls to one, without a draft forward."""
+
+    @classmethod
+    def setup_class(cls) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            cls.flags = {**cls.flags, **adaptive_steps(Path(folder), [1, 3]), **EAGLE}
+            super().setup_class()
+
+    def test_clean(self) -> None:
+        super().test_clean()
+        assert 1 in steps_switched_to(self.serving.stderr)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """EAGLE on a real server: clean traffic raises no alarm, faults in both pools are told apart."""
 
-import json
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +17,7 @@ from sglang_kv_canary.testing.scripted_models import (
 from sglang_kv_canary.testing.serving import Injection
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.adaptive_steps import adaptive_steps, steps_switched_to
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
 from sglang_kv_canary_rigs.lost_moves import losing_a_move, lost_moves
@@ -233,29 +232,13 @@ class AdaptiveFaults(EagleFaults):
 
     @classmethod
     def write_draft(cls, folder: Path) -> str:
-        config = folder / "adaptive.json"
-        at_once = {"warmup_batches": 0, "update_interval": 1, "ema_alpha": 1.0}
-        # One step up to 0.9 accepted draft tokens on average, else more.
-        thresholds = {"down_hysteresis": 0.4, "up_hysteresis": 0.4}
-        steps = {"candidate_steps": cls.candidates}
-        if release().has_own_canary:  # by batch size
-            steps = {"1": steps}
-        config.write_text(json.dumps({**steps, **at_once, **thresholds}))
-        cls.speculation = {
-            **cls.speculation,
-            "speculative_adaptive": True,
-            "speculative_adaptive_config": str(config),
-            "speculative_num_steps": 1,
-            "speculative_num_draft_tokens": 2,
-            "log_level": "info",
-        }
+        cls.speculation = {**cls.speculation, **adaptive_steps(folder, cls.candidates)}
         return write_scripted_eagle(folder / "draft", blur=0.3)
 
     def assert_clean_while_the_steps_change(self) -> None:
         self.converse("adaptive")
         self.assert_clean()
-        switches = re.findall(r"steps (\d) -> (\d), draft_tokens", self.serving.stderr)
-        assert {int(to) for _, to in switches} == {*self.candidates}
+        assert steps_switched_to(self.serving.stderr) == {*self.candidates}
 
 
 @on_first_release
