@@ -1,14 +1,15 @@
 """Cost of the canary under churn: a full pool, shared prefixes, requests that come and go, evictions in every step.
 
-    python benchmark/kv_canary/bench_churn.py MODEL_DIR [--pairs 5] [--seconds 15] [--clients 320]
+    python benchmark/kv_canary/bench_churn.py MODEL_DIR [--pairs 5] [--requests 1200] [--clients 320]
         [--engine '{"max_total_tokens": 200000}'] [--profile] [--count N] [--out results.jsonl]
 
-One server, in which the canary is taken out and put back between runs, see `bench_switch.py`. Every client sends its
-next request as soon as the last one is answered. Prompts have 16 to 1,536 tokens, of which a part is shared. The two
-runs of a pair have the same prompts. Prints a JSON line per run and, last, the mean of the pairs' ratios with its
-95 % interval: output tokens per second, time to first token (TTFT) and time between tokens (ITL), median and p90.
-A time between tokens is a mean of 8. Each line says how often SGLang took running requests back: then no new ones
-begin for a while, and times to first token are long. The host's share is the time in the canary's own code in the
+One server, in which the canary is taken out and put back between runs, see `bench_switch.py`. All requests of a run are
+sent at once. The scheduler begins `--clients` of them, and one for each that ends (`churn_schedule.py`), so that the
+two runs of a pair have the same batches, step by step. Prompts have 16 to 1,536 tokens, of which a part is shared.
+Prints a JSON line per run and, last, the mean of the pairs' ratios with its 95 % interval: output tokens per second,
+the median step of a decode, time to first token (TTFT) and time between tokens (ITL), median and p90. Times are taken
+in the scheduler, from a request's begin to the results of its tokens. The first requests, as many as there are clients,
+and what runs after the last begin are left out. The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
@@ -25,7 +26,6 @@ import random
 import signal
 import statistics
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,17 +34,18 @@ from typing import Any
 import bench_switch
 import own_code
 import without_kernels
+from churn_schedule import Schedule, follow
+from scipy.stats import t as student_t
 
 SAMPLE_S = 0.001
 FAMILIES = 48  # of prompts that share a prefix
 PROMPT = (16, 1536)
 SHARED = (0, 1024)
 OUTPUT = (32, 256)
-RAMP_S = 5.0  # until the pool is full
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-FIGURES = ("tokens_per_s", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+FIGURES = ("tokens_per_s", "decode_ms", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 
 
 # In the scheduler process
@@ -102,6 +103,7 @@ class Meter:
         self._counts: own_code.OwnCode | None = None
         self._forward_ct = scheduler.forward_ct
         self._spent = self._retractions = 0
+        self.schedule: Schedule | None = None
 
     def to(self, scheduler: Any, state: str, path: str) -> None:
         """Write what was measured to `path`, then switch. `profile` is `all` with samples, `count` with counts."""
@@ -121,6 +123,10 @@ class Meter:
             }
         if self._counts is not None:
             line |= self._counts.stop(steps)
+        if self.schedule is not None:
+            line |= self.schedule.figures()
+            self.schedule = None
+            del scheduler.recv_requests, scheduler.process_batch_result
         Path(path).write_text(json.dumps(line))
         self._switch.to("all" if state in ("profile", "count") else state)
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
@@ -134,8 +140,27 @@ class Meter:
 
 
 def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with one more remote call, `canary_to(state, path)`."""
-    from sglang.srt.managers import schedule_batch, scheduler
+    """SGLang's scheduler process with two more remote calls, `canary_to(state, path)` and `begin_schedule`."""
+    from sglang.srt.managers import scheduler
+
+    def canary_to(self: Any, state: str, path: str) -> None:
+        if not hasattr(self, "_canary_meter"):
+            self._canary_meter = Meter(self)
+        self._canary_meter.to(self, state, path)
+
+    def begin_schedule(self: Any, total: int, clients: int) -> None:
+        self._canary_meter.schedule = follow(self, Schedule(total, clients))
+
+    _count_retractions()
+    if os.environ.get(without_kernels.ENV):
+        without_kernels.install()
+    scheduler.Scheduler.canary_to = canary_to
+    scheduler.Scheduler.begin_schedule = begin_schedule
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _count_retractions() -> None:
+    from sglang.srt.managers import schedule_batch
 
     retract = schedule_batch.ScheduleBatch.retract_decode
 
@@ -144,16 +169,6 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
         return retract(*args, **kwargs)
 
     schedule_batch.ScheduleBatch.retract_decode = retract_decode
-
-    def canary_to(self: Any, state: str, path: str) -> None:
-        if not hasattr(self, "_canary_meter"):
-            self._canary_meter = Meter(self)
-        self._canary_meter.to(self, state, path)
-
-    if os.environ.get(without_kernels.ENV):
-        without_kernels.install()
-    scheduler.Scheduler.canary_to = canary_to
-    scheduler.run_scheduler_process(*args, **kwargs)
 
 
 # In the main process
@@ -178,74 +193,35 @@ class Prompts:
         return prefix + tail, rng.randint(*OUTPUT)
 
 
-@dataclass(slots=True)
-class Seen:
-    """What the clients measured within the window."""
-
-    tokens: int = 0
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-
-    def figures(self, seconds: float) -> dict[str, float]:
-        return {
-            "tokens_per_s": self.tokens / seconds,
-            **_quantiles("ttft", self.ttft),
-            **_quantiles("itl", self.itl),
-        }
+async def _ask(engine: Any, name: str, tokens: list[int], output: int) -> None:
+    params = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
+    stream = await engine.async_generate(
+        input_ids=tokens, sampling_params=params, stream=True, rid=name
+    )
+    async for _ in stream:
+        pass
 
 
-def _quantiles(name: str, values: list[float]) -> dict[str, float]:
-    if len(values) < 2:
-        raise RuntimeError(
-            f"expected answers within the window, got {len(values)} values of {name}; raise --seconds"
-        )
-    deciles = statistics.quantiles(values, n=10)
-    return {f"{name}_p50": statistics.median(values), f"{name}_p90": deciles[8]}
+async def _traffic(engine: Any, seed: int, options: argparse.Namespace) -> None:
+    prompts = Prompts(seed, options.vocabulary)
+    asked = [(f"{seed}-{i:06d}", *prompts.next()) for i in range(options.requests)]
+    await asyncio.gather(*[_ask(engine, *request) for request in asked])
 
 
-async def _client(engine: Any, prompts: Prompts, seen: Seen, window: tuple[float, float]) -> None:
-    while time.perf_counter() < window[1]:
-        tokens, output = prompts.next()
-        params = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
-        sent, last, done = time.perf_counter(), 0.0, 0
-        stream = await engine.async_generate(input_ids=tokens, sampling_params=params, stream=True)
-        async for chunk in stream:
-            now, count = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
-            if window[0] <= now < window[1]:
-                seen.tokens += count - done
-                if not done:
-                    seen.ttft.append(now - sent)
-                elif count > done:
-                    seen.itl += [(now - last) / (count - done)] * (count - done)
-            last, done = now, count
-
-
-async def _traffic(engine: Any, seed: int, options: argparse.Namespace) -> Seen:
-    start, seen = time.perf_counter() + RAMP_S, Seen()
-    window, prompts = (start, start + options.seconds), Prompts(seed, options.vocabulary)
-    tasks = [
-        asyncio.ensure_future(_client(engine, prompts, seen, window))
-        for _ in range(options.clients)
-    ]
-    await asyncio.gather(*tasks)
-    return seen
-
-
-def _serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path: str) -> Seen:
+def _serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path: str) -> None:
     bench_switch._empty(engine)
     engine.collective_rpc("canary_to", state=state, path=path)
-    seen = engine.loop.run_until_complete(_traffic(engine, seed, options))
+    engine.collective_rpc("begin_schedule", total=options.requests, clients=options.clients)
+    engine.loop.run_until_complete(_traffic(engine, seed, options))
     bench_switch._empty(engine)
     engine.collective_rpc("canary_to", state="off", path=path)
-    return seen
 
 
 def _measure(
     engine: Any, state: str, seed: int, options: argparse.Namespace, path: str
 ) -> dict[str, Any]:
-    seen = _serve(engine, state, seed, options, path)
-    figures = {k: round(v, 5) for k, v in seen.figures(options.seconds).items()}
-    line = {"state": state, "seed": seed, **figures, **json.loads(Path(path).read_text())}
+    _serve(engine, state, seed, options, path)
+    line = {"state": state, "seed": seed, **json.loads(Path(path).read_text())}
     print(json.dumps(line), flush=True)
     if options.out:
         with open(options.out, "a") as file:
@@ -254,15 +230,15 @@ def _measure(
 
 
 def _table(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    from scipy.stats import t
-
+    same = sum(off["batches"] == on["batches"] for off, on in pairs)
+    print(f"{same} of {len(pairs)} pairs have the same batches")
     print(f"{'figure':<14}{'off':>12}{'on / off - 1':>26}")
     for name in FIGURES:
         ratios = [100 * (on[name] / off[name] - 1) for off, on in pairs]
         half = float("nan")
         if len(ratios) > 1:
             error = statistics.stdev(ratios) / len(ratios) ** 0.5
-            half = error * t.ppf(0.975, len(ratios) - 1)
+            half = error * student_t.ppf(0.975, len(ratios) - 1)
         off = statistics.median(off[name] for off, _ in pairs)
         print(f"{name:<14}{off:>12.5g}{statistics.mean(ratios):>+14.2f} +- {half:.2f} %")
 
@@ -271,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--requests", type=int, default=1200, help="of a run, in all")
     parser.add_argument("--clients", type=int, default=320)
     parser.add_argument("--vocabulary", type=int, default=1000, help="tokens of prompts are below")
     parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")

@@ -1,0 +1,143 @@
+"""Requests that a scheduler begins by its own steps, so that two runs of them have the same batches, step by step.
+
+Clients outside of the scheduler begin the next request when the last answer arrives. When that is depends on the time
+that each process takes, and two runs with equal prompts then have other batches: they differ by several per cent. Here
+the scheduler itself begins a request for each one that ends. Nothing that it decides depends on time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class _Step:
+    """One result."""
+
+    at: float  # seconds
+    extends: bool
+    names: list[str]  # of the requests that got a token
+    released: int  # requests begun so far
+    ended: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Keeps `clients` requests of `total` running or waiting. When none is left to begin, it cuts the others short.
+
+    The window of the figures begins when as many requests have ended as run at once, and ends with the last beginning.
+    """
+
+    total: int
+    clients: int
+    _held: dict[str, Any] = field(default_factory=dict)  # by name, until all have arrived
+    _queue: Iterator[Any] | None = None
+    _begun: dict[str, float] = field(default_factory=dict)
+    _limits: list[Any] = field(
+        default_factory=list
+    )  # sampling parameters, whose lengths can be cut
+    _ended: int = 0
+    _steps: list[_Step] = field(default_factory=list)
+
+    def admit(self, received: list[Any]) -> list[Any]:
+        """What the scheduler takes in now, of what it has received and of what is held."""
+        passed = []
+        for item in received:
+            if not hasattr(item, "sampling_params"):
+                passed.append(item)
+            elif item.rid in self._held:
+                raise RuntimeError(f"expected requests of different names, got {item.rid} twice")
+            else:
+                self._held[item.rid] = item
+        if self._queue is None and len(self._held) == self.total:
+            self._queue = iter(sorted(self._held.values(), key=lambda item: item.rid))
+        if self._queue is None:
+            return passed
+        now = time.perf_counter()
+        while len(self._begun) < self.total and len(self._begun) - self._ended < self.clients:
+            item = next(self._queue)
+            self._begun[item.rid] = now
+            self._limits.append(item.sampling_params)
+            passed.append(item)
+        if len(self._begun) == self.total:
+            for limit in self._limits:
+                limit.max_new_tokens = 1
+            self._limits.clear()
+        return passed
+
+    def around_result(self, batch: Any, process: Callable[[], None]) -> None:
+        """`process` handles the result of `batch`."""
+        gets = [req for req in batch.reqs if req.finished_reason is None and req.is_chunked <= 0]
+        process()
+        self._ended += sum(req.finished_reason is not None for req in gets)
+        names = [req.rid for req in gets]
+        extends = batch.forward_mode.is_extend()
+        step = _Step(time.perf_counter(), extends, names, len(self._begun), self._ended)
+        self._steps.append(step)
+
+    def figures(self) -> dict[str, Any]:
+        """Of the window, and `batches`: equal for two runs with the same batches."""
+        window = [
+            index
+            for index, step in enumerate(self._steps)
+            if step.ended >= self.clients and step.released < self.total
+        ]
+        if len(window) < 100:
+            raise RuntimeError(
+                f"expected 100 steps between ramp and drain, got {len(window)}; raise --requests"
+            )
+        first, last = window[0], window[-1]
+        steps = self._steps[first + 1 : last + 1]
+        took = steps[-1].at - self._steps[first].at
+        decodes = [b.at - a.at for a, b in itertools.pairwise(steps) if not b.extends]
+        ttft, itl = self._latencies(first, last)
+        return {
+            "seconds": round(took, 5),
+            "window_steps": len(steps),
+            "tokens_per_s": round(sum(len(step.names) for step in steps) / took, 2),
+            "decode_ms": round(1000 * statistics.median(decodes), 4),
+            **_quantiles("ttft", ttft),
+            **_quantiles("itl", itl),
+            "batches": self._digest(last),
+        }
+
+    def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:
+        """(times to first token, times between tokens) of tokens in the window, in seconds."""
+        before: dict[str, float] = {}
+        ttft, itl = [], []
+        for index, step in enumerate(self._steps[: last + 1]):
+            for name in step.names:
+                if index > first:
+                    values = itl if name in before else ttft
+                    values.append(step.at - before.get(name, self._begun[name]))
+                before[name] = step.at
+        return ttft, itl
+
+    def _digest(self, last: int) -> str:
+        digest = hashlib.sha256()
+        for step in self._steps[: last + 1]:
+            digest.update(f"{step.extends}{step.names}{step.released}".encode())
+        return digest.hexdigest()[:12]
+
+
+def follow(scheduler: Any, schedule: Schedule) -> Schedule:
+    """Until its own `recv_requests` and `process_batch_result` are deleted. The class's are hooked by the canary."""
+    receive, process = scheduler.recv_requests, scheduler.process_batch_result
+
+    def process_batch_result(batch: Any, result: Any) -> None:
+        schedule.around_result(batch, lambda: process(batch, result))
+
+    scheduler.recv_requests = lambda: schedule.admit(receive())
+    scheduler.process_batch_result = process_batch_result
+    return schedule
+
+
+def _quantiles(name: str, values: list[float]) -> dict[str, float]:
+    deciles = statistics.quantiles(values, n=10)
+    return {f"{name}_p50": round(statistics.median(values), 5), f"{name}_p90": round(deciles[8], 5)}
