@@ -7,9 +7,13 @@ One server, in which the canary is taken out and put back between runs, see `ben
 sent at once. The scheduler begins `--clients` of them, and one for each that ends (`churn_schedule.py`), so that the
 two runs of a pair have the same batches, step by step. Prompts have 16 to 1,536 tokens, of which a part is shared.
 Prints a JSON line per run and, last, the mean of the pairs' ratios with its 95 % interval: output tokens per second,
-the median step of a decode, time to first token (TTFT) and time between tokens (ITL), median and p90. Times are taken
-in the scheduler, from a request's begin to the results of its tokens. The first requests, as many as there are clients,
-and what runs after the last begin are left out. The host's share is the time in the canary's own code in the
+the median step, time to first token (TTFT) and time between tokens (ITL), median and p90. Times are taken in the
+scheduler, from a request's begin to the results of its tokens. The first requests, as many as there are clients, and
+what runs after the last begin are left out.
+All runs have the same prompts. So of each step there are as many lengths as pairs, with the canary and without it. On
+machines whose CPU is now fast and now slow, whole runs differ by tens of per cent. The fastest lengths of each step do
+not: their sums are compared as well, and again with each pair left out.
+The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
@@ -26,6 +30,7 @@ import random
 import signal
 import statistics
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,9 +40,10 @@ import bench_switch
 import own_code
 import without_kernels
 from churn_schedule import Schedule, follow
-from scipy.stats import t as student_t
+from paired_ratios import interval
 
 SAMPLE_S = 0.001
+SEED = 1  # of the prompts of all runs but those that warm up
 FAMILIES = 48  # of prompts that share a prefix
 PROMPT = (16, 1536)
 SHARED = (0, 1024)
@@ -45,7 +51,11 @@ OUTPUT = (32, 256)
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-FIGURES = ("tokens_per_s", "decode_ms", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+_BY_STEP = ("step_lengths", "extends")
+FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
+
+
+Pairs = list[tuple[dict[str, Any], dict[str, Any]]]  # lines of runs without the canary and with it
 
 
 # In the scheduler process
@@ -222,25 +232,42 @@ def _measure(
 ) -> dict[str, Any]:
     _serve(engine, state, seed, options, path)
     line = {"state": state, "seed": seed, **json.loads(Path(path).read_text())}
-    print(json.dumps(line), flush=True)
+    print(json.dumps({k: v for k, v in line.items() if k not in _BY_STEP}), flush=True)
     if options.out:
         with open(options.out, "a") as file:
             file.write(json.dumps(line) + "\n")
     return line
 
 
-def _table(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _fastest(pairs: Pairs) -> dict[str, float]:
+    """Of each step the fastest of all runs, with the canary against without it: per cent, and us a step by kind."""
+    extends = pairs[0][0]["extends"]
+    off, on = ([min(lengths) for lengths in _by_step(runs)] for runs in zip(*pairs, strict=True))
+    more = {"per cent": 100 * (sum(on) / sum(off) - 1)}
+    for kind, wanted in (("decodes, us", 0), ("prefills, us", 1)):
+        steps = [b - a for a, b, extend in zip(off, on, extends, strict=True) if extend == wanted]
+        more[kind] = 1e6 * sum(steps) / max(1, len(steps))
+    return more
+
+
+def _by_step(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[float, ...]]:
+    return zip(*[run["step_lengths"] for run in runs], strict=True)
+
+
+def _table(pairs: Pairs) -> None:
     same = sum(off["batches"] == on["batches"] for off, on in pairs)
     print(f"{same} of {len(pairs)} pairs have the same batches")
-    print(f"{'figure':<14}{'off':>12}{'on / off - 1':>26}")
     for name in FIGURES:
         ratios = [100 * (on[name] / off[name] - 1) for off, on in pairs]
-        half = float("nan")
-        if len(ratios) > 1:
-            error = statistics.stdev(ratios) / len(ratios) ** 0.5
-            half = error * student_t.ppf(0.975, len(ratios) - 1)
+        low, high = interval(ratios)
         off = statistics.median(off[name] for off, _ in pairs)
-        print(f"{name:<14}{off:>12.5g}{statistics.mean(ratios):>+14.2f} +- {half:.2f} %")
+        mean = statistics.mean(ratios)
+        print(f"{name:<14}{off:>12.5g}{mean:>+9.2f} % ({low:+.2f} to {high:+.2f})")
+    if same == len(pairs) > 1:
+        without_one = [_fastest(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
+        for name, more in _fastest(pairs).items():
+            parts = [figures[name] for figures in without_one]
+            print(f"fastest steps, {name}: {more:+.2f} ({min(parts):+.2f} to {max(parts):+.2f})")
 
 
 def main() -> None:
@@ -282,12 +309,12 @@ def main() -> None:
         pairs = []
         for pair in range(1, options.pairs + 1):
             order = ("off", "all") if pair % 2 else ("all", "off")
-            lines = {state: _measure(engine, state, pair, options, path) for state in order}
+            lines = {state: _measure(engine, state, SEED, options, path) for state in order}
             pairs.append((lines["off"], lines["all"]))
         if options.profile:
-            _measure(engine, "profile", 1, options, path)
-        for run in range(1, options.count + 1):
-            _measure(engine, "count", run, options, path)
+            _measure(engine, "profile", SEED, options, path)
+        for _ in range(options.count):
+            _measure(engine, "count", SEED, options, path)
     engine.shutdown()
     if pairs:
         _table(pairs)

@@ -95,16 +95,19 @@ class Schedule:
         first, last = window[0], window[-1]
         steps = self._steps[first + 1 : last + 1]
         took = steps[-1].at - self._steps[first].at
-        decodes = [b.at - a.at for a, b in itertools.pairwise(steps) if not b.extends]
+        kept = self._steps[first : last + 1]
+        lengths = [round(b.at - a.at, 6) for a, b in itertools.pairwise(kept)]
         ttft, itl = self._latencies(first, last)
         return {
             "seconds": round(took, 5),
             "window_steps": len(steps),
             "tokens_per_s": round(sum(len(step.names) for step in steps) / took, 2),
-            "decode_ms": round(1000 * statistics.median(decodes), 4),
+            "step_p50": round(statistics.median(lengths), 6),
             **_quantiles("ttft", ttft),
             **_quantiles("itl", itl),
             "batches": self._digest(last),
+            "step_lengths": lengths,
+            "extends": [int(step.extends) for step in steps],
         }
 
     def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:
