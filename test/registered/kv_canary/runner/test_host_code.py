@@ -285,7 +285,131 @@ def test_leading_slots_are_equal(marks: list[int], data: st.DataObject, width: t
         )
 
 
+CELL = st.one_of(st.integers(-3, 12), INT64)
+FINDINGS = st.lists(st.lists(CELL, min_size=4, max_size=4), max_size=40).map(
+    lambda rows: np.array(rows, np.int64).reshape(-1, 4)
+)
+COLUMN = st.integers(0, 3)
+
+
+@given(FINDINGS, COLUMN, COLUMN, st.booleans())
+def test_looks_at_columns_are_equal(
+    rows: np.ndarray, first: int, second: int, is_view: bool
+) -> None:
+    rows = np.concatenate([rows, rows], axis=1)[::2, :4] if is_view else rows
+    values = rows[:, first].tolist()
+    pairs = list(zip(values, rows[:, second].tolist(), strict=True))
+    for code in (C, twins):
+        assert code.are_equal(rows, first) is (len({*values}) <= 1)
+        assert code.count_pairs(rows, first, second) == [
+            (*pair, pairs.count(pair)) for pair in dict.fromkeys(pairs)
+        ]
+
+
+@given(FINDINGS, st.lists(COLUMN, max_size=6), COLUMN, st.data())
+def test_keys_of_rows_are_equal(
+    rows: np.ndarray, columns: list[int], reader: int, data: st.DataObject
+) -> None:
+    count = len(columns) + 1
+    odd = st.integers(0, 2**63 - 1).map(lambda half: 2 * half + 1)
+    multipliers = tuple(data.draw(st.lists(odd, min_size=count, max_size=count)))
+    names = data.draw(st.dictionaries(st.integers(-3, 12), st.text(max_size=3), max_size=5))
+    arguments = rows, tuple(columns), multipliers, reader, names
+    found = C.keys_of_rows(*arguments)
+    assert found == twins.keys_of_rows(*arguments)
+    keys = np.frombuffer(found, np.uint64)
+    for row, key in zip(
+        rows, keys, strict=True
+    ):  # of its reader and its columns, and of nothing else
+        other = row.copy()
+        for column in {0, 1, 2, 3} - {reader, *columns}:
+            other[column] += 1
+        again = C.keys_of_rows(other[None], *arguments[1:])
+        assert np.frombuffer(again, np.uint64)[0] == key
+
+
+@given(FINDINGS, st.integers(1, 5), st.data())
+def test_slots_that_are_lacking_are_equal(
+    rows: np.ndarray, per_kind: int, data: st.DataObject
+) -> None:
+    flags = st.lists(st.booleans(), max_size=9).map(lambda marks: np.array(marks, dtype=bool))
+    known = data.draw(st.dictionaries(st.integers(-2, 4), flags, max_size=4))
+    expected = bytearray()
+    for tag, _, slot, _ in rows.tolist():
+        marks = known.get(tag // per_kind, ())
+        expected.append(not (max(0, slot) < len(marks) and marks[max(0, slot)]))
+    for code in (C, twins):
+        assert code.lacking(rows, 0, 2, per_kind, known) == expected
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(0, 4), st.data())
+def test_look_ups_are_equal(keys: list[int], bits: int, data: st.DataObject) -> None:
+    places, size = 1 << bits, data.draw(st.integers(0, 5))
+    table = data.draw(st.lists(st.integers(0, 30), min_size=places, max_size=places))
+    indices = data.draw(st.lists(st.integers(-1, 5), min_size=places, max_size=places))
+    at = [key % places for key in keys]
+    found = [
+        indices[i] if table[i] == key and 0 <= indices[i] < size else None
+        for i, key in zip(at, keys, strict=True)
+    ]
+    known = [
+        (index, found.count(index), max(i for i, each in enumerate(found) if each == index))
+        for index in sorted({*found} - {None})
+    ]
+    missing = [i for i, each in enumerate(found) if each is None]
+    arguments = np.array(keys, np.uint64), np.array(table, np.uint64), np.array(indices, np.int32)
+    for code in (C, twins):
+        assert code.look_up(*arguments, size) == (known, missing)
+
+
 # Bad input
+
+
+@BOTH
+def test_findings_of_other_types_raise(code: ModuleType) -> None:
+    rows = np.zeros((3, 4), np.int64)
+    for wrong in (rows.astype(np.int32), rows[0], rows.astype(np.float64)):
+        with pytest.raises(TypeError, match="expected rows of int64"):
+            code.are_equal(wrong, 0)
+        with pytest.raises(TypeError, match="expected rows of int64"):
+            code.count_pairs(wrong, 0, 1)
+        with pytest.raises(TypeError, match="expected rows of int64"):
+            code.keys_of_rows(wrong, (0,), (1, 1), 0, {})
+        with pytest.raises(TypeError, match="expected rows of int64"):
+            code.lacking(wrong, 0, 1, 1, {})
+
+
+@BOTH
+@pytest.mark.parametrize("column", [-1, 4, 2**40])
+def test_columns_that_rows_do_not_have_raise(code: ModuleType, column: int) -> None:
+    rows = np.zeros((3, 4), np.int64)
+    for call in (
+        lambda: code.are_equal(rows, column),
+        lambda: code.count_pairs(rows, 0, column),
+        lambda: code.keys_of_rows(rows, (column,), (1, 1), 0, {}),
+        lambda: code.keys_of_rows(rows, (0,), (1, 1), column, {}),
+        lambda: code.lacking(rows, column, 1, 1, {}),
+    ):
+        with pytest.raises(IndexError, match=f"expected a column below 4, got {column}"):
+            call()
+
+
+@BOTH
+def test_numbers_that_do_not_fit_raise(code: ModuleType) -> None:
+    rows, keys = np.zeros((3, 4), np.int64), np.zeros(3, np.uint64)
+    for columns, multipliers in (((0,), (1,)), ((0,) * 33, (1,) * 34)):
+        with pytest.raises(ValueError, match="one multiplier more"):
+            code.keys_of_rows(rows, columns, multipliers, 0, {})
+    with pytest.raises(ValueError, match="expected tags of each kind, got 0"):
+        code.lacking(rows, 0, 1, 0, {})
+    for places, indices, size in ((3, 3, 1), (0, 0, 1), (4, 3, 1), (4, 4, -1)):
+        with pytest.raises(ValueError, match="expected a table of a power of two"):
+            code.look_up(
+                keys,
+                keys[:0].repeat(1) if not places else np.zeros(places, np.uint64),
+                np.zeros(indices, np.int32),
+                size,
+            )
 
 
 ROWS = np.arange(64, dtype=np.uint32)
@@ -380,6 +504,10 @@ def test_launch_arguments_that_are_missing_raise(code: ModuleType) -> None:
         code.launch_arguments(("a",), (True, False), (0,), [0, 0], TYPES, 4, {"a": 1})
 
 
+FOUND = np.arange(12).reshape(3, 4)
+KEYS, INDICES = np.arange(4, dtype=np.uint64), np.array([0, 1, -1, 0], np.int32)
+
+
 def test_c_refuses_arguments_of_other_types() -> None:
     for call in (
         lambda: C.chain_of_tokens([1], 0),
@@ -398,6 +526,17 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.fingerprint_rows((ONE_SOURCE,), np.arange(3)),
         lambda: C.fingerprint_rows((ONE_SOURCE,), [1], 4),
         lambda: C.fingerprint_rows((3,), np.arange(3), 4),
+        lambda: C.are_equal(FOUND),
+        lambda: C.count_pairs(FOUND, 0),
+        lambda: C.count_pairs(FOUND, 0, "1"),
+        lambda: C.keys_of_rows(FOUND, [0], (1, 1), 0, {}),
+        lambda: C.keys_of_rows(FOUND, (0,), (1, "1"), 0, {}),
+        lambda: C.lacking(FOUND, 0, 1, 1, []),
+        lambda: C.lacking(FOUND, 0, 1, 1, {0: 3}),
+        lambda: C.lacking(FOUND, 0, 1, 1, {"0": b""}),
+        lambda: C.look_up(KEYS, KEYS, INDICES),
+        lambda: C.look_up(KEYS.view(np.int64), KEYS, INDICES, 1),
+        lambda: C.look_up(KEYS, KEYS, KEYS, 1),
         lambda: C.leading([1], np.arange(3)),
         lambda: C.leading(b"1", [1]),
         lambda: C.leading(b"1"),
@@ -462,6 +601,17 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rows beyond", lambda: C.fingerprint_rows((ONE_SOURCE,), numbers, 4)
     yield "leading", lambda: C.leading(b"1" * 40, numbers)
     yield "leading fails", lambda: C.leading(b"1" * 9, numbers)
+    found = np.arange(400).reshape(100, 4) + 10**9
+    named = {10**9 + 4 * i: f"name {i}" for i in range(0, 100, 2)}
+    yield "equal", lambda: C.are_equal(found, 0)
+    yield "pairs", lambda: C.count_pairs(found, 0, 1)
+    yield "pairs fail", lambda: C.count_pairs(found, 0, 4)
+    yield "keys", lambda: C.keys_of_rows(found, (1, 2), (1, 2**64 - 1, 3), 0, named)
+    yield "keys fail", lambda: C.keys_of_rows(found, (1, 9), (1, 3, 3), 0, named)
+    yield "lacking", lambda: C.lacking(found, 0, 1, 1, {10**9: b"1", 10**9 + 1: b"2"})
+    yield "lacking fails", lambda: C.lacking(found, 0, 1, 1, {10**9: b"1", 10**9 + 1: 2})
+    yield "look up", lambda: C.look_up(KEYS + KEYS, KEYS, INDICES, 10**4)
+    yield "look up fails", lambda: C.look_up(KEYS, KEYS, INDICES[:3], 1)
     values = [object() for _ in tokens]
     yield "carry over", lambda: C.carry_over(tokens[1:] + tokens[:2], tokens, values, values[5:7])
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])

@@ -87,7 +87,18 @@ _TOKENS = [7, 0, -1, 2**31, 2**40 + 5]
 _WORDS = 2 * twins.SPAN_WORDS + 3
 _OBJECTS = [1.5, "one", b"two", None]
 _ROWS = np.arange(1500, dtype=np.uint32) * np.uint32(0x9E3779B9)
+_FINDINGS = np.array([[0, 3, -1, 7], [0, 3, 2, 7], [9, 3, 2, 7], [0, 3, 1 << 40, 8]])
 _SAMPLES = {
+    "are_equal": (_FINDINGS, 1),
+    "count_pairs": (_FINDINGS, 0, 3),
+    "keys_of_rows": (_FINDINGS, (0, 2), (3, 5, 2**64 - 1), 3, {7: "one"}),
+    "lacking": (_FINDINGS, 0, 2, 8, {0: np.array([0, 1, 1], np.bool_)}),
+    "look_up": (
+        np.array([4, 7, 4, 12], np.uint64),
+        np.array([4, 0, 0, 7], np.uint64),
+        np.array([1, -1, -1, 0], np.int32),
+        2,
+    ),
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
     "describe_pages": (

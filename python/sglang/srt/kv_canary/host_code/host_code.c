@@ -1,4 +1,4 @@
-/* The host's loops over tokens, pages, bytes and launch arguments. `twins.py` has the same functions in Python, which
+/* The host's loops over tokens, pages, bytes, findings and launch arguments. `twins.py` has the same functions in Python, which
  * define them.
  *
  * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2, CHAIN_MULTIPLIER and
@@ -626,12 +626,329 @@ failed:
   return NULL;
 }
 
+/* Rows of 64-bit integers, which follow each other anyhow. */
+static int open_table(PyObject *source, Py_buffer *view) {
+  if (PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)) return -1;
+  const char *format = view->format == NULL ? "" : view->format;
+  if (view->ndim == 2 && view->itemsize == 8 && view->strides[1] == 8 &&
+      (strcmp(format, "q") == 0 || strcmp(format, "l") == 0))
+    return 0;
+  PyErr_Format(PyExc_TypeError, "expected rows of int64, got %d dimensions of items of %zd bytes with format '%s'",
+               view->ndim, view->itemsize, format);
+  PyBuffer_Release(view);
+  return -1;
+}
+
+static int64_t cell(const Py_buffer *table, Py_ssize_t row, Py_ssize_t column) {
+  int64_t value;
+  memcpy(&value, (const char *)table->buf + table->strides[0] * row + 8 * column, 8);
+  return value;
+}
+
+/* -1 with an exception for what is no column of `table`. */
+static Py_ssize_t column_of(const Py_buffer *table, PyObject *object) {
+  Py_ssize_t column = PyNumber_AsSsize_t(object, PyExc_IndexError);
+  if (column == -1 && PyErr_Occurred()) return -1;
+  if (column >= 0 && column < table->shape[1]) return column;
+  PyErr_Format(PyExc_IndexError, "expected a column below %zd, got %zd", table->shape[1], column);
+  return -1;
+}
+
+/* are_equal(rows, column) */
+static PyObject *are_equal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer rows;
+  if (n != 2) {
+    PyErr_SetString(PyExc_TypeError, "are_equal takes rows and a column");
+    return NULL;
+  }
+  if (open_table(args[0], &rows)) return NULL;
+  PyObject *found = NULL;
+  Py_ssize_t column = column_of(&rows, args[1]);
+  if (column >= 0) {
+    Py_ssize_t row = 1;
+    while (row < rows.shape[0] && cell(&rows, row, column) == cell(&rows, 0, column)) row++;
+    found = PyBool_FromLong(row >= rows.shape[0]);
+  }
+  PyBuffer_Release(&rows);
+  return found;
+}
+
+typedef struct {
+  int64_t first, second, count;
+} Pair;
+
+/* A new list of the pairs, or NULL with an exception. There are few different ones, so they are searched one by one. */
+static PyObject *pairs_of(const Py_buffer *rows, Py_ssize_t first, Py_ssize_t second) {
+  Pair *pairs = PyMem_New(Pair, rows->shape[0] + 1);
+  if (pairs == NULL) return PyErr_NoMemory();
+  Py_ssize_t known = 0, at = 0;
+  for (Py_ssize_t row = 0; row < rows->shape[0]; row++) {
+    int64_t a = cell(rows, row, first), b = cell(rows, row, second);
+    if (at == known || pairs[at].first != a || pairs[at].second != b) /* often it is that of the row before */
+      for (at = 0; at < known && (pairs[at].first != a || pairs[at].second != b);) at++;
+    if (at == known) {
+      Pair fresh = {a, b, 0};
+      pairs[known++] = fresh;
+    }
+    pairs[at].count++;
+  }
+  PyObject *list = PyList_New(known);
+  for (Py_ssize_t i = 0; list != NULL && i < known; i++) {
+    PyObject *item = Py_BuildValue("(LLL)", (long long)pairs[i].first, (long long)pairs[i].second,
+                                   (long long)pairs[i].count);
+    if (item == NULL)
+      Py_CLEAR(list);
+    else
+      PyList_SET_ITEM(list, i, item);
+  }
+  PyMem_Free(pairs);
+  return list;
+}
+
+/* count_pairs(rows, first, second) */
+static PyObject *count_pairs(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer rows;
+  if (n != 3) {
+    PyErr_SetString(PyExc_TypeError, "count_pairs takes rows and two columns");
+    return NULL;
+  }
+  if (open_table(args[0], &rows)) return NULL;
+  PyObject *found = NULL;
+  Py_ssize_t first = column_of(&rows, args[1]), second = first < 0 ? -1 : column_of(&rows, args[2]);
+  if (second >= 0) found = pairs_of(&rows, first, second);
+  PyBuffer_Release(&rows);
+  return found;
+}
+
+/* Words of a key: what names its reader, and some columns. Each has two multipliers. */
+typedef struct {
+  const Py_buffer *rows;
+  Py_ssize_t columns[32], count;
+  uint64_t multipliers[33];
+} Keys;
+
+static uint64_t mixed_word(const Keys *keys, Py_ssize_t word, uint64_t x) {
+  x ^= x >> 32;
+  x *= keys->multipliers[word];
+  x ^= x >> 29;
+  x *= keys->multipliers[keys->count - word];
+  return x ^ (x >> 32);
+}
+
+static int read_keys(Keys *keys, PyObject *columns, PyObject *multipliers) {
+  keys->count = PyTuple_GET_SIZE(columns);
+  if (keys->count > 32 || PyTuple_GET_SIZE(multipliers) != keys->count + 1) {
+    PyErr_Format(PyExc_ValueError, "expected at most 32 columns and one multiplier more, got %zd and %zd",
+                 keys->count, PyTuple_GET_SIZE(multipliers));
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < keys->count; i++)
+    if ((keys->columns[i] = column_of(keys->rows, PyTuple_GET_ITEM(columns, i))) < 0) return -1;
+  for (Py_ssize_t i = 0; i <= keys->count; i++) {
+    keys->multipliers[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(multipliers, i));
+    if (keys->multipliers[i] == (uint64_t)-1 && PyErr_Occurred()) return -1;
+  }
+  return 0;
+}
+
+/* The hash of the name of `reader`, of None without one. -1 with an exception. */
+static Py_hash_t hash_of_name(PyObject *names, int64_t reader) {
+  PyObject *number = PyLong_FromLongLong(reader);
+  if (number == NULL) return -1;
+  PyObject *name = PyDict_GetItemWithError(names, number);
+  Py_DECREF(number);
+  if (name == NULL && PyErr_Occurred()) return -1;
+  name = Py_NewRef(name == NULL ? Py_None : name);
+  Py_hash_t hash = PyObject_Hash(name);
+  Py_DECREF(name);
+  return hash;
+}
+
+/* keys_of_rows(rows, columns, multipliers, reader, names) */
+static PyObject *keys_of_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer rows;
+  if (n != 5 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) || !PyDict_Check(args[4])) {
+    PyErr_SetString(PyExc_TypeError, "keys_of_rows takes rows, two tuples, a column and a dict");
+    return NULL;
+  }
+  if (open_table(args[0], &rows)) return NULL;
+  Keys keys = {.rows = &rows};
+  PyObject *found = NULL;
+  Py_ssize_t reader = column_of(&rows, args[3]);
+  if (reader < 0 || read_keys(&keys, args[1], args[2])) goto done;
+  found = PyByteArray_FromStringAndSize(NULL, 8 * rows.shape[0]);
+  char *out = found == NULL ? NULL : PyByteArray_AS_STRING(found);
+  for (Py_ssize_t row = 0; found != NULL && row < rows.shape[0]; row++) {
+    Py_hash_t name = hash_of_name(args[4], cell(&rows, row, reader));
+    if (name == -1 && PyErr_Occurred()) {
+      Py_CLEAR(found);
+      break;
+    }
+    uint64_t key = mixed_word(&keys, 0, (uint64_t)(int64_t)name);
+    for (Py_ssize_t i = 0; i < keys.count; i++)
+      key += mixed_word(&keys, i + 1, (uint64_t)cell(&rows, row, keys.columns[i]));
+    memcpy(out + 8 * row, &key, 8);
+  }
+done:
+  PyBuffer_Release(&rows);
+  return found;
+}
+
+#define MOST_KINDS 32
+
+typedef struct {
+  int64_t kind;
+  Py_buffer flags;
+} Kind;
+
+/* Returns how many there are, -1 with an exception. */
+static Py_ssize_t open_kinds(PyObject *known, Kind *kinds) {
+  Py_ssize_t count = 0, place = 0;
+  PyObject *kind, *flags;
+  if (PyDict_GET_SIZE(known) > MOST_KINDS) {
+    PyErr_Format(PyExc_ValueError, "expected at most %d kinds, got %zd", MOST_KINDS, PyDict_GET_SIZE(known));
+    return -1;
+  }
+  while (PyDict_Next(known, &place, &kind, &flags)) {
+    if (int64_of(kind, &kinds[count].kind) ||
+        PyObject_GetBuffer(flags, &kinds[count].flags, PyBUF_SIMPLE)) {
+      while (count) PyBuffer_Release(&kinds[--count].flags);
+      return -1;
+    }
+    count++;
+  }
+  return count;
+}
+
+/* `dividend` / `divisor`, which is positive, as Python rounds it. */
+static int64_t floor_of(int64_t dividend, int64_t divisor) {
+  return dividend / divisor - (dividend % divisor < 0);
+}
+
+static char lacks(const Kind *kinds, Py_ssize_t count, int64_t kind, int64_t slot) {
+  if (slot < 0) slot = 0;
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (kinds[i].kind == kind)
+      return slot >= kinds[i].flags.len || !((const char *)kinds[i].flags.buf)[slot];
+  return 1;
+}
+
+/* lacking(rows, tag, slot, tags_per_kind, known) */
+static PyObject *lacking(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer rows;
+  Kind kinds[MOST_KINDS];
+  int64_t per_kind;
+  if (n != 5 || !PyDict_Check(args[4])) {
+    PyErr_SetString(PyExc_TypeError, "lacking takes rows, two columns, a number and a dict");
+    return NULL;
+  }
+  if (int64_of(args[3], &per_kind)) return NULL;
+  if (per_kind < 1) return PyErr_Format(PyExc_ValueError, "expected tags of each kind, got %lld", (long long)per_kind);
+  if (open_table(args[0], &rows)) return NULL;
+  PyObject *found = NULL;
+  Py_ssize_t tag = column_of(&rows, args[1]), slot = tag < 0 ? -1 : column_of(&rows, args[2]);
+  Py_ssize_t count = slot < 0 ? -1 : open_kinds(args[4], kinds);
+  if (count >= 0) {
+    found = PyByteArray_FromStringAndSize(NULL, rows.shape[0]);
+    char *out = found == NULL ? NULL : PyByteArray_AS_STRING(found);
+    for (Py_ssize_t row = 0; out != NULL && row < rows.shape[0]; row++)
+      out[row] = lacks(kinds, count, floor_of(cell(&rows, row, tag), per_kind), cell(&rows, row, slot));
+    while (count) PyBuffer_Release(&kinds[--count].flags);
+  }
+  PyBuffer_Release(&rows);
+  return found;
+}
+
+/* One buffer of unsigned 64-bit, or of 32-bit integers. */
+static int open_words(PyObject *source, Py_buffer *view, Py_ssize_t bytes, const char *formats) {
+  if (PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_ND)) return -1;
+  const char *format = view->format == NULL ? "" : view->format;
+  if (view->ndim == 1 && view->itemsize == bytes && strlen(format) == 1 && strchr(formats, *format)) return 0;
+  PyErr_Format(PyExc_TypeError, "expected a list of items of %zd bytes with a format of '%s', got %zd and '%s'", bytes,
+               formats, view->itemsize, format);
+  PyBuffer_Release(view);
+  return -1;
+}
+
+/* What look_up returns, or NULL with an exception. `counts`, `last`: 0 and anything, of each index. */
+static PyObject *looked_up(const Py_buffer *keys, const Py_buffer *table, const Py_buffer *indices, int64_t *counts,
+                           int64_t *last, int64_t size) {
+  PyObject *found = PyList_New(0), *missing = PyList_New(0), *item;
+  uint64_t mask = (uint64_t)table->shape[0] - 1;
+  if (found == NULL || missing == NULL) goto failed;
+  for (Py_ssize_t row = 0; row < keys->shape[0]; row++) {
+    uint64_t key = ((const uint64_t *)keys->buf)[row], at = key & mask;
+    int32_t index = ((const int32_t *)indices->buf)[at];
+    if (((const uint64_t *)table->buf)[at] == key && index >= 0 && index < size) {
+      counts[index]++;
+      last[index] = row;
+      continue;
+    }
+    item = PyLong_FromSsize_t(row);
+    int error = item == NULL || PyList_Append(missing, item);
+    Py_XDECREF(item);
+    if (error) goto failed;
+  }
+  for (int64_t index = 0; index < size; index++) {
+    if (!counts[index]) continue;
+    item = Py_BuildValue("(LLL)", (long long)index, (long long)counts[index], (long long)last[index]);
+    int error = item == NULL || PyList_Append(found, item);
+    Py_XDECREF(item);
+    if (error) goto failed;
+  }
+  return Py_BuildValue("(NN)", found, missing); /* takes both */
+failed:
+  Py_XDECREF(found);
+  Py_XDECREF(missing);
+  return NULL;
+}
+
+/* look_up(keys, table, indices, size) */
+static PyObject *look_up(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  Py_buffer keys, table, indices;
+  int64_t size;
+  if (n != 4) {
+    PyErr_SetString(PyExc_TypeError, "look_up takes keys, a table of them, their indices and how many there are");
+    return NULL;
+  }
+  if (int64_of(args[3], &size)) return NULL;
+  PyObject *found = NULL;
+  if (open_words(args[0], &keys, 8, "QL")) return NULL;
+  if (open_words(args[1], &table, 8, "QL")) goto no_table;
+  if (open_words(args[2], &indices, 4, "il")) goto no_indices;
+  Py_ssize_t places = table.shape[0];
+  if (places < 1 || (places & (places - 1)) || indices.shape[0] != places || size < 0) {
+    PyErr_Format(PyExc_ValueError, "expected a table of a power of two, got %zd keys and %zd indices", places,
+                 indices.shape[0]);
+    goto done;
+  }
+  int64_t *counts = PyMem_Calloc(2 * size + 1, sizeof(int64_t));
+  if (counts == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  found = looked_up(&keys, &table, &indices, counts, counts + size, size);
+  PyMem_Free(counts);
+done:
+  PyBuffer_Release(&indices);
+no_indices:
+  PyBuffer_Release(&table);
+no_table:
+  PyBuffer_Release(&keys);
+  return found;
+}
+
 static PyMethodDef methods[] = {
+    {"are_equal", (PyCFunction)(void (*)(void))are_equal, METH_FASTCALL, NULL},
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
+    {"count_pairs", (PyCFunction)(void (*)(void))count_pairs, METH_FASTCALL, NULL},
     {"describe_pages", (PyCFunction)(void (*)(void))describe_pages, METH_FASTCALL, NULL},
     {"fingerprint_rows", (PyCFunction)(void (*)(void))fingerprint_rows, METH_FASTCALL, NULL},
+    {"keys_of_rows", (PyCFunction)(void (*)(void))keys_of_rows, METH_FASTCALL, NULL},
+    {"lacking", (PyCFunction)(void (*)(void))lacking, METH_FASTCALL, NULL},
     {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
+    {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};

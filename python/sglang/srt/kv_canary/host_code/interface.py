@@ -7,12 +7,17 @@ from types import ModuleType
 from . import twins
 
 NAMES = (
+    "are_equal",
     "carry_over",
     "chain_of_tokens",
+    "count_pairs",
     "describe_pages",
     "fingerprint_rows",
+    "keys_of_rows",
+    "lacking",
     "launch_arguments",
     "leading",
+    "look_up",
     "pack_lists",
 )
 

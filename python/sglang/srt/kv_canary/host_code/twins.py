@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from .. import record
 
 SPAN_WORDS = 5
 SOURCE_COLUMNS = 6
+MOST_COLUMNS = 32  # of a finding's key
 ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 
 LOOK_AHEAD = 64  # objects in a row that may have gone
@@ -261,3 +263,101 @@ def carry_over(
             missing.append(i)
         carried.append(value)
     return carried, missing
+
+
+# Findings: rows of `record.Column`, a thousand in a step of a damaged pool
+
+
+def are_equal(rows: np.ndarray, column: int) -> bool:
+    """Whether all of `rows`, int64[n, columns], have the same value in `column`. True of none.
+
+    This and the following raise TypeError for rows of another type, and IndexError for columns that they do not have.
+    """
+    values = _column(rows, column)
+    return bool((values[1:] == values[:-1]).all())
+
+
+def count_pairs(rows: np.ndarray, first: int, second: int) -> list[tuple[int, int, int]]:
+    """(value in column `first`, value in column `second`, number of `rows` with both), in order of appearance."""
+    pairs = zip(_column(rows, first).tolist(), _column(rows, second).tolist(), strict=True)
+    return [(*pair, count) for pair, count in Counter(pairs).items()]
+
+
+def keys_of_rows(
+    rows: np.ndarray,
+    columns: tuple[int, ...],
+    multipliers: tuple[int, ...],
+    reader: int,
+    names: dict[int, str],
+) -> bytearray:
+    """A hash of each row, uint64[n] as bytes: of the name of its reader, and of its `columns`.
+
+    `names`: of the values in column `reader`; others have none. `multipliers`: odd, one for each of these words.
+    """
+    if len(multipliers) != len(columns) + 1 or len(columns) > MOST_COLUMNS:
+        raise ValueError(
+            f"expected at most {MOST_COLUMNS} columns and one multiplier more, "
+            f"got {len(columns)} and {len(multipliers)}"
+        )
+    readers = _column(rows, reader).tolist()
+    words = np.empty((len(multipliers), len(rows)), dtype=np.int64)
+    words[0] = [hash(names.get(row)) for row in readers]
+    for word, column in zip(words[1:], columns, strict=True):
+        word[:] = _column(rows, column)
+    # Fields of a word that differ in its high bits only would be lost in a sum of products.
+    mixed, factors = words.view(np.uint64), np.array(multipliers, dtype=np.uint64)
+    for shift, each in ((32, factors), (29, factors[::-1])):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= each[:, None]
+    mixed ^= mixed >> np.uint64(32)
+    return bytearray(mixed.sum(axis=0, dtype=np.uint64).tobytes())
+
+
+def lacking(
+    rows: np.ndarray, tag: int, slot: int, tags_per_kind: int, known: dict[int, np.ndarray]
+) -> bytearray:
+    """Of each row whether it is about a slot that is not in `known`: one byte each.
+
+    `known`: of the number of a pool kind, a byte for each slot. `tags_per_kind` tags belong to a kind, in order. A
+    slot below 0 stands for the first.
+    """
+    if tags_per_kind < 1:
+        raise ValueError(f"expected tags of each kind, got {tags_per_kind}")
+    kinds, slots = _column(rows, tag) // tags_per_kind, _column(rows, slot).clip(min=0)
+    lacks = np.ones(len(rows), dtype=np.uint8)
+    for kind, flags in known.items():
+        mine = (kinds == kind) & (slots < len(flags))
+        lacks[mine] = flags[slots[mine]] == 0
+    return bytearray(lacks.tobytes())
+
+
+def look_up(
+    keys: np.ndarray, table: np.ndarray, indices: np.ndarray, size: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """(for each index that was found: index, how often, where last; where `keys`, uint64[n], have none).
+
+    The low bits of a key are its place in `table` uint64[m] and `indices` int32[m]; m is a power of two. It is found if
+    it is there, with an index below `size`. Raises ValueError for other tables.
+    """
+    places = len(table)
+    if places < 1 or places & (places - 1) or len(indices) != places or size < 0:
+        raise ValueError(
+            f"expected a table of a power of two, got {places} keys and {len(indices)} indices"
+        )
+    at = (keys & np.uint64(places - 1)).view(np.int64)
+    found = np.where(table[at] == keys, indices[at], -1)
+    found[found >= size] = -1
+    rows = np.flatnonzero(found >= 0)
+    counts = np.bincount(found[rows], minlength=1)
+    last = np.zeros(len(counts), dtype=np.int64)
+    last[found[rows]] = rows  # the last of several assignments stays
+    known = [(i, int(counts[i]), int(last[i])) for i in np.flatnonzero(counts).tolist()]
+    return known, np.flatnonzero(found < 0).tolist()
+
+
+def _column(rows: np.ndarray, column: int) -> np.ndarray:
+    if rows.dtype != np.int64 or rows.ndim != 2:
+        raise TypeError(f"expected rows of int64, got {rows.dtype} {rows.shape}")
+    if not 0 <= column < rows.shape[1]:
+        raise IndexError(f"expected a column below {rows.shape[1]}, got {column}")
+    return rows[:, column]

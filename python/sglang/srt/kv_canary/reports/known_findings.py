@@ -5,12 +5,12 @@ A damaged pool gives a thousand repeats a step, so Python looks at each cause on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..endpoint import TAGS_PER_KIND
+from ..host_code import HOST
 from ..record import MIX_INCREMENT, Column, mix64
 from .cause import Cause
 from .flight_recorder import FlightRecorder
@@ -30,9 +30,7 @@ _COLUMNS = (
     Column.LAST_WRITER,
 )
 # Odd numbers without a pattern.
-_MULTIPLIERS = np.array(
-    [mix64(i * MIX_INCREMENT) | 1 for i in range(len(_COLUMNS) + 1)], dtype=np.uint64
-)
+_MULTIPLIERS = tuple(mix64(i * MIX_INCREMENT) | 1 for i in range(len(_COLUMNS) + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,10 @@ class _Index:
         index.cause_of[at] = [place[c.number] for c in known.values()]
         return index
 
-    def look_up(self, keys: np.ndarray) -> np.ndarray:
-        """int32[len(keys)]: index into `causes`; -1 for a finding that it does not have."""
-        at = self._place_of(keys)
-        return np.where(self.keys[at] == keys, self.cause_of[at], -1)
+    def look_up(self, keys: np.ndarray) -> tuple[list[Repeats], list[int]]:
+        """(repeats, one entry for each cause; rows of `keys` uint64[n] that it does not have)."""
+        found, missing = HOST.look_up(keys, self.keys, self.cause_of, len(self.causes))
+        return [Repeats(self.causes[i], count, last) for i, count, last in found], missing
 
     def _place_of(self, keys: np.ndarray) -> np.ndarray:
         return (keys & np.uint64(len(self.keys) - 1)).view(np.int64)
@@ -95,10 +93,9 @@ class KnownFindings:
         """(repeats, one entry for each cause and way of look-up; rows of new findings) of uint64[n] `keys`."""
         if self._is_behind and self._lookups > LOOKUPS_PER_INDEX * len(self._causes):
             self._index, self._lookups, self._is_behind = _Index.of(self._causes), 0, False
-        found = self._index.look_up(keys)
-        repeats = list(self._by_cause(found))
+        repeats, missing = self._index.look_up(keys)
         new = []
-        for row in np.flatnonzero(found < 0).tolist():
+        for row in missing:
             cause = self._causes.get(int(keys[row]))
             if cause is None:
                 new.append(row)
@@ -106,15 +103,6 @@ class KnownFindings:
                 self._lookups += 1
                 repeats.append(Repeats(cause, 1, row))
         return repeats, new
-
-    def _by_cause(self, found: np.ndarray) -> Iterator[Repeats]:
-        """`found` int32[n]: index of each row's cause; -1: none."""
-        rows = np.flatnonzero(found >= 0)
-        counts = np.bincount(found[rows], minlength=1)
-        last = np.zeros(len(counts), dtype=np.int64)
-        last[found[rows]] = rows  # the last of several assignments stays
-        for index in np.flatnonzero(counts).tolist():
-            yield Repeats(self._index.causes[index], int(counts[index]), int(last[index]))
 
 
 class KnownSlots:
@@ -135,12 +123,8 @@ class KnownSlots:
 
     def lacks(self, rows: np.ndarray) -> np.ndarray:
         """bool[n]: which of `rows` int64[n, len(Column)] are about other slots."""
-        kinds, slots = rows[:, Column.TAG] // TAGS_PER_KIND, rows[:, Column.SLOT].clip(min=0)
-        lacks = np.ones(len(rows), dtype=bool)
-        for kind, known in self._known.items():
-            mine = (kinds == kind) & (slots < len(known))
-            lacks[mine] = ~known[slots[mine]]
-        return lacks
+        flags = HOST.lacking(rows, Column.TAG, Column.SLOT, TAGS_PER_KIND, self._known)
+        return np.frombuffer(flags, dtype=bool)
 
 
 def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
@@ -148,33 +132,10 @@ def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
 
     A slot that was written or freed since then is another finding.
     """
-    words = np.empty((len(_COLUMNS) + 1, len(rows)), dtype=np.int64)
-    words[0] = _requests(rows, recorder)
-    words[1:] = rows.T[_COLUMNS, :]
-    # Fields of a word that differ in its high bits only would be lost in a sum of products.
-    mixed = words.view(np.uint64)
-    for shift, multipliers in ((32, _MULTIPLIERS), (29, _MULTIPLIERS[::-1])):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= multipliers[:, None]
-    mixed ^= mixed >> np.uint64(32)
-    return mixed.sum(axis=0, dtype=np.uint64)
-
-
-def _requests(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
-    """A hash of each row's request id, int64[n]; that of None where no request is known."""
-    hashes = np.full(len(rows), hash(None))
+    keys = np.empty(len(rows), dtype=np.uint64)
     for forward, mine in by_forward(rows):
         step = recorder.step_of(forward)
-        if step is not None and step.requests:
-            hashes[mine] = _hashes_of(step.requests, rows[mine, Column.READER_ROW])
-    return hashes
-
-
-def _hashes_of(requests: Mapping[int, str], readers: np.ndarray) -> np.ndarray:
-    """Of the ids of request rows `readers`, int64[n]."""
-    count = len(requests)
-    known = np.fromiter(requests, dtype=np.int64, count=count)
-    table = np.full(known.max() + 2, hash(None))  # the last entry is for all other rows
-    table[known] = np.fromiter(map(hash, requests.values()), dtype=np.int64, count=count)
-    other = (readers < 0) | (readers >= len(table))
-    return table[np.where(other, -1, readers)]
+        names = {} if step is None else step.requests
+        found = HOST.keys_of_rows(rows[mine], _COLUMNS, _MULTIPLIERS, Column.READER_ROW, names)
+        keys[mine] = np.frombuffer(found, dtype=np.uint64)
+    return keys

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..buffer_group import PoolKind
 from ..endpoint import NUM_TAGS, CanaryLaunchTag
+from ..host_code import HOST
 from ..plan.host_chain import first_links
 from ..record import Column, Reason, chain_fold
 from .flight_recorder import FlightRecorder, StepRecord
@@ -57,7 +58,7 @@ def _are_moot_in(step: StepRecord, rows: np.ndarray, virtual_swa: bool) -> np.nd
 def by_forward(rows: np.ndarray) -> Iterator[tuple[int, np.ndarray | slice]]:
     """(forward, its places in `rows`) of each forward whose findings these are. Nearly always it is one."""
     forwards = rows[:, Column.READER_FORWARD]
-    if len(rows) and (forwards == forwards[0]).all():
+    if len(rows) and HOST.are_equal(rows, Column.READER_FORWARD):
         yield int(forwards[0]), slice(None)
         return
     order = np.argsort(forwards, kind="stable")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from ..host_code import HOST
 from ..record import VIOLATION_COLUMNS, Column
 from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
@@ -46,8 +47,6 @@ class ViolationManager:
         self._newest = 0
         self._fetched_of = 0  # all rows of forwards up to this one have been fetched
         self._unsettled = _NO_ROWS
-        # Of tag and reasons, int64[n], ascending; the first one is never found
-        self._pairs = np.array([-1])
         self._found: deque[tuple[Finding | StateFinding, int]] = (
             deque()
         )  # outside the device pool, by any thread
@@ -178,22 +177,11 @@ class ViolationManager:
             self._reporter.log_or_raise_violation(rows, self._recorder)
 
     def _count(self, rows: np.ndarray) -> None:
-        pairs = (rows[:, Column.TAG] << 32) | rows[:, Column.REASONS]
-        for pair, count in self._count_of(pairs):
-            tag_id, reasons = pair >> 32, pair & 0xFFFFFFFF
+        for tag_id, reasons, count in HOST.count_pairs(rows, Column.TAG, Column.REASONS):
             tag = tag_name(tag_id, reasons)
             self.by_tag[tag] += count
             for reason in reason_names(reasons):
                 self.by_tag_and_reason[tag, reason] += count
-
-    def _count_of(self, pairs: np.ndarray) -> Iterable[tuple[int, int]]:
-        """(pair, how often it occurs). Repeats have the pairs of earlier rows: sorting takes longer."""
-        at = np.searchsorted(self._pairs, pairs)
-        if not np.array_equal(self._pairs.take(at, mode="clip"), pairs):
-            self._pairs = np.unique(np.append(pairs, -1))
-            at = np.searchsorted(self._pairs, pairs)
-        counts = np.bincount(at, minlength=len(self._pairs))
-        return [(p, n) for p, n in zip(self._pairs.tolist(), counts.tolist(), strict=True) if n]
 
 
 def _taken_from_ring(ring: np.ndarray, first: int, end: int) -> np.ndarray:
