@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +13,15 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.fill_ins import short_conv_backend
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.scripted_models import write_scripted_lfm2
+from sglang_kv_canary.testing.traffic import random_tokens
 
-from .eagle_serving import EagleE2EBase
+from .eagle_serving import EagleE2EBase, scripted_answer
+from .ngram_fill_ins import ngram_on_cpu
+from .ngram_serving import NgramE2EBase
 
-__all__ = ["EagleHybridE2EBase"]
+__all__ = ["EagleHybridE2EBase", "NgramHybridE2EBase"]
 
-_EAGLE = MODES["eagle"]
+_EAGLE, _NGRAM = MODES["eagle"], MODES["ngram"]
 
 
 def lfm2_for_eagle() -> None:
@@ -63,7 +68,30 @@ MODES["eagle_hybrid"] = replace(
     cpu_args={**_EAGLE.cpu_args, "attention_backend": "torch_native"},
     cpu_fill_ins=(*_EAGLE.cpu_fill_ins, lfm2_for_eagle, states_on_cpu),
 )
+_HYBRID = MODES["eagle_hybrid"]
+MODES["ngram_hybrid"] = replace(
+    _HYBRID,
+    name="ngram_hybrid",
+    server_args={
+        **{k: v for k, v in _HYBRID.server_args.items() if not k.startswith("speculative_")},
+        **{k: v for k, v in _NGRAM.server_args.items() if k.startswith("speculative_")},
+    },
+    cpu_fill_ins=(*_HYBRID.cpu_fill_ins, ngram_on_cpu),
+)
 
 
 class EagleHybridE2EBase(EagleE2EBase):
     mode_name = "eagle_hybrid"
+
+
+class NgramHybridE2EBase(NgramE2EBase):
+    mode_name = "ngram_hybrid"
+
+    def prompt_that_moves(self, name: str) -> list[int]:
+        """The trie learns the answer, and then what follows its tokens elsewhere, which it proposes first."""
+        start, *others = random_tokens(random.Random(name), 6)
+        prompt, answer = [*others, start], scripted_answer([start], 5)
+        self.generate(f"{name}-learnt", prompt, 12)
+        elsewhere = itertools.chain(*zip(answer, others, strict=True))
+        self.generate(f"{name}-elsewhere", [*elsewhere], 4)
+        return prompt

@@ -19,14 +19,15 @@ __all__ = ["LostMove", "losing_a_move", "lost_moves"]
 
 _FILE = "lost_move"  # in the server's folder; holds the half to lose
 _CONTROLS = "SGLANG_KV_CANARY_PERTURB_DIR"  # a folder in it
-_MOVE = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache"
+_POOLS = "sglang.srt.mem_cache.memory_pool"
 
 
 def lost_moves() -> None:
     """A plugin: the next true move loses the bytes of one token, in the half that the file names."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_MOVE, _move_but_one, HookType.AROUND)
+    for pool in ("MHATokenToKVPool", "HybridLinearKVPool"):
+        HookRegistry.register(f"{_POOLS}.{pool}.move_kv_cache", _move_but_one, HookType.AROUND)
 
 
 class LostMove:
@@ -68,7 +69,8 @@ def _move_but_one(
     half = file.read_text()
     file.unlink()
     slot = int(targets[moved[0]])
-    buffers = pool.k_buffer if half == "K" else pool.v_buffer
+    part = getattr(pool, "full_kv_pool", pool)
+    buffers = part.k_buffer if half == "K" else part.v_buffer
     kept = [buffer[slot].clone() for buffer in buffers]
     returned = original(pool, targets, sources, *args, **more)
     for buffer, row in zip(buffers, kept, strict=True):

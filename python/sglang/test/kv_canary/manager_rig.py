@@ -64,6 +64,7 @@ class ManagerRig:
         context_len: int = CONTEXT,
         surroundings: Surroundings | None = None,
         max_requests: int = MAX_REQUESTS,
+        tree_width: int = 1,
         **settings: Any,
     ) -> None:
         if device == "cpu":
@@ -87,7 +88,12 @@ class ManagerRig:
             config,
             RunnerIdentity("target", 0, device),
             groups,
-            PlanInput.allocate(self.rows.req_to_token, draft_tokens=MAX_DRAFTS, groups=groups),
+            PlanInput.allocate(
+                self.rows.req_to_token,
+                tree_width=tree_width,
+                draft_tokens=max(MAX_DRAFTS, tree_width),
+                groups=groups,
+            ),
             CanaryLaunchCapacities.from_args(
                 max_running_requests=max_requests,
                 request_rows=self.rows.req_to_token.shape[0],

@@ -12,11 +12,23 @@ from sglang_kv_canary.testing.fault_cases import Case, tags, two_prompts
 from sglang_kv_canary.testing.traffic import random_tokens
 
 from .eagle_serving import EagleE2EBase
+from .lost_moves import losing_a_move, lost_moves
 
-__all__ = ["DRAFT", "EVERYWHERE", "VERIFY", "EagleFaults", "damages", "flips", "one_flip_each"]
+__all__ = [
+    "DRAFT",
+    "EVERYWHERE",
+    "TREES",
+    "VERIFY",
+    "EagleFaults",
+    "TreeFaults",
+    "damages",
+    "flips",
+    "one_flip_each",
+]
 
 VERIFY = {"mode": "TARGET_VERIFY"}
 DRAFT = {"mode": "DECODE"}
+TREES = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
 EVERYWHERE = tags("HEAD TAIL", "K V", "FULL")
 
 
@@ -108,3 +120,30 @@ class EagleFaults(EagleE2EBase):
         assert self.reported(role, case.reason) == {*case.tags}
         assert self.reported(other, case.reason) == set()
         self.assert_all_explained(done)
+
+
+class TreeFaults(EagleFaults):
+    """Accepted tokens move to the front of each request's new slots."""
+
+    plugins: ClassVar = (lost_moves,)
+
+    def test_clean(self) -> None:
+        self.converse("trees")
+        self.assert_clean()
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_a_move_that_is_lost(self, half: str) -> None:
+        """The next forward that reads the slot finds the rejected token's bytes there."""
+        self.expect_violations()
+        prompt = self.prompt_that_moves(f"lost-{half}")
+        with losing_a_move(self.serving, half) as lost:
+            self.generate(f"lost-{half}", prompt, 40)
+        done = lost.answer()
+        assert self.reported("target", "CONTENT") == {f"TAIL_{half}_FULL"}
+        found = [event for event in self.violations() if event["slot"] in done["slots"]]
+        assert {event["runner"] for event in found} == {"target"}
+        self.assert_all_explained(done)
+
+    def prompt_that_moves(self, name: str) -> list[int]:
+        """Its answer takes branches of trees that are not the first ones."""
+        return random_tokens(random.Random(name), 12)

@@ -20,13 +20,14 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.adaptive_steps import adaptive_steps, steps_switched_to
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
-from sglang_kv_canary_rigs.lost_moves import losing_a_move, lost_moves
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
     EVERYWHERE,
+    TREES,
     VERIFY,
     EagleFaults,
+    TreeFaults,
     damages,
     flips,
     one_flip_each,
@@ -101,9 +102,6 @@ class TestEagleV2(EagleFaults):
         self.assert_all_explained(done)
 
 
-TREES = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
-
-
 @on_first_release
 class TestEagleV1Trees(EagleFaults):
     speculation: ClassVar = {**V1, **TREES}
@@ -114,28 +112,10 @@ class TestEagleV1Trees(EagleFaults):
 
 
 @from_0_5_17
-class TestEagleV2Trees(EagleFaults):
-    """Accepted tokens move to the front of each request's new slots, also with pages of one token."""
+class TestEagleV2Trees(TreeFaults):
+    """Accepted tokens move also with pages of one token."""
 
     speculation: ClassVar = {**V2, **TREES}
-    plugins: ClassVar = (lost_moves,)
-
-    def test_clean(self) -> None:
-        self.converse("trees")
-        self.assert_clean()
-
-    @pytest.mark.parametrize("half", ["K", "V"])
-    def test_a_move_that_is_lost(self, half: str) -> None:
-        """The next forward that reads the slot finds the rejected token's bytes there."""
-        self.expect_violations()
-        prompt = random_tokens(random.Random(f"lost-{half}"), 12)
-        with losing_a_move(self.serving, half) as lost:
-            self.generate(f"lost-{half}", prompt, 40)
-        done = lost.answer()
-        assert self.reported("target", "CONTENT") == {f"TAIL_{half}_FULL"}
-        found = [event for event in self.violations() if event["slot"] in done["slots"]]
-        assert {event["runner"] for event in found} == {"target"}
-        self.assert_all_explained(done)
 
 
 @long_on_newer_releases

@@ -12,10 +12,18 @@ from sglang_kv_canary.testing.fault_cases import Case
 from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
-from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase
+from sglang_kv_canary_rigs.eagle_hybrid_serving import EagleHybridE2EBase, NgramHybridE2EBase
 from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
 from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
-from sglang_kv_canary_rigs.spec_fault_cases import DRAFT, EVERYWHERE, VERIFY, EagleFaults, flips
+from sglang_kv_canary_rigs.spec_fault_cases import (
+    DRAFT,
+    EVERYWHERE,
+    TREES,
+    VERIFY,
+    EagleFaults,
+    TreeFaults,
+    flips,
+)
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -104,6 +112,30 @@ class TestHybridRaise(EagleHybridE2EBase):
         assert report.aborts
         assert "Testing retraction" in self.serving.stderr
         self.assert_clean()
+
+
+class TestTrees(EagleHybridE2EBase, TreeFaults):
+    speculation: ClassVar = {**V1, **TREES}
+
+
+@long_on_newer_releases
+class TestTreesRaise(TestHybridRaise):
+    speculation: ClassVar = {**V1, **TREES}
+
+
+@long_on_newer_releases
+class TestNgram(NgramHybridE2EBase, TreeFaults):
+    """Trees of a trie."""
+
+    @pytest.mark.parametrize(("role", "case"), flips("target", VERIFY), ids=str)
+    def test_fault_in_one_pool(self, role: str, case: Case) -> None:
+        self.check(role, case, f"{role}-{case}")
+
+
+@long_on_newer_releases
+class TestNgramRaise(NgramHybridE2EBase, TestHybridRaise):
+    speculation: ClassVar = {}
+    flags: ClassVar = {**TestHybridRaise.flags, **V1}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
 from sglang_kv_canary.config import CanaryMode, ContentMode
@@ -31,9 +32,11 @@ from sglang_kv_canary.pool_patcher import (
 )
 from sglang_kv_canary.pool_patcher.installed_pools import UNKNOWN, installed_pools
 from sglang_kv_canary.state import TagCounter
+from sglang_kv_canary.testing.spec_fill_ins import copy_slots
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs import pool_fixtures as pools
 from sglang_kv_canary_rigs.drafts_rig import DraftsRig
+from sglang_kv_canary_rigs.moves_rig import LostPart, MovesRig
 from sglang_kv_canary_rigs.paged_rig import PagedRig
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
@@ -45,9 +48,15 @@ if not release().has_own_canary:
         allow_module_level=True,
     )
 
+from sglang.kernels.ops.kvcache import cache_move  # noqa: E402
 from sglang.srt.mem_cache import deepseek_v4_memory_pool, memory_pool  # noqa: E402
 from sglang_kv_canary.wiring.from_0_5_17 import seam  # noqa: E402
-from sglang_kv_canary.wiring.from_0_5_17.pools import PAGE_MAJOR  # noqa: E402
+from sglang_kv_canary.wiring.from_0_5_17.pools import (  # noqa: E402
+    FOLLOWED_MOVES,
+    PAGE_MAJOR,
+    PARTS,
+    UNMOVED,
+)
 from sglang_kv_canary.wiring.from_0_5_17.seam import _refuse_unknown_pool  # noqa: E402
 
 # Judged by test_unified_pools.py.
@@ -177,22 +186,22 @@ def _fp8_dsa_pool() -> RealPool:
     return pools.make_nsa_pool(dtype=torch.float8_e4m3fn, kv_cache_dim=656)
 
 
-def _mx_pool(page_size: int) -> RealPool:
+def _mx_pool(page_size: int, **sizes: Any) -> RealPool:
     """FP4 in a plain MHA pool, as these releases serve it."""
     from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod
 
     method = FP4MXBlock16KVCacheMethod()
     return pools.make_mha_pool(
-        page_size=page_size, dtype=torch.float4_e2m1fn_x2, head_dim=16, quant_method=method
+        page_size=page_size, dtype=torch.float4_e2m1fn_x2, head_dim=16, quant_method=method, **sizes
     )
 
 
 _MXFP8 = {"page_size": 128, "dtype": torch.float8_e4m3fn, "head_dim": 128}
 
 
-def _mxfp8_pool(page_size: int = 128, size: int = 256) -> RealPool:
+def _mxfp8_pool(page_size: int = 128, size: int = 256, **more: Any) -> RealPool:
     """Pages of 128 slots have interleaved scales, as attention reads them; others one row per slot."""
-    sizes = {**_MXFP8, "page_size": page_size}
+    sizes = {**_MXFP8, "page_size": page_size, **more}
     return pools.make_mha_pool(size=size, pool_class=memory_pool.MHATokenToKVPoolMXFP8, **sizes)
 
 
@@ -550,6 +559,126 @@ def test_a_flipped_byte_of_each_part_of_a_draft_pool_is_found(drafts: DraftsRig)
             drafts.reported.clear()
             drafts.step(1, 2)
             assert drafts.findings() == set()
+
+
+# Draft trees: accepted tokens move by SGLang's own method. MXFP8's kernel runs interpreted.
+MOVED: dict[str, Case] = {
+    "mha-fp4": (lambda: _mx_pool(16, size=512), _mha_rows),
+    **{
+        name: SERVED[name]
+        for name in ("hybrid", "hybrid-mla", "mxfp8", "mxfp8-swa", "page-major")
+        if name in SERVED
+    },
+}
+
+
+@pytest.fixture
+def _moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_plugins()
+    _interpreted_scale_kernel(monkeypatch)
+    monkeypatch.setenv("SGLANG_NATIVE_MOVE_KV_CACHE", "1")  # the other way is a Triton kernel
+
+
+@pytest.mark.usefixtures("_moves")
+@pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
+@pytest.mark.parametrize("name", MOVED)
+def test_moves_of_accepted_tokens_are_silent(name: str, content: ContentMode) -> None:
+    with MovesRig(*MOVED[name], mode=CanaryMode.RAISE, content=content) as rig:
+        for row in (1, 2):
+            rig.extend(row, range(1000 * row, 1000 * row + 30))
+        for _ in range(3):
+            for row in (1, 2):
+                rig.step(row)
+        assert rig.settle() == []
+        for group, half in rig.halves():
+            tag = CanaryLaunchTag(group.kind, half, Side.TAIL).id
+            checked = rig.manager.state.counters[tag, TagCounter.CONTENT_CHECKED]
+            assert int(checked) > 0, (group.kind, half)
+
+
+@pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
+def test_records_move_once_where_a_pool_calls_its_base(
+    content: ContentMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXFP8 without interleaved scales, which no server has: set_kv_buffer refuses to store there."""
+    load_plugins()
+    monkeypatch.setattr(cache_move, "copy_all_layer_kv_cache_cpu", copy_slots)
+    real = _mxfp8_pool(16, 512, enable_kv_cache_copy=True)
+    real.pool.native_k_scale_buffer = None  # 0.5.23 sets it in other pools only
+    for half in "kv":  # torch indexes bytes on a CPU, and not these
+        scales = getattr(real.pool, f"{half}_scale_buffer")
+        scales[:] = [buffer.view(torch.uint8) for buffer in scales]
+    with MovesRig(lambda: real, _mha_rows, content=content) as rig:
+        rig.extend(1, range(1000, 1030))
+        for _ in range(3):
+            rig.step(1)
+        assert rig.settle() == []
+
+
+@pytest.mark.usefixtures("_moves")
+@pytest.mark.parametrize("name", MOVED)
+def test_a_lost_move_of_each_part_is_found(name: str) -> None:
+    """Each buffer of each layer keeps what a rejected token has left: values, or scales alone."""
+    with MovesRig(*MOVED[name]) as rig:
+        rig.extend(1, range(1000, 1030))
+        for group, half in rig.halves():
+            for part in range(rig.parts(group, half)):
+                lost = LostPart(rig, group, half, part)
+                position = rig.step(1, lost)
+                rig.step(1)
+                lost.repair()
+                found = {(v.tag, v.reasons, v.stored_position) for v in rig.settle()}
+                tag = f"TAIL_{half}_{group.kind.value}"
+                assert found == {(tag, ("CONTENT",), position)}, (half, part)
+                rig.reported.clear()
+                rig.step(1)
+                assert rig.settle() == []
+
+
+@pytest.mark.usefixtures("_moves")
+def test_sglangs_move_of_fp4_latent_rows_leaves_scales_behind() -> None:
+    """Why draft trees are refused there, see `from_0_5_17.pools.UNMOVED`."""
+    pool = SERVED["mla-fp4"][0]().pool
+    for row in chain(*_mla_rows(pool, 7).values()):
+        row.fill_(7)
+    pool.move_kv_cache(torch.tensor([5]), torch.tensor([7]))
+    values, scales = _mla_rows(pool, 5)[K][0], _mla_rows(pool, 5)[K][-1]
+    assert (values.unique().tolist(), scales.unique().tolist()) == ([7], [0])
+
+
+def test_sglangs_other_move_takes_fp4_scales_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without SGLANG_NATIVE_MOVE_KV_CACHE: by the pool's list of buffers. A stand-in takes the kernel's place."""
+    monkeypatch.setattr(cache_move, "copy_all_layer_kv_cache_cpu", copy_slots)
+    pool = _mx_pool(16, enable_kv_cache_copy=True).pool
+    for row in chain(*_mha_rows(pool, 7).values()):
+        row.fill_(7)
+    pool.move_kv_cache(torch.tensor([5]), torch.tensor([7]))
+    assert all(row.unique().tolist() == [7] for row in chain(*_mha_rows(pool, 5).values()))
+
+
+def test_sglang_has_no_pool_of_the_old_fp4_class_with_speculation() -> None:
+    with pytest.raises(AttributeError, match="data_strides"):
+        pools.make_fp4_mha_pool(enable_kv_cache_copy=True)
+
+
+def test_sglang_moves_nothing_in_pools_with_a_sparse_indexer() -> None:
+    with pytest.raises(NotImplementedError, match="not yet supported for MiniMaxSparseKVPool"):
+        pools.make_minimax_sparse_pool().pool.move_kv_cache(torch.tensor([5]), torch.tensor([7]))
+    assert not hasattr(_dsv4_pool().pool, "move_kv_cache")
+
+
+def test_trees_are_judged_in_each_pool_where_they_are_let_in() -> None:
+    judged = {type(make().pool).__name__ for make, _ in MOVED.values()}
+    let_in = {name.rpartition(".")[2] for name in FOLLOWED_MOVES}
+    if not release().known_pools()[PAGE_MAJOR].attacher:  # SGLang builds none
+        let_in.remove("PageMajorMHATokenToKVPool")
+    assert let_in - {"MLATokenToKVPool"} <= judged  # MLA: as a part of a hybrid pool
+
+
+def test_each_pool_without_trees_has_sglangs_reason() -> None:
+    whole = {name for name, support in release().known_pools().items() if support.attacher}
+    parts = {part for classes in PARTS.values() for part in classes}
+    assert whole - {*FOLLOWED_MOVES, *UNMOVED} <= parts
 
 
 # FP8 latent rows of DSA are packed by a GPU kernel. Others are stored by one.

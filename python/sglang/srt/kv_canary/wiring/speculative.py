@@ -201,15 +201,37 @@ def mark_unfilled(manager: CanaryManager, full_slots: torch.Tensor) -> None:
         manager.ledger.record(SlotEventKind.UNFILL, kind, slots_of(group, full_slots), page_size=1)
 
 
-@guarded
-def after_move(
-    _: Any, pool: Any, tgt_loc: torch.Tensor, src_loc: torch.Tensor, *args: Any, **kwargs: Any
-) -> None:
-    """Sub-pools have no groups of their own, so each move is seen once, with full slots."""
-    groups = attached_groups(pool)
-    if not groups or not tgt_loc.numel():
+_moving: set[int] = set()  # ids of pools
+
+
+def around_move(
+    original: Callable[..., Any],
+    pool: Any,
+    tgt_loc: torch.Tensor,
+    src_loc: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Each move is seen once, with full slots: parts of a pool have no groups of their own.
+
+    A pool may call the method of its base, which has a hook, too. Records follow when all of its parts have moved.
+    """
+    if id(pool) in _moving or not attached_groups(pool):
+        return original(pool, tgt_loc, src_loc, *args, **kwargs)
+    _moving.add(id(pool))
+    try:
+        moved = original(pool, tgt_loc, src_loc, *args, **kwargs)
+    finally:
+        _moving.remove(id(pool))
+    attempt(_move_records, pool, tgt_loc, src_loc)
+    return moved
+
+
+def _move_records(pool: Any, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+    if not tgt_loc.numel():
         return
-    manager = next(m for m in context.managers if m.groups[0].k_head is groups[0].k_head)
+    records = attached_groups(pool)[0].k_head
+    manager = next(m for m in context.managers if m.groups[0].k_head is records)
     with manager.clock:
         for group in manager.groups:
             sources, targets = slots_of(group, src_loc), slots_of(group, tgt_loc)
@@ -247,5 +269,5 @@ def draft_hooks(replay: str, pools: Sequence[str]) -> tuple[HookSpec, ...]:
         hooks.append(HookSpec(target, fn, HookType.BEFORE, DRAFT_KV))
     for pool in pools:
         target = f"{pool}.move_kv_cache"
-        hooks.append(HookSpec(target, after_move, HookType.AFTER, "KV that moves between slots"))
+        hooks.append(HookSpec(target, around_move, HookType.AROUND, "KV that moves between slots"))
     return tuple(hooks)

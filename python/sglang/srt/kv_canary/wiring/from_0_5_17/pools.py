@@ -10,6 +10,7 @@ from ...pool_patcher.registry import PoolSupport
 __all__ = [
     "DRAFTS",
     "FOLLOWED_MOVES",
+    "HOOKED_MOVES",
     "PAGE_MAJOR",
     "PARTS",
     "POOLS",
@@ -17,6 +18,7 @@ __all__ = [
     "UNIFIED_MHA",
     "UNIFIED_MLA",
     "UNIFIED_SWA",
+    "UNMOVED",
     "judged",
 ]
 
@@ -57,8 +59,20 @@ PARTS = {
     UNIFIED_HYBRID: (UNIFIED_MHA, UNIFIED_MLA),
     UNIFIED_SWA: (UNIFIED_MHA,),
 }
-# Accepted tokens of draft trees move after each verify. Here records follow. _DSA calls the method of its base, _MLA.
-FOLLOWED_MOVES = (_MHA, _MLA, _SWA)
+# Accepted tokens of draft trees move after each verify. Classes with a `move_kv_cache` of their own, which is hooked.
+HOOKED_MOVES = (_MHA, _MLA, _SWA, _HYBRID, _MHA_MXFP8)
+# Classes whose records follow. PAGE_MAJOR has the method of _MHA.
+FOLLOWED_MOVES = (*HOOKED_MOVES, PAGE_MAJOR)
+# Others, and what SGLang itself does with trees there.
+_UNIFIED_MOVES = "its move_kv_cache moves whole pages, and its start-up allows top-k 1 alone"
+UNMOVED: dict[str, str] = {
+    _DSA: "DSA attention has no mask for draft trees, so drafts attend to those of other branches",
+    _MHA_FP4: "the pool has no data_strides, which its constructor reads with any speculation",
+    _MLA_FP4: "move_kv_cache is that of MLATokenToKVPool, which leaves kv_scale_buffer behind",
+    _MINIMAX: "MiniMaxSparseKVPool.move_kv_cache raises NotImplementedError",
+    _DSV4_POOL: "the pool has no move_kv_cache, and its attention backend asserts that top-k is 1",
+    **dict.fromkeys((UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID, UNIFIED_SWA, *DRAFTS), _UNIFIED_MOVES),
+}
 
 # FP4 pools are apart.
 _JUDGED = (_MHA_MXFP8, _MINIMAX, _K_ONLY, _DSV4_UNIFORM)

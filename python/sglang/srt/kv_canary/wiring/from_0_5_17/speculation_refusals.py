@@ -11,7 +11,7 @@ from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
 from ..refusals import Refusal, accepts_no_path
 from ..releases import release
-from .pools import FOLLOWED_MOVES
+from .pools import FOLLOWED_MOVES, UNMOVED
 
 __all__ = ["SPECULATION", "refuse_uncovered_runner"]
 
@@ -23,11 +23,6 @@ _USE_ANOTHER = (
 )
 _REMOVE = "Remove --speculative-algorithm"
 _RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
-_FOLLOWED = (
-    f"records follow the moves of {', '.join(name.rpartition('.')[2] for name in FOLLOWED_MOVES)} only. In SGLang, DSA "
-    "attention has no mask for trees, the move of MLATokenToKVPoolFP4 leaves scales behind, and that of "
-    "MiniMaxSparseKVPool raises. HybridLinearKVPool and the others move by methods of their own, which no hook follows."
-)
 
 
 def _speculates(args: Any) -> bool:
@@ -116,8 +111,11 @@ def refuse_uncovered_runner(server_args: Any, model_runner: Any) -> None:
 
 def _refuse_unless_records_move(drafts: str, model_runner: Any, how_to_go_on: str) -> None:
     name = qualified_name(type(model_runner.token_to_kv_pool))
-    if name not in FOLLOWED_MOVES:
-        raise startup_error(
-            f"{drafts} with the KV pool {name}: accepted tokens move after each verify, and {_FOLLOWED} {how_to_go_on}",
-            "KV of accepted tokens",
-        )
+    if name in FOLLOWED_MOVES:
+        return
+    why = UNMOVED.get(name, "")
+    raise startup_error(
+        f"{drafts} with the KV pool {name}: accepted tokens move after each verify. "
+        f"{f'SGLang itself: {why}.' if why else 'No hook follows them there.'} {how_to_go_on}",
+        "KV of accepted tokens",
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..hook_spec import HookSpec, HookType
 from ..sampled_tokens import SAMPLED, after_verify_v2
 from ..speculative import draft_hooks
-from .pools import FOLLOWED_MOVES
+from .pools import HOOKED_MOVES
 
 HOOKS = (
-    *draft_hooks("execute", FOLLOWED_MOVES),
+    *draft_hooks("execute", HOOKED_MOVES),
     HookSpec(
         "sglang.srt.speculative.eagle_utils.eagle_sample",
         after_verify_v2,
