@@ -346,6 +346,17 @@ class Twin:
     def copy_records(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.run("copy_records", lambda f, group, state: f(group, source, target))
 
+    def renew_content(
+        self,
+        slots: torch.Tensor,
+        mode: ContentMode,
+        moved_from: torch.Tensor | None = None,
+        unknown_too: bool = False,
+    ) -> None:
+        self.run(
+            "renew_content", lambda f, group, state: f(group, slots, mode, moved_from, unknown_too)
+        )
+
     def poke(self, half_side: str, slot: int, word: int, value: int) -> None:
         """Overwrite one record word in both copies."""
         for group in (self.group, self.kernel_group):

@@ -111,6 +111,9 @@ triton_backend.content_fingerprint(moving.k_content, listed, ContentMode.ALL)
 triton_backend.check_list_content(sweep, moving, state, ContentMode.ALL)
 triton_backend.check_list(sweep, group, state)
 triton_backend.check_list_content(sweep, group, state, ContentMode.ALL)
+triton_backend.renew_content(group, listed, ContentMode.ALL, unknown_too=True)
+for moved in (listed, listed.int()):
+    triton_backend.renew_content(group, moved, ContentMode.PARTIAL, moved)
 
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state)
 triton_backend.apply_slot_event(SlotEventKind.FREE, listed, group, state, 16)
@@ -133,6 +136,7 @@ KERNELS = {
     "content_kernel": 6,
     "content_write_kernel": 2,
     "fingerprint_kernel": 3,
+    "renew_kernel": 3,
     "list_kernel": 2,
     "content_list_kernel": 2,
     "slot_event_kernel": 7,

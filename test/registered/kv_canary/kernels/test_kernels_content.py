@@ -1,22 +1,26 @@
 """Content fingerprints: the Triton kernels store, compare and report exactly what the NumPy reference does."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary import record
-from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.buffer_group import CanaryBufferGroup, PoolKind, Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_bytes_per_slot
 from sglang_kv_canary.kernels.triton import content as content_launches
+from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.record import Column, Reason
+from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
@@ -221,6 +225,99 @@ def test_fingerprints_of_a_list(mode: ContentMode):
             assert torch.equal(actual, expected)
     nothing = triton_backend.content_fingerprint((), slots, mode)
     assert torch.equal(nothing, reference.content_fingerprint((), slots, mode))
+
+
+def _move_bytes(group: CanaryBufferGroup, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    for half in group.halves:
+        for source in group.content(half):
+            data = source.data[source.offset :]
+            for at, to in zip(sources.tolist(), targets.tolist(), strict=True):
+                start, end = (int(source.start_of(torch.tensor(slot))) for slot in (at, to))
+                data[end : end + source.row_bytes] = data[start : start + source.row_bytes].clone()
+
+
+FIXED = [name for name, shape in LAYOUTS.items() if not shape.moves]
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("layout", FIXED)
+def test_fingerprints_of_moved_bytes(layout: str, dtype: torch.dtype, mode: ContentMode):
+    """All but one of five slots have moved. That one keeps a fingerprint that its bytes do not have."""
+    twin, pool = run(LAYOUTS[layout], mode)
+    sources, targets = pool.req_to_token[1, :6].long(), pool.req_to_token[1, 20:26].long()
+    moved, lost = slice(0, 4), int(targets[4])
+    _move_bytes(twin.group, sources[moved], targets[moved])
+    twin.copy_records(sources[:5], targets[:5])
+    before = int(twin.group.k_tail[lost, record.WORD_CONTENT])
+    beyond = torch.tensor([0, -1, SLOTS], device=targets.device)
+    listed = (torch.cat([slots[:5], beyond]).to(dtype) for slots in (sources, targets))
+    source_list, target_list = listed
+    twin.renew_content(target_list, mode, source_list)
+    twin.assert_equal()
+    stored = twin.kernel_group.k_tail[targets, record.WORD_CONTENT]
+    now = reference.content_fingerprint(twin.group.k_content, targets, mode)
+    assert torch.equal(stored[moved], now[moved])
+    assert stored[4] == before
+    assert stored[4] != now[4] or LAYOUTS[layout].row_bytes == (1,) * 5
+    assert stored[5] == now[5]  # not listed
+
+
+@MODES
+def test_live_records_alone_are_renewed(mode: ContentMode):
+    twin, pool = run(LAYOUTS["bf16 rows"], mode)
+    unknown, freed, other = pool.req_to_token[1, :3].tolist()
+    never = int(next(slot for slot in range(1, SLOTS) if not twin.group.k_tail[slot].any()))
+    twin.poke("k_tail", unknown, record.WORD_CONTENT, 0)
+    twin.apply_slot_event(SlotEventKind.FREE, torch.tensor([freed], device=kernel_device()))
+    writer = int(twin.group.k_tail[freed, record.WORD_CONTENT])
+    slots = torch.tensor([unknown, freed, other, never], device=kernel_device())
+    for slot in slots.tolist():
+        flip(twin, "K", 0, slot, 0)
+    now = reference.content_fingerprint(twin.group.k_content, slots, mode).tolist()
+    for unknown_too in (False, True):
+        twin.renew_content(slots, mode, unknown_too=unknown_too)
+        twin.assert_equal()
+        stored = twin.kernel_group.k_tail[slots, record.WORD_CONTENT].tolist()
+        assert stored == [now[0] * unknown_too, writer, now[2], 0]
+
+
+@MODES
+def test_bytes_of_an_unbound_page_become_unknown(mode: ContentMode):
+    twin, pool = run(LAYOUTS["moving pages"], mode)
+    slots = pool.req_to_token[1, [3, 39]].long()
+    twin.group.k_content[0].page_table.pages[slots[0] // 8] = -1
+    for moved_from in (slots, None):
+        twin.renew_content(slots, mode, moved_from)
+        twin.assert_equal()
+        stored = twin.kernel_group.k_tail[slots, record.WORD_CONTENT].tolist()
+        assert [bool(word) for word in stored] == [False, True]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_moved_slots_take_two_launches_and_no_torch_operation(monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        KernelLauncher, "__call__", lambda launch, *_: launched.append(launch._kernel.__name__)
+    )
+    group = make_group(SLOTS, content=LAYOUTS["bf16 rows"])
+    launcher = Launcher(triton_backend, (group,), make_state(), ContentMode.PARTIAL)
+    slots = torch.arange(1, 6, device=kernel_device())
+    with _Operations() as operations:
+        launcher.copy_records(group, slots, slots.flip(0))
+    assert launched == ["copy_kernel", "renew_kernel"]
+    assert operations.names == ["aten.flip.default"]
 
 
 @MODES

@@ -616,10 +616,11 @@ def test_records_move_once_where_a_pool_calls_its_base(
 
 
 @pytest.mark.usefixtures("_moves")
+@pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
 @pytest.mark.parametrize("name", MOVED)
-def test_a_lost_move_of_each_part_is_found(name: str) -> None:
+def test_a_lost_move_of_each_part_is_found(name: str, content: ContentMode) -> None:
     """Each buffer of each layer keeps what a rejected token has left: values, or scales alone."""
-    with MovesRig(*MOVED[name]) as rig:
+    with MovesRig(*MOVED[name], content=content) as rig:
         rig.extend(1, range(1000, 1030))
         for group, half in rig.halves():
             for part in range(rig.parts(group, half)):

@@ -119,7 +119,7 @@ class ArrivalLauncher:
             return
         for group in self.launcher.groups:
             slots = self._in_group(self._slots_of(arrival, group), group)
-            self.launcher.renew_content(group, slots, unknown_too=True)
+            self.launcher.renew_content(group, slots)
 
     def _slots_of(self, arrival: Arrival, group: CanaryBufferGroup) -> torch.Tensor:
         """Full slots of the tokens that arrived, as far as the group keeps them. A view of the row."""

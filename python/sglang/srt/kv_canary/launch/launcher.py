@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import record
 from ..buffer_group import CanaryBufferGroup, Side
 from ..config import ContentMode
 from ..endpoint import CanaryEndpoint, Part, build_endpoints_from_group
@@ -134,24 +133,11 @@ class Launcher:
         self.backend.copy_records(group, source_slots, target_slots)
         if self.content_mode is ContentMode.PARTIAL:
             # `partial` selects bytes by slot, so the copied fingerprint covers other bytes.
-            self.renew_content(group, target_slots.long())
+            self.backend.renew_content(group, target_slots, self.content_mode, source_slots)
 
-    def renew_content(
-        self, group: CanaryBufferGroup, slots: torch.Tensor, unknown_too: bool = False
-    ) -> None:
-        """Fingerprint the bytes of the live ones of `slots`, int64[n] in the group's slot space, as they are now.
-
-        Without `unknown_too`, slots whose content is unknown stay so.
-        """
-        for half in group.halves:
-            tail = group.records(half, Side.TAIL)
-            now = self.backend.content_fingerprint(group.content(half), slots, self.content_mode)
-            # A freed record keeps its last writer in the content word.
-            before, writer = tail[slots, record.WORD_CONTENT], tail[slots, record.WORD_WRITER]
-            renewed = (writer >> record.WRITER_STATE_SHIFT) & 0xF == record.State.LIVE
-            if not unknown_too:
-                renewed &= before != 0
-            tail[slots, record.WORD_CONTENT] = torch.where(renewed, now, before)
+    def renew_content(self, group: CanaryBufferGroup, slots: torch.Tensor) -> None:
+        """Fingerprint the bytes of the live ones of `slots`, int64[n] in the group's slot space, as they are now."""
+        self.backend.renew_content(group, slots, self.content_mode, unknown_too=True)
 
 
 def launch_endpoints_per_forward(

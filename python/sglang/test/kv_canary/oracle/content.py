@@ -14,10 +14,16 @@ def _mix(value: int) -> int:
     return record.mix64(record.to_unsigned64(value))
 
 
-def fingerprint(layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode) -> int:
-    """Content word of a slot, signed. 0, for unknown, if its page is unbound."""
+def fingerprint(
+    layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode, sampled_as: int | None = None
+) -> int:
+    """Content word of a slot, signed. 0, for unknown, if its page is unbound.
+
+    `sampled_as`: the slot for which PARTIAL chooses its sectors; None: `slot`.
+    """
     if layouts and not layouts[0].has_bytes(slot):
         return 0
+    chosen = slot if sampled_as is None else sampled_as
     unit = 4 if all(layout.in_words for layout in layouts) else 1
     total = record.CONTENT_BASE
     for source, layout in enumerate(layouts):
@@ -25,7 +31,7 @@ def fingerprint(layouts: tuple[ContentLayout, ...], slot: int, mode: ContentMode
         first, last = 0, len(row)
         if mode is ContentMode.PARTIAL:
             sectors = -(-len(row) // record.SECTOR_BYTES)
-            sector = (_mix(slot * 65536 + source) >> 33) % sectors
+            sector = (_mix(chosen * 65536 + source) >> 33) % sectors
             first, last = sector * record.SECTOR_BYTES, (sector + 1) * record.SECTOR_BYTES
         source_key = _mix(source + record.CONTENT_SOURCE_SALT) | 1
         for at in range(first, last, unit):

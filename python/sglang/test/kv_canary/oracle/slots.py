@@ -9,7 +9,7 @@ from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.record import Mode, Reason, State
 
-from .content import fingerprint
+from .content import ContentLayout, fingerprint
 from .model import NO_REASON, GroupModel, Record
 from .predictions import Predictions
 
@@ -104,9 +104,18 @@ class Slots(Predictions):
         """Records follow the bytes of their slots, which have moved; PARTIAL reads other bytes in other slots."""
         for (half, side), records in group.records.items():
             copies = [Record(*records[slot].words) for slot in sources]
-            for slot, copied in zip(targets, copies, strict=True):
+            for source, slot, copied in zip(sources, targets, copies, strict=True):
                 records[slot] = copied
                 is_partial = self.content_mode is ContentMode.PARTIAL and side == "TAIL"
                 if is_partial and copied.content and copied.state == State.LIVE:
-                    layouts = group.content.get(half, ())
-                    records[slot].content = fingerprint(layouts, slot, self.content_mode)
+                    self._renew(records[slot], group.content.get(half, ()), source, slot)
+
+    def _renew(
+        self, moved: Record, layouts: tuple[ContentLayout, ...], source: int, slot: int
+    ) -> None:
+        """Bytes that are not those of `source` keep its fingerprint, so that a check finds them."""
+        if not layouts:
+            return
+        before = fingerprint(layouts, slot, self.content_mode, sampled_as=source)
+        if before in (0, moved.content):
+            moved.content = fingerprint(layouts, slot, self.content_mode)

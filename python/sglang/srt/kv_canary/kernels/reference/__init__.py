@@ -13,6 +13,7 @@ from .content import (
     check_list_content,
     content_fingerprint,
     prepare,
+    renew_content,
     write_content,
 )
 from .forward import check_and_write
@@ -38,6 +39,7 @@ __all__ = [
     "note_next_tokens",
     "prepare",
     "publish",
+    "renew_content",
     "write_content",
     "write_loaded",
 ]

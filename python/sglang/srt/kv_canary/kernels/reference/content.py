@@ -17,7 +17,7 @@ from ...state import CanaryDeviceState, Header, TagCounter
 from ..layout import content_unit, refuse_strided, slots_between_visits, source_key, turn_of
 from . import hashing
 from .hashing import Words
-from .host import array, within
+from .host import array, longs, within
 from .ring import Report
 from .spans import Launch, completed_slots, requests_of, slots_at
 
@@ -89,6 +89,33 @@ def has_bytes(sources: tuple[ContentSource, ...], slots: Words) -> Words:
     """Whether the page of each slot is bound, bool[n]. All sources of a group have the same page table."""
     table = sources[0].page_table if sources else None
     return slots == slots if table is None else table.locate(slots) > 0
+
+
+def renew_content(
+    group: CanaryBufferGroup,
+    slots: torch.Tensor,
+    mode: ContentMode,
+    moved_from: torch.Tensor | None = None,
+    unknown_too: bool = False,
+) -> None:
+    """Fingerprint live ones of `slots` as they are now; arguments as of `triton.content.renew_content`."""
+    listed = longs(slots)
+    inside = (listed > 0) & (listed < group.num_slots)
+    own = listed[inside]
+    for half in group.halves:
+        sources = group.content(half)
+        if not sources:
+            continue
+        tail = array(group.records(half, Side.TAIL))
+        stored = tail[own, record.WORD_CONTENT]
+        renewed = hashing.state_of(tail[own, record.WORD_WRITER]) == record.State.LIVE
+        if not unknown_too:
+            renewed &= stored != 0
+        if moved_from is not None:
+            before = content_fingerprint(sources, own, mode, longs(moved_from)[inside])
+            renewed &= (before == stored) | ~has_bytes(sources, own)
+        now = content_fingerprint(sources, own, mode)
+        tail[own[renewed], record.WORD_CONTENT] = now[renewed]
 
 
 def check_and_write_content(

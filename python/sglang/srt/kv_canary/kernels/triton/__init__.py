@@ -20,6 +20,7 @@ from .content import (
     check_list_content,
     content_fingerprint,
     prepare,
+    renew_content,
     write_content,
 )
 from .forward import check_and_write
@@ -51,6 +52,7 @@ __all__ = [
     "note_next_tokens",
     "prepare",
     "publish",
+    "renew_content",
     "write_content",
     "write_loaded",
 ]

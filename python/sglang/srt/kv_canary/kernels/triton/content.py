@@ -23,6 +23,7 @@ from .device.content_kernel import (
     content_list_kernel,
     content_write_kernel,
     fingerprint_kernel,
+    renew_kernel,
 )
 from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import (
@@ -53,6 +54,7 @@ _launch_forward = KernelLauncher(content_kernel)
 _launch_list = KernelLauncher(content_list_kernel)
 _launch_writes = KernelLauncher(content_write_kernel)
 _launch_fingerprints = KernelLauncher(fingerprint_kernel)
+_launch_renewals = KernelLauncher(renew_kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +315,37 @@ def content_fingerprint(
     }
     _launch_fingerprints(grid_of(items, slots.device, PROGRAMS_PER_SM), NUM_WARPS, arguments)
     return out
+
+
+def renew_content(
+    group: CanaryBufferGroup,
+    slots: torch.Tensor,
+    mode: ContentMode,
+    moved_from: torch.Tensor | None = None,
+    unknown_too: bool = False,
+) -> None:
+    """Fingerprint the bytes of the live ones of `slots` int[n], in the group's slot space, as they are now.
+
+    Without `unknown_too`, slots whose content is unknown stay so. `moved_from`, like `slots`: where their bytes and
+    records have been. A slot keeps its fingerprint, which its bytes do not have, if other bytes lie there now.
+    """
+    if slots.numel() == 0:
+        return
+    for halves, launch in prepare(group):
+        constants = launch.constants(mode)
+        arguments = {
+            **_half_arguments(group, halves, launch),
+            **launch.page_arguments,
+            "slot_list": dense(slots),
+            "source_list": dense(moved_from),
+            "list_size": slots.numel(),
+            "num_slots": group.num_slots,
+            "unknown_too": int(unknown_too),
+            **constants,
+        }
+        items = len(halves) * -(-slots.numel() // constants["SLOTS"])
+        grid = grid_of(items, group.k_head.device, PROGRAMS_PER_SM)
+        _launch_renewals(grid, NUM_WARPS, arguments)
 
 
 def check_list_content(

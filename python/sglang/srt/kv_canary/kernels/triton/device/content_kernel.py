@@ -427,3 +427,67 @@ def fingerprint_kernel(
         if page_table is not None:
             now = tl.where(usable, now, 0)
         tl.store(out + at, now, mask=inside)
+
+
+@jit(
+    do_not_specialize=[*CONTENT_INTEGERS, "unknown_too"],
+    do_not_specialize_on_alignment=["slot_list", "source_list"],
+)
+def renew_kernel(
+    slot_list,
+    source_list,  # None: the bytes have not moved
+    records,
+    second_records,
+    table,
+    page_table,
+    list_size,
+    num_slots,
+    page_limit,
+    first_size,
+    second_size,
+    unknown_too,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
+    WORDS_READ: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    QUADS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """New fingerprints in the live records of listed slots of the group. Slot 0 is skipped."""
+    HALVES: tl.constexpr = 1 if second_records is None else 2
+    offset = half_offset(records, second_records)
+    lane = tl.arange(0, SLOTS)
+    items = ((list_size + (SLOTS - 1)) // SLOTS) * HALVES
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        half = item % HALVES
+        at = (item // HALVES) * SLOTS + lane
+        slots = tl.load(slot_list + at, mask=at < list_size, other=0).to(tl.int64)
+        inside = (slots > 0) & (slots < num_slots)
+        slots = tl.where(inside, slots, 0)
+        size = tl.where(half == 0, first_size, second_size)
+        sources = Sources(table + half * first_size * TABLE_COLUMNS, size)
+        places, usable = locate(Pages(page_table, page_limit), slots, inside, PAGE_SIZE)
+        read = _read(records + half * offset, slots, usable)
+        renewed = inside & (state_of(read.writer) == LIVE)
+        renewed = renewed & ((read.stored != 0) | (unknown_too != 0))
+        if source_list is not None:
+            moved = tl.load(source_list + at, mask=at < list_size, other=0).to(tl.int64)
+            before = fingerprint(
+                sources,
+                moved,
+                places,
+                usable,
+                Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+            )
+            renewed = renewed & ((before == read.stored) | (usable == 0))
+        now = fingerprint(
+            sources,
+            slots,
+            places,
+            usable,
+            Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
+        )
+        tl.store(read.words + CONTENT, tl.where(usable, now, 0), mask=renewed)
