@@ -46,7 +46,7 @@ class MovesRig(PagedRig):
         return len(self.rows_at(group, half, 1))
 
     def step(self, row: int, lost: LostPart | None = None) -> int:
-        """A verify, and a move of the accepted tokens. Returns the position of one that moved, of which `lost` stays."""
+        """A verify, and a move of the accepted tokens. Returns the position of one; its part `lost` stays behind."""
         start, width = self.lengths[row], len(_PARENTS)
         slots = self._alloc_extend(row, width)
         self.rows.req_to_token[row, start : start + width] = slots.int()

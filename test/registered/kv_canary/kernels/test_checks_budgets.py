@@ -7,10 +7,10 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK
 from sglang_kv_canary.record import Mode, Reason
 from sglang_kv_canary.state import TagCounter
-from sglang_kv_canary_rigs.check_scenes import MHA
 from sglang_kv_canary_rigs.oracle import Forward, Request
 from sglang_kv_canary_rigs.scene import CheckScene, assert_clean, assert_violation
 from sglang_kv_canary_rigs.world import WorldSpec
@@ -81,18 +81,37 @@ def test_a_content_budget_rereads_every_slot_within_2_k_forwards(backend):
     assert set().union(*found) == set(range(12))
 
 
-def test_a_record_moves_with_its_bytes(backend):
-    """As move_kv_cache does it. With `all` the fingerprint does not depend on the slot."""
-    scene = CheckScene(MHA, backend)
+MODES = pytest.mark.parametrize("mode", [ContentMode.ALL, ContentMode.PARTIAL])
+
+
+def _moved(backend, mode: ContentMode, lost: bool) -> tuple[CheckScene, int]:
+    """A request whose last token has moved, as move_kv_cache does it, and its new slot."""
+    scene = CheckScene(WorldSpec(content_mode=mode), backend)
     scene.prefill(1, [5, 6, 8])
     source, target = scene.slot(1, 2), 50
     for memories in scene.full.memories.values():
-        for memory in memories:
+        for memory in () if lost else memories:
             memory.write(target, memory.layout.row_of(source))
     scene.copy([source], [target], scene.full)
     scene.free([source])
     scene.table[1][2] = target
+    return scene, target
+
+
+@MODES
+def test_bytes_that_did_not_move_are_found(backend, mode):
+    scene, target = _moved(backend, mode, lost=True)
+    tags = ["TAIL_K_FULL", "TAIL_V_FULL"]
+    assert_violation(scene.decode(1), Reason.CONTENT, tags, slot=target)
+
+
+@MODES
+def test_a_record_moves_with_its_bytes(backend, mode):
+    """`partial` chooses other bytes in each slot."""
+    scene, target = _moved(backend, mode, lost=False)
     assert_clean(scene.decode(1))
+    if mode is ContentMode.PARTIAL:
+        return
     scene.flip_byte("K", 0, target)
     assert_violation(scene.decode(1), Reason.CONTENT, ["TAIL_K_FULL"], slot=target)
 

@@ -637,6 +637,22 @@ def test_a_lost_move_of_each_part_is_found(name: str, content: ContentMode) -> N
 
 
 @pytest.mark.usefixtures("_moves")
+@pytest.mark.parametrize("read", [False, True])
+def test_a_move_into_another_requests_slot_is_found_if_it_is_read(read: bool) -> None:
+    """0.5.17 and 0.5.22 look the target up in a row, which may be another request's by then. Its writes are clean."""
+    with MovesRig(*MOVED["hybrid"]) as rig:
+        for row in (1, 2):
+            rig.extend(row, range(1000 * row, 1000 * row + 30))
+        target = rig.slot(2, 29) + (0 if read else 1)  # of the same page: written next
+        rig.pool.move_kv_cache(torch.tensor([target]), torch.tensor([rig.slot(1, 28)]))
+        for row in (2, 1, 2):
+            rig.step(row)
+        found = rig.settle()
+        assert bool(found) is read
+        assert {violation.slot for violation in found} <= {target}
+
+
+@pytest.mark.usefixtures("_moves")
 def test_sglangs_move_of_fp4_latent_rows_leaves_scales_behind() -> None:
     """Why draft trees are refused there, see `from_0_5_17.pools.UNMOVED`."""
     pool = SERVED["mla-fp4"][0]().pool

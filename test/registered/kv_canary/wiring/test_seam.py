@@ -350,23 +350,43 @@ def test_made_up_acceptance_is_refused_with_trees(accepted, refused, monkeypatch
         assert case.predicate(asked) is (refused and topk != 1)
 
 
-@has_seam
-def test_draft_trees_are_refused_with_pools_whose_moves_are_not_followed() -> None:
+FOLLOWED = ("MHATokenToKVPool", "MLATokenToKVPool", "HybridLinearKVPool", "MHATokenToKVPoolMXFP8")
+UNMOVED = {
+    "DSATokenToKVPool": "SGLang itself: DSA attention has no mask for draft trees",
+    "MLATokenToKVPoolFP4": "SGLang itself: .* leaves kv_scale_buffer behind",
+    "MHATokenToKVPoolFP4": "SGLang itself: the pool has no data_strides",
+    "MiniMaxSparseKVPool": "SGLang itself: .* raises NotImplementedError",
+    "NoOpMHATokenToKVPool": "No hook follows them",  # refused before, as a pool
+}
+
+
+def _refuse_moves(pool: str, **arguments: Any) -> None:
     from sglang.srt.mem_cache import memory_pool
     from sglang_kv_canary.wiring.from_0_5_17.speculation_refusals import refuse_uncovered_runner
 
-    args = ServerArgs(model_path="dummy", device="cpu", **_EAGLE)
-    for pool, followed in (("MLATokenToKVPool", True), ("DSATokenToKVPool", False)):
-        made = object.__new__(getattr(memory_pool, pool))
-        runner = SimpleNamespace(draft_model_idx=None, token_to_kv_pool=made)
-        args.speculative_eagle_topk = 1
-        refuse_uncovered_runner(args, runner)
-        args.speculative_eagle_topk = 2
-        if followed:
-            refuse_uncovered_runner(args, runner)
-            continue
-        with pytest.raises(CanaryStartupError, match=f"with the KV pool .*{pool}"):
-            refuse_uncovered_runner(args, runner)
+    args = ServerArgs(model_path="dummy", device="cpu", **arguments)
+    made = object.__new__(getattr(memory_pool, pool))
+    refuse_uncovered_runner(args, SimpleNamespace(draft_model_idx=None, token_to_kv_pool=made))
+
+
+TREES = {**_EAGLE, "speculative_eagle_topk": 2}
+MOVES = pytest.mark.parametrize("moves", [TREES, {"speculative_algorithm": "NGRAM"}], ids=str)
+
+
+@has_seam
+@MOVES
+@pytest.mark.parametrize("pool", FOLLOWED)
+def test_draft_trees_are_taken_with_pools_whose_moves_are_followed(pool, moves) -> None:
+    _refuse_moves(pool, **moves)
+
+
+@has_seam
+@MOVES
+@pytest.mark.parametrize("pool", UNMOVED)
+def test_draft_trees_are_refused_where_sglang_itself_cannot_move(pool, moves) -> None:
+    _refuse_moves(pool, **{**_EAGLE, "speculative_eagle_topk": 1})
+    with pytest.raises(CanaryStartupError, match=f"with the KV pool .*{pool}.*{UNMOVED[pool]}"):
+        _refuse_moves(pool, **moves)
 
 
 @has_seam
@@ -747,7 +767,7 @@ def test_speculation_that_only_a_model_runner_shows_is_refused() -> None:
     refuse_uncovered_runner(plain, runner(0))
     refuse_uncovered_runner(eagle, runner(None))
     refuse_uncovered_runner(ngram, runner(None, make_swa_pool().pool))
-    with one_rank(), pytest.raises(CanaryStartupError, match="has no mask for trees"):
+    with one_rank(), pytest.raises(CanaryStartupError, match="has no mask for draft trees"):
         refuse_uncovered_runner(ngram, runner(None, make_nsa_pool().pool))
     with pytest.raises(CanaryStartupError, match="multi-layer EAGLE"):
         refuse_uncovered_runner(eagle, runner(0))

@@ -71,7 +71,9 @@ UNMOVED: dict[str, str] = {
     _MLA_FP4: "move_kv_cache is that of MLATokenToKVPool, which leaves kv_scale_buffer behind",
     _MINIMAX: "MiniMaxSparseKVPool.move_kv_cache raises NotImplementedError",
     _DSV4_POOL: "the pool has no move_kv_cache, and its attention backend asserts that top-k is 1",
-    **dict.fromkeys((UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID, UNIFIED_SWA, *DRAFTS), _UNIFIED_MOVES),
+    **dict.fromkeys(
+        (UNIFIED_MHA, UNIFIED_MLA, UNIFIED_HYBRID, UNIFIED_SWA, *DRAFTS), _UNIFIED_MOVES
+    ),
 }
 
 # FP4 pools are apart.
