@@ -26,7 +26,7 @@ from sglang_kv_canary_rigs.spec_fault_cases import (
 )
 from sglang_kv_canary_rigs.volume import volume
 
-register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 
 if not release().has_own_canary:
     reason = "its fill-ins are made for newer releases; lifted by make test SGLANG=0.5.23"

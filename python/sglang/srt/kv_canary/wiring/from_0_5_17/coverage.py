@@ -42,12 +42,11 @@ _PATHS: dict[str, str] = {
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
     "speculative: target verify": "EAGLE, EAGLE3, STANDALONE, with any pool above; NGRAM with MHA, MLA, SWA and hybrid "
-    "linear pools on CPU; with sliding-window layers, DSA or linear-attention layers EAGLE on CPU; with DeepSeek-V4 "
-    "EAGLE, on an H100 with 0.5.23",
+    "linear pools on CPU; with sliding windows, DSA or linear attention EAGLE on CPU; with DeepSeek-V4 EAGLE, on an "
+    "H100 with 0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
-    "speculative: draft trees, top-k > 1": "NGRAM, and v2; not where SGLang itself cannot move KV (DSA, DeepSeek-V4, "
-    "MiniMax sparse, MLA with FP4); EAGLE, on 0.5.23 EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding-window layers, "
-    "linear-attention layers and pipeline stages",
+    "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on 0.5.23 "
+    "also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
 }
