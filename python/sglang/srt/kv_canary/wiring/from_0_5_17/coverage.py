@@ -45,8 +45,8 @@ _PARTLY_SERVED: dict[str, str] = {
     "linear pools on CPU; with sliding windows, DSA or linear attention EAGLE on CPU; with DeepSeek-V4 EAGLE, on an "
     "H100 with 0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
-    "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on 0.5.23 "
-    "also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
+    "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on "
+    "0.5.23 also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
     "HiCache: host memory, and the storage backend file": "MHA and MLA pools; a page without records, or damaged, is "
     "not used",
 }
