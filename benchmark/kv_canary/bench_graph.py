@@ -10,6 +10,7 @@ of the same graph differ (where their memory lies), so the spread over captures 
     off        SGLang's own graph
     off+fork   the same with an empty second branch: what having one changes by itself
     on         with the canary
+    on-fork    with the canary, all of it in one branch
 
 A case is BATCHxINPUT; the prefix is a little longer than the input. What lies outside of graphs is not in here (frees,
 the copy to the host, host work); see bench_switch.py. `--profile` adds the kernels' summed time and the gaps between.
@@ -32,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
 
-VARIANTS = ("off", "off+fork", "on")
+VARIANTS = ("off", "off+fork", "on", "on-fork")
 AT_STEP = 20  # decode steps into the generation
 NEW_TOKENS = 40
 ROUNDS = 3
@@ -92,10 +93,31 @@ def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, 
 
 def _capture(runner: Any, variant: str) -> Any:
     runner.buffers.out_cache_loc.zero_()  # a capture runs the model on what lies there
-    with nullcontext() if variant == "on" else _without_canary(runner, variant == "off+fork"):
+    contexts = {
+        "off": lambda: _without_canary(runner, fork=False),
+        "off+fork": lambda: _without_canary(runner, fork=True),
+        "on": nullcontext,
+        "on-fork": _in_one_branch,
+    }
+    with contexts[variant]():
         capture_anew(runner)
     (graph,) = runner.graphs.values()
     return graph, runner.output_buffers
+
+
+@contextmanager
+def _in_one_branch() -> Iterator[None]:
+    from sglang_kv_canary.wiring.context import context
+
+    managers = context.managers
+    branches = [single._branch for m in managers for single in m._single_forwards.values()]
+    for branch in branches:
+        branch.fork = nullcontext
+    try:
+        yield
+    finally:
+        for branch in branches:
+            del branch.fork
 
 
 @contextmanager

@@ -107,7 +107,6 @@ class Schedule:
             **_quantiles("itl", itl),
             "batches": self._digest(last),
             "step_lengths": lengths,
-            "extends": [int(step.extends) for step in steps],
         }
 
     def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:
