@@ -42,8 +42,8 @@ _PATHS: dict[str, str] = {
 # Name -> the same, of paths of which a part is not checked.
 _PARTLY_SERVED: dict[str, str] = {
     "speculative: target verify": "EAGLE, EAGLE3, STANDALONE, with any pool above; NGRAM with MHA, MLA, SWA and hybrid "
-    "linear pools on CPU; with sliding windows, DSA or linear attention EAGLE on CPU; with DeepSeek-V4 EAGLE, on an "
-    "H100 with 0.5.23",
+    "linear pools on CPU; with sliding windows, DSA or linear attention EAGLE on CPU; with DeepSeek-V4 EAGLE, on "
+    "H100s with 0.5.23",
     "speculative: draft and draft-extend, top-k 1": "only the target's verify compares row and input tokens",
     "speculative: draft trees, top-k > 1": "NGRAM, and v2. Refused where SGLang itself cannot move KV. EAGLE, on "
     "0.5.23 also EAGLE3, STANDALONE, EAGLE with pages, MLA, sliding windows, linear attention and pipeline stages",
