@@ -128,6 +128,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_hicache.py",
     "e2e/test_e2e_hicache_storage.py",
     "e2e/test_e2e_live_questions.py",
+    "e2e/test_e2e_lmcache_server.py",
     "e2e/test_e2e_mha_faults.py",
     "e2e/test_e2e_mha_raise.py",
     "e2e/test_e2e_mha_variants.py",

@@ -58,12 +58,6 @@ SHARED: tuple[Refusal, ...] = (
         "Unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.",
     ),
     Refusal(
-        "LMCache",
-        lambda args: args.enable_lmcache,
-        "KV that LMCache loads into the pool arrives without records, and its loads are followed on 0.5.12.post1 only.",
-        "Remove --enable-lmcache.",
-    ),
-    Refusal(
         "FlexKV",
         lambda args: args.enable_flexkv,
         "KV that FlexKV loads into the pool arrives without records.",

@@ -113,6 +113,7 @@ RELEASE = Release(
         "v0_5_22.disaggregation",
         "v0_5_22.hicache",
         "v0_5_22.hicache_storage",
+        "v0_5_22.lmcache",
         "last_words",
         "memory",
         "from_0_5_17.seam",

@@ -1,0 +1,159 @@
+"""A real LMCache server beside a server of SGLang, on one machine, and what SGLang's loads from it come to.
+
+On a CPU the bytes go through the worker: its scatter into the pool is over when the load has been asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_kv_canary.testing.serving import free_port
+
+from .pd_serving import LIBRARIES, REQUIRED, load_transport
+
+__all__ = [
+    "FAILED",
+    "GIVEN_UP",
+    "LOADED",
+    "fails_after_admission",
+    "gives_up_loads",
+    "lmcache_server",
+    "need_lmcache",
+    "tells_loads",
+]
+
+LOADED = "LMCache has loaded tokens:"  # said on stderr each time
+GIVEN_UP = "a load from LMCache is given up, tokens:"
+FAILED = "a load from LMCache fails late, tokens:"
+CHUNK = 16
+_GIVES_UP_EVERY = 3
+_TIMEOUT_S = 120.0
+_BUILT = "sglang.srt.mem_cache.kv_cache_builder.build_kv_cache"
+
+
+def need_lmcache() -> None:
+    """A skip without LMCache, or without what its server links to."""
+    import pytest  # here, because servers load this module as a plugin
+
+    load_transport()
+    try:
+        import lmcache.v1.multiprocess.transfer_context  # noqa: F401
+    except ImportError as error:
+        missing = f"LMCache cannot be loaded ({error}); see requirements/ and `make transport`"
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{missing} ({REQUIRED}=1)", pytrace=False)
+        pytest.skip(missing, allow_module_level=True)
+
+
+@contextmanager
+def lmcache_server(*more: str) -> Iterator[str]:
+    """LMCache's server, with these further arguments. Its configuration file for SGLang."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kv_canary_lmcache_") as folder:
+        config, log = Path(folder, "lmcache.yaml"), Path(folder, "log")
+        config.write_text(f"mp_host: 127.0.0.1\nmp_port: {port}\n")
+        command = [
+            *(sys.executable, "-m", "lmcache.v1.multiprocess.server"),
+            *("--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)),
+            *("--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--disable-observability"),
+            *("--supported-transfer-mode", "auto", *more),
+        ]
+        paths = [str(LIBRARIES), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        env = {"LD_LIBRARY_PATH": os.pathsep.join(paths), "LMCACHE_TRACK_USAGE": "false"}
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}
+            )
+        try:
+            _wait_until_ready(process, log)
+            yield str(config)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + _TIMEOUT_S
+    while "cache server is running" not in log.read_text():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"LMCache's server does not start:\n{log.read_text()[-4000:]}")
+        time.sleep(0.05)
+
+
+# Plugins, at LMCache's own interface: the connector that the prefix cache has.
+
+
+def _with_connector(change: Callable[[Any], None]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def after(result: Any, *_: Any, **__: Any) -> None:
+        change(result.tree_cache.lmcache_connector)
+
+    HookRegistry.register(_BUILT, after, HookType.AFTER)
+
+
+def _say(what: str, load: Any) -> None:
+    print(what, load.end - load.local_hit_tokens, file=sys.stderr, flush=True)
+
+
+def tells_loads() -> None:
+    """A plugin: loads that are over are told on stderr."""
+
+    def change(connector: Any) -> None:
+        complete = connector.complete_load
+
+        def completed(load: Any, **more: Any) -> bool:
+            done = complete(load, **more)
+            if done:
+                _say(LOADED, load)
+            return done
+
+        connector.complete_load = completed
+
+    _with_connector(change)
+
+
+def gives_up_loads() -> None:
+    """A plugin: every third load is refused once its bytes are in the slots, as when another rank's has failed."""
+
+    def change(connector: Any) -> None:
+        prepare, loads = connector.prepare_load_on_stream, []
+
+        def prepared(load: Any, stream: Any) -> bool:
+            loads.append(load)
+            there = prepare(load, stream)
+            if not there or len(loads) % _GIVES_UP_EVERY:
+                return there
+            _say(GIVEN_UP, load)
+            load.lookup.locks_held, load.result = False, False
+            connector._cleanup_lookup_result(load.lookup)
+            return False
+
+        connector.prepare_load_on_stream = prepared
+
+    _with_connector(change)
+
+
+def fails_after_admission() -> None:
+    """A plugin: loads fail when their request is being served, as when another rank tells of it late."""
+
+    def change(connector: Any) -> None:
+        complete = connector.complete_load
+
+        def completed(load: Any, **more: Any) -> bool:
+            complete(load, **more)
+            _say(FAILED, load)
+            load.result = False
+            return False
+
+        connector.complete_load = completed
+
+    _with_connector(change)

@@ -1,0 +1,153 @@
+"""A real LMCache server fills slots of newer releases. Loads are clean, given up, or fail; damage is found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary.wiring.releases import release
+
+if not release().has_own_canary:
+    pytest.skip("from 0.5.22 on; lifted by make test SGLANG=0.5.23", allow_module_level=True)
+
+from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.lmcache_serving import (
+    FAILED,
+    GIVEN_UP,
+    LOADED,
+    fails_after_admission,
+    gives_up_loads,
+    lmcache_server,
+    need_lmcache,
+    tells_loads,
+)
+from sglang_kv_canary_rigs.pd_serving import load_transport
+from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
+
+register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
+
+need_lmcache()
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="LMCache's client has other parts for GPUs, which are not installed",
+)
+in_full = pytest.mark.skipif(
+    not FULL_VOLUME, reason="takes a server of its own; lifted by KV_CANARY_TEST_FULL_VOLUME=1"
+)
+
+PROMPT = list(range(10, 60))  # three chunks of LMCache's, and a part of one
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lmcache() -> Iterator[None]:
+    """One for all servers of this file: each has its own model path, and so its own names there."""
+    with lmcache_server() as WithLMCache.config:
+        yield
+
+
+class WithLMCache(CanaryE2EBase):
+    """A flush empties SGLang's prefix cache, and not LMCache."""
+
+    config: ClassVar[str]
+    flags: ClassVar = {
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 1,
+        "enable_lmcache": True,
+    }
+    env: ClassVar = {
+        "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
+        "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+    }
+    plugins: ClassVar = (load_transport, tells_loads)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.flags = {**cls.flags, "lmcache_config_file": WithLMCache.config}
+        super().setup_class()
+
+    def said(self, what: str) -> int:
+        return self.serving.stderr.count(what)
+
+    def reload(self, name: str, prompt: list[int]) -> list[int]:
+        """Serve a request, then again with its prefix from LMCache."""
+        first, loads = self.generate(f"{name}-computed", prompt, 8), self.said(LOADED)
+        assert self.run(self.serving.flush())
+        assert self.generate(f"{name}-loaded", prompt, 8) == first
+        assert self.said(LOADED) > loads
+        return first
+
+
+class Traffic(WithLMCache):
+    requests: ClassVar[int] = volume(40, 300)
+
+    def test_mixed_traffic(self) -> None:
+        report = self.serve(TrafficShape(self.requests, seed=43, flushes=4))
+        assert (report.requests, report.flushes) == (self.requests, 4)
+        assert self.said(LOADED) > 4
+        self.assert_no_violations()
+        self.assert_healthy()
+
+    def test_an_answer_over_a_loaded_prefix_is_the_same(self) -> None:
+        self.reload("same", PROMPT)
+
+
+class TestGivenUp(Traffic):
+    """Every third load is given up with its bytes in the slots; a pool that is full turns others down."""
+
+    flags: ClassVar = {**Traffic.flags, "max_total_tokens": 1024}
+    plugins: ClassVar = (*Traffic.plugins, gives_up_loads)
+
+    def test_an_answer_over_a_loaded_prefix_is_the_same(self) -> None:
+        for i in range(4):
+            prompt = [7 + i, *PROMPT]
+            first = self.generate(f"computed-{i}", prompt, 8)
+            assert self.run(self.serving.flush())
+            assert self.generate(f"again-{i}", prompt, 8) == first
+        assert self.said(GIVEN_UP) > 0
+
+
+class TestFaults(WithLMCache):
+    flags: ClassVar = {**WithLMCache.flags, "kv_canary": "log"}
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_damage_of_loaded_bytes_is_found(self, half: str) -> None:
+        """By the request that they were loaded for."""
+        prompt = [7 if half == "K" else 8, *PROMPT]
+        self.generate(f"computed-{half}", prompt, 8)
+        assert self.run(self.serving.flush())
+        fault = self.inject("flip_bytes", half=half, source=1, position=20, mode="DECODE")
+        self.generate(f"loaded-{half}", prompt, 8)
+        done = fault.answer()
+        event = self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
+        assert event["writer"]["mode"] == "LOADED"
+        assert event["reader"]["request_id"] == f"loaded-{half}"
+        self.assert_all_explained(done)
+
+
+class TestFailsAfterAdmission(WithLMCache):
+    """SGLang frees the slots of such a load, and its request reads on."""
+
+    flags: ClassVar = {**WithLMCache.flags, "kv_canary": "log"}
+    plugins: ClassVar = (load_transport, fails_after_admission)
+
+    def test_slots_that_a_request_still_reads(self) -> None:
+        self.generate("computed", PROMPT, 8)
+        assert self.run(self.serving.flush())
+        self.generate("loaded", PROMPT, 8)
+        assert self.said(FAILED) == 1
+        self.expect_violations()
+        print(self.violations()[:2])
+        self.assert_violation("USE_AFTER_FREE", reader="loaded")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
