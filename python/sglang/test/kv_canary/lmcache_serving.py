@@ -23,17 +23,18 @@ __all__ = [
     "FAILED",
     "GIVEN_UP",
     "LOADED",
+    "SHARED_ENV",
     "fails_after_admission",
     "gives_up_loads",
     "lmcache_server",
     "need_lmcache",
+    "pool_in_shared_memory",
     "tells_loads",
 ]
 
 LOADED = "LMCache has loaded tokens:"  # said on stderr each time
 GIVEN_UP = "a load from LMCache is given up, tokens:"
 FAILED = "a load from LMCache fails late, tokens:"
-CHUNK = 16
 _GIVES_UP_EVERY = 3
 _TIMEOUT_S = 120.0
 _BUILT = "sglang.srt.mem_cache.kv_cache_builder.build_kv_cache"
@@ -54,17 +55,17 @@ def need_lmcache() -> None:
 
 
 @contextmanager
-def lmcache_server(*more: str) -> Iterator[str]:
-    """LMCache's server, with these further arguments. Its configuration file for SGLang."""
+def lmcache_server(chunk: int = 16) -> Iterator[str]:
+    """LMCache's server, which keeps chunks of so many tokens. Its configuration file for SGLang."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kv_canary_lmcache_") as folder:
         config, log = Path(folder, "lmcache.yaml"), Path(folder, "log")
         config.write_text(f"mp_host: 127.0.0.1\nmp_port: {port}\n")
         command = [
             *(sys.executable, "-m", "lmcache.v1.multiprocess.server"),
-            *("--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)),
+            *("--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(chunk)),
             *("--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--disable-observability"),
-            *("--supported-transfer-mode", "auto", *more),
+            *("--supported-transfer-mode", "auto", "--separate-object-groups"),
         ]
         paths = [str(LIBRARIES), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         env = {"LD_LIBRARY_PATH": os.pathsep.join(paths), "LMCACHE_TRACK_USAGE": "false"}
@@ -157,3 +158,27 @@ def fails_after_admission() -> None:
         connector.complete_load = completed
 
     _with_connector(change)
+
+
+# A CPU worker of LMCache moves one group of buffers, and refuses sliding windows, states and indexers. So its server
+# writes to the pool itself, as on a GPU.
+SHARED_ENV = {"LMCACHE_MP_TRANSFER_MODE": "lmcache_driven"}
+_POOLS = "sglang.srt.mem_cache.memory_pool"
+_BUILD = ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool.__init__")
+_BUILD_MORE = ("DSATokenToKVPool.__init__", "MambaPool.__init__")
+
+
+def pool_in_shared_memory() -> None:
+    """A plugin: the server maps the pool, as it maps a GPU's."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for method in (*_BUILD, *_BUILD_MORE):
+        HookRegistry.register(f"{_POOLS}.{method}", _share_buffers, HookType.AFTER)
+
+
+def _share_buffers(_: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
+    from lmcache.v1.platform.devices.cpu.shm import migrate_to_shm_and_wrap
+
+    for name in ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer"):
+        for buffer in getattr(pool, name, None) or ():
+            migrate_to_shm_and_wrap(buffer)  # it is this tensor from now on

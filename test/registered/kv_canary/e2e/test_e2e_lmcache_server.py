@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
+from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
 
@@ -22,12 +25,15 @@ from sglang_kv_canary_rigs.lmcache_serving import (
     FAILED,
     GIVEN_UP,
     LOADED,
+    SHARED_ENV,
     fails_after_admission,
     gives_up_loads,
     lmcache_server,
     need_lmcache,
+    pool_in_shared_memory,
     tells_loads,
 )
+from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
 from sglang_kv_canary_rigs.pd_serving import load_transport
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
@@ -42,7 +48,7 @@ in_full = pytest.mark.skipif(
     not FULL_VOLUME, reason="takes a server of its own; lifted by KV_CANARY_TEST_FULL_VOLUME=1"
 )
 
-PROMPT = list(range(10, 60))  # three chunks of LMCache's, and a part of one
+PROMPT = list(range(10, 110))  # two chunks of SGLang's prefill: the first is stored when it is computed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,7 +77,7 @@ class WithLMCache(CanaryE2EBase):
 
     @classmethod
     def setup_class(cls) -> None:
-        cls.flags = {**cls.flags, "lmcache_config_file": WithLMCache.config}
+        cls.flags = {"lmcache_config_file": WithLMCache.config, **cls.flags}
         super().setup_class()
 
     def said(self, what: str) -> int:
@@ -92,7 +98,7 @@ class Traffic(WithLMCache):
     def test_mixed_traffic(self) -> None:
         report = self.serve(TrafficShape(self.requests, seed=43, flushes=4))
         assert (report.requests, report.flushes) == (self.requests, 4)
-        assert self.said(LOADED) > 4
+        assert self.said(LOADED) > 0
         self.assert_no_violations()
         self.assert_healthy()
 
@@ -115,22 +121,99 @@ class TestGivenUp(Traffic):
         assert self.said(GIVEN_UP) > 0
 
 
-class TestFaults(WithLMCache):
+class TestPages(Traffic):
+    flags: ClassVar = {**Traffic.flags, "page_size": consts.PAGE_SIZE}
+    env: ClassVar = {**Traffic.env, **INTERPRETED}  # SGLang's page allocator is a Triton kernel
+    plugins: ClassVar = (*Traffic.plugins, quick_interpreter)
+
+
+class TestRetractedWithoutOverlap(Traffic):
+    flags: ClassVar = {**Traffic.flags, "disable_overlap_schedule": True}
+    env: ClassVar = {
+        **Traffic.env,
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "20",
+    }
+
+
+class TestMla(Traffic):
+    mode_name = "mla"
+
+
+class TestTwoRanks(Traffic):
+    flags: ClassVar = {**Traffic.flags, "tp_size": 2}
+    env: ClassVar = {**Traffic.env, **bind_each_rank(2)}
+
+
+class TestSharedPool(Traffic):
+    """The server writes to the pool, as on a GPU."""
+
+    env: ClassVar = {**Traffic.env, **SHARED_ENV}
+    plugins: ClassVar = (*Traffic.plugins, pool_in_shared_memory)
+
+
+class TestSlidingWindow(TestSharedPool):
+    mode_name = "swa"
+
+
+class TestIndexer(TestSharedPool):
+    """DeepSeek-V3.2"""
+
+    mode_name = "nsa"
+    plugins: ClassVar = (*TestSharedPool.plugins, nsa_on_torch_native)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.own = lmcache_server(chunk=64)
+        cls.flags = {**cls.flags, "lmcache_config_file": cls.own.__enter__()}
+        super().setup_class()
+
+
+class TestHybrid(TestSharedPool):
+    mode_name = "hybrid"
+
+
+class Faults(WithLMCache):
+    """Damage of loaded bytes is found by the request for which they were loaded."""
+
     flags: ClassVar = {**WithLMCache.flags, "kv_canary": "log"}
 
-    @pytest.mark.parametrize("half", ["K", "V"])
-    def test_damage_of_loaded_bytes_is_found(self, half: str) -> None:
-        """By the request that they were loaded for."""
-        prompt = [7 if half == "K" else 8, *PROMPT]
-        self.generate(f"computed-{half}", prompt, 8)
+    def find_damage(self, half: str, pool: str, first: int) -> None:
+        prompt, name = [first, *PROMPT], f"{half}-{pool}"
+        self.generate(f"computed-{name}", prompt, 8)
         assert self.run(self.serving.flush())
-        fault = self.inject("flip_bytes", half=half, source=1, position=20, mode="DECODE")
-        self.generate(f"loaded-{half}", prompt, 8)
+        place = {"half": half, "kind": pool, "source": 1, "position": 50}
+        fault = self.inject("flip_bytes", **place, mode="EXTEND")
+        self.generate(f"loaded-{name}", prompt, 8)
         done = fault.answer()
-        event = self.assert_violation("CONTENT", f"TAIL_{half}_FULL", slot=done["slots"][0])
+        event = self.assert_violation("CONTENT", f"TAIL_{half}_{pool}")
         assert event["writer"]["mode"] == "LOADED"
-        assert event["reader"]["request_id"] == f"loaded-{half}"
+        assert event["reader"]["request_id"] == f"loaded-{name}"
         self.assert_all_explained(done)
+
+
+class TestFaults(Faults):
+    @pytest.mark.parametrize("half", ["K", "V"])
+    def test_damage_of_loaded_bytes(self, half: str) -> None:
+        self.find_damage(half, "FULL", ord(half))
+
+
+class TestFaultsMla(Faults):
+    mode_name = "mla"
+
+    def test_damage_of_loaded_bytes(self) -> None:
+        self.find_damage("K", "FULL", 7)
+
+
+class TestFaultsSlidingWindow(Faults):
+    mode_name = "swa"
+    env: ClassVar = TestSlidingWindow.env
+    plugins: ClassVar = TestSlidingWindow.plugins
+
+    @pytest.mark.parametrize("half", ["K", "V"])
+    @pytest.mark.parametrize("pool", ["FULL", "SWA"])
+    def test_damage_of_loaded_bytes(self, half: str, pool: str) -> None:
+        self.find_damage(half, pool, ord(half) + len(pool))
 
 
 class TestFailsAfterAdmission(WithLMCache):

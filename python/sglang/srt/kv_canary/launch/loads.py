@@ -22,7 +22,7 @@ class LoadedPrefix:
     """A cached prefix whose last slots are being filled."""
 
     tokens: list[int]  # from position 0
-    slots: torch.Tensor  # int64[n], FULL: those of the last n tokens
+    slots: torch.Tensor  # int64[n], FULL: those of the last n tokens. With SWA slots, as far as they are mapped.
     anchor: int
 
 
@@ -38,16 +38,25 @@ def write_records(launcher: Launcher, prefix: LoadedPrefix, forward: int) -> Non
     )
     rows = upload(words.reshape(-1), prefix.slots.device).view(-1, record.RECORD_WORDS)
     for group in launcher.groups:
+        slots = _in_group(prefix.slots, group)
         for half in group.halves:
             for side in (Side.HEAD, Side.TAIL):
-                group.records(half, side)[prefix.slots] = rows
+                records = group.records(half, side)
+                records[slots] = rows
+                records[0] = 0  # the padding slot, where tokens without a slot went
 
 
 def adopt_content(launcher: Launcher, slots: torch.Tensor) -> None:
     """The bytes of `slots` (int64[n], FULL) are there now. Fingerprint those whose content is unknown."""
     if launcher.content_mode is not ContentMode.NONE:
         for group in launcher.groups:
-            _adopt_in(launcher, group, slots)
+            _adopt_in(launcher, group, _in_group(slots, group))
+
+
+def _in_group(full_slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
+    """int64[n] in the group's slot space; 0 where there is no slot."""
+    lut = group.swa_index_lut
+    return full_slots if lut is None else lut[full_slots].long()
 
 
 def _adopt_in(launcher: Launcher, group: CanaryBufferGroup, slots: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import PoolKind
 from ...errors import startup_error
 from ...launch.loads import LoadedPrefix, adopt_content
 from ...plan.anchor import anchor_of
@@ -71,9 +70,11 @@ def _after_cache(result: Any, *args: Any, **kwargs: Any) -> None:
     manager, tree = context.target, result.tree_cache
     if manager is None or not hasattr(tree, "lmcache_connector"):
         return
-    if [group.kind for group in manager.groups] != [PoolKind.FULL]:
+    if any(group.stride != 1 for group in manager.groups):
         kinds = ", ".join(group.kind.value for group in manager.groups)
-        raise startup_error(f"LMCache fills FULL slots only, and this pool has {kinds}.", _LOST)
+        raise startup_error(
+            f"a slot of this pool's groups ({kinds}) may stand for several tokens, of which a load brings some.", _LOST
+        )
     LoadedByLMCache(tree)
 
 
