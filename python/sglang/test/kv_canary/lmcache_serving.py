@@ -179,6 +179,8 @@ def pool_in_shared_memory() -> None:
 def _share_buffers(_: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
     from lmcache.v1.platform.devices.cpu.shm import migrate_to_shm_and_wrap
 
-    for name in ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer"):
-        for buffer in getattr(pool, name, None) or ():
-            migrate_to_shm_and_wrap(buffer)  # it is this tensor from now on
+    states = getattr(pool, "mamba_cache", None)
+    more = () if states is None else (*states.conv, states.temporal)
+    names = ("k_buffer", "v_buffer", "kv_buffer", "index_k_with_scale_buffer")
+    for buffer in (*more, *(b for name in names for b in getattr(pool, name, None) or ())):
+        migrate_to_shm_and_wrap(buffer)  # it is this tensor from now on

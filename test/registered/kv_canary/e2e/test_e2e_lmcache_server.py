@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -12,14 +13,20 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
+from sglang_kv_canary.testing.mode_config import MODES
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
+from sglang_kv_canary.testing.tiny_models import write_tiny_qwen3_moe
 from sglang_kv_canary.testing.traffic import TrafficShape
 from sglang_kv_canary.wiring.releases import release
 
-if not release().has_own_canary:
+if "v0_5_22.lmcache" not in release().hook_modules:
     pytest.skip("from 0.5.22 on; lifted by make test SGLANG=0.5.23", allow_module_level=True)
 
+from sglang_kv_canary_rigs.context_parallel_fill_ins import (
+    context_parallel_flags,
+    context_parallel_on_torch_native,
+)
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.lmcache_serving import (
     FAILED,
@@ -48,7 +55,16 @@ in_full = pytest.mark.skipif(
     not FULL_VOLUME, reason="takes a server of its own; lifted by KV_CANARY_TEST_FULL_VOLUME=1"
 )
 
-PROMPT = list(range(10, 110))  # two chunks of SGLang's prefill: the first is stored when it is computed
+MODES["mha_cp"] = replace(
+    MODES["mha"],
+    name="mha_cp",
+    write_model=write_tiny_qwen3_moe,
+    server_args={**MODES["mha"].server_args, **context_parallel_flags()},
+    env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+)
+PROMPT = list(
+    range(10, 110)
+)  # two chunks of SGLang's prefill: the first is stored when it is computed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -121,12 +137,14 @@ class TestGivenUp(Traffic):
         assert self.said(GIVEN_UP) > 0
 
 
+@in_full
 class TestPages(Traffic):
     flags: ClassVar = {**Traffic.flags, "page_size": consts.PAGE_SIZE}
     env: ClassVar = {**Traffic.env, **INTERPRETED}  # SGLang's page allocator is a Triton kernel
     plugins: ClassVar = (*Traffic.plugins, quick_interpreter)
 
 
+@in_full
 class TestRetractedWithoutOverlap(Traffic):
     flags: ClassVar = {**Traffic.flags, "disable_overlap_schedule": True}
     env: ClassVar = {
@@ -136,15 +154,18 @@ class TestRetractedWithoutOverlap(Traffic):
     }
 
 
+@in_full
 class TestMla(Traffic):
     mode_name = "mla"
 
 
+@in_full
 class TestTwoRanks(Traffic):
     flags: ClassVar = {**Traffic.flags, "tp_size": 2}
     env: ClassVar = {**Traffic.env, **bind_each_rank(2)}
 
 
+@in_full
 class TestSharedPool(Traffic):
     """The server writes to the pool, as on a GPU."""
 
@@ -152,10 +173,18 @@ class TestSharedPool(Traffic):
     plugins: ClassVar = (*Traffic.plugins, pool_in_shared_memory)
 
 
+@in_full
 class TestSlidingWindow(TestSharedPool):
     mode_name = "swa"
 
 
+@in_full
+class TestContextParallel(Traffic):
+    mode_name = "mha_cp"
+    plugins: ClassVar = (*Traffic.plugins, context_parallel_on_torch_native)
+
+
+@in_full
 class TestIndexer(TestSharedPool):
     """DeepSeek-V3.2"""
 
@@ -169,6 +198,7 @@ class TestIndexer(TestSharedPool):
         super().setup_class()
 
 
+@in_full
 class TestHybrid(TestSharedPool):
     mode_name = "hybrid"
 
@@ -198,6 +228,7 @@ class TestFaults(Faults):
         self.find_damage(half, "FULL", ord(half))
 
 
+@in_full
 class TestFaultsMla(Faults):
     mode_name = "mla"
 
@@ -205,6 +236,7 @@ class TestFaultsMla(Faults):
         self.find_damage("K", "FULL", 7)
 
 
+@in_full
 class TestFaultsSlidingWindow(Faults):
     mode_name = "swa"
     env: ClassVar = TestSlidingWindow.env

@@ -269,6 +269,12 @@ _ASKED: dict[str, dict[str, Any]] = {
     },
     "HiCache with a registered prefix cache": {**_HICACHE, "radix_cache_backend": "mine"},
     "LMCache": {"enable_lmcache": True},
+    "LMCache with pipeline parallelism": {"enable_lmcache": True, "pp_size": 2},
+    "LMCache without overlap scheduling": {
+        "enable_lmcache": True,
+        "disable_overlap_schedule": True,
+        "device": "cuda",
+    },
     "HiSparse": {"enable_hisparse": True},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "x"},
@@ -293,6 +299,8 @@ ASKED = {
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
     del ASKED["frozen-KV MTP in step with other ranks"]
+    del ASKED["LMCache with pipeline parallelism"]
+    del ASKED["LMCache without overlap scheduling"]
     for name in [name for name in ASKED if name.startswith("unified memory with")]:
         del ASKED[name]
 else:
@@ -300,6 +308,7 @@ else:
     del ASKED["speculative decoding in step with other ranks"]
     del ASKED["DFLASH and multi-layer EAGLE"]
     del ASKED["adaptive speculation"]
+    del ASKED["LMCache"]
     del ASKED["attention window of the draft model"]
 # Asked for by the model, or by a variable of SGLang's.
 HAS_ACTION = "v0_5_22.action" in release().hook_modules

@@ -22,7 +22,9 @@ class LoadedPrefix:
     """A cached prefix whose last slots are being filled."""
 
     tokens: list[int]  # from position 0
-    slots: torch.Tensor  # int64[n], FULL: those of the last n tokens. With SWA slots, as far as they are mapped.
+    slots: (
+        torch.Tensor
+    )  # int64[n], FULL: those of the last n tokens. With SWA slots, as far as they are mapped.
     anchor: int
 
 

@@ -21,6 +21,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
     ),
     Refusal(
+        "LMCache",
+        lambda args: args.enable_lmcache,
+        "it is another prefix cache than that of 0.5.12.post1 and that from 0.5.22 on, whose loads alone are followed. "
+        "Of other loads no slot has a record.",
+        "Remove --enable-lmcache, or use 0.5.22 or 0.5.23.",
+    ),
+    Refusal(
         "DFLASH and multi-layer EAGLE",
         lambda args: (
             args.speculative_algorithm is not None and why_draft_is_unchecked(args) is not None

@@ -76,6 +76,12 @@ SERVED: tuple[PathSupport, ...] = (
         "sliding-window and hybrid linear models; states are not checked; run on CPU and an H100, with 0.5.23, MHA "
         "layers and Triton attention",
     ),
+    PathSupport(
+        "LMCache",
+        Coverage.PARTLY,
+        "what it loads is not checked, all reads are; MHA, MLA, DSA, sliding-window and hybrid pools, not DeepSeek-V4; "
+        f"run with LMCache 0.5.6 on CPU; {NO_GPU}",
+    ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
         "prefill context parallelism",

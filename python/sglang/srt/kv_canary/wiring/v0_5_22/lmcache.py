@@ -71,9 +71,9 @@ def _after_cache(result: Any, *args: Any, **kwargs: Any) -> None:
     if manager is None or not hasattr(tree, "lmcache_connector"):
         return
     if any(group.stride != 1 for group in manager.groups):
-        kinds = ", ".join(group.kind.value for group in manager.groups)
         raise startup_error(
-            f"a slot of this pool's groups ({kinds}) may stand for several tokens, of which a load brings some.", _LOST
+            "LMCache fills slots that stand for several tokens, whose records only forwards can write.",
+            _LOST,
         )
     LoadedByLMCache(tree)
 

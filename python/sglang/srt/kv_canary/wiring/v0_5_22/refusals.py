@@ -8,6 +8,7 @@ from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
 from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
 from ..transfer_refusals import TRANSFERS
+from .lmcache_refusals import LMCACHE_REFUSALS
 from .transfer_refusals import MORE_TRANSFERS
 from .unified_refusals import UNIFIED_REFUSALS
 
@@ -72,6 +73,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV that is loaded from another server's cache arrives without records.",
         "Remove --enable-unified-cache-external-linker.",
     ),
+    *LMCACHE_REFUSALS,
     Refusal(
         "bounded replay of sliding windows",
         lambda args: bool(
