@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import ClassVar
 
@@ -62,9 +63,8 @@ MODES["mha_cp"] = replace(
     server_args={**MODES["mha"].server_args, **context_parallel_flags()},
     env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
-PROMPT = list(
-    range(10, 110)
-)  # two chunks of SGLang's prefill: the first is stored when it is computed
+# Two chunks of SGLang's prefill: the first is stored when it is computed, before its window slides.
+PROMPT = list(range(10, 110))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -184,18 +184,29 @@ class TestContextParallel(Traffic):
     plugins: ClassVar = (*Traffic.plugins, context_parallel_on_torch_native)
 
 
-@in_full
-class TestIndexer(TestSharedPool):
-    """DeepSeek-V3.2"""
+class Indexer(WithLMCache):
+    """DeepSeek-V3.2, whose pages of 64 tokens LMCache must not split."""
 
     mode_name = "nsa"
+    env: ClassVar = TestSharedPool.env
     plugins: ClassVar = (*TestSharedPool.plugins, nsa_on_torch_native)
 
     @classmethod
     def setup_class(cls) -> None:
-        cls.own = lmcache_server(chunk=64)
-        cls.flags = {**cls.flags, "lmcache_config_file": cls.own.__enter__()}
+        cls.own = ExitStack()
+        config = cls.own.enter_context(lmcache_server(chunk=64))
+        cls.flags = {**cls.flags, "lmcache_config_file": config}
         super().setup_class()
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.own.close()
+
+
+@in_full
+class TestIndexer(Indexer, Traffic):
+    pass
 
 
 @in_full
@@ -248,6 +259,13 @@ class TestFaultsSlidingWindow(Faults):
         self.find_damage(half, pool, ord(half) + len(pool))
 
 
+@in_full
+class TestFaultsIndexer(Indexer, Faults):
+    @pytest.mark.parametrize("pool", ["FULL", "INDEXER"])
+    def test_damage_of_loaded_bytes(self, pool: str) -> None:
+        self.find_damage("K", pool, len(pool))
+
+
 class TestFailsAfterAdmission(WithLMCache):
     """SGLang frees the slots of such a load, and its request reads on."""
 
@@ -260,7 +278,6 @@ class TestFailsAfterAdmission(WithLMCache):
         self.generate("loaded", PROMPT, 8)
         assert self.said(FAILED) == 1
         self.expect_violations()
-        print(self.violations()[:2])
         self.assert_violation("USE_AFTER_FREE", reader="loaded")
 
 
