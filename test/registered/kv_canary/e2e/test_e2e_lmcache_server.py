@@ -63,6 +63,7 @@ MODES["mha_cp"] = replace(
     server_args={**MODES["mha"].server_args, **context_parallel_flags()},
     env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
+FROM_LMCACHE = "load from LMCache"
 # Two chunks of SGLang's prefill: the first is stored when it is computed, before its window slides.
 PROMPT = list(range(10, 110))
 
@@ -230,6 +231,7 @@ class Faults(WithLMCache):
         event = self.assert_violation("CONTENT", f"TAIL_{half}_{pool}")
         assert event["writer"]["mode"] == "LOADED"
         assert event["reader"]["request_id"] == f"loaded-{name}"
+        assert self.history_before(event)[-1]["purpose"] == FROM_LMCACHE
         self.assert_all_explained(done)
 
 
@@ -278,7 +280,9 @@ class TestFailsAfterAdmission(WithLMCache):
         self.generate("loaded", PROMPT, 8)
         assert self.said(FAILED) == 1
         self.expect_violations()
-        self.assert_violation("USE_AFTER_FREE", reader="loaded")
+        event = self.assert_violation("USE_AFTER_FREE", reader="loaded")
+        purposes = [moment["purpose"] for moment in self.history_before(event)]
+        assert purposes[-2:] == [FROM_LMCACHE, f"{FROM_LMCACHE} that is given up"]
 
 
 if __name__ == "__main__":

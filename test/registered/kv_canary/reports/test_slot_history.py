@@ -215,6 +215,10 @@ def retract_decode(req: Req, allocator: Any, slots: torch.Tensor) -> None:
         (("cache_finished_req", "abort_request"), "abort"),
         (("reset", "flush_cache"), "flush"),
         (("alloc_token_slots", "alloc_for_decode"), "decode"),
+        (
+            ("_allocate_external_slots", "_start_external_load", "init_load_back"),
+            "load from LMCache",
+        ),
         (("something_else",), ""),
     ],
 )
