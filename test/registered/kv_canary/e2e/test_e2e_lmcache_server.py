@@ -29,6 +29,7 @@ from sglang_kv_canary_rigs.context_parallel_fill_ins import (
     context_parallel_on_torch_native,
 )
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.hicache_serving import ask, hits
 from sglang_kv_canary_rigs.lmcache_serving import (
     FAILED,
     GIVEN_UP,
@@ -45,7 +46,7 @@ from sglang_kv_canary_rigs.nsa_fill_ins import nsa_on_torch_native
 from sglang_kv_canary_rigs.pd_serving import load_transport
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 
-register_cpu_ci(est_time=25, suite="stage-a-test-cpu")
+register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
 need_lmcache()
 pytestmark = pytest.mark.skipif(
@@ -84,11 +85,13 @@ class WithLMCache(CanaryE2EBase):
         "kv_canary_real_data": "all",
         "kv_canary_sweep_interval": 1,
         "enable_lmcache": True,
+        "enable_cache_report": True,
     }
     env: ClassVar = {
         "SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20",
         "SGLANG_KV_CANARY_TOKEN_CHECK": "all",
         "LMCACHE_LOG_LEVEL": "WARNING",
+        "LMCACHE_TRACK_USAGE": "false",
     }
     plugins: ClassVar = (load_transport, tells_loads)
 
@@ -239,6 +242,15 @@ class TestFaults(Faults):
     @pytest.mark.parametrize("half", ["K", "V"])
     def test_damage_of_loaded_bytes(self, half: str) -> None:
         self.find_damage(half, "FULL", ord(half))
+
+    def test_namespaces_have_loads_of_their_own(self) -> None:
+        for turn in range(2):
+            for name in ("salted", "keyed"):
+                key = {"cache_salt" if name == "salted" else "extra_key": name}
+                answer = ask(self.serving, f"{name}-{turn}", PROMPT, **key)
+                assert (hits(answer, "storage") > 0) == (turn > 0)
+            assert self.run(self.serving.flush())
+        self.assert_no_violations()
 
 
 @in_full
