@@ -24,6 +24,7 @@ __all__ = [
     "GIVEN_UP",
     "LOADED",
     "SHARED_ENV",
+    "declines_short_loads",
     "fails_after_admission",
     "gives_up_loads",
     "lmcache_server",
@@ -92,13 +93,17 @@ def _wait_until_ready(process: subprocess.Popen, log: Path) -> None:
 # Plugins, at LMCache's own interface: the connector that the prefix cache has.
 
 
-def _with_connector(change: Callable[[Any], None]) -> None:
+def _with_tree(change: Callable[[Any], None]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def after(result: Any, *_: Any, **__: Any) -> None:
-        change(result.tree_cache.lmcache_connector)
+        change(result.tree_cache)
 
     HookRegistry.register(_BUILT, after, HookType.AFTER)
+
+
+def _with_connector(change: Callable[[Any], None]) -> None:
+    _with_tree(lambda tree: change(tree.lmcache_connector))
 
 
 def _say(what: str, load: Any) -> None:
@@ -120,6 +125,24 @@ def tells_loads() -> None:
         connector.complete_load = completed
 
     _with_connector(change)
+
+
+def declines_short_loads() -> None:
+    """A plugin: a request whose prefix has lost a part since SGLang asked LMCache goes on without a load.
+
+    SGLang itself takes it for shorter than promised, and its scheduler ends ("load-back must commit all promised").
+    """
+
+    def change(tree: Any) -> None:
+        start = tree._start_external_load
+
+        def started(flow: Any, req: Any) -> int | None:
+            loads = min(flow.total_hit, len(flow.key)) - flow.local_hit_tokens
+            return start(flow, req) if loads >= req.host_hit_length else None
+
+        tree._start_external_load = started
+
+    _with_tree(change)
 
 
 def gives_up_loads() -> None:

@@ -35,6 +35,7 @@ from sglang_kv_canary_rigs.lmcache_serving import (
     GIVEN_UP,
     LOADED,
     SHARED_ENV,
+    declines_short_loads,
     fails_after_admission,
     gives_up_loads,
     lmcache_server,
@@ -93,7 +94,7 @@ class WithLMCache(CanaryE2EBase):
         "LMCACHE_LOG_LEVEL": "WARNING",
         "LMCACHE_TRACK_USAGE": "false",
     }
-    plugins: ClassVar = (load_transport, tells_loads)
+    plugins: ClassVar = (load_transport, declines_short_loads, tells_loads)
 
     @classmethod
     def setup_class(cls) -> None:
@@ -129,7 +130,7 @@ class Traffic(WithLMCache):
 class TestGivenUp(Traffic):
     """Every third load is given up with its bytes in the slots; a pool that is full turns others down."""
 
-    flags: ClassVar = {**Traffic.flags, "max_total_tokens": 1024}
+    flags: ClassVar = {**Traffic.flags, "max_total_tokens": 900}
     plugins: ClassVar = (*Traffic.plugins, gives_up_loads)
 
     def test_an_answer_over_a_loaded_prefix_is_the_same(self) -> None:
@@ -150,12 +151,20 @@ class TestPages(Traffic):
 
 @in_full
 class TestRetractedWithoutOverlap(Traffic):
-    flags: ClassVar = {**Traffic.flags, "disable_overlap_schedule": True}
+    flags: ClassVar = {
+        **Traffic.flags,
+        "disable_overlap_schedule": True,
+        "log_level": "warning",
+    }
     env: ClassVar = {
         **Traffic.env,
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "20",
     }
+
+    def test_mixed_traffic(self) -> None:
+        super().test_mixed_traffic()
+        assert self.said("Testing retraction") > 0
 
 
 @in_full
