@@ -79,8 +79,8 @@ SERVED: tuple[PathSupport, ...] = (
     PathSupport(
         "LMCache",
         Coverage.PARTLY,
-        "what it loads is not checked, all reads are; MHA, MLA, DSA, sliding-window and hybrid pools, not DeepSeek-V4; "
-        f"run with LMCache 0.5.6 on CPU; {NO_GPU}",
+        "what it loads is not checked, all reads are; not with DeepSeek-V4; run with LMCache 0.5.6 on CPU; "
+        f"{NO_GPU}",
     ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {_HERE}"),
     PathSupport(
