@@ -22,9 +22,8 @@ class LoadedPrefix:
     """A cached prefix whose last slots are being filled."""
 
     tokens: list[int]  # from position 0
-    slots: (
-        torch.Tensor
-    )  # int64[n], FULL: those of the last n tokens. With SWA slots, as far as they are mapped.
+    # int64[n], FULL: those of the last n tokens. Their SWA slots get records, too, as far as they are mapped.
+    slots: torch.Tensor
     anchor: int
 
 

@@ -40,9 +40,8 @@ class LoadedByLMCache:
         return loaded
 
     def _note(self, flow: Any, req: Any) -> None:
-        slots = flow.load.device_indices.to(
-            torch.int64, copy=True
-        )  # the tree frees parts of its own
+        # A copy: the tree frees parts of its own.
+        slots = flow.load.device_indices.to(torch.int64, copy=True)
         context.slots_filled(
             slots, self._tree.page_size, "load from LMCache", "init_load_back", req.rid
         )
