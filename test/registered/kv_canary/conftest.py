@@ -124,6 +124,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_e2e_dp_attention.py",
     "e2e/test_e2e_dsv4.py",
     "e2e/test_e2e_dsv4_ranks.py",
+    "e2e/test_e2e_dsv4_stages.py",
     "e2e/test_e2e_farewell.py",
     "e2e/test_e2e_hicache.py",
     "e2e/test_e2e_hicache_storage.py",

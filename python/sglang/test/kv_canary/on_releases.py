@@ -6,9 +6,15 @@ import os
 
 import pytest
 
-from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary.wiring.releases import Release, release
 
-__all__ = ["LONG", "long_on_newer_releases", "refused_on_newer_releases"]
+__all__ = [
+    "LONG",
+    "from_0_5_22",
+    "is_from_0_5_22",
+    "long_on_newer_releases",
+    "refused_on_newer_releases",
+]
 
 LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
 # Newer releases share what is below the hooks. `.ci/run` has no time to run all of it on each of them.
@@ -18,4 +24,16 @@ long_on_newer_releases = pytest.mark.skipif(
 )
 refused_on_newer_releases = pytest.mark.skipif(
     release().has_own_canary, reason="refused by name on this release; lifted by make test"
+)
+
+
+def is_from_0_5_22(tested: Release) -> bool:
+    """0.5.17 has a canary of its own, too, and has adaptive speculation and relayed drafts of stages refused."""
+    refused = {refusal.name for refusal in tested.refusals()}
+    return tested.has_own_canary and "adaptive speculation" not in refused
+
+
+from_0_5_22 = pytest.mark.skipif(
+    not is_from_0_5_22(release()),
+    reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",
 )

@@ -23,9 +23,9 @@ from sglang_kv_canary.testing.fault_cases import (
     tags,
 )
 from sglang_kv_canary.testing.mode_config import why_dsv4_cannot_be_served
-from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.adaptive_steps import adaptive_steps, steps_switched_to
 from sglang_kv_canary_rigs.dsv4_serving import EAGLE, TARGET_KINDS, Dsv4E2EBase
+from sglang_kv_canary_rigs.on_releases import from_0_5_22
 
 register_cuda_ci(est_time=600, suite="stage-b-test-1-gpu-large")
 
@@ -122,9 +122,7 @@ class TestDsv4Eagle(Dsv4E2EBase):
         self.check_flipped_byte(0, kind)
 
 
-@pytest.mark.skipif(
-    not release().has_own_canary, reason="adaptive steps with V4 are covered from 0.5.22 on"
-)
+@from_0_5_22
 class TestDsv4EagleAdaptive(TestDsv4Eagle):
     """It begins with three draft steps. Few drafts are accepted, so it falls to one, without a draft forward."""
 

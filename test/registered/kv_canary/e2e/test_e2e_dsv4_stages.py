@@ -14,8 +14,8 @@ from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
 from sglang_kv_canary.testing.mode_config import why_dsv4_cannot_be_served
 from sglang_kv_canary.testing.traffic import random_tokens
-from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.dsv4_serving import EAGLE, REQUESTS, Dsv4E2EBase
+from sglang_kv_canary_rigs.on_releases import from_0_5_22
 
 register_cuda_ci(est_time=500, suite="stage-b-test-2-gpu-large")
 
@@ -65,9 +65,7 @@ class TestStages(CanaryE2EBase):
         self.assert_all_explained(done)
 
 
-@pytest.mark.skipif(
-    not release().has_own_canary, reason="SGLang drafts over pipeline stages from 0.5.22 on"
-)
+@from_0_5_22
 class TestEagleOverStages(TestStages):
     flags: ClassVar = {**TestStages.flags, **EAGLE, "disable_overlap_schedule": True}
     env: ClassVar = {**TestStages.env, "SGLANG_ENABLE_PP_SPEC": "1"}

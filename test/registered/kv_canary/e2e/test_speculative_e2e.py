@@ -20,7 +20,7 @@ from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.adaptive_steps import adaptive_steps, steps_switched_to
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
 from sglang_kv_canary_rigs.eagle_serving import DraftsWithAWholeModel
-from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
+from sglang_kv_canary_rigs.on_releases import from_0_5_22, long_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import (
     DRAFT,
     EVERYWHERE,
@@ -36,17 +36,12 @@ from sglang_kv_canary_rigs.spec_fault_cases import (
 register_cpu_ci(est_time=70, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=400, suite="stage-b-test-1-gpu-large")
 
-REFUSED = {refusal.name for refusal in release().refusals()}
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="refused by name on newer releases, see test_seam.py"
 )
 from_0_5_17 = pytest.mark.skipif(
     not release().has_own_canary,
     reason="SGLang runs trees as v1 there; lifted by make test SGLANG=0.5.23",
-)
-from_0_5_22 = pytest.mark.skipif(
-    not release().has_own_canary or "adaptive speculation" in REFUSED,
-    reason="covered from 0.5.22 on; lifted by make test SGLANG=0.5.23",
 )
 
 CASES = [

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import sglang_kv_canary
 import sglang_kv_canary_rigs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.on_releases import is_from_0_5_22
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -160,6 +162,31 @@ def test_each_way_to_load_it_is_seen(source):
 )
 def test_nothing_else_is_seen(source):
     assert _names_of_theirs(source) == []
+
+
+@pytest.mark.skipif(not (REPO / "setup.py").is_file(), reason="no source tree")
+def test_nothing_lies_in_a_folder_that_is_named_like_an_option():
+    """A script that takes a folder has been called with `--help`."""
+    assert [path.name for path in REPO.iterdir() if path.name.startswith("-")] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "runs"), [("v0_5_12", False), ("v0_5_17", False), ("v0_5_22", True)]
+)
+def test_what_is_covered_from_0_5_22_on_is_skipped_on_earlier_releases(family, runs):
+    tested = import_module(f"{sglang_kv_canary.__name__}.wiring.{family}").RELEASE
+    assert is_from_0_5_22(tested) is runs
+
+
+def test_what_is_covered_from_0_5_22_on_is_collected_there():
+    """Files outside of the list are passed over on newer releases, unless they are named."""
+    tests = Path(__file__).parents[1]
+    listed = (tests / "conftest.py").read_text()
+    here = [path for path in tests.rglob("test_*.py") if path != Path(__file__)]
+    files = [path for path in here if "@from_0_5_22" in path.read_text()]
+    names = [path.relative_to(tests).as_posix() for path in files]
+    assert "e2e/test_e2e_dsv4_stages.py" in names
+    assert [name for name in names if f'"{name}"' not in listed] == []
 
 
 if __name__ == "__main__":
