@@ -144,7 +144,11 @@ def test_kv_that_arrives_compiles_nothing_while_it_serves(pool, content, launche
     rig.manager.expect_arrivals(page_size=1)
     compile_target(rig, server_args())
     compiled = launches.take()
-    for arrival in (Arrival(1, 0, range(20), 0), Arrival(2, 4, range(30), 0, False)):
+    for arrival in (
+        Arrival(1, 0, range(20), 0),
+        Arrival(2, 4, range(30), 0, has_records=False),
+        Arrival(3, 0, range(20), 0, keeps_content=False),
+    ):
         assert rig.manager.note_arrivals([arrival])
     served = launches.take()
     assert {variant[0] for variant in served} >= {"forward_kernel", "adopt_kernel"}

@@ -35,8 +35,11 @@ class ArrivalDesk:
     _known: int = 0  # everything that forwards up to this one have found has been handed over
 
     def warm_up(self) -> None:
-        """Compile what arrivals launch, while nothing is armed: a token in the padding row and slot."""
-        padding = Arrival(row=0, first=0, tokens=(0,), anchor=0)
+        """Compile what arrivals launch, while nothing is armed: a token in the padding row and slot.
+
+        Records that come without the content of these bytes launch all that others do, and take the bytes over.
+        """
+        padding = Arrival(row=0, first=0, tokens=(0,), anchor=0, keeps_content=False)
         for arrival in (padding, replace(padding, has_records=False)):
             for launch, part in self.launcher.launches([arrival]):
                 self.note_launch("WARM_UP")
