@@ -41,7 +41,7 @@ import bench_switch
 import own_code
 import without_kernels
 from churn_schedule import Schedule, follow
-from paired_ratios import interval
+from paired_ratios import interval_of_few
 
 SAMPLE_S = 0.001
 SEED = 1  # of the prompts of all runs but those that warm up
@@ -257,13 +257,14 @@ def _blocks(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[float, ...]]:
 def _table(pairs: Pairs) -> None:
     same = sum(off["batches"] == on["batches"] for off, on in pairs)
     print(f"{same} of {len(pairs)} pairs have the same batches")
+    kinds = {run["batches"] for pair in pairs for run in pair}
     for name in FIGURES:
         ratios = [100 * (on[name] / off[name] - 1) for off, on in pairs]
-        low, high = interval(ratios)
+        low, high = interval_of_few(ratios)
         off = statistics.median(off[name] for off, _ in pairs)
         mean = statistics.mean(ratios)
         print(f"{name:<14}{off:>12.5g}{mean:>+9.2f} % ({low:+.2f} to {high:+.2f})")
-    if same == len(pairs) > 1:
+    if len(kinds) == 1 < len(pairs):  # blocks of all runs are compared, not those of a pair alone
         without_one = [_fastest(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
         low, high = min(without_one), max(without_one)
         print(

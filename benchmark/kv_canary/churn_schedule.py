@@ -23,6 +23,7 @@ class _Step:
     at: float  # seconds
     extends: bool
     names: list[str]  # of the requests that got a token
+    chunks: list[str]  # of those of which a part was computed
     released: int  # requests begun so far
     ended: int
 
@@ -73,12 +74,16 @@ class Schedule:
 
     def around_result(self, batch: Any, process: Callable[[], None]) -> None:
         """`process` handles the result of `batch`."""
-        gets = [req for req in batch.reqs if req.finished_reason is None and req.is_chunked <= 0]
+        running = [
+            req for req in batch.reqs if req.finished_reason is None and not req.is_retracted
+        ]
+        gets = [req for req in running if req.is_chunked <= 0]
+        chunks = [req.rid for req in running if req.is_chunked > 0]
         process()
         self._ended += sum(req.finished_reason is not None for req in gets)
         names = [req.rid for req in gets]
         extends = batch.forward_mode.is_extend()
-        step = _Step(time.perf_counter(), extends, names, len(self._begun), self._ended)
+        step = _Step(time.perf_counter(), extends, names, chunks, len(self._begun), self._ended)
         self._steps.append(step)
 
     def figures(self) -> dict[str, Any]:
@@ -124,7 +129,7 @@ class Schedule:
     def _digest(self, last: int) -> str:
         digest = hashlib.sha256()
         for step in self._steps[: last + 1]:
-            digest.update(f"{step.extends}{step.names}{step.released}".encode())
+            digest.update(f"{step.extends}{step.names}{step.chunks}{step.released}".encode())
         return digest.hexdigest()[:12]
 
 

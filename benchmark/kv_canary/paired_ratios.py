@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+
+# 97.5 % of Student's t, for 1, 2, ... degrees of freedom; the last for all above, a little wide.
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
 
 
 def summary(part: str, name: str, lines: Sequence[Mapping[str, float]]) -> None:
@@ -28,3 +35,15 @@ def interval(
     draws = random.Random(0)
     figures = sorted(figure(draws.choices(values, k=len(values))) for _ in range(10_000))
     return figures[250], figures[-251]
+
+
+def interval_of_few(values: Sequence[float]) -> tuple[float, float]:
+    """Of the mean, 95 %, by Student's t. Draws from five values make it too narrow: it holds in 82 % of cases.
+
+    Of one value nothing is known.
+    """
+    if len(values) < 2:
+        return -math.inf, math.inf
+    factor = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
+    half = factor * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values) - half, statistics.mean(values) + half

@@ -1,10 +1,12 @@
 """What the benchmarks take from inside the package is still there. Nothing is timed here."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +222,73 @@ def test_servers_get_cores_of_their_own_and_one_is_left(
     assert [list(share) for share in shares_of(range(cores), count)] == shares
     with pytest.raises(ValueError, match=f"{count} servers and one more, got {count} cores"):
         shares_of(range(count), count)
+
+
+def _churn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
+    import bench_churn
+
+    return bench_churn
+
+
+def _run(churn: Any, batches: str, blocks: int) -> dict[str, Any]:
+    figures = dict.fromkeys(churn.FIGURES, 1.0)
+    return {**figures, "batches": batches, "step_lengths": [0.1] * (blocks * churn.BLOCK)}
+
+
+@pytest.mark.parametrize(("second", "compared"), [("a", True), ("b", False)])
+def test_blocks_are_compared_if_all_pairs_have_the_same_batches(
+    second: str, compared: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of two pairs may differ from each other, and then not even their numbers of steps are equal."""
+    churn = _churn(monkeypatch)
+    blocks = 3 if compared else 4
+    pairs = [(_run(churn, name, n),) * 2 for name, n in (("a", 3), (second, blocks))]
+    churn._table(pairs)
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 of 2 pairs have the same batches")
+    assert ("fastest blocks" in printed) is compared
+
+
+def test_intervals_of_few_pairs_are_students(monkeypatch: pytest.MonkeyPatch) -> None:
+    _churn(monkeypatch)
+    from paired_ratios import interval_of_few
+
+    assert interval_of_few([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.9632, 3 + 1.9632), abs=1e-3)
+    assert interval_of_few([1.0]) == (-math.inf, math.inf)
+
+
+def _step(
+    schedule: Any, name: str, extends: bool, chunked: int = 0, retracted: bool = False
+) -> None:
+    request = SimpleNamespace(
+        rid=name, finished_reason=None, is_chunked=chunked, is_retracted=retracted
+    )
+    mode = SimpleNamespace(is_extend=lambda: extends)
+    schedule.around_result(SimpleNamespace(reqs=[request], forward_mode=mode), lambda: None)
+
+
+def test_a_step_gives_no_token_to_requests_that_were_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With overlap scheduling they are in the batch that was launched before. SGLang passes them over, too."""
+    churn = _churn(monkeypatch)
+    schedule = churn.Schedule(4, 2)
+    _step(schedule, "a", extends=False, retracted=True)
+    _step(schedule, "b", extends=False)
+    assert [step.names for step in schedule._steps] == [[], ["b"]]
+
+
+def test_steps_with_chunks_of_other_prompts_are_other_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    churn = _churn(monkeypatch)
+    found = []
+    for name in "aab":
+        schedule = churn.Schedule(4, 2)
+        _step(schedule, name, extends=True, chunked=1)
+        found.append(schedule._digest(0))
+    assert found[0] == found[1] != found[2]
 
 
 if __name__ == "__main__":
