@@ -237,5 +237,21 @@ def test_the_commands_that_read_the_event_file_work_as_they_stand(tmp_path: Path
     assert '"cause":1,' in run(".cause <= 3")
 
 
+def test_benchmarks_have_the_options_that_documents_call_them_with():
+    """Documents of the present; the log keeps what was run."""
+    text = "\n".join(document.read_text() for document in DOCS.glob("*.md"))
+    calls = re.findall(r"(benchmark/kv_canary/\w+\.py)((?:[^\n`#]|(?<=\\)\n)*)", text)
+    asked = {
+        (script, option) for script, rest in calls for option in re.findall(r"(?<= )--[\w-]+", rest)
+    }
+    assert ("benchmark/kv_canary/bench_churn.py", "--pairs") in asked
+    missing = {
+        (script, option)
+        for script, option in asked
+        if not re.search(rf'{option}\b|f"--{{', (REPO / script).read_text())  # or all in a loop
+    }
+    assert missing == set()
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))
