@@ -616,6 +616,18 @@ def test_records_move_once_where_a_pool_calls_its_base(
 
 
 @pytest.mark.usefixtures("_moves")
+def test_records_follow_again_after_a_move_that_has_failed() -> None:
+    """The error is SGLang's own, and its caller may go on."""
+    with MovesRig(*MOVED["hybrid"], mode=CanaryMode.RAISE) as rig:
+        rig.extend(1, range(1000, 1030))
+        with pytest.raises(IndexError):
+            rig.pool.move_kv_cache(torch.tensor([1 << 40]), torch.tensor([rig.slot(1, 3)]))
+        for _ in range(3):
+            rig.step(1)
+        assert rig.settle() == []
+
+
+@pytest.mark.usefixtures("_moves")
 @pytest.mark.parametrize("content", [ContentMode.ALL, ContentMode.PARTIAL])
 @pytest.mark.parametrize("name", MOVED)
 def test_a_lost_move_of_each_part_is_found(name: str, content: ContentMode) -> None:
