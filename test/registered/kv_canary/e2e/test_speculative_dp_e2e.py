@@ -45,10 +45,6 @@ pytestmark = [
     pytest.mark.skipif(
         torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
     ),
-    pytest.mark.skipif(
-        "speculative decoding in step with other ranks" in REFUSED,
-        reason="this release refuses it; lifted by make test SGLANG=0.5.23",
-    ),
 ]
 finds_faults = pytest.mark.skipif(MANY in os.environ, reason=f"{MANY} is set: mode raise")
 by_hand = pytest.mark.skipif(MANY not in os.environ, reason=f"set {MANY}")
@@ -57,6 +53,10 @@ by_hand_or_long = pytest.mark.skipif(
 )
 on_first_release = pytest.mark.skipif(
     release().has_own_canary, reason="v1 and trees are on the first release only"
+)
+target_alone = pytest.mark.skipif(
+    "DFLASH and multi-layer EAGLE" in REFUSED,
+    reason="this release refuses it; lifted by make test SGLANG=0.5.23",
 )
 FLIPS = [(rank, role, case) for rank, (role, case) in enumerate(one_flip_each())]
 
@@ -184,6 +184,7 @@ class TestDsa(InStep, DsaDpE2EBase):
     """The same with DeepSeek-V3.2: pools with indexer keys."""
 
 
+@target_alone
 @by_hand_or_long
 class TestLayers(InStep, LayersInStepE2EBase):
     """Multi-layer EAGLE, v2."""
@@ -193,6 +194,7 @@ class TestLayers(InStep, LayersInStepE2EBase):
     "NGRAM, frozen-KV MTP and DFLASH in step with other ranks" in REFUSED,
     reason="SGLang 0.5.12.post1 has no DFLASH with DP attention; lifted by make test SGLANG=0.5.23",
 )
+@target_alone
 class TestDflash(InStep, DflashInStepE2EBase):
     """v2. A rank that idles runs the verify of the others as an IDLE forward, and drafts nothing.
 

@@ -9,7 +9,12 @@ from sglang.srt.environ import envs
 from ...environ import TOKEN_ORACLE, read_settings
 from ...errors import startup_error
 from ...pool_patcher.registry import qualified_name
-from ..refusals import Refusal, accepts_no_path
+from ..refusals import (
+    Refusal,
+    accepts_no_path,
+    decodes_beside_prefills,
+    pads_to_other_ranks,
+)
 from ..releases import release
 from .pools import FOLLOWED_MOVES, UNMOVED
 
@@ -22,16 +27,17 @@ _USE_ANOTHER = (
     "Use --speculative-algorithm EAGLE, EAGLE3, STANDALONE, NGRAM or DFLASH, or remove it."
 )
 _REMOVE = "Remove --speculative-algorithm"
+# Variables of SGLang's, from 0.5.22 on
 _RELAYS_DRAFTS = "SGLANG_ENABLE_PP_SPEC"
+_COORDINATION = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
 
 
 def _speculates(args: Any) -> bool:
     return args.speculative_algorithm is not None
 
 
-def _relays_drafts() -> bool:
-    """Whether SGLang hands drafts of the last stage to the others. It refuses that together with disaggregation."""
-    variable = getattr(envs, _RELAYS_DRAFTS, None)  # from 0.5.22 on
+def _is_set(name: str) -> bool:
+    variable = getattr(envs, name, None)
     return variable is not None and variable.get()
 
 
@@ -77,12 +83,30 @@ SPECULATION: tuple[Refusal, ...] = (
     Refusal(
         "speculative decoding over pipeline stages",
         lambda args: (
-            _speculates(args) and args.pp_size > 1 and not (_relays_drafts() or _sends_drafts(args))
+            _speculates(args)
+            and args.pp_size > 1
+            # SGLang hands drafts of the last stage to the others. It refuses that together with disaggregation.
+            and not (_is_set(_RELAYS_DRAFTS) or _sends_drafts(args))
         ),
         f'without {_RELAYS_DRAFTS} SGLang itself ends any server but a prefill server: "only supported on prefill '
         'nodes" (check_pipeline_parallel_compat).',
         f"{_REMOVE} or --pp-size. From 0.5.22 on, set {_RELAYS_DRAFTS}=1: SGLang takes EAGLE of one layer with it, "
         "without disaggregation, adaptive speculation and DP attention.",
+    ),
+    Refusal(
+        "speculative decoding beside prefills of other ranks",
+        lambda args: decodes_beside_prefills(args) and not _is_set(_COORDINATION),
+        "SGLang itself: beside a prefill, EAGLEWorkerV2.forward_batch_generation runs a decode as a prefill without "
+        "tokens. The scheduler ends.",
+        f"Remove --speculative-skip-dp-mlp-sync. From 0.5.22 on, {_COORDINATION}=1 mends it as well.",
+    ),
+    Refusal(
+        "frozen-KV MTP in step with other ranks",
+        lambda args: args.speculative_algorithm == "FROZEN_KV_MTP" and pads_to_other_ranks(args),
+        "SGLang itself: FrozenKVMTPDraftWorker.draft gives its batch no slots (out_cache_loc), and "
+        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft that no draft graph "
+        "replays.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     accepts_no_path("NGRAM"),
     Refusal(

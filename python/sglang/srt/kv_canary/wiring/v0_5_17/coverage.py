@@ -23,6 +23,11 @@ _ON_GPU = (
 
 SERVED: tuple[PathSupport, ...] = (
     *served(*_ON_GPU),
+    PathSupport(
+        "speculative: in step with other ranks",
+        Coverage.PARTLY,
+        f"EAGLE, also with MLA and DSA, and EAGLE3, also with trees, with data-parallel attention; {NO_GPU}",
+    ),
     PathSupport("session radix cache", Coverage.COVERED, f"it changes what is evicted; {NO_GPU}"),
     PathSupport(
         "prefill context parallelism",

@@ -15,10 +15,10 @@ __all__ = ["REFUSALS"]
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
     Refusal(
-        "speculative decoding in step with other ranks",
-        lambda args: args.speculative_algorithm is not None and pads_to_other_ranks(args),
-        "no test of the canary has run it on this release yet.",
-        "Remove --speculative-algorithm, or --enable-dp-attention, --moe-a2a-backend and --moe-dense-tp-size.",
+        "NGRAM in step with other ranks",
+        lambda args: args.speculative_algorithm == "NGRAM" and pads_to_other_ranks(args),
+        "verifies of NGRAM that are padded or idle, which are followed from 0.5.22 on only.",
+        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
         "LMCache",

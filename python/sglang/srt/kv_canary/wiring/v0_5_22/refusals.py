@@ -6,7 +6,7 @@ from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
 from ..hicache_refusals import HICACHE_REFUSALS
-from ..refusals import Refusal, decodes_beside_prefills, pads_to_other_ranks
+from ..refusals import Refusal
 from ..transfer_refusals import TRANSFERS
 from .lmcache_refusals import LMCACHE_REFUSALS
 from .transfer_refusals import MORE_TRANSFERS
@@ -25,24 +25,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.enable_hierarchical_cache and args.hicache_host_memory_mode != "cache",
         "its pages come from storage past the code that checks them.",
         "Set --hicache-host-memory-mode to cache.",
-    ),
-    Refusal(
-        "speculative decoding beside prefills of other ranks",
-        lambda args: (
-            decodes_beside_prefills(args)
-            and not envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
-        ),
-        "SGLang itself: beside a prefill, EAGLEWorkerV2.forward_batch_generation runs a decode as a prefill without "
-        "tokens. The scheduler ends.",
-        "Remove --speculative-skip-dp-mlp-sync, or set SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.",
-    ),
-    Refusal(
-        "frozen-KV MTP in step with other ranks",
-        lambda args: args.speculative_algorithm == "FROZEN_KV_MTP" and pads_to_other_ranks(args),
-        "SGLang itself: FrozenKVMTPDraftWorker.draft gives its batch no slots (out_cache_loc), and "
-        "ForwardBatch._pad_inputs_to_size pads them. The scheduler ends with the first draft that no draft graph "
-        "replays.",
-        "Use --speculative-algorithm EAGLE or EAGLE3, or remove it.",
     ),
     Refusal(
         "adaptive speculation without draft-extend",
