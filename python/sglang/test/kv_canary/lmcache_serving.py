@@ -23,11 +23,13 @@ __all__ = [
     "FAILED",
     "GIVEN_UP",
     "LOADED",
+    "LOST",
     "SHARED_ENV",
     "declines_short_loads",
     "fails_after_admission",
     "gives_up_loads",
     "lmcache_server",
+    "loses_track",
     "need_lmcache",
     "pool_in_shared_memory",
     "tells_loads",
@@ -36,6 +38,7 @@ __all__ = [
 LOADED = "LMCache has loaded tokens:"  # said on stderr each time
 GIVEN_UP = "a load from LMCache is given up, tokens:"
 FAILED = "a load from LMCache fails late, tokens:"
+LOST = "loses-track"
 _GIVES_UP_EVERY = 3
 _TIMEOUT_S = 120.0
 _BUILT = "sglang.srt.mem_cache.kv_cache_builder.build_kv_cache"
@@ -179,6 +182,24 @@ def fails_after_admission() -> None:
             return False
 
         connector.complete_load = completed
+
+    _with_connector(change)
+
+
+def loses_track() -> None:
+    """A plugin: when a request named LOST has been stored, the canary loses track, as after an internal error."""
+
+    def change(connector: Any) -> None:
+        complete = connector.complete_store
+
+        def completed(store: Any, **more: Any) -> bool:
+            from sglang_kv_canary.wiring.context import context
+
+            if store.request_id == LOST:
+                context.target.lose_track()
+            return complete(store, **more)
+
+        connector.complete_store = completed
 
     _with_connector(change)
 

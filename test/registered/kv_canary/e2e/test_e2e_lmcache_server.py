@@ -34,11 +34,13 @@ from sglang_kv_canary_rigs.lmcache_serving import (
     FAILED,
     GIVEN_UP,
     LOADED,
+    LOST,
     SHARED_ENV,
     declines_short_loads,
     fails_after_admission,
     gives_up_loads,
     lmcache_server,
+    loses_track,
     need_lmcache,
     pool_in_shared_memory,
     tells_loads,
@@ -248,9 +250,20 @@ class Faults(WithLMCache):
 
 
 class TestFaults(Faults):
+    plugins: ClassVar = (*Faults.plugins, loses_track)
+
     @pytest.mark.parametrize("half", ["K", "V"])
     def test_damage_of_loaded_bytes(self, half: str) -> None:
         self.find_damage(half, "FULL", ord(half))
+
+    def test_a_load_is_the_first_after_the_canary_has_lost_track(self) -> None:
+        """What LMCache keeps survives the flush with which checks resume."""
+        first, loads = self.generate(LOST, PROMPT, 8), self.said(LOADED)
+        assert self.run(self.serving.flush())
+        assert self.generate("found-again", PROMPT, 8) == first
+        assert self.said(LOADED) > loads
+        assert [e["checking"] for e in self.serving.events("checking")] == [False, True]
+        self.assert_no_violations()
 
     def test_namespaces_have_loads_of_their_own(self) -> None:
         for turn in range(2):

@@ -19,11 +19,13 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryPhaseError
+from sglang_kv_canary.launch.loads import LoadedPrefix, adopt_content
 from sglang_kv_canary.monitors import metrics
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.monitors.metrics import PREFIX, MetricFamilies, MetricsExporter
 from sglang_kv_canary.monitors.statistics import StatisticsReporter
 from sglang_kv_canary.plan.anchor import anchor_of
+from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.plan_input import UnsupportedForwardError
 from sglang_kv_canary.reports import internal_errors as guard
@@ -471,6 +473,46 @@ def test_all_runners_of_a_process_stop_together() -> None:
     second.result(second.extend(1, range(20)))
     assert second.manager.armed
     assert not first.manager.armed
+
+
+def _lose_track_and_flush(rig: ManagerRig) -> torch.Tensor:
+    """20 slots for a request whose KV comes from elsewhere before the first forward after the flush."""
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.lose_track()
+    _flush(rig)
+    slots = rig.allocator.alloc(20)
+    rig.rows.req_to_token[1, :20] = slots.int()
+    rig.lengths[1] = 20
+    return slots
+
+
+def test_a_load_is_the_first_after_a_flush() -> None:
+    """Checks resume with it. The forward that reads its slots would report them."""
+    rig = ManagerRig()
+    slots = _lose_track_and_flush(rig)
+    assert rig.manager.note_loaded(LoadedPrefix(list(range(30, 50)), slots, 0))
+    adopt_content(rig.manager.launcher, slots)
+    rig.result(rig.extend(1, range(8)))
+    assert rig.settle() == []
+    _damage_is_found(rig, 1)
+
+
+def test_an_arrival_is_the_first_after_a_flush() -> None:
+    rig = ManagerRig()
+    rig.manager.expect_arrivals(page_size=1)
+    _lose_track_and_flush(rig)
+    assert rig.manager.note_arrivals([Arrival(1, 0, range(20), 0, has_records=False)])
+    rig.result(rig.decode([1]))
+    assert rig.settle() == []
+    _damage_is_found(rig, 1)
+
+
+def test_a_load_before_the_flush_stays_without_records() -> None:
+    rig = ManagerRig()
+    rig.result(rig.extend(1, range(20)))
+    rig.manager.lose_track()
+    assert not rig.manager.note_loaded(LoadedPrefix([30], rig.allocator.alloc(1), 0))
+    assert not rig.manager.armed
 
 
 # What is raised all the same

@@ -395,6 +395,7 @@ class CanaryManager:
         found in the only one is asked for, see `ArrivalDesk.verdict`. Returns the number of the last forward, 0 without
         one.
         """
+        self._follow_tracking()
         if self.arrivals is None or not (self.checking and self.armed):
             return 0
         if self.ledger.loads_wait:  # these requests may read what was loaded
@@ -430,6 +431,7 @@ class CanaryManager:
 
         Returns whether they have records now.
         """
+        self._follow_tracking()
         if not (self.checking and self.armed):
             return False
         self.settle_slots()
@@ -504,10 +506,8 @@ class CanaryManager:
 
     def _before_forwards(self) -> None:
         self.step_ct += 1
-        if self._tracking.losses != self._losses_seen:
-            self._stop_checking()
+        self._follow_tracking()
         if self._blind:
-            self._timed_attempt(self._check_again_if_possible)
             self._remind_of_blindness()
         if self.late.content.due is not None:  # the step before has raised after its forward
             self._timed_attempt(self.late.content.write)
@@ -647,6 +647,13 @@ class CanaryManager:
         if not was_blind:
             self._say_checking(False)
 
+    def _follow_tracking(self) -> None:
+        """Stop checking if another runner has lost track. Resume after a flush: before slots are read, or filled."""
+        if self._tracking.losses != self._losses_seen:
+            self._stop_checking()
+        if self._blind:
+            self._timed_attempt(self._check_again_if_possible)
+
     def _check_again_if_possible(self) -> None:
         if self._device_armed:
             self._set_armed(False)
@@ -680,7 +687,7 @@ class CanaryManager:
 
     def _remind_of_blindness(self) -> None:
         now = time.monotonic()
-        if not self._blind or now < self._next_reminder:
+        if now < self._next_reminder:
             return
         self._next_reminder = now + REMIND_EVERY_S
         logger.error(
