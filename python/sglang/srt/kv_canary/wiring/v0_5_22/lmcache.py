@@ -24,6 +24,7 @@ from ..hook_spec import HookSpec, HookType
 from ..releases import release
 
 _LOST = "KV that LMCache loads"
+_FOLLOWED = ("_start_external_load", "_forward_stream")  # of LMCacheUnifiedRadixCache
 
 
 class LoadedByLMCache:
@@ -69,6 +70,11 @@ def _after_cache(result: Any, *args: Any, **kwargs: Any) -> None:
     manager, tree = context.target, result.tree_cache
     if manager is None or not hasattr(tree, "lmcache_connector"):
         return
+    if lacks := [name for name in _FOLLOWED if not hasattr(tree, name)]:
+        raise startup_error(
+            f"LMCache's prefix cache of this release has no {' and no '.join(lacks)}, by which loads are followed.",
+            _LOST,
+        )
     if any(group.stride != 1 for group in manager.groups):
         raise startup_error(
             "LMCache fills slots that stand for several tokens, whose records only forwards can write.",
