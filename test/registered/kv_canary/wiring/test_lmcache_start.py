@@ -37,7 +37,7 @@ def _built(**parts: object) -> SimpleNamespace:
 def test_a_cache_whose_loads_cannot_be_followed_is_refused(rig: ManagerRig, name: str) -> None:
     """Another release may have renamed them. Without records each read of a load would be reported."""
     parts = {key: part for key, part in WHOLE.items() if key != name}
-    with pytest.raises(CanaryStartupError, match=f"has no {name},"):
+    with pytest.raises(CanaryStartupError, match=f"has no {name} here"):
         _after_cache(_built(**parts))
 
 

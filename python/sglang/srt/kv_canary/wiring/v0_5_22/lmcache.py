@@ -72,7 +72,7 @@ def _after_cache(result: Any, *args: Any, **kwargs: Any) -> None:
         return
     if lacks := [name for name in _FOLLOWED if not hasattr(tree, name)]:
         raise startup_error(
-            f"LMCache's prefix cache of this release has no {' and no '.join(lacks)}, by which loads are followed.",
+            f"LMCache's prefix cache has no {lacks[0]} here. It tells of loads.",
             _LOST,
         )
     if any(group.stride != 1 for group in manager.groups):
