@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 
@@ -37,7 +38,7 @@ class BreakableGraphs(CanaryE2EBase):
         self.inject("flip_bytes", mode="DECODE", half="V", source=1)
         with pytest.raises(aiohttp.ClientError):
             self.generate("victim", random_tokens(random.Random("last"), 30), 64)
-        assert self.serving.process.wait(60) != 0
+        assert self.serving.process.wait(consts.PROCESS_TIMEOUT_S) != 0
         assert [v["reasons"] for v in self.serving.events("violation")] == [["CONTENT"]]
 
 

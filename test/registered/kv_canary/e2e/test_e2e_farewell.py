@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing import CanaryServer
+from sglang_kv_canary.testing import CanaryServer, consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary_rigs.quiet_idle import names_nothing_while_idle
@@ -43,7 +43,7 @@ class TestSigterm(CanaryE2EBase):
         time.sleep(1.5)
         assert self.serving.stderr.count(LINE) == 20
         os.kill(self.serving.process.pid, signal.SIGTERM)
-        self.serving.process.wait(60)
+        self.serving.process.wait(consts.PROCESS_TIMEOUT_S)
         assert self.serving.stderr.count(LINE) == DAMAGED
         assert "\x1b" not in self.serving.stderr
         assert "\nkv-canary healthy" not in self.serving.stderr

@@ -13,6 +13,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.reports.story import report_of
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.volume import volume
@@ -94,7 +95,7 @@ class TestMHARaise(CanaryE2EBase):
         prompt = random_tokens(random.Random("last"), 30)
         with pytest.raises(aiohttp.ClientError):
             self.generate("victim", prompt, 64)
-        assert self.serving.process.wait(60) != 0
+        assert self.serving.process.wait(consts.PROCESS_TIMEOUT_S) != 0
 
         violations = self.serving.events("violation")
         assert [v["reasons"] for v in violations] == [["CONTENT"]]

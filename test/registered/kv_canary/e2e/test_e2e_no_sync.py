@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.strict_sync import no_synchronisation, one_synchronisation
@@ -54,7 +55,7 @@ class TestAWaitIsNoticed(CanaryE2EBase):
     def test_it_ends_the_server(self) -> None:
         with pytest.raises(aiohttp.ClientError):
             self.generate("waits", prompt("waits"), 8)
-        assert self.serving.process.wait(60) != 0
+        assert self.serving.process.wait(consts.PROCESS_TIMEOUT_S) != 0
         assert "synchronizing CUDA operation" in self.serving.stderr
 
 

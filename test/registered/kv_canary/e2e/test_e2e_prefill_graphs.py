@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.eagle_mode import V2
 from sglang_kv_canary.testing.family_traffic import FamilyShape, drive_families
@@ -112,7 +113,7 @@ class Raise(PrefillGraphs):
         before = len(self.replays())
         with pytest.raises(aiohttp.ClientError):
             self.generate("victim", random_tokens(random.Random("last"), 150), 8)
-        assert self.serving.process.wait(60) != 0
+        assert self.serving.process.wait(consts.PROCESS_TIMEOUT_S) != 0
         assert len(self.replays()) == before + 3
         assert [v["reasons"] for v in self.serving.events("violation")] == [["CONTENT"]]
 
