@@ -200,6 +200,11 @@ class CanaryBufferGroup:
         """Whether its SWA slots go by the numbers of full slots, and get the pages of others while these stay."""
         return self.allocator_kind is PoolKind.SWA and self.swa_index_lut is None
 
+    def own_slots(self, full_slots: torch.Tensor) -> torch.Tensor:
+        """int64[n]: `full_slots` int[n] in the slot space of the group's allocator; 0 where there is no slot."""
+        lut, slots = self.swa_index_lut, full_slots.long()
+        return slots if lut is None else lut[slots].long()
+
     @property
     def num_slots(self) -> int:
         return self.k_head.shape[0]

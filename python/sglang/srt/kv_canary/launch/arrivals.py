@@ -95,7 +95,7 @@ class ArrivalLauncher:
         """The TAIL records of the row's first `length` tokens, on the host: int64[length, 4] per group and half."""
         copies = []
         for group in self.launcher.groups:
-            slots = self._in_group(self.req_to_token[row, :length], group)
+            slots = group.own_slots(self.req_to_token[row, :length])
             copies += [group.records(half, Side.TAIL)[slots].cpu() for half in group.halves]
         return copies
 
@@ -103,7 +103,7 @@ class ArrivalLauncher:
         """What `copy_out` returned becomes the records of the row's slots now. Tokens without a slot have none."""
         rest = iter(copies)
         for group in self.launcher.groups:
-            slots = self._in_group(self.req_to_token[row, :length], group)
+            slots = group.own_slots(self.req_to_token[row, :length])
             for half in group.halves:
                 records = group.records(half, Side.TAIL)
                 records[slots] = next(rest).to(records.device)
@@ -118,7 +118,7 @@ class ArrivalLauncher:
         if self.launcher.content_mode is ContentMode.NONE:
             return
         for group in self.launcher.groups:
-            slots = self._in_group(self._slots_of(arrival, group), group)
+            slots = group.own_slots(self._slots_of(arrival, group))
             self.launcher.renew_content(group, slots)
 
     def _slots_of(self, arrival: Arrival, group: CanaryBufferGroup) -> torch.Tensor:
@@ -128,8 +128,3 @@ class ArrivalLauncher:
             start = max(0, arrival.length - group.window)
             first = start - start % self.page_size
         return self.req_to_token[arrival.row, first : arrival.length]
-
-    def _in_group(self, full_slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
-        """int64[n] in the group's slot space; 0 where there is no slot."""
-        lut = group.swa_index_lut
-        return full_slots.long() if lut is None else lut[full_slots.long()].long()

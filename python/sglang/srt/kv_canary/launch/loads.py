@@ -39,7 +39,7 @@ def write_records(launcher: Launcher, prefix: LoadedPrefix, forward: int) -> Non
     )
     rows = upload(words.reshape(-1), prefix.slots.device).view(-1, record.RECORD_WORDS)
     for group in launcher.groups:
-        slots = _in_group(prefix.slots, group)
+        slots = group.own_slots(prefix.slots)
         for half in group.halves:
             for side in (Side.HEAD, Side.TAIL):
                 records = group.records(half, side)
@@ -51,13 +51,7 @@ def adopt_content(launcher: Launcher, slots: torch.Tensor) -> None:
     """The bytes of `slots` (int64[n], FULL) are there now. Fingerprint those whose content is unknown."""
     if launcher.content_mode is not ContentMode.NONE:
         for group in launcher.groups:
-            _adopt_in(launcher, group, _in_group(slots, group))
-
-
-def _in_group(full_slots: torch.Tensor, group: CanaryBufferGroup) -> torch.Tensor:
-    """int64[n] in the group's slot space; 0 where there is no slot."""
-    lut = group.swa_index_lut
-    return full_slots if lut is None else lut[full_slots].long()
+            _adopt_in(launcher, group, group.own_slots(slots))
 
 
 def _adopt_in(launcher: Launcher, group: CanaryBufferGroup, slots: torch.Tensor) -> None:
