@@ -1,5 +1,5 @@
-/* The host's loops over tokens, pages, bytes, findings and launch arguments. `twins.py` has the same functions in Python, which
- * define them.
+/* The host's loops over tokens, pages, bytes, findings and launch arguments. `twins.py` has the same functions in
+ * Python, which define them.
  *
  * It is compiled where the canary runs. MIX_INCREMENT, MIX_MULTIPLIER_1, MIX_MULTIPLIER_2, CHAIN_MULTIPLIER and
  * CONTENT_BASE come from `record.py`. All of it runs with Python's lock held, but for long lists of rows. Arithmetic is
@@ -721,10 +721,12 @@ static PyObject *count_pairs(PyObject *self, PyObject *const *args, Py_ssize_t n
 }
 
 /* Words of a key: what names its reader, and some columns. Each has two multipliers. */
+#define MOST_COLUMNS 32
+
 typedef struct {
   const Py_buffer *rows;
-  Py_ssize_t columns[32], count;
-  uint64_t multipliers[33];
+  Py_ssize_t columns[MOST_COLUMNS], count;
+  uint64_t multipliers[MOST_COLUMNS + 1];
 } Keys;
 
 static uint64_t mixed_word(const Keys *keys, Py_ssize_t word, uint64_t x) {
@@ -737,9 +739,9 @@ static uint64_t mixed_word(const Keys *keys, Py_ssize_t word, uint64_t x) {
 
 static int read_keys(Keys *keys, PyObject *columns, PyObject *multipliers) {
   keys->count = PyTuple_GET_SIZE(columns);
-  if (keys->count > 32 || PyTuple_GET_SIZE(multipliers) != keys->count + 1) {
-    PyErr_Format(PyExc_ValueError, "expected at most 32 columns and one multiplier more, got %zd and %zd",
-                 keys->count, PyTuple_GET_SIZE(multipliers));
+  if (keys->count > MOST_COLUMNS || PyTuple_GET_SIZE(multipliers) != keys->count + 1) {
+    PyErr_Format(PyExc_ValueError, "expected at most %d columns and one multiplier more, got %zd and %zd",
+                 MOST_COLUMNS, keys->count, PyTuple_GET_SIZE(multipliers));
     return -1;
   }
   for (Py_ssize_t i = 0; i < keys->count; i++)

@@ -20,6 +20,10 @@ _ON_GPU = (
     "prefill CUDA graphs",
     "speculative: target verify",
     "speculative: draft and draft-extend, top-k 1",
+    "speculative: draft trees, top-k > 1",
+    "tensor parallelism",
+    "pipeline parallelism",
+    "data-parallel attention (idle batches)",
     "moved slots (move_kv_cache)",
     "HiCache: host memory, and the storage backend file",
 )
@@ -37,8 +41,8 @@ SERVED: tuple[PathSupport, ...] = (
         "speculative: in step with other ranks",
         Coverage.PARTLY,
         "EAGLE, EAGLE3, multi-layer EAGLE and DFLASH with data-parallel attention, on 0.5.23 also "
-        "beside prefills of other ranks; NGRAM with --moe-dense-tp-size 1; the others were read; "
-        f"{NO_GPU}",
+        "beside prefills of other ranks; NGRAM with --moe-dense-tp-size 1; the others were read; on GPUs "
+        "EAGLE with DeepSeek-V4, and trees, with 0.5.23 only",
     ),
     PathSupport(
         "speculative: DFLASH, multi-layer EAGLE",
