@@ -188,6 +188,7 @@ def _profile(captured: Any) -> dict[str, float]:
     import torch
 
     graph, _ = captured
+    _forget_rows()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         graph.replay()
         torch.cuda.synchronize()

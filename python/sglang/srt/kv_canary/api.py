@@ -24,6 +24,7 @@ from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
 from .wiring.call_site import SITES
 from .wiring.context import context
+from .wiring.cuda_graph import may_branch
 from .wiring.log_reach import let_findings_through
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
@@ -158,6 +159,7 @@ def _build_manager(
         token_oracle=token_oracle,
         history=context.history,
         surroundings=SchedulerSurroundings(token_oracle),
+        may_branch=may_branch(server_args),
     )
 
 

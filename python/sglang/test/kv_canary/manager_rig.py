@@ -65,6 +65,7 @@ class ManagerRig:
         surroundings: Surroundings | None = None,
         max_requests: int = MAX_REQUESTS,
         tree_width: int = 1,
+        may_branch: bool = True,
         **settings: Any,
     ) -> None:
         if device == "cpu":
@@ -106,6 +107,7 @@ class ManagerRig:
             EventSink(event_file, 0, folder=EventFolder.of(config)).for_runner("target"),
             history=self.history,
             surroundings=surroundings,
+            may_branch=may_branch,
         )
         self.lengths = dict.fromkeys(range(1, max_requests + 1), 0)
         self.reported: list[Any] = []

@@ -227,6 +227,21 @@ def test_an_embedding_model_needs_prefills_only(launches):
     assert embedding == launches.take()
 
 
+def test_tail_is_one_launch_where_graphs_get_no_branch(launches):
+    """Forwards before a capture launch what the graph will hold. The compile-time parts of TAIL's launches tell it."""
+    found = {}
+    for may_branch in (False, True):
+        rig = target_rig("mha", content=ContentMode.NONE, may_branch=may_branch)
+        rig.result(rig.extend(1, range(20)))
+        launches.take()
+        with rig.manager.disarmed():
+            rig.decode([1])
+        forwards = [dict(v[1:]) for v in launches.take() if v[0] == "forward_kernel"]
+        tail = [v for v in forwards if v["k_head"] != ("constexpr", None)]
+        found[may_branch] = sorted((v["VERIFY"][1], v["WRITE"][1]) for v in tail)
+    assert found == {False: [(True, True)], True: [(False, True), (True, False)]}
+
+
 def test_prefills_that_decodes_ride_along_with_are_as_large_as_decodes(monkeypatch):
     monkeypatch.setattr(warm_up, "PREFILL_REQUESTS", 3)
     rig = target_rig("mha")

@@ -71,6 +71,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     from sglang_kv_canary.kernels.triton import kernel_launcher, launch
     from sglang_kv_canary.runner import manager
     from sglang_kv_canary.wiring import warm_up
+    from sglang_kv_canary.wiring.cuda_graph import may_branch
     from sglang_kv_canary.wiring.predicted_variants import predicted_variants
     from sglang_kv_canary_rigs.manager_rig import ManagerRig
     from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool
@@ -112,8 +113,8 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     adaptive = dict(speculative_adaptive=True, speculative_adaptive_config=str(steps))
     # write_tiny_llama: two KV heads of 16, two layers. SGLang serves float32 as float16.
     def mha(dtype=torch.float16, **options):
-        shape = dict(head_num=2, head_dim=16, layers=2)
-        return make_mha_pool(size=512, dtype=dtype, **shape, **options)
+        shape = dict(head_num=2, head_dim=16, layers=2) | options
+        return make_mha_pool(size=512, dtype=dtype, **shape)
 
     config = ModelConfig.from_server_args(make_args(deepseek))
     mla = lambda: make_mla_pool(
@@ -127,6 +128,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         (mha(), llama, "all", speculation),
         (mha(), llama, "all", {**speculation, **adaptive}),
         (mla(), deepseek, "all", {}),
+        (mha(head_num=1), llama, "all", {"tp_size": 2}),
     ]
     for pool, model, content, flags in cases:
         args = make_args(model, kv_canary_real_data=content)
@@ -134,7 +136,11 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
             setattr(args, name, value)
         sweeps = args.kv_canary_sweep_interval
         with triton_backend.collecting_variants():  # what start-up launches cannot run here
-            rig = ManagerRig(real=pool, content=ContentMode(content), sweep_interval=sweeps)
+            branches = may_branch(args)
+            assert branches == (args.tp_size == 1)
+            rig = ManagerRig(
+                real=pool, content=ContentMode(content), sweep_interval=sweeps, may_branch=branches
+            )
         settled = release().settled(args)
         largest, lens = release().captured(settled)
         assert largest == 2

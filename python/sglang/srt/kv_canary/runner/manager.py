@@ -102,6 +102,7 @@ class CanaryManager:
         token_oracle: TokenOracleManager | None = None,  # None: tokens are the model's
         history: SlotHistory | None = None,  # shared by the managers of a process
         surroundings: Surroundings | None = None,  # None: nobody knows requests or prefix cache
+        may_branch: bool = True,  # whether captured graphs may get a second branch
     ) -> None:
         self.config = config
         self.identity = identity
@@ -157,7 +158,7 @@ class CanaryManager:
         for i in range(num_single_forwards):
             plan = plan_input.at_inner_step(i)
             self._single_forwards[i] = SingleForwardManager(
-                self.launcher, plan, self._note_launch, lambda: self.armed, self.late
+                self.launcher, plan, self._note_launch, lambda: self.armed, self.late, may_branch
             )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts

@@ -25,6 +25,7 @@ class SingleForwardManager:
 
     `on_launch(mode)` is called once for each numbered forward whose launches really run, not for captures.
     `is_armed()` says whether forwards are checked yet. `late` may leave HEAD, or a part of TAIL, for later.
+    `may_branch`: whether a part of TAIL runs on a second branch of captured graphs.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class SingleForwardManager:
         on_launch: Callable[[str], object],
         is_armed: Callable[[], bool],
         late: LateWork,
+        may_branch: bool = True,
     ) -> None:
         self._launcher = launcher
         self._plan_input = plan_input
@@ -41,6 +43,7 @@ class SingleForwardManager:
         self._on_launch = on_launch
         self._is_armed = is_armed
         self._late = late
+        self._may_branch = may_branch
         self._phases = PhaseTracker()
         self._plan: ForwardPlan | None = None
         self._waiting: tuple[KeptInputs, str] | None = None  # HEAD's inputs and mode, if it waits
@@ -92,7 +95,7 @@ class SingleForwardManager:
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
         disarmed = not capturing and not self._is_armed()
-        beside = _can_verify_beside(plan) and (capturing or disarmed)
+        beside = self._may_branch and _can_verify_beside(plan) and (capturing or disarmed)
         self._beside = plan.tail_beside_the_layers if beside else Part(0)
         if disarmed:
             self._compile_ahead(plan)

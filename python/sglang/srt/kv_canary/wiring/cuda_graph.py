@@ -36,6 +36,13 @@ def _compile_beside(manager: CanaryManager, model_runner: Any) -> None:
     compile_beside_capture(manager, model_runner)
 
 
+def may_branch(server_args: Any) -> bool:
+    """Whether graphs may get a second branch. Not where they hold collectives: beside a branch, each of NCCL's kernels
+    starts 4 us later (docs/performance.md#tensor-parallelism).
+    """
+    return server_args.tp_size == 1
+
+
 def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:
     """The hooks on the class `runner`, whose method `replay` replays a graph."""
     lost = "decode CUDA graphs"

@@ -23,6 +23,7 @@ from ..pool_patcher.adapters.mha import attach_mha
 from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.attachment import AttachOptions
 from ..state import CanaryDeviceState
+from .cuda_graph import may_branch
 from .memory import pool_class_of
 from .refusals import attention_groups
 from .releases import release
@@ -53,7 +54,7 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
         for plan in _captured(args, target):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
-            beside = plan.tail_beside_the_layers
+            beside = plan.tail_beside_the_layers if may_branch(args) else Part(0)
             for part in (beside, Part.ALL & ~beside):
                 launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
         first, _ = release().captured(args)
