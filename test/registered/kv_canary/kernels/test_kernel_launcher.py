@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.host_code import HOST
 from sglang_kv_canary.kernels import triton as triton_backend
@@ -171,10 +173,9 @@ def test_what_is_prepared_for_a_budget_is_not_used_for_another() -> None:
     assert others[0].summary is others[1].summary
     budgets = []
     for each in others:
-        fixed = prepared(
-            each, "forward", (WORDS,), lambda each=each: part_arguments(each, Part.ALL)
-        )
-        assert fixed == part_arguments(each, Part.ALL)
+        arguments = partial(part_arguments, each, Side.TAIL, Part.ALL)
+        fixed = prepared(each, "forward", (WORDS,), arguments)
+        assert fixed == arguments()
         budgets.append(fixed["budget_blocks"])
     assert budgets[1] == 2 != budgets[0]
 

@@ -40,9 +40,12 @@ def compile_only(self, *args, grid, warmup, **keywords):
             if isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(self, signature, constants, attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    stores = re.findall(r"st[.]global[.][a-z0-9.]+", kernel.asm["ptx"])
-    print(self.__name__, len(kernel.asm["cubin"]), *stores)
+    kernel = triton.compile(source, target=GPUTarget("cuda", AHEAD.target, 32), options=options)
+    ptx = kernel.asm["ptx"]
+    stores = re.findall(r"st[.]global[.][a-z0-9.]+", ptx)
+    overlap = re.findall(r"griddepcontrol[.](wait|launch)", ptx)
+    says = [values[name] for name in ("BEGINS_EARLY", "NEXT_MAY_BEGIN") if name in names]
+    print(self.__name__, len(kernel.asm["cubin"]), *stores, "|", *says, *dict.fromkeys(overlap))
 
 JITFunction.run = compile_only
 
@@ -51,6 +54,7 @@ from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.triton import launch
+from sglang_kv_canary.kernels.triton.compile_ahead import AHEAD
 from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary_rigs.kernel_cases import ContentShape, Pool, make_group, make_state
@@ -127,13 +131,19 @@ for kind in (SlotEventKind.ALLOC, SlotEventKind.UNFILL):
 triton_backend.apply_slot_event(SlotEventKind.CLEAR, None, group, state)
 triton_backend.copy_records(group, listed, listed)
 triton_backend.publish(state)
+
+AHEAD.target = 80  # its launches do not overlap, and its compiler knows no such thing
+state.prepared.clear()
+triton_backend.check_and_write(decode, group, Side.TAIL, state)
+triton_backend.check_and_write_content(decode, group, state, ContentMode.ALL, 8)
+triton_backend.publish(state)
 """
 
 KERNELS = {
-    "forward_kernel": 13,
+    "forward_kernel": 14,
     "next_tokens_kernel": 4,
     "strided_kernel": 5,
-    "content_kernel": 6,
+    "content_kernel": 7,
     "content_write_kernel": 2,
     "fingerprint_kernel": 3,
     "renew_kernel": 3,
@@ -142,11 +152,11 @@ KERNELS = {
     "slot_event_kernel": 7,
     "slot_runs_kernel": 5,
     "copy_kernel": 1,
-    "publish_kernel": 1,
+    "publish_kernel": 2,
 }
 
 
-def test_compiles_for_hopper(tmp_path):
+def test_compiles_for_gpus(tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     script = tmp_path / "compile.py"
     script.write_text(PROGRAM)
@@ -155,12 +165,28 @@ def test_compiles_for_hopper(tmp_path):
         command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert Counter(line[0] for line in lines) == KERNELS
+    lines = [line.partition("|") for line in result.stdout.splitlines()]
+    kernels = [(line.split(), overlap.split()) for line, _, overlap in lines]
+    assert Counter(line[0] for line, _ in kernels) == KERNELS
     # What the host reads at any time is one store of 8 bytes, through the caches.
-    assert [line[2:] for line in lines if line[0] == "publish_kernel"] == [
+    assert [line[2:] for line, _ in kernels if line[0] == "publish_kernel"] == [
         ["st.global.b64", "st.global.wt.b64"]
-    ]
+    ] * 2
+    found = {(line[0], *overlap) for line, overlap in kernels if overlap}
+    assert found == OVERLAPS
+
+
+# (kernel, whether it overlaps, what it says to the GPU)
+OVERLAPS = {
+    ("forward_kernel", "True", "launch"),  # TAIL's writes
+    ("forward_kernel", "False"),
+    ("strided_kernel", "True", "launch"),
+    ("strided_kernel", "False"),
+    ("content_kernel", "True", "launch", "wait"),
+    ("content_kernel", "False"),
+    ("publish_kernel", "True", "wait"),
+    ("publish_kernel", "False"),
+}
 
 
 if __name__ == "__main__":

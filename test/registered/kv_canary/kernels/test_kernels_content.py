@@ -18,10 +18,10 @@ from sglang_kv_canary.kernels.layout import content_bytes_per_slot
 from sglang_kv_canary.kernels.triton import content as content_launches
 from sglang_kv_canary.kernels.triton.kernel_launcher import KernelLauncher
 from sglang_kv_canary.launch.launcher import Launcher
-from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
+from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import TagCounter
+from sglang_kv_canary.state import Header, TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
     Pool,
@@ -480,6 +480,41 @@ def test_tables_are_not_made_while_a_graph_is_captured():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="prepare"):
         triton_backend.prepare(group)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_what_begins_early_waits_for_tail() -> None:
+    """TAIL verifies 96,000 slots before it writes 64. Content has nothing else to do than to fingerprint these."""
+    requests, prefix, device = 64, 1500, kernel_device()
+    pool = Pool(device, 100_000, prefix + 8, requests + 1)
+    group = make_group(100_000, device=device, content=LAYOUTS["one layer"])
+    state = make_state(device, request_rows=requests + 1)
+    rows = range(1, requests + 1)
+    plans = [pool.extend(dict.fromkeys(rows, prefix)), pool.decode(list(rows))]
+    budget = 1  # slots
+
+    def tail(plan: ForwardPlan) -> None:
+        triton_backend.check_and_write(plan, group, Side.TAIL, state)
+        triton_backend.check_and_write_content(plan, group, state, ContentMode.ALL, budget)
+        triton_backend.publish(state)
+
+    for plan in plans:
+        triton_backend.check_and_write(plan, group, Side.HEAD, state)
+        tail(plan)
+    new = plans[-1].write.out_cache_loc
+    stored, graph = group.k_tail[new].clone(), torch.cuda.CUDAGraph()
+    assert (stored[:, record.WORD_CONTENT] != 0).all()
+    with torch.cuda.graph(graph):
+        group.k_tail[new] = 0
+        state.summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1] -= 1
+        tail(plans[-1])
+    written = state.counters[TAIL_K.id, TagCounter.CONTENT_WRITTEN]
+    for _ in range(20):
+        before = int(written)
+        graph.replay()
+        assert torch.equal(group.k_tail[new], stored)
+        assert int(written) == before + requests
+        assert int(state.outbox[0]) == len(plans)
 
 
 if __name__ == "__main__":

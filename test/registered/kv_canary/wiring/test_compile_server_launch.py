@@ -144,7 +144,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         settled = release().settled(args)
         largest, lens = release().captured(settled)
         assert largest == 2
-        found = predicted_variants(settled, ModelConfig.from_server_args(args))
+        found = predicted_variants(settled, ModelConfig.from_server_args(args), 90)
         real = needed(rig, args, lens)
         foreseen = {variant.name: variant for variant in found}
         differing = [(name in real, (foreseen | real)[name].text) for name in foreseen.keys() ^ real.keys()]

@@ -36,10 +36,10 @@ MOST_REQUESTS = 4096  # SGLang's limit where the user sets none
 _CONTEXT = 8  # columns of the small req_to_token
 
 
-def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
+def predicted_variants(args: Any, model_config: Any, capability: int) -> list[Variant]:
     """Variants of a target's launches, those that take longest first. [] for pools that nothing is said about here.
 
-    `args`: settled. `model_config`: the target's ModelConfig.
+    `args`: settled. `model_config`: the target's ModelConfig. `capability`: the GPU's compute capability, such as 90.
     """
     from ..kernels import triton as triton_backend
 
@@ -48,7 +48,7 @@ def predicted_variants(args: Any, model_config: Any) -> list[Variant]:
     if not groups:
         return []
     target = _target(args, config, groups, triton_backend)
-    with triton_backend.collecting_variants() as variants:
+    with triton_backend.collecting_variants(capability) as variants:
         for plan in prefills(args, target.largest, known=True).plans(target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .arrivals import adopt_records
-from .compile_ahead import AHEAD
+from .compile_ahead import AHEAD, ANY_TARGET
 from .content import (
     check_and_write_content,
     check_list_content,
@@ -71,9 +71,12 @@ def compiling_ahead(smaller_batches: bool = False) -> Iterator[bool]:
 
 
 @contextmanager
-def collecting_variants() -> Iterator[dict[str, Variant]]:
-    """Launches in here, on tensors of any device, only tell what they would be compiled for."""
-    with AHEAD.collecting() as variants, AHEAD.instead_of_launching():
+def collecting_variants(target: int = ANY_TARGET) -> Iterator[dict[str, Variant]]:
+    """Launches in here, on tensors of any device, only tell what they would be compiled for.
+
+    `target`: compute capability of the GPU, such as 90, for tensors on the CPU.
+    """
+    with AHEAD.collecting(target) as variants, AHEAD.instead_of_launching():
         yield variants
 
 

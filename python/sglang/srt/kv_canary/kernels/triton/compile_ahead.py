@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
+ANY_TARGET = 90  # compute capability, where no GPU is named
 _Base = getattr(triton, "AsyncCompileMode", object)  # of the versions that KernelLauncher knows
 
 
@@ -98,6 +99,7 @@ class CompileAhead:
         self._looked_for_server = False
         self._begun: list[Begun] = []
         self._collected: dict[str, Variant] | None = None  # not None: nothing is compiled
+        self.target = ANY_TARGET  # compute capability of the GPU that variants are collected for
         self._compiling: _Compiling | None = None
 
     @contextmanager
@@ -113,13 +115,14 @@ class CompileAhead:
             self.active, self.smaller_batches = before
 
     @contextmanager
-    def collecting(self) -> Iterator[dict[str, Variant]]:
+    def collecting(self, target: int) -> Iterator[dict[str, Variant]]:
         """Launches in here are neither run nor compiled. Yields what they need, by name, once they are done."""
-        self._collected = {}
+        before = self.target
+        self._collected, self.target = {}, target
         try:
             yield self._collected
         finally:
-            self._collected = None
+            self._collected, self.target = None, before
 
     def begin(self, kernel: Any, values: Sequence[Any], num_warps: int) -> Begun | None:
         """Begin to compile for a launch of `kernel` with `values`. None while launches are collected."""

@@ -106,6 +106,7 @@ class CompileServerProcess:
 
     def __init__(self, gpu: int = 0, target: str = "", processes: int | None = None) -> None:
         """`target`: compute capability such as "90"; "": that of visible GPU number `gpu`. Raises OSError."""
+        self._gpu, self._target = gpu, target
         self._folder = tempfile.TemporaryDirectory(prefix="kv_canary_compile_")
         self.folder = Path(self._folder.name)
         (self.folder / _CACHE).write_text(triton.knobs.cache.dir)
@@ -137,6 +138,13 @@ class CompileServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def capability(self) -> int:
+        """Compute capability of the GPU that it compiles for, such as 90. Raises RuntimeError without a GPU."""
+        from .compile_server import capability_of
+
+        return int(self._target or capability_of(self._gpu))
 
     @property
     def has_ended(self) -> bool:

@@ -37,6 +37,7 @@ from .launch import (
     report_arguments,
     space_arguments,
 )
+from .overlap import launches_overlap
 
 # Words under way per program, mode `all`. Many small programs come near the bandwidth (docs/performance.md).
 ALL_WORDS = 2048
@@ -247,6 +248,7 @@ def check_and_write_content(
                     **report_arguments(state, group, Side.TAIL, halves[0]),
                     "lut": group.swa_index_lut,
                     "STRIDE": group.stride,
+                    "BEGINS_EARLY": launches_overlap(rows.device),
                     **launch.constants(mode, few),
                 }
             ),

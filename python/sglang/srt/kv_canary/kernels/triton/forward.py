@@ -96,7 +96,7 @@ def _fixed_arguments(
     head = side is Side.HEAD
     return {
         **space_arguments(req_to_token, group),
-        **part_arguments(state, part),
+        **part_arguments(state, side, part),
         **report_arguments(state, group, side),
         "token_offset": group.kv_token_id_vs_position_offset,
         "chain_source": group.chain_source,

@@ -22,6 +22,7 @@ from ...host_code import HOST
 from ...host_code.twins import ALIGNED
 from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
+from .overlap import WAITS
 
 __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant_of"]
 
@@ -105,7 +106,8 @@ class _CompiledLaunch:
 
     __slots__ = ("_compiled", "_device", "_launch", "_settings")
 
-    def __init__(self, compiled: Any, device: int) -> None:
+    def __init__(self, compiled: Any, device: int, begins_early: bool = False) -> None:
+        """`begins_early`: the kernel waits for what it needs of the launch before it."""
         self._compiled, self._device = compiled, device
         run = compiled.run
         known = type(run).__name__ == "CudaLauncher"
@@ -116,7 +118,7 @@ class _CompiledLaunch:
             self._settings = (
                 compiled.function,
                 run.launch_cooperative_grid,
-                run.launch_pdl,
+                begins_early or run.launch_pdl,
                 *no_scratch,
                 compiled.packed_metadata,
                 *no_hooks,
@@ -142,6 +144,7 @@ class KernelLauncher:
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
         self._compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
         self._begun: dict[tuple[Any, ...], Begun] = {}  # variants that are being compiled
+        self._waits = self.names.index(WAITS) if WAITS in self.names else None
 
     def __call__(
         self,
@@ -194,7 +197,10 @@ class KernelLauncher:
     ) -> _CompiledLaunch | None:
         """Compile a variant, and launch it. None: a hook of Triton's has taken the launch over."""
         compiled = self._kernel[grid](*values, num_warps=num_warps)
-        return None if compiled is None else _CompiledLaunch(compiled, values[0].device.index)
+        if compiled is None:
+            return None
+        begins_early = self._waits is not None and values[self._waits]
+        return _CompiledLaunch(compiled, values[0].device.index, begins_early)
 
     def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
         """All arguments of the kernel in its order, tensors as themselves."""

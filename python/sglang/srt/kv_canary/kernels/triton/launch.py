@@ -16,6 +16,7 @@ from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
 from .jit import INTERPRET
 from .kernel_launcher import BATCH_SIZES, pointer_to
+from .overlap import launches_overlap
 
 T = TypeVar("T")
 
@@ -151,7 +152,7 @@ def space_arguments(req_to_token: torch.Tensor, group: CanaryBufferGroup) -> dic
     }
 
 
-def part_arguments(state: CanaryDeviceState, part: Part) -> dict[str, Any]:
+def part_arguments(state: CanaryDeviceState, side: Side, part: Part) -> dict[str, Any]:
     """Arguments, by name, that forward_kernel and strided_kernel take of all batches."""
     budget_blocks = min(state.capacities.verify_budget_slots, INT32_MAX) // VERIFY_BLOCK
     return {
@@ -161,6 +162,10 @@ def part_arguments(state: CanaryDeviceState, part: Part) -> dict[str, Any]:
         "VERIFY": Part.VERIFY in part,
         "WRITE": Part.WRITE in part,
         "NUMBER": Part.NUMBER in part,
+        # TAIL's writes are followed by a launch of ours, and by nothing else.
+        "NEXT_MAY_BEGIN": side is Side.TAIL
+        and Part.WRITE in part
+        and launches_overlap(state.anchors.device),
     }
 
 

@@ -6,6 +6,7 @@ from ...state import CanaryDeviceState
 from .device.outbox_kernel import publish_kernel
 from .kernel_launcher import FixedArguments, KernelLauncher
 from .launch import prepared
+from .overlap import launches_overlap
 
 _launch = KernelLauncher(publish_kernel)
 
@@ -13,12 +14,18 @@ _launch = KernelLauncher(publish_kernel)
 def publish(state: CanaryDeviceState) -> None:
     """Write FORWARD_DONE and VIOLATIONS to the outbox, and to PUBLISHED. All that the forward launches comes before.
 
-    A launch of its own: only its start says that all programs of the launches before it have ended.
+    A launch of its own: only there is it known that all programs of the launches before it have ended.
     """
     fixed = prepared(
         state,
         "outbox",
         (),
-        lambda: FixedArguments({"summary": state.summary, "outbox": state.outbox}),
+        lambda: FixedArguments(
+            {
+                "summary": state.summary,
+                "outbox": state.outbox,
+                "BEGINS_EARLY": launches_overlap(state.summary.device),
+            }
+        ),
     )
     _launch((1,), 1, {}, fixed)

@@ -67,7 +67,7 @@ def _fixed_arguments(
     head, base = side is Side.HEAD, group.chain_base
     return {
         **space_arguments(req_to_token, group),
-        **part_arguments(state, part),
+        **part_arguments(state, side, part),
         **report_arguments(state, group, side),
         "records": group.k_head if head else group.k_tail,
         "head": None if head else group.k_head,

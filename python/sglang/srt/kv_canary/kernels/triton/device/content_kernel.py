@@ -9,6 +9,7 @@ import triton.language as tl
 from ..jit import jit, sum_of
 from .content import TABLE_COLUMNS, Pages, Shape, Sources, fingerprint, locate
 from .launch import Inputs
+from .overlap import let_next_begin, wait_for_last
 from .record import (
     CHAIN,
     CONTENT,
@@ -29,6 +30,7 @@ from .report import (
     CONTENT_CHECKED,
     CONTENT_WRITTEN,
     FORWARD_DONE,
+    FORWARD_RUNNING,
     Report,
     append_rows,
     count,
@@ -167,12 +169,17 @@ def content_kernel(
     LAYERS: tl.constexpr,
     QUADS: tl.constexpr,
     PARTIAL: tl.constexpr,
+    BEGINS_EARLY: tl.constexpr,
 ):
-    """Work items of SLOTS slots of one half: re-reads of prefix positions, then new slots."""
+    """Work items of SLOTS slots of one half: re-reads of prefix positions, then new slots.
+
+    Where it begins early, TAIL may still run. Re-reads need nothing of it: it writes the records of new slots.
+    """
     HALVES: tl.constexpr = 1 if second_records is None else 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    forward = tl.load(summary + FORWARD_DONE)
+    let_next_begin(BEGINS_EARLY)
+    forward = tl.load(summary + FORWARD_RUNNING)
     armed = tl.load(summary + ARMED) != 0
     batch = Batch(
         Table(req_to_token, row_stride, num_rows, context),
@@ -224,6 +231,7 @@ def content_kernel(
             index, first = item_of(piece, first_groups, groups, request)
             full, row = _turn_slots(batch, index, piece - first, phase, every, STRIDE, SLOTS)
         else:
+            wait_for_last(BEGINS_EARLY)
             row = tl.full([], 0, tl.int64)
             piece_written = piece - visits
             if STRIDE == 1:
@@ -252,6 +260,7 @@ def content_kernel(
             written += tl.where(half == 0, fresh, 0)
             second_written += tl.where(half == 0, 0, fresh)
 
+    wait_for_last(BEGINS_EARLY)
     if checked > 0:
         count(report, 0, CONTENT_CHECKED, checked)
     if second_checked > 0:

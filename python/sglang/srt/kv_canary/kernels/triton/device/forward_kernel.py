@@ -7,6 +7,7 @@ import triton.language as tl
 from ..jit import jit
 from .flat_writes import flat_tokens, whole_requests, write_flat
 from .launch import Inputs, Launch, Records
+from .overlap import let_next_begin
 from .prologue import (
     begin_forward,
     count_verified,
@@ -94,12 +95,14 @@ def forward_kernel(
     VERIFY: tl.constexpr,
     WRITE: tl.constexpr,
     NUMBER: tl.constexpr,
+    NEXT_MAY_BEGIN: tl.constexpr,
 ):
     """Programs take the visited blocks, then the writes, round robin."""
     HEAD: tl.constexpr = k_head is None
     halves: tl.constexpr = 1 if v_records is None else 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    let_next_begin(NEXT_MAY_BEGIN)
     forward, armed = begin_forward(summary, HEAD, NUMBER)
 
     batch = Batch(

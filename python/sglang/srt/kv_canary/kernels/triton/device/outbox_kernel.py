@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ....state import OUTBOX_BITS
 from ..jit import jit
+from .overlap import wait_for_last
 from .record import FORWARD_MASK
 from .report import FORWARD_DONE, PUBLISHED, VIOLATIONS
 
@@ -13,7 +14,8 @@ BITS = tl.constexpr(OUTBOX_BITS)
 
 
 @jit
-def publish_kernel(summary, outbox):
+def publish_kernel(summary, outbox, BEGINS_EARLY: tl.constexpr):
+    wait_for_last(BEGINS_EARLY)
     done = tl.load(summary + FORWARD_DONE)
     found = tl.load(summary + VIOLATIONS)
     word = (found << BITS) | (done & FORWARD_MASK)

@@ -12,6 +12,7 @@ import triton.language as tl
 from ..jit import jit, sum_of
 from .check import Lanes, chain_fold, load_words, report_lanes, suspicious
 from .launch import Inputs, Launch, Records
+from .overlap import let_next_begin
 from .prologue import (
     begin_forward,
     count_verified,
@@ -175,11 +176,13 @@ def strided_kernel(
     VERIFY: tl.constexpr,
     WRITE: tl.constexpr,
     NUMBER: tl.constexpr,
+    NEXT_MAY_BEGIN: tl.constexpr,
 ):
     """Programs take the visited blocks, then the writes, round robin."""
     HEAD: tl.constexpr = head is None
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    let_next_begin(NEXT_MAY_BEGIN)
     forward, armed = begin_forward(summary, HEAD, NUMBER)
 
     batch = Batch(
