@@ -505,7 +505,7 @@ def test_what_begins_early_waits_for_tail() -> None:
     stored, graph = group.k_tail[new].clone(), torch.cuda.CUDAGraph()
     assert (stored[:, record.WORD_CONTENT] != 0).all()
     with torch.cuda.graph(graph):
-        group.k_tail[new] = 0
+        group.k_tail.index_fill_(0, new, 0)
         state.summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1] -= 1
         tail(plans[-1])
     written = state.counters[TAIL_K.id, TagCounter.CONTENT_WRITTEN]
