@@ -23,6 +23,7 @@ from .runner.manager import CanaryManager, RunnerIdentity
 from .token_oracle import TokenOracleManager
 from .wiring.allocator import watch_allocator
 from .wiring.call_site import SITES
+from .wiring.content_share import own_content_budget
 from .wiring.context import context
 from .wiring.cuda_graph import may_branch
 from .wiring.log_reach import let_findings_through
@@ -148,7 +149,13 @@ def _build_manager(
             context_len=rows.shape[1],
             ring_capacity=config.ring_capacity,
             verify_budget_slots=config.verify_budget_slots,
-            content_budget_bytes=config.content_budget_bytes,
+            content_budget_bytes=own_content_budget(
+                config.content_budget_bytes,
+                config.content_mode,
+                groups,
+                server_args,
+                model_runner.model_config,
+            ),
             max_extend_tokens=_max_extend_tokens(server_args, rows.shape[1]),
         ),
         recorder=context.recorder.for_runner(server_args.weight_version),

@@ -158,7 +158,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "CONTENT_BUDGET_BYTES",
         EnvInt,
         16777216,
-        "Maximum bytes of K and V that one forward re-reads on average for content checks, over all groups.",
+        "Maximum bytes of K and V that one forward re-reads on average for content checks, over all groups, and over "
+        "all ranks that share a token's heads.",
         minimum=1,
     ),
     EnvSetting(

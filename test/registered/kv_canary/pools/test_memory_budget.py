@@ -23,6 +23,7 @@ from sglang.srt.model_executor.pool_configurator import (
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.pool_patcher import attach_canary_buffers
 from sglang_kv_canary.testing.tiny_models import (
     SHORT_DEEPSEEK_V4,
@@ -30,6 +31,7 @@ from sglang_kv_canary.testing.tiny_models import (
     TINY_GEMMA4,
     TINY_LLAMA,
 )
+from sglang_kv_canary.wiring.content_share import own_content_budget
 from sglang_kv_canary.wiring.memory import (
     SMALL_POOL_MESSAGES,
     _name_share_of_small_pool,
@@ -38,6 +40,7 @@ from sglang_kv_canary.wiring.memory import (
     record_bytes_of,
 )
 from sglang_kv_canary_rigs import pool_fixtures as pools
+from sglang_kv_canary_rigs.kernel_cases import make_group
 from sglang_kv_canary_rigs.pool_fixtures import RealPool
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -242,6 +245,27 @@ def test_off_changes_nothing() -> None:
     )
     config = configurator.calculate_pool_sizes(10_000 * CELL, page_size=1)
     assert config.max_total_num_tokens == 10_000
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "flags", "share"),
+    [
+        ("mha", ContentMode.ALL, {}, 1),
+        ("mha", ContentMode.ALL, {"tp_size": 2}, 1 / 2),
+        ("mha", ContentMode.ALL, {"tp_size": 8}, 1 / 2),  # two heads: both have copies
+        ("mha", ContentMode.ALL, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, 1),
+        ("mha", ContentMode.PARTIAL, {"tp_size": 2}, 1),  # sectors
+        ("mla", ContentMode.ALL, {"tp_size": 2}, 1),  # both ranks hold the same
+    ],
+)
+def test_ranks_that_share_heads_share_the_content_budget(
+    family: str, mode: ContentMode, flags: dict[str, Any], share: float, tmp_path: Path
+) -> None:
+    model = _write(tmp_path / "model", FAMILIES[family].model)
+    model_config = ModelConfig.from_server_args(_server_args(), model)
+    group = make_group(8, halves="KV" if family == "mha" else "K")
+    args = _server_args(**flags)
+    assert own_content_budget(1000, mode, [group], args, model_config) == 1000 * share
 
 
 PAGE = 64

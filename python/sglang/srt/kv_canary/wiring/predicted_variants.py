@@ -23,9 +23,9 @@ from ..pool_patcher.adapters.mha import attach_mha
 from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.attachment import AttachOptions
 from ..state import CanaryDeviceState
+from .content_share import attention_ranks
 from .cuda_graph import may_branch
 from .memory import pool_class_of
-from .refusals import attention_groups
 from .releases import release
 from .warm_up import decodes, launches_of_target, plans_of, prefills
 
@@ -123,7 +123,7 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
         return [torch.empty(shape, dtype=dtype) for _ in range(pool.layer_num)]
 
     if pool_class == "MHATokenToKVPool":
-        heads = model_config.get_num_kv_heads(_attention_ranks(args))
+        heads = model_config.get_num_kv_heads(attention_ranks(args))
         pool.k_buffer = layers(heads, model_config.head_dim)
         pool.v_buffer = layers(heads, model_config.v_head_dim)
         return attach_mha(pool, options).groups
@@ -132,11 +132,6 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
         pool.kv_buffer = layers(1, width)
         return attach_mla(pool, options).groups
     return ()
-
-
-def _attention_ranks(args: Any) -> int:
-    """Ranks that share the KV heads of a request."""
-    return args.tp_size // attention_groups(args)
 
 
 def _kv_dtype(args: Any, model_config: Any) -> torch.dtype:
