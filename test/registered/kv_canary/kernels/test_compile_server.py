@@ -11,7 +11,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
-from sglang_kv_canary.kernels.triton.compile_server import capability_of
+from sglang_kv_canary.kernels.triton.capability import capability_of
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.volume import FULL_VOLUME, volume
 

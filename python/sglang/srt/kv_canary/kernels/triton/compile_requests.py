@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import triton
 
 from ...compile_folder import COMPILES_ENV
+from .capability import capability_of
 
 if TYPE_CHECKING:
     from .variant import Variant
@@ -142,8 +143,6 @@ class CompileServerProcess:
     @property
     def capability(self) -> int:
         """Compute capability of the GPU that it compiles for, such as 90. Raises RuntimeError without a GPU."""
-        from .compile_server import capability_of
-
         return int(self._target or capability_of(self._gpu))
 
     @property

@@ -10,10 +10,11 @@ import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from .capability import capability_of
 
 LOOK_EVERY_S = 0.02
 LONGEST_S = 300.0  # for one variant; then it counts as failed
@@ -113,19 +114,6 @@ def target_of(text: str):
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", int(text), 32)
-
-
-def capability_of(gpu: int) -> str:
-    """The compute capability of visible GPU number `gpu`, such as "90". Raises RuntimeError without a GPU.
-
-    A fresh process asks the driver. A fork gets no answer once its parent has talked to it, as torch may.
-    """
-    command = [sys.executable, "-S", str(Path(__file__).with_name("ask_driver.py")), str(gpu)]
-    asked = subprocess.run(command, capture_output=True, text=True)
-    if asked.returncode or not asked.stdout:
-        said = asked.stderr.strip().rpartition("\n")[2]
-        raise RuntimeError(f"the CUDA driver does not say what GPU {gpu} is: {said}")
-    return asked.stdout
 
 
 def main(folder: str, processes: str, parent: str, lock: str, gpu: str, target: str) -> None:
