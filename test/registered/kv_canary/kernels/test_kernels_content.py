@@ -161,6 +161,21 @@ def test_rotation_reads_every_slot_in_turn(mode: ContentMode):
     assert 50 <= int(checked) <= 7 * (12 + 3)
 
 
+def test_whose_turn_it_is_follows_from_the_forward_that_runs():
+    """Not from the one before, while TAIL has not marked this one done: content begins before TAIL has ended."""
+    group = make_group(SLOTS, content=LAYOUTS["bf16 rows"])
+    budget = 12 * content_bytes_per_slot(group, ContentMode.ALL)
+    twin, pool = run(LAYOUTS["bf16 rows"], ContentMode.ALL, budget)
+    for position in range(40):
+        flip(twin, "K", 0, int(pool.req_to_token[1, position]), 0)
+    plan, found = pool.decode([1]), []
+    for launched in (Side.HEAD, Side.TAIL):
+        twin.check_and_write(plan, launched)
+        twin.check_and_write_content(plan, ContentMode.ALL)
+        found.append(twin.assert_equal())
+    assert found[1] == 2 * found[0] > 0
+
+
 def test_window_and_mapping():
     permutation = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)) + 1
     lut = torch.cat([torch.zeros(1, dtype=torch.int64), permutation]).to(kernel_device())

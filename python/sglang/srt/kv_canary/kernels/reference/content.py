@@ -131,7 +131,7 @@ def check_and_write_content(
     k is the smallest with which about `budget_slots` slots are re-read, each request's share rounded up. Without
     `writes` the new slots are left to `write_content`.
     """
-    launch = _launch_of(plan, group, state)
+    launch = _launch_of(plan, group, state, Header.FORWARD_RUNNING)
     if launch is None:
         return
     reads = _rotating_slots(launch.in_slots(), budget_slots)
@@ -150,7 +150,7 @@ def write_content(
     Raises ValueError for strided groups: which of their slots a forward completes is worked out with its prefixes.
     """
     refuse_strided(group)
-    launch = _launch_of(plan, group, state)
+    launch = _launch_of(plan, group, state, Header.FORWARD_DONE)
     if launch is None:
         return
     for half in group.halves:
@@ -159,12 +159,12 @@ def write_content(
 
 
 def _launch_of(
-    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState
+    plan: ForwardPlan, group: CanaryBufferGroup, state: CanaryDeviceState, number: Header
 ) -> Launch | None:
-    """None: forwards are not checked."""
+    """Of the forward that `number` holds. None: forwards are not checked."""
     if not int(state.summary[Header.ARMED]):
         return None
-    forward = int(state.summary[Header.FORWARD_DONE])
+    forward = int(state.summary[number])
     return Launch(plan, group, Side.TAIL, state, forward, requests_of(plan, group.window))
 
 
