@@ -225,7 +225,8 @@ def check_and_write_content(
     """Fingerprint the forward's new slots, and re-read every k-th position of its prefix.
 
     k is the smallest with which about `budget_slots` slots are re-read. Each request's share is rounded up. Without
-    `writes` the new slots are left to `write_content`.
+    `writes` the new slots are left to `write_content`. Where launches overlap, re-reads do not wait for the launch
+    right before, which is TAIL's or another group's content. What it stores they must not need.
     """
     rows = plan.req_to_token
     context = rows.shape[1]
