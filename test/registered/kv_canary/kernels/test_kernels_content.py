@@ -21,7 +21,7 @@ from sglang_kv_canary.launch.launcher import Launcher
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.slot_event import SlotEventKind
-from sglang_kv_canary.state import Header, TagCounter
+from sglang_kv_canary.state import OUTBOX_BITS, Header, TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     ContentShape,
     Pool,
@@ -499,10 +499,10 @@ def test_tables_are_not_made_while_a_graph_is_captured():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_what_begins_early_waits_for_tail() -> None:
-    """TAIL verifies 96,000 slots before it writes 64. Content has nothing else to do than to fingerprint these."""
-    requests, prefix, device = 64, 1500, kernel_device()
-    pool = Pool(device, 100_000, prefix + 8, requests + 1)
-    group = make_group(100_000, device=device, content=LAYOUTS["one layer"])
+    """Each of TAIL's programs verifies before one of them writes 64 slots. Content has little else to do than these."""
+    requests, prefix, device = 64, 2300, kernel_device()
+    pool = Pool(device, 150_000, prefix + 8, requests + 1)
+    group = make_group(150_000, device=device, content=LAYOUTS["one layer"])
     state = make_state(device, request_rows=requests + 1)
     rows = range(1, requests + 1)
     plans = [pool.extend(dict.fromkeys(rows, prefix)), pool.decode(list(rows))]
@@ -523,13 +523,17 @@ def test_what_begins_early_waits_for_tail() -> None:
         group.k_tail.index_fill_(0, new, 0)
         state.summary[Header.FORWARD_DONE : Header.FORWARD_DONE + 1] -= 1
         tail(plans[-1])
+    damaged = pool.req_to_token[requests, prefix - 2].long()
+    group.k_tail[damaged, record.WORD_IDENTITY] ^= 1  # TAIL finds it in its last block, each time
     written = state.counters[TAIL_K.id, TagCounter.CONTENT_WRITTEN]
     for _ in range(20):
-        before = int(written)
+        before, found = int(written), state.summary[Header.VIOLATIONS].clone()
         graph.replay()
         assert torch.equal(group.k_tail[new], stored)
         assert int(written) == before + requests
-        assert int(state.outbox[0]) == len(plans)
+        published = int(state.outbox[0])
+        assert published & record.FORWARD_MASK == len(plans)
+        assert published >> OUTBOX_BITS == int(state.summary[Header.VIOLATIONS]) > int(found)
 
 
 if __name__ == "__main__":
