@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import sys
+import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
@@ -540,6 +541,8 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.leading([1], np.arange(3)),
         lambda: C.leading(b"1", [1]),
         lambda: C.leading(b"1"),
+        lambda: C.HostClock("1"),
+        lambda: C.HostClock(depth=1),
     ):
         with pytest.raises(TypeError):
             call()
@@ -572,6 +575,35 @@ def test_a_list_that_shrinks_while_it_is_read_raises() -> None:
         tokens += [_Clears(tokens), 3]
         with pytest.raises(ValueError, match="removed while they were read"):
             call(tokens)
+
+
+# The clock
+
+
+@BOTH
+def test_nested_sections_of_the_clock_count_once(code: ModuleType) -> None:
+    clock = code.HostClock()
+    started = time.perf_counter_ns()
+    with clock as entered, clock:
+        time.sleep(0.02)
+    assert entered is clock
+    assert 20e6 <= clock.spent_ns <= time.perf_counter_ns() - started
+    spent = clock.spent_ns
+    time.sleep(0.01)
+    assert clock.spent_ns == spent
+
+
+@BOTH
+def test_a_section_of_the_clock_ends_with_an_error_and_passes_it_on(code: ModuleType) -> None:
+    clock = code.HostClock(spent_ns=10**15)
+    with pytest.raises(KeyError), clock, clock:
+        raise KeyError
+    spent = clock.spent_ns
+    assert 10**15 < spent < 10**15 + 10**9
+    time.sleep(0.001)
+    with clock:
+        pass
+    assert spent < clock.spent_ns < spent + 10**6
 
 
 # References
@@ -617,6 +649,10 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])
     yield "arguments", lambda: C.launch_arguments(*shape, arguments)
     yield "arguments fail", lambda: C.launch_arguments(*shape, {"a": 10**9, "b": tensor})
+    clock = C.HostClock()
+    yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
+    yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)
+    yield "clock fails", lambda: C.HostClock("1")
     places = (0, 1, 2, 9)
     yield (
         "a place fails",

@@ -17,6 +17,8 @@ from ..capacities import CanaryLaunchCapacities
 from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
 from ..endpoint import Part
 from ..errors import CanaryPhaseError
+from ..host_code import HOST
+from ..host_code.twins import HostClock
 from ..kernels.backend import select_backend
 from ..launch.arrivals import ArrivalLauncher
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
@@ -38,7 +40,6 @@ from .arrival_desk import ArrivalDesk
 from .brackets import ModelForward, OutsideGraph
 from .damage_desk import DamageDesk
 from .first_error import FirstError
-from .host_clock import HostClock
 from .scene_taker import SceneTaker
 from .slot_ledger import SlotLedger
 from .step_observer import CopyPoint, StepObserver, Summary
@@ -136,7 +137,7 @@ class CanaryManager:
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
-        self.clock = HostClock()
+        self.clock: HostClock = HOST.HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
         self.serving = False  # start-up is over
         self.armed = False  # forwards are checked
@@ -235,6 +236,7 @@ class CanaryManager:
 
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over. From now on every forward is checked, including replays of captured graphs."""
+        self.clock = HOST.HostClock(self.clock.spent_ns)  # in C, if it has been compiled since
         self._set_armed(True)
         self.launcher.publish()
         self._outbox.expect(int(self.state.summary[Header.PUBLISHED]))  # waits, once
