@@ -109,6 +109,79 @@ def test_launch_arguments_are_equal(items: list[tuple[Any, bool, int]], warps: i
     assert [type(part) for part in key] == [type(part) for part in expected_key]
 
 
+class _Launches:
+    """A compiled variant, whose launcher and Triton itself write down what they are given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.enter, self.leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
+        self.settings = SimpleNamespace(launch_enter_hook=self.enter, launch_exit_hook=self.leave)
+        self.compiled = twins.CompiledLaunch(
+            lambda *given: self.seen.append(("asked", *given)),
+            lambda *given: self.seen.append(given),
+            ("function", None),
+            3,
+            lambda device: 1000 + device,
+            (self.settings, self.enter, self.leave),
+        )
+
+    def launch(self, code: ModuleType, known: Any = None, **arguments: Any) -> bool:
+        shape = ("a", "b"), (True, False), (2, 0), ["x", "plain", "y"], TYPES
+        known = self.compiled if known is None else known
+        return code.launch(shape, {(4, True, 7): known}, 5, 4, {"a": 9, "b": 7, **arguments})
+
+
+DIRECTLY = (5, 1, 1, 1003, "function", None, 7, "plain", 9)
+ASKED = ("asked", 5, [7, "plain", 9])
+
+
+@BOTH
+def test_a_known_variant_is_launched_on_the_current_stream(code: ModuleType) -> None:
+    launches = _Launches()
+    assert launches.launch(code) is True
+    assert launches.launch(code, lambda *given: launches.seen.append(given)) is True
+    assert launches.launch(code, twins.CompiledLaunch(launches.compiled.ask)) is True
+    assert launches.seen == [DIRECTLY, (5, [7, "plain", 9]), ASKED]
+    launches.compiled(5, [7, "plain", 9])
+    assert launches.seen[-1] == DIRECTLY
+
+
+@BOTH
+def test_a_variant_that_is_not_known_is_not_launched(code: ModuleType) -> None:
+    launches = _Launches()
+    assert launches.launch(code, b=8) is False
+    assert code.launch(((), (), (), [], TYPES), {(4,): None}, 5, 4, {}) is False
+    assert not launches.seen
+
+
+@BOTH
+@pytest.mark.parametrize("hook", ["enter", "leave", "launch_enter_hook", "launch_exit_hook"])
+def test_triton_is_asked_where_there_are_hooks(code: ModuleType, hook: str) -> None:
+    launches = _Launches()
+    if hook.startswith("launch"):
+        setattr(launches.settings, hook, SimpleNamespace(calls=[]))
+    else:
+        getattr(launches, hook).calls.append(print)
+    assert launches.launch(code) is True
+    assert launches.seen == [ASKED]
+
+
+@BOTH
+@pytest.mark.parametrize("item", ["launch", "ask", "current_stream"])
+def test_errors_of_a_launch_pass(code: ModuleType, item: str) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    launches = _Launches()
+    if item == "ask":
+        launches.enter.calls.append(print)
+    with pytest.raises(ZeroDivisionError):
+        launches.launch(code, launches.compiled._replace(**{item: fails}))
+    launches.settings = None
+    with pytest.raises(AttributeError):
+        launches.launch(code, launches.compiled._replace(hooks=(3, 4, 5)))
+
+
 class _Thing:
     """Compares equal to everything, so a comparison by value would carry over too much."""
 
@@ -515,6 +588,12 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.chain_of_tokens(3, 0, 0, -1),
         lambda: C.pack_lists((), 0, 0),
         lambda: C.pack_lists([3], *_memory()),
+        lambda: C.launch(((), (), (), [], TYPES), {}, 1, 4),
+        lambda: C.launch(((), (), (), []), {}, 1, 4, {}),
+        lambda: C.launch(((), (), (), (), TYPES), {}, 1, 4, {}),
+        lambda: C.launch(((), (), (), [], TYPES), [], 1, 4, {}),
+        lambda: C.launch(((), (), (), [], TYPES), {(4,): 3}, 1, 4, {}),
+        lambda: C.launch(((), (), (), [], TYPES), {(4,): (1, 2, 3, 4, 5, 6)}, 1, 4, {}),
         lambda: C.launch_arguments((), (), (), (), TYPES, 4, {}),
         lambda: C.launch_arguments((), (), (), [], TYPES[:1], 4, {}),
         lambda: C.carry_over([], [], [], ()),
@@ -649,6 +728,12 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])
     yield "arguments", lambda: C.launch_arguments(*shape, arguments)
     yield "arguments fail", lambda: C.launch_arguments(*shape, {"a": 10**9, "b": tensor})
+    direct = _Launches().compiled._replace(launch=max, current_stream=abs, settings=(2**70,))
+    known = {C.launch_arguments(*shape, arguments)[0]: direct}
+    fails, unknown = dict.fromkeys(known, direct._replace(launch=len)), {**arguments, "b": 9}
+    yield "launch", lambda: C.launch(shape[:5], known, 10**9, 4, arguments)
+    yield "launch fails", lambda: C.launch(shape[:5], fails, 10**9, 4, arguments)
+    yield "launch is not known", lambda: C.launch(shape[:5], known, 10**9, 4, unknown)
     clock = C.HostClock()
     yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
     yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)

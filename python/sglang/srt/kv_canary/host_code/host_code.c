@@ -494,8 +494,8 @@ no_slots:
   return found;
 }
 
-static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr;
-static PyObject *int32_first, *int32_end;
+static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
+static PyObject *int32_first, *int32_end, *one_program;
 
 /* A new reference to what tells variants apart; `plain` becomes a new reference to what a launch takes. */
 static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *pointer, PyObject *tensor,
@@ -540,48 +540,137 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
   return variant;
 }
 
-/* launch_arguments(names, only_types, places, plain, (pointer, tensor), num_warps, arguments) */
-static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-  if (n != 7 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
-      !PyList_Check(args[3]) || !PyTuple_Check(args[4]) || PyTuple_GET_SIZE(args[4]) != 2 ||
-      !PyDict_Check(args[6])) {
-    PyErr_SetString(PyExc_TypeError,
-                    "launch_arguments takes three tuples, a list, a pair of types, a number and a dict");
-    return NULL;
-  }
-  Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
-  if (PyTuple_GET_SIZE(args[1]) != count || PyTuple_GET_SIZE(args[2]) != count) {
+/* What launch_arguments returns: `key` and `plain` become new references. Returns -1 with an exception. `shape`: names,
+   only_types, places, plain, (pointer, tensor). */
+static int assemble(PyObject *const *shape, PyObject *num_warps, PyObject *arguments, PyObject **key, PyObject **plain) {
+  PyObject *names = shape[0], *only_types = shape[1], *places = shape[2], *types = shape[4];
+  Py_ssize_t count = PyTuple_GET_SIZE(names);
+  *plain = *key = NULL;
+  if (PyTuple_GET_SIZE(only_types) != count || PyTuple_GET_SIZE(places) != count) {
     PyErr_SetString(PyExc_ValueError, "expected as many names as types and places");
-    return NULL;
+    return -1;
   }
-  PyObject *plain = PyList_GetSlice(args[3], 0, PyList_GET_SIZE(args[3]));
-  PyObject *key = plain == NULL ? NULL : PyTuple_New(count + 1);
-  if (key == NULL) goto failed;
-  PyTuple_SET_ITEM(key, 0, Py_NewRef(args[5]));
+  *plain = PyList_GetSlice(shape[3], 0, PyList_GET_SIZE(shape[3]));
+  *key = *plain == NULL ? NULL : PyTuple_New(count + 1);
+  if (*key == NULL) goto failed;
+  PyTuple_SET_ITEM(*key, 0, Py_NewRef(num_warps));
   for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *name = PyTuple_GET_ITEM(args[0], i);
-    PyObject *value = PyDict_GetItemWithError(args[6], name), *one;
+    PyObject *name = PyTuple_GET_ITEM(names, i);
+    PyObject *value = PyDict_GetItemWithError(arguments, name), *one;
     if (value == NULL) {
       if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, name);
       goto failed;
     }
-    int only_type = PyObject_IsTrue(PyTuple_GET_ITEM(args[1], i));
-    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i));
+    int only_type = PyObject_IsTrue(PyTuple_GET_ITEM(only_types, i));
+    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
     if (only_type < 0 || (place == -1 && PyErr_Occurred())) goto failed;
     Py_INCREF(value);
     PyObject *variant =
-        variant_of_value(value, only_type, PyTuple_GET_ITEM(args[4], 0),
-                         PyTuple_GET_ITEM(args[4], 1), &one);
+        variant_of_value(value, only_type, PyTuple_GET_ITEM(types, 0), PyTuple_GET_ITEM(types, 1), &one);
     Py_DECREF(value);
     if (variant == NULL) goto failed;
-    PyTuple_SET_ITEM(key, i + 1, variant);
-    if (PyList_SetItem(plain, place, one)) goto failed; /* takes `one`, checks `place` */
+    PyTuple_SET_ITEM(*key, i + 1, variant);
+    if (PyList_SetItem(*plain, place, one)) goto failed; /* takes `one`, checks `place` */
   }
-  return Py_BuildValue("(NN)", key, plain); /* takes both */
+  return 0;
 failed:
-  Py_XDECREF(key);
-  Py_XDECREF(plain);
-  return NULL;
+  Py_CLEAR(*key);
+  Py_CLEAR(*plain);
+  return -1;
+}
+
+#define SHAPE 5 /* items */
+
+static int is_shape(PyObject *const *shape) {
+  return PyTuple_Check(shape[0]) && PyTuple_Check(shape[1]) && PyTuple_Check(shape[2]) && PyList_Check(shape[3]) &&
+         PyTuple_Check(shape[4]) && PyTuple_GET_SIZE(shape[4]) == 2;
+}
+
+/* launch_arguments(names, only_types, places, plain, (pointer, tensor), num_warps, arguments) */
+static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  PyObject *key, *plain;
+  if (n != SHAPE + 2 || !is_shape(args) || !PyDict_Check(args[SHAPE + 1])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "launch_arguments takes three tuples, a list, a pair of types, a number and a dict");
+    return NULL;
+  }
+  if (assemble(args, args[SHAPE], args[SHAPE + 1], &key, &plain)) return NULL;
+  return Py_BuildValue("(NN)", key, plain); /* takes both */
+}
+
+/* Items of a CompiledLaunch. */
+enum { ASK, LAUNCH, SETTINGS, DEVICE, CURRENT_STREAM, HOOKS, COMPILED_ITEMS };
+
+/* Whether `settings` has another hook than `own` under this name, or `own` has functions to call. -1 with an exception. */
+static int has_hook(PyObject *settings, PyObject *name, PyObject *own) {
+  PyObject *hook = PyObject_GetAttr(settings, name);
+  if (hook == NULL) return -1;
+  Py_DECREF(hook);
+  if (hook != own) return 1;
+  PyObject *calls = PyObject_GetAttr(own, name_calls);
+  int found = calls == NULL ? -1 : PyObject_IsTrue(calls);
+  Py_XDECREF(calls);
+  return found;
+}
+
+/* Triton's launcher, with the arguments that it takes, on the current stream. */
+static PyObject *launch_directly(PyObject *const *compiled, PyObject *programs, PyObject *plain) {
+  Py_ssize_t before = PyTuple_GET_SIZE(compiled[SETTINGS]), after = PyList_GET_SIZE(plain);
+  PyObject **stack = PyMem_New(PyObject *, 4 + before + after);
+  if (stack == NULL) return PyErr_NoMemory();
+  PyObject *stream = PyObject_CallOneArg(compiled[CURRENT_STREAM], compiled[DEVICE]), *done = NULL;
+  if (stream != NULL) {
+    stack[0] = programs;
+    stack[1] = stack[2] = one_program;
+    stack[3] = stream;
+    for (Py_ssize_t i = 0; i < before; i++) stack[4 + i] = PyTuple_GET_ITEM(compiled[SETTINGS], i);
+    for (Py_ssize_t i = 0; i < after; i++) stack[4 + before + i] = PyList_GET_ITEM(plain, i);
+    done = PyObject_Vectorcall(compiled[LAUNCH], stack, 4 + before + after, NULL);
+    Py_DECREF(stream);
+  }
+  PyMem_Free(stack);
+  return done;
+}
+
+/* compiled(programs, plain) */
+static PyObject *launch_compiled(PyObject *compiled, PyObject *programs, PyObject *plain) {
+  PyObject *const args[] = {programs, plain};
+  if (!PyTuple_Check(compiled) || PyTuple_GET_SIZE(compiled) != COMPILED_ITEMS)
+    return PyObject_Vectorcall(compiled, args, 2, NULL);
+  PyObject *const *items = ((PyTupleObject *)compiled)->ob_item, *hooks = items[HOOKS];
+  if (items[LAUNCH] == Py_None) return PyObject_Vectorcall(items[ASK], args, 2, NULL);
+  if (!PyTuple_Check(items[SETTINGS]) || !PyTuple_Check(hooks) || PyTuple_GET_SIZE(hooks) != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected a tuple of settings, and three hooks");
+    return NULL;
+  }
+  int ask = has_hook(PyTuple_GET_ITEM(hooks, 0), name_enter, PyTuple_GET_ITEM(hooks, 1));
+  if (!ask) ask = has_hook(PyTuple_GET_ITEM(hooks, 0), name_leave, PyTuple_GET_ITEM(hooks, 2));
+  if (ask < 0) return NULL;
+  return ask ? PyObject_Vectorcall(items[ASK], args, 2, NULL) : launch_directly(items, programs, plain);
+}
+
+/* launch(shape, known, programs, num_warps, arguments) */
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  PyObject *key, *plain, *done = NULL;
+  if (n != 5 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != SHAPE ||
+      !is_shape(((PyTupleObject *)args[0])->ob_item) || !PyDict_Check(args[1]) || !PyDict_Check(args[4])) {
+    PyErr_SetString(PyExc_TypeError, "launch takes a shape, a dict, two numbers and a dict");
+    return NULL;
+  }
+  if (assemble(((PyTupleObject *)args[0])->ob_item, args[3], args[4], &key, &plain)) return NULL;
+  PyObject *compiled = PyDict_GetItemWithError(args[1], key);
+  if (compiled == NULL || compiled == Py_None) {
+    if (!PyErr_Occurred()) done = Py_NewRef(Py_False);
+  } else {
+    Py_INCREF(compiled);
+    PyObject *launched = launch_compiled(compiled, args[2], plain);
+    Py_DECREF(compiled);
+    if (launched != NULL) done = Py_NewRef(Py_True);
+    Py_XDECREF(launched);
+  }
+  Py_DECREF(key);
+  Py_DECREF(plain);
+  return done;
 }
 
 static int is_among(PyObject *value, PyObject *list) {
@@ -1013,6 +1102,7 @@ static PyMethodDef methods[] = {
     {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};
 
@@ -1023,10 +1113,15 @@ PyMODINIT_FUNC PyInit_kv_canary_host_code(void) {
   name_variant = PyUnicode_InternFromString("variant");
   name_dtype = PyUnicode_InternFromString("dtype");
   name_data_ptr = PyUnicode_InternFromString("data_ptr");
+  name_enter = PyUnicode_InternFromString("launch_enter_hook");
+  name_leave = PyUnicode_InternFromString("launch_exit_hook");
+  name_calls = PyUnicode_InternFromString("calls");
+  one_program = PyLong_FromLong(1);
   int32_first = PyLong_FromLongLong(INT32_MIN);
   int32_end = PyLong_FromLongLong((int64_t)INT32_MAX + 1);
   if (name_address == NULL || name_variant == NULL || name_dtype == NULL || name_data_ptr == NULL ||
-      int32_first == NULL || int32_end == NULL)
+      name_enter == NULL || name_leave == NULL || name_calls == NULL || one_program == NULL || int32_first == NULL ||
+      int32_end == NULL)
     return NULL;
   PyObject *module = PyModule_Create(&definition);
   if (module != NULL && add_type(module, "HostClock", &clock_spec)) Py_CLEAR(module);

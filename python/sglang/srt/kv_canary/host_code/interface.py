@@ -1,4 +1,4 @@
-"""The functions and classes that the hot path uses. They are looked up at each call, because they are exchanged while it runs."""
+"""What the hot path uses. It is looked up at each use, because it is exchanged while the server runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ NAMES = (
     "fingerprint_rows",
     "keys_of_rows",
     "lacking",
+    "launch",
     "launch_arguments",
     "leading",
     "look_up",

@@ -6,9 +6,9 @@ import ctypes
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -260,6 +260,56 @@ def launch_arguments(
             variant.append(bool(-(2**31) <= value < 2**31) if only_type else value)
         filled[place] = value
     return tuple(variant), filled
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled variant of a kernel. A call launches it on the current stream of its device.
+
+    Triton's launcher for it is called directly. What Triton does in between is for hooks of profilers and for scratch
+    memory. Where there are hooks, or `launch` is None, Triton is asked.
+    """
+
+    # Triton itself: takes the number of programs, and all arguments
+    ask: Callable[[int, Sequence[Any]], object]
+    launch: Callable[..., Any] | None = None  # Triton's launcher, in C
+    settings: tuple[Any, ...] = ()  # what it takes between the stream and the kernel's arguments
+    device: int = 0
+    current_stream: Callable[[int], int] | None = None  # of a device, as an address
+    # Triton's settings, and its own two hooks there, which have nothing to call
+    hooks: tuple[Any, ...] = ()
+
+    def __call__(self, programs: int, plain: Sequence[Any]) -> None:
+        """`plain`: all arguments of the kernel in order, pointers as integers."""
+        if self.launch is None or _has_hooks(*self.hooks):
+            self.ask(programs, plain)
+        else:
+            stream = self.current_stream(self.device)
+            self.launch(programs, 1, 1, stream, *self.settings, *plain)
+
+
+def _has_hooks(settings: Any, enter: Any, leave: Any) -> bool:
+    """Profilers add functions to Triton's own hooks, or put others in their places."""
+    are_own = settings.launch_enter_hook is enter and settings.launch_exit_hook is leave
+    return not are_own or bool(enter.calls or leave.calls)
+
+
+def launch(
+    shape: tuple[Any, ...],
+    known: Mapping[tuple[Any, ...], Callable[[int, list[Any]], object] | None],
+    programs: int,
+    num_warps: int,
+    arguments: Mapping[str, Any],
+) -> bool:
+    """Launch the variant of `known` that `arguments` are of. False: it is not known, and nothing is launched.
+
+    `shape`: what `launch_arguments` takes before `num_warps`.
+    """
+    variant, plain = launch_arguments(*shape, num_warps, arguments)
+    compiled = known.get(variant)
+    if compiled is None:
+        return False
+    compiled(programs, plain)
+    return True
 
 
 def carry_over(

@@ -19,7 +19,7 @@ from triton import knobs
 
 from ...capacities import MOST_REQUESTS
 from ...host_code import HOST
-from ...host_code.twins import ALIGNED
+from ...host_code.twins import ALIGNED, CompiledLaunch
 from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 
@@ -28,7 +28,6 @@ __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
 CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
-# Profilers add functions to them, or put others in their places.
 _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
@@ -86,49 +85,30 @@ class _Rest:
             plain,
             _TYPES,
         )
-        self.compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
+        self.compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
 
 
-def _has_hooks() -> bool:
-    enter, exit_ = _HOOKS
-    known = knobs.runtime
-    is_known = known.launch_enter_hook is enter and known.launch_exit_hook is exit_
-    return not is_known or bool(enter.calls or exit_.calls)
+def _compiled_launch(compiled: Any, device: int) -> CompiledLaunch:
+    """Of what Triton has compiled. Triton's launcher is called directly if it is the one that was read."""
 
+    def ask(programs: int, plain: Sequence[Any]) -> None:
+        compiled[(programs, 1, 1)](*plain)
 
-class _CompiledLaunch:
-    """A compiled variant of a kernel. A call launches it on the current stream of its device.
-
-    Where Triton's launcher is the one that was read, its C function is called directly. What Triton does in between is
-    for scratch memory and for hooks of profilers. Where there are such, Triton is asked.
-    """
-
-    __slots__ = ("_compiled", "_device", "_launch", "_settings")
-
-    def __init__(self, compiled: Any, device: int) -> None:
-        self._compiled, self._device = compiled, device
-        run = compiled.run
-        known = type(run).__name__ == "CudaLauncher"
-        known = known and not run.global_scratch_size and not run.profile_scratch_size
-        self._launch = run.launch if known else None
-        if known:
-            no_scratch, no_hooks = (None, None), (None, None, None)
-            self._settings = (
-                compiled.function,
-                run.launch_cooperative_grid,
-                run.launch_pdl,
-                *no_scratch,
-                compiled.packed_metadata,
-                *no_hooks,
-            )
-
-    def __call__(self, programs: int, plain: Sequence[Any]) -> None:
-        """`plain`: all arguments in order, pointers as integers."""
-        if self._launch is None or _has_hooks():
-            self._compiled[(programs, 1, 1)](*plain)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._launch(programs, 1, 1, stream, *self._settings, *plain)
+    run = compiled.run
+    is_known = type(run).__name__ == "CudaLauncher"
+    if not is_known or run.global_scratch_size or run.profile_scratch_size:
+        return CompiledLaunch(ask)
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    settings = (
+        compiled.function,
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        *no_scratch,
+        compiled.packed_metadata,
+        *no_hooks,
+    )
+    stream, hooks = torch._C._cuda_getCurrentRawStream, (knobs.runtime, *_HOOKS)
+    return CompiledLaunch(ask, run.launch, settings, device, stream, hooks)
 
 
 class KernelLauncher:
@@ -140,7 +120,7 @@ class KernelLauncher:
         # Triton is given them in order: it copies what has a name three times a launch.
         self._in_order = itemgetter(*self.names)
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
-        self._compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
+        self._compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
         self._begun: dict[tuple[Any, ...], Begun] = {}  # variants that are being compiled
 
     def __call__(
@@ -158,17 +138,13 @@ class KernelLauncher:
         rest = fixed.rest
         if rest is None or rest.count != len(arguments):
             rest = fixed.rest = _Rest(self, fixed.arguments, arguments)
-        key, plain = HOST.launch_arguments(*rest.shape, num_warps, arguments)
-        compiled = rest.compiled.get(key)
-        if compiled is None:
-            whole = {**fixed.arguments, **arguments}
-            rest.compiled[key] = self._launch(grid, num_warps, whole)
-        else:
-            compiled(grid[0], plain)
+        if not HOST.launch(rest.shape, rest.compiled, grid[0], num_warps, arguments):
+            key, _ = HOST.launch_arguments(*rest.shape, num_warps, arguments)
+            rest.compiled[key] = self._launch(grid, num_warps, {**fixed.arguments, **arguments})
 
     def _launch(
         self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]
-    ) -> _CompiledLaunch | None:
+    ) -> CompiledLaunch | None:
         """Returns the compiled variant, if it is known."""
         values = self._values(arguments)
         if not CAN_SKIP:
@@ -191,10 +167,10 @@ class KernelLauncher:
 
     def _compile(
         self, grid: tuple[int], num_warps: int, values: Sequence[Any]
-    ) -> _CompiledLaunch | None:
+    ) -> CompiledLaunch | None:
         """Compile a variant, and launch it. None: a hook of Triton's has taken the launch over."""
         compiled = self._kernel[grid](*values, num_warps=num_warps)
-        return None if compiled is None else _CompiledLaunch(compiled, values[0].device.index)
+        return None if compiled is None else _compiled_launch(compiled, values[0].device.index)
 
     def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
         """All arguments of the kernel in its order, tensors as themselves."""
