@@ -182,6 +182,78 @@ def test_errors_of_a_launch_pass(code: ModuleType, item: str) -> None:
         launches.launch(code, launches.compiled._replace(hooks=(3, 4, 5)))
 
 
+def _innermost(frame_of: Callable[[], Any], req: Any = None) -> Any:
+    return frame_of()
+
+
+def _middle(frame_of: Callable[[], Any], req: Any) -> Any:
+    return _innermost(frame_of)
+
+
+def _call_from(code: ModuleType, stack: Any, req: Any = None) -> tuple[Any, list[Any]]:
+    """What it returns, and what it wants to learn."""
+    wanted: list[Any] = []
+
+    def learn(key: Any, codes: Any) -> Any:
+        wanted.append((key, codes))
+        return stack
+
+    frame = _middle(lambda: sys._getframe(1), req)
+    return code.call_from(frame, 5, {}, learn), wanted
+
+
+@BOTH
+def test_a_call_is_told_by_the_code_of_four_frames(code: ModuleType) -> None:
+    request = SimpleNamespace(rid="one")
+    found, ((key, codes),) = _call_from(code, (7, 1, ()), request)
+    here = test_a_call_is_told_by_the_code_of_four_frames
+    expected = tuple(f.__code__ for f in (_innermost, _middle, _call_from, here))
+    assert (found, codes, key) == ((5, 7, "one"), expected, tuple(map(id, expected)))
+    # Without a request: none is wanted, it has no id, it is none, no such name.
+    for stack, req in (((7, -1, ()), request), ((7, 1, ()), 3), ((7, 0, ()), 3), ((7, 3, ()), 3)):
+        assert _call_from(code, stack, req)[0] == (5, 7, None)
+    with pytest.raises(IndexError):
+        _call_from(code, (7, 4, ()))
+    frame = _middle(lambda: sys._getframe(1), request)
+    expected = *expected[:2], here.__code__, sys._getframe(1).f_code
+    known = {tuple(map(id, expected)): (8, 1, expected)}
+    assert code.call_from(frame, 6, known, None) == (6, 8, "one")
+
+
+@BOTH
+def test_a_call_with_fewer_frames_is_not_told(code: ModuleType) -> None:
+    frames = [sys._getframe()]
+    while frames[-1].f_back is not None:
+        frames.append(frames[-1].f_back)
+    for frame in (None, *frames[-3:]):
+        assert code.call_from(frame, 5, {}, None) is None
+    assert code.call_from(frames[-4], 5, {}, lambda *_: (1, -1, ())) == (5, 1, None)
+
+
+@BOTH
+def test_errors_of_looking_at_a_stack_pass(code: ModuleType) -> None:
+    class Request:
+        @property
+        def rid(self) -> str:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _call_from(code, (7, 1, ()), Request())
+    with pytest.raises(TypeError):
+        code.call_from(_middle(lambda: sys._getframe(1), 3), 5, {}, None)
+
+
+@BOTH
+def test_what_is_prepared_is_told_by_identity(code: ModuleType) -> None:
+    things = [1.5], [1.5]
+    prepared = {("purpose", *map(id, things)): ("found", things)}
+    assert code.prepared_for(prepared, "purpose", things) == "found"
+    for purpose, what in (("other", things), ("purpose", things[::-1]), ("purpose", things[:1])):
+        assert code.prepared_for(prepared, purpose, what) is None
+    with pytest.raises(TypeError):
+        code.prepared_for(prepared, [], things)
+
+
 class _Thing:
     """Compares equal to everything, so a comparison by value would carry over too much."""
 
@@ -588,6 +660,15 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.chain_of_tokens(3, 0, 0, -1),
         lambda: C.pack_lists((), 0, 0),
         lambda: C.pack_lists([3], *_memory()),
+        lambda: C.call_from(3, 5, {}, None),
+        lambda: C.call_from(None, 5, {}),
+        lambda: C.call_from(None, 5, [], None),
+        lambda: _call_from(C, (1, 2)),
+        lambda: _call_from(C, (1, "2", 3)),
+        lambda: C.prepared_for({}, 1),
+        lambda: C.prepared_for([], 1, ()),
+        lambda: C.prepared_for({}, 1, []),
+        lambda: C.prepared_for({(1,): 3}, 1, ()),
         lambda: C.launch(((), (), (), [], TYPES), {}, 1, 4),
         lambda: C.launch(((), (), (), []), {}, 1, 4, {}),
         lambda: C.launch(((), (), (), (), TYPES), {}, 1, 4, {}),
@@ -734,6 +815,15 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "launch", lambda: C.launch(shape[:5], known, 10**9, 4, arguments)
     yield "launch fails", lambda: C.launch(shape[:5], fails, 10**9, 4, arguments)
     yield "launch is not known", lambda: C.launch(shape[:5], known, 10**9, 4, unknown)
+    request, bad_stack = SimpleNamespace(rid="one"), (10**9, 9, ())
+    yield "call", lambda: _call_from(C, (10**9, 1, ()), request)
+    yield "call fails", lambda: _call_from(C, bad_stack, request)
+    yield "call without an id", lambda: _call_from(C, (10**9, 1, ()), tokens)
+    yield "too few frames", lambda: C.call_from(None, 1, {}, None)
+    prepared, what = {("a", id(tokens)): (values, tokens)}, (tokens,)
+    yield "prepared", lambda: C.prepared_for(prepared, "a", what)
+    yield "not prepared", lambda: C.prepared_for(prepared, "b", what)
+    yield "prepared fails", lambda: C.prepared_for(prepared, tokens, what)
     clock = C.HostClock()
     yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
     yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)

@@ -103,6 +103,7 @@ _SAMPLES = {
         np.array([1, -1, -1, 0], np.int32),
         2,
     ),
+    "call_from": (None, 1, {}, None),  # frames of an import would be kept
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
     "describe_pages": (
@@ -122,6 +123,7 @@ _SAMPLES = {
     ),
     "leading": (np.array([1, 0, 3], np.uint8), np.array([2, 0, 1, 2])),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
+    "prepared_for": ({("a", id(twins)): ("b",)}, "a", (twins,)),
     "launch": (
         (("a",), (False,), (1,), [1, 2], (bytes, bytearray)),
         {(4, 7): CompiledLaunch(min, max, (5, 6), 1, abs, (_NO_HOOKS, _NO_HOOK, _NO_HOOK))},

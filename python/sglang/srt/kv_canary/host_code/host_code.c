@@ -7,6 +7,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <frameobject.h>
 #include <stdint.h>
 #include <string.h>
 #include <structmember.h>
@@ -495,6 +496,23 @@ no_slots:
 }
 
 static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
+static PyObject *name_locals, *name_get, *name_req, *name_rid;
+
+static const struct {
+  PyObject **place;
+  const char *text;
+} interned[] = {{&name_address, "address"},
+             {&name_variant, "variant"},
+             {&name_dtype, "dtype"},
+             {&name_data_ptr, "data_ptr"},
+             {&name_enter, "launch_enter_hook"},
+             {&name_leave, "launch_exit_hook"},
+             {&name_calls, "calls"},
+             {&name_locals, "f_locals"},
+             {&name_get, "get"},
+             {&name_req, "req"},
+             {&name_rid, "rid"}};
+
 static PyObject *int32_first, *int32_end, *one_program;
 
 /* A new reference to what tells variants apart; `plain` becomes a new reference to what a launch takes. */
@@ -671,6 +689,117 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   Py_DECREF(key);
   Py_DECREF(plain);
   return done;
+}
+
+#define STACK 4 /* frames */
+
+/* A new tuple of `first`, if it is not NULL, and of the ids of `things`. */
+static PyObject *ids_of(PyObject *first, PyObject *const *things, Py_ssize_t count) {
+  Py_ssize_t before = first != NULL;
+  PyObject *ids = PyTuple_New(before + count);
+  if (ids == NULL) return NULL;
+  if (before) PyTuple_SET_ITEM(ids, 0, Py_NewRef(first));
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *id = PyLong_FromVoidPtr(things[i]);
+    if (id == NULL) {
+      Py_DECREF(ids);
+      return NULL;
+    }
+    PyTuple_SET_ITEM(ids, before + i, id);
+  }
+  return ids;
+}
+
+/* learn(key, codes) */
+static PyObject *learned(PyObject *learn, PyObject *key, PyObject *const *codes) {
+  PyObject *all = PyTuple_New(STACK);
+  if (all == NULL) return NULL;
+  for (int i = 0; i < STACK; i++) PyTuple_SET_ITEM(all, i, Py_NewRef(codes[i]));
+  PyObject *const args[] = {key, all};
+  PyObject *stack = PyObject_Vectorcall(learn, args, 2, NULL);
+  Py_DECREF(all);
+  return stack;
+}
+
+/* frame.f_locals.get("req").rid, or None without one. */
+static PyObject *request_in(PyObject *frame) {
+  PyObject *locals = PyObject_GetAttr(frame, name_locals);
+  PyObject *request = locals == NULL ? NULL : PyObject_CallMethodOneArg(locals, name_get, name_req);
+  PyObject *id = request == NULL ? NULL : PyObject_GetAttr(request, name_rid);
+  if (request != NULL && id == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    PyErr_Clear();
+    id = Py_NewRef(Py_None);
+  }
+  Py_XDECREF(locals);
+  Py_XDECREF(request);
+  return id;
+}
+
+/* (count, site, request id) of the frames with these codes. */
+static PyObject *call_of_stack(PyObject *const *frames, PyObject *const *codes, PyObject *const *args) {
+  PyObject *key = ids_of(NULL, codes, STACK), *found = NULL;
+  if (key == NULL) return NULL;
+  PyObject *stack = Py_XNewRef(PyDict_GetItemWithError(args[2], key));
+  if (stack == NULL && !PyErr_Occurred()) stack = learned(args[3], key, codes);
+  Py_DECREF(key);
+  if (stack == NULL) return NULL;
+  if (!PyTuple_Check(stack) || PyTuple_GET_SIZE(stack) != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected (number, place of the request, anything) for a stack");
+  } else {
+    Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(stack, 1));
+    PyObject *request = NULL;
+    if (at >= STACK)
+      PyErr_Format(PyExc_IndexError, "expected one of %d frames, got %zd", STACK, at);
+    else if (at >= 0)
+      request = request_in(frames[at]);
+    else if (!PyErr_Occurred())
+      request = Py_NewRef(Py_None);
+    if (request != NULL) found = PyTuple_Pack(3, args[1], PyTuple_GET_ITEM(stack, 0), request);
+    Py_XDECREF(request);
+  }
+  Py_DECREF(stack);
+  return found;
+}
+
+/* call_from(frame, count, stacks, learn) */
+static PyObject *call_from(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 4 || (args[0] != Py_None && !PyFrame_Check(args[0])) || !PyDict_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "call_from takes a frame or None, a number, a dict and a function");
+    return NULL;
+  }
+  PyObject *frames[STACK], *codes[STACK], *found = NULL;
+  PyObject *frame = args[0] == Py_None ? NULL : Py_NewRef(args[0]);
+  int count = 0;
+  while (frame != NULL && count < STACK) {
+    frames[count] = frame;
+    codes[count++] = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    frame = count < STACK ? (PyObject *)PyFrame_GetBack((PyFrameObject *)frame) : NULL;
+  }
+  if (count == STACK)
+    found = call_of_stack(frames, codes, args);
+  else if (!PyErr_Occurred())
+    found = Py_NewRef(Py_None);
+  while (count) {
+    Py_DECREF(frames[--count]);
+    Py_DECREF(codes[count]);
+  }
+  return found;
+}
+
+/* prepared_for(prepared, purpose, what) */
+static PyObject *prepared_for(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 3 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "prepared_for takes a dict, a purpose and a tuple");
+    return NULL;
+  }
+  PyObject *key = ids_of(args[1], ((PyTupleObject *)args[2])->ob_item, PyTuple_GET_SIZE(args[2]));
+  if (key == NULL) return NULL;
+  PyObject *known = PyDict_GetItemWithError(args[0], key);
+  Py_DECREF(key);
+  if (known == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  if (PyTuple_Check(known) && PyTuple_GET_SIZE(known)) return Py_NewRef(PyTuple_GET_ITEM(known, 0));
+  PyErr_SetString(PyExc_TypeError, "expected tuples of what is prepared");
+  return NULL;
 }
 
 static int is_among(PyObject *value, PyObject *list) {
@@ -1092,6 +1221,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 
 static PyMethodDef methods[] = {
     {"are_equal", (PyCFunction)(void (*)(void))are_equal, METH_FASTCALL, NULL},
+    {"call_from", (PyCFunction)(void (*)(void))call_from, METH_FASTCALL, NULL},
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
     {"count_pairs", (PyCFunction)(void (*)(void))count_pairs, METH_FASTCALL, NULL},
@@ -1102,6 +1232,7 @@ static PyMethodDef methods[] = {
     {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
+    {"prepared_for", (PyCFunction)(void (*)(void))prepared_for, METH_FASTCALL, NULL},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};
@@ -1109,20 +1240,12 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kv_canary_host_code", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_kv_canary_host_code(void) {
-  name_address = PyUnicode_InternFromString("address");
-  name_variant = PyUnicode_InternFromString("variant");
-  name_dtype = PyUnicode_InternFromString("dtype");
-  name_data_ptr = PyUnicode_InternFromString("data_ptr");
-  name_enter = PyUnicode_InternFromString("launch_enter_hook");
-  name_leave = PyUnicode_InternFromString("launch_exit_hook");
-  name_calls = PyUnicode_InternFromString("calls");
+  for (size_t i = 0; i < sizeof interned / sizeof *interned; i++)
+    if ((*interned[i].place = PyUnicode_InternFromString(interned[i].text)) == NULL) return NULL;
   one_program = PyLong_FromLong(1);
   int32_first = PyLong_FromLongLong(INT32_MIN);
   int32_end = PyLong_FromLongLong((int64_t)INT32_MAX + 1);
-  if (name_address == NULL || name_variant == NULL || name_dtype == NULL || name_data_ptr == NULL ||
-      name_enter == NULL || name_leave == NULL || name_calls == NULL || one_program == NULL || int32_first == NULL ||
-      int32_end == NULL)
-    return NULL;
+  if (one_program == NULL || int32_first == NULL || int32_end == NULL) return NULL;
   PyObject *module = PyModule_Create(&definition);
   if (module != NULL && add_type(module, "HostClock", &clock_spec)) Py_CLEAR(module);
   return module;

@@ -9,6 +9,7 @@ from . import twins
 NAMES = (
     "HostClock",
     "are_equal",
+    "call_from",
     "carry_over",
     "chain_of_tokens",
     "count_pairs",
@@ -21,6 +22,7 @@ NAMES = (
     "leading",
     "look_up",
     "pack_lists",
+    "prepared_for",
 )
 
 

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ SOURCE_COLUMNS = 6
 MOST_COLUMNS = 32  # of a finding's key
 ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 
+STACK = 4  # frames
 LOOK_AHEAD = 64  # objects in a row that may have gone
 ROWS_AT_ONCE = 256  # bounds the memory that a fingerprint takes
 
@@ -310,6 +312,42 @@ def launch(
         return False
     compiled(programs, plain)
     return True
+
+
+def call_from(
+    frame: FrameType | None,
+    count: int,
+    stacks: Mapping[tuple[int, ...], tuple[int, int, Any]],
+    learn: Callable[[tuple[int, ...], tuple[CodeType, ...]], tuple[int, int, Any]],
+) -> tuple[int, int, str | None] | None:
+    """(`count`, number of the call site, request id) of the call that `frame` and the three before it have made.
+
+    None if there are fewer. `stacks`: (number, in which of them `req` is an argument, or -1, anything) by the ids of
+    their code. What is not there is asked of `learn(ids, codes)`.
+    """
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < STACK:
+        frames.append(frame)
+        frame = frame.f_back
+    if len(frames) < STACK:
+        return None
+    codes = tuple([each.f_code for each in frames])
+    key = tuple(map(id, codes))
+    stack = stacks.get(key)
+    if stack is None:
+        stack = learn(key, codes)
+    site, request_at, _ = stack
+    if request_at < 0:
+        return count, site, None
+    return count, site, getattr(frames[request_at].f_locals.get("req"), "rid", None)
+
+
+def prepared_for(
+    prepared: Mapping[tuple[Any, ...], tuple[Any, ...]], purpose: Any, what: tuple[Any, ...]
+) -> Any | None:
+    """The first item of what `prepared` has for `purpose` and the ids of `what`. None: nothing."""
+    known = prepared.get((purpose, *map(id, what)))
+    return None if known is None else known[0]
 
 
 def carry_over(
