@@ -125,7 +125,7 @@ _SAMPLES = {
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
     "prepared_for": ({("a", id(twins)): ("b",)}, "a", (twins,)),
     "launch": (
-        (("a",), (False,), (1,), [1, 2], (bytes, bytearray)),
+        (("a",), b"\0", b"\1", [1, 2], (bytes, bytearray)),
         {(4, 7): CompiledLaunch(min, max, (5, 6), 1, abs, (_NO_HOOKS, _NO_HOOK, _NO_HOOK))},
         3,
         4,
@@ -133,8 +133,8 @@ _SAMPLES = {
     ),
     "launch_arguments": (
         ("a", "b", "c"),
-        (True, True, False),
-        (0, 3, 1),
+        b"\1\1\0",
+        b"\0\3\1",
         ["fixed"] * 4,
         (bytes, bytearray),
         4,

@@ -495,15 +495,13 @@ no_slots:
   return found;
 }
 
-static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
+static PyObject *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
 static PyObject *name_locals, *name_get, *name_req, *name_rid;
 
 static const struct {
   PyObject **place;
   const char *text;
-} interned[] = {{&name_address, "address"},
-             {&name_variant, "variant"},
-             {&name_dtype, "dtype"},
+} interned[] = {{&name_dtype, "dtype"},
              {&name_data_ptr, "data_ptr"},
              {&name_enter, "launch_enter_hook"},
              {&name_leave, "launch_exit_hook"},
@@ -521,8 +519,12 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
   PyObject *variant = NULL;
   *plain = NULL;
   if ((PyObject *)Py_TYPE(value) == pointer) {
-    variant = PyObject_GetAttr(value, name_variant);
-    *plain = PyObject_GetAttr(value, name_address);
+    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 3) {
+      PyErr_SetString(PyExc_TypeError, "expected (tensor, address, variant) for a pointer");
+      return NULL;
+    }
+    *plain = Py_NewRef(PyTuple_GET_ITEM(value, 1));
+    variant = Py_NewRef(PyTuple_GET_ITEM(value, 2));
   } else if (value == Py_None || (!only_type && PyLong_CheckExact(value))) {
     variant = Py_NewRef(value);
     *plain = Py_NewRef(value);
@@ -540,7 +542,7 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
       PyObject *dtype = *plain == NULL ? NULL : PyObject_GetAttr(value, name_dtype);
       unsigned long long address = dtype == NULL ? 0 : PyLong_AsUnsignedLongLong(*plain);
       if (dtype != NULL && !PyErr_Occurred())
-        variant = PyTuple_Pack(2, dtype, address % ALIGNED ? Py_False : Py_True);
+        variant = address % ALIGNED ? PyTuple_Pack(1, dtype) : Py_NewRef(dtype);
       Py_XDECREF(dtype);
     } else {
       int inside = only_type ? PyObject_RichCompareBool(value, int32_first, Py_GE) : 0;
@@ -558,13 +560,26 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
   return variant;
 }
 
+/* A new reference to the value of `name`, which is looked for from `position` on, where it is as a rule. A look-up by
+   hash reads the name's own memory, which is a cache miss for each argument. NULL with an exception. */
+static PyObject *value_of(PyObject *arguments, PyObject *name, Py_ssize_t *position) {
+  PyObject *key, *value;
+  while (PyDict_Next(arguments, position, &key, &value))
+    if (key == name) return Py_NewRef(value);
+  *position = 0;
+  value = PyDict_GetItemWithError(arguments, name);
+  if (value == NULL && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, name);
+  return Py_XNewRef(value);
+}
+
 /* What launch_arguments returns: `key` and `plain` become new references. Returns -1 with an exception. `shape`: names,
    only_types, places, plain, (pointer, tensor). */
 static int assemble(PyObject *const *shape, PyObject *num_warps, PyObject *arguments, PyObject **key, PyObject **plain) {
-  PyObject *names = shape[0], *only_types = shape[1], *places = shape[2], *types = shape[4];
-  Py_ssize_t count = PyTuple_GET_SIZE(names);
+  PyObject *names = shape[0], *types = shape[4];
+  const char *only_types = PyBytes_AS_STRING(shape[1]), *places = PyBytes_AS_STRING(shape[2]);
+  Py_ssize_t count = PyTuple_GET_SIZE(names), position = 0;
   *plain = *key = NULL;
-  if (PyTuple_GET_SIZE(only_types) != count || PyTuple_GET_SIZE(places) != count) {
+  if (PyBytes_GET_SIZE(shape[1]) != count || PyBytes_GET_SIZE(shape[2]) != count) {
     PyErr_SetString(PyExc_ValueError, "expected as many names as types and places");
     return -1;
   }
@@ -573,22 +588,14 @@ static int assemble(PyObject *const *shape, PyObject *num_warps, PyObject *argum
   if (*key == NULL) goto failed;
   PyTuple_SET_ITEM(*key, 0, Py_NewRef(num_warps));
   for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *name = PyTuple_GET_ITEM(names, i);
-    PyObject *value = PyDict_GetItemWithError(arguments, name), *one;
-    if (value == NULL) {
-      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, name);
-      goto failed;
-    }
-    int only_type = PyObject_IsTrue(PyTuple_GET_ITEM(only_types, i));
-    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
-    if (only_type < 0 || (place == -1 && PyErr_Occurred())) goto failed;
-    Py_INCREF(value);
+    PyObject *value = value_of(arguments, PyTuple_GET_ITEM(names, i), &position), *one;
+    if (value == NULL) goto failed;
     PyObject *variant =
-        variant_of_value(value, only_type, PyTuple_GET_ITEM(types, 0), PyTuple_GET_ITEM(types, 1), &one);
+        variant_of_value(value, only_types[i], PyTuple_GET_ITEM(types, 0), PyTuple_GET_ITEM(types, 1), &one);
     Py_DECREF(value);
     if (variant == NULL) goto failed;
     PyTuple_SET_ITEM(*key, i + 1, variant);
-    if (PyList_SetItem(*plain, place, one)) goto failed; /* takes `one`, checks `place` */
+    if (PyList_SetItem(*plain, (unsigned char)places[i], one)) goto failed; /* takes `one`, checks the place */
   }
   return 0;
 failed:
@@ -600,7 +607,7 @@ failed:
 #define SHAPE 5 /* items */
 
 static int is_shape(PyObject *const *shape) {
-  return PyTuple_Check(shape[0]) && PyTuple_Check(shape[1]) && PyTuple_Check(shape[2]) && PyList_Check(shape[3]) &&
+  return PyTuple_Check(shape[0]) && PyBytes_Check(shape[1]) && PyBytes_Check(shape[2]) && PyList_Check(shape[3]) &&
          PyTuple_Check(shape[4]) && PyTuple_GET_SIZE(shape[4]) == 2;
 }
 
@@ -609,7 +616,7 @@ static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssiz
   PyObject *key, *plain;
   if (n != SHAPE + 2 || !is_shape(args) || !PyDict_Check(args[SHAPE + 1])) {
     PyErr_SetString(PyExc_TypeError,
-                    "launch_arguments takes three tuples, a list, a pair of types, a number and a dict");
+                    "launch_arguments takes a tuple, bytes twice, a list, a pair of types, a number and a dict");
     return NULL;
   }
   if (assemble(args, args[SHAPE], args[SHAPE + 1], &key, &plain)) return NULL;

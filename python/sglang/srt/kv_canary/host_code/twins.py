@@ -231,8 +231,8 @@ def _word_keys(words: int) -> np.ndarray:
 
 def launch_arguments(
     names: tuple[str, ...],
-    only_types: tuple[bool, ...],
-    places: tuple[int, ...],
+    only_types: bytes,
+    places: bytes,
     plain: list[Any],
     types: tuple[type, type],
     num_warps: int,
@@ -240,9 +240,10 @@ def launch_arguments(
 ) -> tuple[tuple[Any, ...], list[Any]]:
     """(what tells the variants of a launch apart, all of its arguments with pointers as integers).
 
-    `arguments` has the values of `names`. They go to `places` of a copy of `plain`. `types`: (class of tensors that
-    were looked at, with `address` and `variant`; class of tensors). Of a tensor counts its dtype and whether it is
-    aligned. Of an integer counts whether it has 32 bits where `only_types`, else its value.
+    `arguments` has the values of `names`, best in this order: C then looks for none of them. They go to `places` of a
+    copy of `plain`. `types`: (class of tensors that were looked at, tuples of the tensor, its address and its variant;
+    class of tensors). Of a tensor counts what `variant_of_tensor` returns. Of an integer counts whether it has 32 bits
+    where `only_types`, else its value.
     """
     pointer, tensor = types
     variant: list[Any] = [num_warps]
@@ -252,16 +253,21 @@ def launch_arguments(
         if value is None:
             variant.append(None)
         elif type(value) is pointer:
-            variant.append(value.variant)
-            value = value.address
+            _, value, seen = value
+            variant.append(seen)
         elif isinstance(value, tensor):
             address = value.data_ptr()
-            variant.append((value.dtype, address % ALIGNED == 0))
+            variant.append(variant_of_tensor(value.dtype, address))
             value = address
         else:
             variant.append(bool(-(2**31) <= value < 2**31) if only_type else value)
         filled[place] = value
     return tuple(variant), filled
+
+
+def variant_of_tensor(dtype: Any, address: int) -> Any:
+    """The dtype, and whether the address is aligned: the dtype alone if it is, because a key is hashed often."""
+    return (dtype,) if address % ALIGNED else dtype
 
 
 class CompiledLaunch(NamedTuple):

@@ -7,10 +7,10 @@ several launches of a forward take once for all of them (`Pointer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from triton import knobs
 
 from ...capacities import MOST_REQUESTS
 from ...host_code import HOST
-from ...host_code.twins import ALIGNED, CompiledLaunch
+from ...host_code.twins import CompiledLaunch, variant_of_tensor
 from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 
@@ -33,23 +33,25 @@ _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CA
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
 
-class Pointer:
+class Pointer(NamedTuple):
     """A tensor argument that is looked at once, for all launches that take it. It must keep its address."""
 
-    __slots__ = ("address", "tensor", "variant")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self.variant = (tensor.dtype, self.address % ALIGNED == 0)
+    tensor: torch.Tensor
+    address: int
+    variant: Hashable  # see `host_code.twins.launch_arguments`
 
 
-_TYPES = (Pointer, torch.Tensor)  # see `host_code.twins.launch_arguments`
+_TYPES = (Pointer, torch.Tensor)
 
 
 def pointer_to(tensor: torch.Tensor | None) -> Pointer | None:
     """The argument that stands for `tensor`."""
-    return None if tensor is None else Pointer(tensor)
+    if tensor is None:
+        return None
+    address = tensor.data_ptr()
+    seen = tensor, address, variant_of_tensor(tensor.dtype, address)
+    # Its own constructor is a function in Python
+    return tuple.__new__(Pointer, seen)
 
 
 class FixedArguments:
@@ -74,14 +76,17 @@ class _Rest:
         """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
         changing = set(names)
         self.count = len(changing)
-        at = [i for i, name in enumerate(launcher.names) if name in changing]
+        place_of = {name: i for i, name in enumerate(launcher.names)}
+        # In their order, in which each launch gives them
+        names = [name for name in names if name in place_of]
+        places = bytes([place_of[name] for name in names])
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, plain = variant_of(fixed_values, launcher.only_types)
         # What `HOST.launch_arguments` takes first
         self.shape = (
-            tuple(launcher.names[i] for i in at),
-            tuple(launcher.only_types[i] for i in at),
-            tuple(at),
+            tuple(names),
+            bytes([launcher.only_types[place] for place in places]),
+            places,
             plain,
             _TYPES,
         )
@@ -204,9 +209,7 @@ def variant_of(
 
     Of a tensor: its dtype and whether it is aligned. Of an integer: its type where `only_types`, else its value.
     """
-    count = len(values)
-    places = tuple(range(count))
-    variant, plain = HOST.launch_arguments(
-        places, tuple(only_types), places, [None] * count, _TYPES, 0, dict(enumerate(values))
-    )
+    names = range(len(values))
+    shape = tuple(names), bytes(only_types), bytes(names), [None] * len(values), _TYPES
+    variant, plain = HOST.launch_arguments(*shape, 0, dict(enumerate(values)))
     return variant[1:], plain
