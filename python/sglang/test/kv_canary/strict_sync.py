@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from sglang_kv_canary.host_code.twins import HostClock
+
 __all__ = ["no_synchronisation", "one_synchronisation"]
 
 
 def no_synchronisation() -> None:
     """A synchronising call inside of the canary's own host code raises RuntimeError."""
-    from sglang_kv_canary.runner.host_clock import HostClock
+    from sglang_kv_canary.host_code.interface import HostCode
     from sglang_kv_canary.wiring import model_runner
     from sglang_kv_canary.wiring.context import CanaryContext
 
-    HostClock.__enter__ = _strict_from_here(HostClock.__enter__)
-    HostClock.__exit__ = _strict_until_here(HostClock.__exit__)
+    # In C it is a class that a section cannot be added to.
+    HostCode.HostClock = property(lambda _: _StrictClock, lambda *_: None)
     # Host code on the hot path that the clock does not time.
     CanaryContext.slot_event = _strict(CanaryContext.slot_event)
     model_runner.update_anchors = _strict(model_runner.update_anchors)
@@ -60,23 +62,14 @@ def _strict(function: Callable[..., Any]) -> Callable[..., Any]:
     return strict
 
 
-def _strict_from_here(enter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(enter)
-    def strict(clock: Any) -> Any:
+class _StrictClock(HostClock):
+    """Nothing inside of its sections waits for the GPU. Sections nest: the end of the outermost ends it."""
+
+    def __enter__(self) -> HostClock:
         torch.cuda.set_sync_debug_mode("error")
-        return enter(clock)
+        return super().__enter__()
 
-    return strict
-
-
-def _strict_until_here(leave: Callable[..., Any]) -> Callable[..., Any]:
-    """Sections nest: only the end of the outermost ends it."""
-
-    @functools.wraps(leave)
-    def strict(clock: Any, *error: Any) -> Any:
-        result = leave(clock, *error)
-        if clock._depth == 0:
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._depth == 0:
             torch.cuda.set_sync_debug_mode("default")
-        return result
-
-    return strict

@@ -319,8 +319,8 @@ def test_sweep_tags_of_draft_runners_are_not_expected() -> None:
 def test_a_device_that_hands_over_no_counters_is_unhealthy(
     events: str, monkeypatch: Any, caplog: Any
 ) -> None:
-    rig = WatchedRig(sweep=False, event_file=events, health_check_interval=1)
     monkeypatch.setattr(health, "MIN_SILENT_STEPS", 16)
+    rig = WatchedRig(sweep=False, event_file=events, health_check_interval=1)
     monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
     rig.steps(12)
     assert rig.health.healthy

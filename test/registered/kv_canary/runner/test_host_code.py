@@ -7,10 +7,12 @@ import gc
 import itertools
 import os
 import sys
+import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.host_code import compiled, twins
 from sglang_kv_canary.host_code.interface import NAMES, HostCode
-from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer
+from sglang_kv_canary.kernels.triton.kernel_launcher import Pointer, pointer_to
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
@@ -88,24 +90,178 @@ VALUES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.sampled_from([2**31 - 1, 2**31, -(2**31), -(2**31) - 1]),
     st.integers(0, 20).map(lambda offset: _buffer[offset:]),
-    st.integers(0, 20).map(lambda offset: Pointer(_buffer[offset:])),
+    st.integers(0, 20).map(lambda offset: pointer_to(_buffer[offset:])),
     st.sampled_from([np.int64(5), np.int64(2**40), 1.0, 1.5]),
 )
 
 
-@given(st.lists(st.tuples(VALUES, st.booleans(), st.integers(0, 9)), max_size=8), st.integers(1, 8))
-def test_launch_arguments_are_equal(items: list[tuple[Any, bool, int]], warps: int) -> None:
+@given(
+    st.lists(st.tuples(VALUES, st.booleans(), st.integers(0, 9)), max_size=8),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_launch_arguments_are_equal(
+    items: list[tuple[Any, bool, int]], warps: int, random: Random
+) -> None:
     names = tuple(f"a{i}" for i in range(len(items)))
     plain = [object() for _ in range(10)]
     arguments = dict(zip(names, (value for value, _, _ in items), strict=True))
-    types, places = tuple(item[1] for item in items), tuple(item[2] for item in items)
+    types, places = bytes(item[1] for item in items), bytes(item[2] for item in items)
     before = plain.copy()
-    shape = names, types, places, plain, TYPES, warps, {**arguments, "unknown": 3}
+    given = [*arguments.items(), ("unknown", 3)]
+    if warps < 7:  # else in order
+        random.shuffle(given)
+    shape = names, types, places, plain, TYPES, warps, dict(given)
     key, filled = C.launch_arguments(*shape)
     assert plain == before
     expected_key, expected = twins.launch_arguments(*shape)
     assert (key, filled) == (expected_key, expected)
     assert [type(part) for part in key] == [type(part) for part in expected_key]
+
+
+class _Launches:
+    """A compiled variant, whose launcher and Triton itself write down what they are given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.enter, self.leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
+        self.settings = SimpleNamespace(launch_enter_hook=self.enter, launch_exit_hook=self.leave)
+        self.compiled = twins.CompiledLaunch(
+            lambda *given: self.seen.append(("asked", *given)),
+            lambda *given: self.seen.append(given),
+            ("function", None),
+            3,
+            lambda device: 1000 + device,
+            (self.settings, self.enter, self.leave),
+        )
+
+    def launch(self, code: ModuleType, known: Any = None, **arguments: Any) -> bool:
+        shape = ("a", "b"), b"\1\0", b"\2\0", ["x", "plain", "y"], TYPES
+        known = self.compiled if known is None else known
+        return code.launch(shape, {(4, True, 7): known}, 5, 4, {"a": 9, "b": 7, **arguments})
+
+
+DIRECTLY = (5, 1, 1, 1003, "function", None, 7, "plain", 9)
+ASKED = ("asked", 5, [7, "plain", 9])
+
+
+@BOTH
+def test_a_known_variant_is_launched_on_the_current_stream(code: ModuleType) -> None:
+    launches = _Launches()
+    assert launches.launch(code) is True
+    assert launches.launch(code, lambda *given: launches.seen.append(given)) is True
+    assert launches.launch(code, twins.CompiledLaunch(launches.compiled.ask)) is True
+    assert launches.seen == [DIRECTLY, (5, [7, "plain", 9]), ASKED]
+    launches.compiled(5, [7, "plain", 9])
+    assert launches.seen[-1] == DIRECTLY
+
+
+@BOTH
+def test_a_variant_that_is_not_known_is_not_launched(code: ModuleType) -> None:
+    launches = _Launches()
+    assert launches.launch(code, b=8) is False
+    assert code.launch(((), b"", b"", [], TYPES), {(4,): None}, 5, 4, {}) is False
+    assert not launches.seen
+
+
+@BOTH
+@pytest.mark.parametrize("hook", ["enter", "leave", "launch_enter_hook", "launch_exit_hook"])
+def test_triton_is_asked_where_there_are_hooks(code: ModuleType, hook: str) -> None:
+    launches = _Launches()
+    if hook.startswith("launch"):
+        setattr(launches.settings, hook, SimpleNamespace(calls=[]))
+    else:
+        getattr(launches, hook).calls.append(print)
+    assert launches.launch(code) is True
+    assert launches.seen == [ASKED]
+
+
+@BOTH
+@pytest.mark.parametrize("item", ["launch", "ask", "current_stream"])
+def test_errors_of_a_launch_pass(code: ModuleType, item: str) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    launches = _Launches()
+    if item == "ask":
+        launches.enter.calls.append(print)
+    with pytest.raises(ZeroDivisionError):
+        launches.launch(code, launches.compiled._replace(**{item: fails}))
+    launches.settings = None
+    with pytest.raises(AttributeError):
+        launches.launch(code, launches.compiled._replace(hooks=(3, 4, 5)))
+
+
+def _innermost(frame_of: Callable[[], Any], req: Any = None) -> Any:
+    return frame_of()
+
+
+def _middle(frame_of: Callable[[], Any], req: Any) -> Any:
+    return _innermost(frame_of)
+
+
+def _call_from(code: ModuleType, stack: Any, req: Any = None) -> tuple[Any, list[Any]]:
+    """What it returns, and what it wants to learn."""
+    wanted: list[Any] = []
+
+    def learn(key: Any, codes: Any) -> Any:
+        wanted.append((key, codes))
+        return stack
+
+    frame = _middle(lambda: sys._getframe(1), req)
+    return code.call_from(frame, 5, {}, learn), wanted
+
+
+@BOTH
+def test_a_call_is_told_by_the_code_of_four_frames(code: ModuleType) -> None:
+    request = SimpleNamespace(rid="one")
+    found, ((key, codes),) = _call_from(code, (7, 1, ()), request)
+    here = test_a_call_is_told_by_the_code_of_four_frames
+    expected = tuple(f.__code__ for f in (_innermost, _middle, _call_from, here))
+    assert (found, codes, key) == ((5, 7, "one"), expected, tuple(map(id, expected)))
+    # Without a request: none is wanted, it has no id, it is none, no such name.
+    for stack, req in (((7, -1, ()), request), ((7, 1, ()), 3), ((7, 0, ()), 3), ((7, 3, ()), 3)):
+        assert _call_from(code, stack, req)[0] == (5, 7, None)
+    with pytest.raises(IndexError):
+        _call_from(code, (7, 4, ()))
+    frame = _middle(lambda: sys._getframe(1), request)
+    expected = *expected[:2], here.__code__, sys._getframe(1).f_code
+    known = {tuple(map(id, expected)): (8, 1, expected)}
+    assert code.call_from(frame, 6, known, None) == (6, 8, "one")
+
+
+@BOTH
+def test_a_call_with_fewer_frames_is_not_told(code: ModuleType) -> None:
+    frames = [sys._getframe()]
+    while frames[-1].f_back is not None:
+        frames.append(frames[-1].f_back)
+    for frame in (None, *frames[-3:]):
+        assert code.call_from(frame, 5, {}, None) is None
+    assert code.call_from(frames[-4], 5, {}, lambda *_: (1, -1, ())) == (5, 1, None)
+
+
+@BOTH
+def test_errors_of_looking_at_a_stack_pass(code: ModuleType) -> None:
+    class Request:
+        @property
+        def rid(self) -> str:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        _call_from(code, (7, 1, ()), Request())
+    with pytest.raises(TypeError):
+        code.call_from(_middle(lambda: sys._getframe(1), 3), 5, {}, None)
+
+
+@BOTH
+def test_what_is_prepared_is_told_by_identity(code: ModuleType) -> None:
+    things = [1.5], [1.5]
+    prepared = {("purpose", *map(id, things)): ("found", things)}
+    assert code.prepared_for(prepared, "purpose", things) == "found"
+    for purpose, what in (("other", things), ("purpose", things[::-1]), ("purpose", things[:1])):
+        assert code.prepared_for(prepared, purpose, what) is None
+    with pytest.raises(TypeError):
+        code.prepared_for(prepared, [], things)
 
 
 class _Thing:
@@ -497,13 +653,14 @@ def test_entries_of_another_length_raise(code: ModuleType) -> None:
 @BOTH
 def test_launch_arguments_that_are_missing_raise(code: ModuleType) -> None:
     with pytest.raises(KeyError, match="b"):
-        code.launch_arguments(("a", "b"), (True, True), (0, 1), [0, 0], TYPES, 4, {"a": 1})
+        code.launch_arguments(("a", "b"), b"\1\1", b"\0\1", [0, 0], TYPES, 4, {"a": 1})
     with pytest.raises(IndexError):
-        code.launch_arguments(("a",), (True,), (2,), [0, 0], TYPES, 4, {"a": 1})
+        code.launch_arguments(("a",), b"\1", b"\2", [0, 0], TYPES, 4, {"a": 1})
     with pytest.raises(ValueError, match=r"names|zip\(\)"):
-        code.launch_arguments(("a",), (True, False), (0,), [0, 0], TYPES, 4, {"a": 1})
+        code.launch_arguments(("a",), b"\1\0", b"\0", [0, 0], TYPES, 4, {"a": 1})
 
 
+EMPTY: tuple[Any, ...] = ((), b"", b"", [], TYPES)
 FOUND = np.arange(12).reshape(3, 4)
 KEYS, INDICES = np.arange(4, dtype=np.uint64), np.array([0, 1, -1, 0], np.int32)
 
@@ -514,8 +671,26 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.chain_of_tokens(3, 0, 0, -1),
         lambda: C.pack_lists((), 0, 0),
         lambda: C.pack_lists([3], *_memory()),
-        lambda: C.launch_arguments((), (), (), (), TYPES, 4, {}),
-        lambda: C.launch_arguments((), (), (), [], TYPES[:1], 4, {}),
+        lambda: C.call_from(3, 5, {}, None),
+        lambda: C.call_from(None, 5, {}),
+        lambda: C.call_from(None, 5, [], None),
+        lambda: _call_from(C, (1, 2)),
+        lambda: _call_from(C, (1, "2", 3)),
+        lambda: C.prepared_for({}, 1),
+        lambda: C.prepared_for([], 1, ()),
+        lambda: C.prepared_for({}, 1, []),
+        lambda: C.prepared_for({(1,): 3}, 1, ()),
+        lambda: C.launch(EMPTY, {}, 1, 4),
+        lambda: C.launch(EMPTY[:4], {}, 1, 4, {}),
+        lambda: C.launch((*EMPTY[:3], (), TYPES), {}, 1, 4, {}),
+        lambda: C.launch(EMPTY, [], 1, 4, {}),
+        lambda: C.launch(EMPTY, {(4,): 3}, 1, 4, {}),
+        lambda: C.launch(EMPTY, {(4,): (1, 2, 3, 4, 5, 6)}, 1, 4, {}),
+        lambda: C.launch_arguments((), (), b"", [], TYPES, 4, {}),
+        lambda: C.launch_arguments((), b"", (), [], TYPES, 4, {}),
+        lambda: C.launch_arguments(*EMPTY[:3], (), TYPES, 4, {}),
+        lambda: C.launch_arguments(*EMPTY[:4], TYPES[:1], 4, {}),
+        lambda: C.launch_arguments(("a",), b"\0", b"\0", [1], (int, int), 4, {"a": 3}),
         lambda: C.carry_over([], [], [], ()),
         lambda: C.carry_over([], [], []),
         lambda: C.describe_pages(np.arange(3), np.arange(3), [], 32, (0, 0)),
@@ -540,6 +715,8 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.leading([1], np.arange(3)),
         lambda: C.leading(b"1", [1]),
         lambda: C.leading(b"1"),
+        lambda: C.HostClock("1"),
+        lambda: C.HostClock(depth=1),
     ):
         with pytest.raises(TypeError):
             call()
@@ -574,6 +751,35 @@ def test_a_list_that_shrinks_while_it_is_read_raises() -> None:
             call(tokens)
 
 
+# The clock
+
+
+@BOTH
+def test_nested_sections_of_the_clock_count_once(code: ModuleType) -> None:
+    clock = code.HostClock()
+    started = time.perf_counter_ns()
+    with clock as entered, clock:
+        time.sleep(0.02)
+    assert entered is clock
+    assert 20e6 <= clock.spent_ns <= time.perf_counter_ns() - started
+    spent = clock.spent_ns
+    time.sleep(0.01)
+    assert clock.spent_ns == spent
+
+
+@BOTH
+def test_a_section_of_the_clock_ends_with_an_error_and_passes_it_on(code: ModuleType) -> None:
+    clock = code.HostClock(spent_ns=10**15)
+    with pytest.raises(KeyError), clock, clock:
+        raise KeyError
+    spent = clock.spent_ns
+    assert 10**15 < spent < 10**15 + 10**9
+    time.sleep(0.001)
+    with clock:
+        pass
+    assert spent < clock.spent_ns < spent + 10**6
+
+
 # References
 
 
@@ -582,9 +788,9 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     bad = [*tokens, None]
     known = [(0, tokens[:5], 10**7, 10**8), (3, tokens[:7], -1, 0)]
     tensor = torch.zeros(8)
-    arguments = {"a": 10**9, "b": tensor, "c": Pointer(tensor), "d": 1.5}
+    arguments = {"a": 10**9, "b": tensor, "c": pointer_to(tensor), "d": 1.5}
     names = tuple(arguments)
-    shape = names, (True, False, False, True), (0, 1, 2, 3), [object()] * 4, TYPES, 4
+    shape = names, b"\1\0\0\1", bytes(range(4)), [object()] * 4, TYPES, 4
     yield "chain", lambda: C.chain_of_tokens(tokens, 10**10, 0, -1)
     yield "chain of a buffer", lambda: C.chain_of_tokens(numbers, 0, 0, -1)
     yield "chain fails", lambda: C.chain_of_tokens(bad, 0, 0, -1)
@@ -617,7 +823,26 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "carry over fails", lambda: C.carry_over(tokens, tokens, values[1:], [])
     yield "arguments", lambda: C.launch_arguments(*shape, arguments)
     yield "arguments fail", lambda: C.launch_arguments(*shape, {"a": 10**9, "b": tensor})
-    places = (0, 1, 2, 9)
+    direct = _Launches().compiled._replace(launch=max, current_stream=abs, settings=(2**70,))
+    known = {C.launch_arguments(*shape, arguments)[0]: direct}
+    fails, unknown = dict.fromkeys(known, direct._replace(launch=len)), {**arguments, "b": 9}
+    yield "launch", lambda: C.launch(shape[:5], known, 10**9, 4, arguments)
+    yield "launch fails", lambda: C.launch(shape[:5], fails, 10**9, 4, arguments)
+    yield "launch is not known", lambda: C.launch(shape[:5], known, 10**9, 4, unknown)
+    request, bad_stack = SimpleNamespace(rid="one"), (10**9, 9, ())
+    yield "call", lambda: _call_from(C, (10**9, 1, ()), request)
+    yield "call fails", lambda: _call_from(C, bad_stack, request)
+    yield "call without an id", lambda: _call_from(C, (10**9, 1, ()), tokens)
+    yield "too few frames", lambda: C.call_from(None, 1, {}, None)
+    prepared, what = {("a", id(tokens)): (values, tokens)}, (tokens,)
+    yield "prepared", lambda: C.prepared_for(prepared, "a", what)
+    yield "not prepared", lambda: C.prepared_for(prepared, "b", what)
+    yield "prepared fails", lambda: C.prepared_for(prepared, tokens, what)
+    clock = C.HostClock()
+    yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
+    yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)
+    yield "clock fails", lambda: C.HostClock("1")
+    places = b"\0\1\2\x09"
     yield (
         "a place fails",
         lambda: C.launch_arguments(names, shape[1], places, *shape[3:], arguments),

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from .. import record
 from . import twins
 from .interface import HOST
+from .twins import CompiledLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ _WORDS = 2 * twins.SPAN_WORDS + 3
 _OBJECTS = [1.5, "one", b"two", None]
 _ROWS = np.arange(1500, dtype=np.uint32) * np.uint32(0x9E3779B9)
 _FINDINGS = np.array([[0, 3, -1, 7], [0, 3, 2, 7], [9, 3, 2, 7], [0, 3, 1 << 40, 8]])
+_NO_HOOK = SimpleNamespace(calls=[])
+_NO_HOOKS = SimpleNamespace(launch_enter_hook=_NO_HOOK, launch_exit_hook=_NO_HOOK)
 _SAMPLES = {
+    "HostClock": (1 << 40,),
     "are_equal": (_FINDINGS, 1),
     "count_pairs": (_FINDINGS, 0, 3),
     "keys_of_rows": (_FINDINGS, (0, 2), (3, 5, 2**64 - 1), 3, {7: "one"}),
@@ -99,6 +103,7 @@ _SAMPLES = {
         np.array([1, -1, -1, 0], np.int32),
         2,
     ),
+    "call_from": (None, 1, {}, None),  # frames of an import would be kept
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
     "describe_pages": (
@@ -118,10 +123,18 @@ _SAMPLES = {
     ),
     "leading": (np.array([1, 0, 3], np.uint8), np.array([2, 0, 1, 2])),
     "pack_lists": ([(3, _TOKENS, -1, 5), (0, [], 2, -(2**63))],),
+    "prepared_for": ({("a", id(twins)): ("b",)}, "a", (twins,)),
+    "launch": (
+        (("a",), b"\0", b"\1", [1, 2], (bytes, bytearray)),
+        {(4, 7): CompiledLaunch(min, max, (5, 6), 1, abs, (_NO_HOOKS, _NO_HOOK, _NO_HOOK))},
+        3,
+        4,
+        {"a": 7},
+    ),
     "launch_arguments": (
         ("a", "b", "c"),
-        (True, True, False),
-        (0, 3, 1),
+        b"\1\1\0",
+        b"\0\3\1",
         ["fixed"] * 4,
         (bytes, bytearray),
         4,
@@ -133,4 +146,5 @@ _SAMPLES = {
 def _answer(functions: ModuleType, name: str, arguments: tuple[Any, ...]) -> Any:
     memory = (ctypes.c_int64 * _WORDS)()
     place = (ctypes.addressof(memory), _WORDS) if name == "pack_lists" else ()
-    return getattr(functions, name)(*arguments, *place), bytes(memory)
+    found = getattr(functions, name)(*arguments, *place)
+    return getattr(found, "spent_ns", found), bytes(memory)

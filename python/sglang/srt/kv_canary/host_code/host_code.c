@@ -7,8 +7,11 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <frameobject.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
+#include <time.h>
 
 #define SPAN_WORDS 5
 #define ALIGNED 16 /* bytes */
@@ -492,8 +495,23 @@ no_slots:
   return found;
 }
 
-static PyObject *name_address, *name_variant, *name_dtype, *name_data_ptr;
-static PyObject *int32_first, *int32_end;
+static PyObject *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
+static PyObject *name_locals, *name_get, *name_req, *name_rid;
+
+static const struct {
+  PyObject **place;
+  const char *text;
+} interned[] = {{&name_dtype, "dtype"},
+             {&name_data_ptr, "data_ptr"},
+             {&name_enter, "launch_enter_hook"},
+             {&name_leave, "launch_exit_hook"},
+             {&name_calls, "calls"},
+             {&name_locals, "f_locals"},
+             {&name_get, "get"},
+             {&name_req, "req"},
+             {&name_rid, "rid"}};
+
+static PyObject *int32_first, *int32_end, *one_program;
 
 /* A new reference to what tells variants apart; `plain` becomes a new reference to what a launch takes. */
 static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *pointer, PyObject *tensor,
@@ -501,8 +519,12 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
   PyObject *variant = NULL;
   *plain = NULL;
   if ((PyObject *)Py_TYPE(value) == pointer) {
-    variant = PyObject_GetAttr(value, name_variant);
-    *plain = PyObject_GetAttr(value, name_address);
+    if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 3) {
+      PyErr_SetString(PyExc_TypeError, "expected (tensor, address, variant) for a pointer");
+      return NULL;
+    }
+    *plain = Py_NewRef(PyTuple_GET_ITEM(value, 1));
+    variant = Py_NewRef(PyTuple_GET_ITEM(value, 2));
   } else if (value == Py_None || (!only_type && PyLong_CheckExact(value))) {
     variant = Py_NewRef(value);
     *plain = Py_NewRef(value);
@@ -520,7 +542,7 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
       PyObject *dtype = *plain == NULL ? NULL : PyObject_GetAttr(value, name_dtype);
       unsigned long long address = dtype == NULL ? 0 : PyLong_AsUnsignedLongLong(*plain);
       if (dtype != NULL && !PyErr_Occurred())
-        variant = PyTuple_Pack(2, dtype, address % ALIGNED ? Py_False : Py_True);
+        variant = address % ALIGNED ? PyTuple_Pack(1, dtype) : Py_NewRef(dtype);
       Py_XDECREF(dtype);
     } else {
       int inside = only_type ? PyObject_RichCompareBool(value, int32_first, Py_GE) : 0;
@@ -538,47 +560,252 @@ static PyObject *variant_of_value(PyObject *value, int only_type, PyObject *poin
   return variant;
 }
 
-/* launch_arguments(names, only_types, places, plain, (pointer, tensor), num_warps, arguments) */
-static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-  if (n != 7 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
-      !PyList_Check(args[3]) || !PyTuple_Check(args[4]) || PyTuple_GET_SIZE(args[4]) != 2 ||
-      !PyDict_Check(args[6])) {
-    PyErr_SetString(PyExc_TypeError,
-                    "launch_arguments takes three tuples, a list, a pair of types, a number and a dict");
-    return NULL;
-  }
-  Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
-  if (PyTuple_GET_SIZE(args[1]) != count || PyTuple_GET_SIZE(args[2]) != count) {
+/* A new reference to the value of `name`, which is looked for from `position` on, where it is as a rule. A look-up by
+   hash reads the name's own memory, which is a cache miss for each argument. NULL with an exception. */
+static PyObject *value_of(PyObject *arguments, PyObject *name, Py_ssize_t *position) {
+  PyObject *key, *value;
+  while (PyDict_Next(arguments, position, &key, &value))
+    if (key == name) return Py_NewRef(value);
+  *position = 0;
+  value = PyDict_GetItemWithError(arguments, name);
+  if (value == NULL && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, name);
+  return Py_XNewRef(value);
+}
+
+/* What launch_arguments returns: `key` and `plain` become new references. Returns -1 with an exception. `shape`: names,
+   only_types, places, plain, (pointer, tensor). */
+static int assemble(PyObject *const *shape, PyObject *num_warps, PyObject *arguments, PyObject **key, PyObject **plain) {
+  PyObject *names = shape[0], *types = shape[4];
+  const char *only_types = PyBytes_AS_STRING(shape[1]), *places = PyBytes_AS_STRING(shape[2]);
+  Py_ssize_t count = PyTuple_GET_SIZE(names), position = 0;
+  *plain = *key = NULL;
+  if (PyBytes_GET_SIZE(shape[1]) != count || PyBytes_GET_SIZE(shape[2]) != count) {
     PyErr_SetString(PyExc_ValueError, "expected as many names as types and places");
-    return NULL;
+    return -1;
   }
-  PyObject *plain = PyList_GetSlice(args[3], 0, PyList_GET_SIZE(args[3]));
-  PyObject *key = plain == NULL ? NULL : PyTuple_New(count + 1);
-  if (key == NULL) goto failed;
-  PyTuple_SET_ITEM(key, 0, Py_NewRef(args[5]));
+  *plain = PyList_GetSlice(shape[3], 0, PyList_GET_SIZE(shape[3]));
+  *key = *plain == NULL ? NULL : PyTuple_New(count + 1);
+  if (*key == NULL) goto failed;
+  PyTuple_SET_ITEM(*key, 0, Py_NewRef(num_warps));
   for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *name = PyTuple_GET_ITEM(args[0], i);
-    PyObject *value = PyDict_GetItemWithError(args[6], name), *one;
-    if (value == NULL) {
-      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, name);
-      goto failed;
-    }
-    int only_type = PyObject_IsTrue(PyTuple_GET_ITEM(args[1], i));
-    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(args[2], i));
-    if (only_type < 0 || (place == -1 && PyErr_Occurred())) goto failed;
-    Py_INCREF(value);
+    PyObject *value = value_of(arguments, PyTuple_GET_ITEM(names, i), &position), *one;
+    if (value == NULL) goto failed;
     PyObject *variant =
-        variant_of_value(value, only_type, PyTuple_GET_ITEM(args[4], 0),
-                         PyTuple_GET_ITEM(args[4], 1), &one);
+        variant_of_value(value, only_types[i], PyTuple_GET_ITEM(types, 0), PyTuple_GET_ITEM(types, 1), &one);
     Py_DECREF(value);
     if (variant == NULL) goto failed;
-    PyTuple_SET_ITEM(key, i + 1, variant);
-    if (PyList_SetItem(plain, place, one)) goto failed; /* takes `one`, checks `place` */
+    PyTuple_SET_ITEM(*key, i + 1, variant);
+    if (PyList_SetItem(*plain, (unsigned char)places[i], one)) goto failed; /* takes `one`, checks the place */
   }
-  return Py_BuildValue("(NN)", key, plain); /* takes both */
+  return 0;
 failed:
-  Py_XDECREF(key);
-  Py_XDECREF(plain);
+  Py_CLEAR(*key);
+  Py_CLEAR(*plain);
+  return -1;
+}
+
+#define SHAPE 5 /* items */
+
+static int is_shape(PyObject *const *shape) {
+  return PyTuple_Check(shape[0]) && PyBytes_Check(shape[1]) && PyBytes_Check(shape[2]) && PyList_Check(shape[3]) &&
+         PyTuple_Check(shape[4]) && PyTuple_GET_SIZE(shape[4]) == 2;
+}
+
+/* launch_arguments(names, only_types, places, plain, (pointer, tensor), num_warps, arguments) */
+static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  PyObject *key, *plain;
+  if (n != SHAPE + 2 || !is_shape(args) || !PyDict_Check(args[SHAPE + 1])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "launch_arguments takes a tuple, bytes twice, a list, a pair of types, a number and a dict");
+    return NULL;
+  }
+  if (assemble(args, args[SHAPE], args[SHAPE + 1], &key, &plain)) return NULL;
+  return Py_BuildValue("(NN)", key, plain); /* takes both */
+}
+
+/* Items of a CompiledLaunch. */
+enum { ASK, LAUNCH, SETTINGS, DEVICE, CURRENT_STREAM, HOOKS, COMPILED_ITEMS };
+
+/* Whether `settings` has another hook than `own` under this name, or `own` has functions to call. -1 with an exception. */
+static int has_hook(PyObject *settings, PyObject *name, PyObject *own) {
+  PyObject *hook = PyObject_GetAttr(settings, name);
+  if (hook == NULL) return -1;
+  Py_DECREF(hook);
+  if (hook != own) return 1;
+  PyObject *calls = PyObject_GetAttr(own, name_calls);
+  int found = calls == NULL ? -1 : PyObject_IsTrue(calls);
+  Py_XDECREF(calls);
+  return found;
+}
+
+/* Triton's launcher, with the arguments that it takes, on the current stream. */
+static PyObject *launch_directly(PyObject *const *compiled, PyObject *programs, PyObject *plain) {
+  Py_ssize_t before = PyTuple_GET_SIZE(compiled[SETTINGS]), after = PyList_GET_SIZE(plain);
+  PyObject **stack = PyMem_New(PyObject *, 4 + before + after);
+  if (stack == NULL) return PyErr_NoMemory();
+  PyObject *stream = PyObject_CallOneArg(compiled[CURRENT_STREAM], compiled[DEVICE]), *done = NULL;
+  if (stream != NULL) {
+    stack[0] = programs;
+    stack[1] = stack[2] = one_program;
+    stack[3] = stream;
+    for (Py_ssize_t i = 0; i < before; i++) stack[4 + i] = PyTuple_GET_ITEM(compiled[SETTINGS], i);
+    for (Py_ssize_t i = 0; i < after; i++) stack[4 + before + i] = PyList_GET_ITEM(plain, i);
+    done = PyObject_Vectorcall(compiled[LAUNCH], stack, 4 + before + after, NULL);
+    Py_DECREF(stream);
+  }
+  PyMem_Free(stack);
+  return done;
+}
+
+/* compiled(programs, plain) */
+static PyObject *launch_compiled(PyObject *compiled, PyObject *programs, PyObject *plain) {
+  PyObject *const args[] = {programs, plain};
+  if (!PyTuple_Check(compiled) || PyTuple_GET_SIZE(compiled) != COMPILED_ITEMS)
+    return PyObject_Vectorcall(compiled, args, 2, NULL);
+  PyObject *const *items = ((PyTupleObject *)compiled)->ob_item, *hooks = items[HOOKS];
+  if (items[LAUNCH] == Py_None) return PyObject_Vectorcall(items[ASK], args, 2, NULL);
+  if (!PyTuple_Check(items[SETTINGS]) || !PyTuple_Check(hooks) || PyTuple_GET_SIZE(hooks) != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected a tuple of settings, and three hooks");
+    return NULL;
+  }
+  int ask = has_hook(PyTuple_GET_ITEM(hooks, 0), name_enter, PyTuple_GET_ITEM(hooks, 1));
+  if (!ask) ask = has_hook(PyTuple_GET_ITEM(hooks, 0), name_leave, PyTuple_GET_ITEM(hooks, 2));
+  if (ask < 0) return NULL;
+  return ask ? PyObject_Vectorcall(items[ASK], args, 2, NULL) : launch_directly(items, programs, plain);
+}
+
+/* launch(shape, known, programs, num_warps, arguments) */
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  PyObject *key, *plain, *done = NULL;
+  if (n != 5 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != SHAPE ||
+      !is_shape(((PyTupleObject *)args[0])->ob_item) || !PyDict_Check(args[1]) || !PyDict_Check(args[4])) {
+    PyErr_SetString(PyExc_TypeError, "launch takes a shape, a dict, two numbers and a dict");
+    return NULL;
+  }
+  if (assemble(((PyTupleObject *)args[0])->ob_item, args[3], args[4], &key, &plain)) return NULL;
+  PyObject *compiled = PyDict_GetItemWithError(args[1], key);
+  if (compiled == NULL || compiled == Py_None) {
+    if (!PyErr_Occurred()) done = Py_NewRef(Py_False);
+  } else {
+    Py_INCREF(compiled);
+    PyObject *launched = launch_compiled(compiled, args[2], plain);
+    Py_DECREF(compiled);
+    if (launched != NULL) done = Py_NewRef(Py_True);
+    Py_XDECREF(launched);
+  }
+  Py_DECREF(key);
+  Py_DECREF(plain);
+  return done;
+}
+
+#define STACK 4 /* frames */
+
+/* A new tuple of `first`, if it is not NULL, and of the ids of `things`. */
+static PyObject *ids_of(PyObject *first, PyObject *const *things, Py_ssize_t count) {
+  Py_ssize_t before = first != NULL;
+  PyObject *ids = PyTuple_New(before + count);
+  if (ids == NULL) return NULL;
+  if (before) PyTuple_SET_ITEM(ids, 0, Py_NewRef(first));
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *id = PyLong_FromVoidPtr(things[i]);
+    if (id == NULL) {
+      Py_DECREF(ids);
+      return NULL;
+    }
+    PyTuple_SET_ITEM(ids, before + i, id);
+  }
+  return ids;
+}
+
+/* learn(key, codes) */
+static PyObject *learned(PyObject *learn, PyObject *key, PyObject *const *codes) {
+  PyObject *all = PyTuple_New(STACK);
+  if (all == NULL) return NULL;
+  for (int i = 0; i < STACK; i++) PyTuple_SET_ITEM(all, i, Py_NewRef(codes[i]));
+  PyObject *const args[] = {key, all};
+  PyObject *stack = PyObject_Vectorcall(learn, args, 2, NULL);
+  Py_DECREF(all);
+  return stack;
+}
+
+/* frame.f_locals.get("req").rid, or None without one. */
+static PyObject *request_in(PyObject *frame) {
+  PyObject *locals = PyObject_GetAttr(frame, name_locals);
+  PyObject *request = locals == NULL ? NULL : PyObject_CallMethodOneArg(locals, name_get, name_req);
+  PyObject *id = request == NULL ? NULL : PyObject_GetAttr(request, name_rid);
+  if (request != NULL && id == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    PyErr_Clear();
+    id = Py_NewRef(Py_None);
+  }
+  Py_XDECREF(locals);
+  Py_XDECREF(request);
+  return id;
+}
+
+/* (count, site, request id) of the frames with these codes. */
+static PyObject *call_of_stack(PyObject *const *frames, PyObject *const *codes, PyObject *const *args) {
+  PyObject *key = ids_of(NULL, codes, STACK), *found = NULL;
+  if (key == NULL) return NULL;
+  PyObject *stack = Py_XNewRef(PyDict_GetItemWithError(args[2], key));
+  if (stack == NULL && !PyErr_Occurred()) stack = learned(args[3], key, codes);
+  Py_DECREF(key);
+  if (stack == NULL) return NULL;
+  if (!PyTuple_Check(stack) || PyTuple_GET_SIZE(stack) != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected (number, place of the request, anything) for a stack");
+  } else {
+    Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(stack, 1));
+    PyObject *request = NULL;
+    if (at >= STACK)
+      PyErr_Format(PyExc_IndexError, "expected one of %d frames, got %zd", STACK, at);
+    else if (at >= 0)
+      request = request_in(frames[at]);
+    else if (!PyErr_Occurred())
+      request = Py_NewRef(Py_None);
+    if (request != NULL) found = PyTuple_Pack(3, args[1], PyTuple_GET_ITEM(stack, 0), request);
+    Py_XDECREF(request);
+  }
+  Py_DECREF(stack);
+  return found;
+}
+
+/* call_from(frame, count, stacks, learn) */
+static PyObject *call_from(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 4 || (args[0] != Py_None && !PyFrame_Check(args[0])) || !PyDict_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "call_from takes a frame or None, a number, a dict and a function");
+    return NULL;
+  }
+  PyObject *frames[STACK], *codes[STACK], *found = NULL;
+  PyObject *frame = args[0] == Py_None ? NULL : Py_NewRef(args[0]);
+  int count = 0;
+  while (frame != NULL && count < STACK) {
+    frames[count] = frame;
+    codes[count++] = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+    frame = count < STACK ? (PyObject *)PyFrame_GetBack((PyFrameObject *)frame) : NULL;
+  }
+  if (count == STACK)
+    found = call_of_stack(frames, codes, args);
+  else if (!PyErr_Occurred())
+    found = Py_NewRef(Py_None);
+  while (count) {
+    Py_DECREF(frames[--count]);
+    Py_DECREF(codes[count]);
+  }
+  return found;
+}
+
+/* prepared_for(prepared, purpose, what) */
+static PyObject *prepared_for(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  if (n != 3 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "prepared_for takes a dict, a purpose and a tuple");
+    return NULL;
+  }
+  PyObject *key = ids_of(args[1], ((PyTupleObject *)args[2])->ob_item, PyTuple_GET_SIZE(args[2]));
+  if (key == NULL) return NULL;
+  PyObject *known = PyDict_GetItemWithError(args[0], key);
+  Py_DECREF(key);
+  if (known == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  if (PyTuple_Check(known) && PyTuple_GET_SIZE(known)) return Py_NewRef(PyTuple_GET_ITEM(known, 0));
+  PyErr_SetString(PyExc_TypeError, "expected tuples of what is prepared");
   return NULL;
 }
 
@@ -940,8 +1167,68 @@ no_table:
   return found;
 }
 
+/* HostClock(spent_ns=0). It has no references, so Python's collector need not know it. */
+typedef struct {
+  PyObject_HEAD
+  long long spent_ns, since;
+  Py_ssize_t depth;
+} HostClock;
+
+/* As time.perf_counter_ns. */
+static long long now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (long long)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int clock_init(HostClock *clock, PyObject *args, PyObject *names) {
+  static char *known[] = {"spent_ns", NULL};
+  clock->spent_ns = clock->since = clock->depth = 0;
+  return PyArg_ParseTupleAndKeywords(args, names, "|L", known, &clock->spent_ns) ? 0 : -1;
+}
+
+static PyObject *clock_enter(HostClock *clock, PyObject *none) {
+  if (clock->depth++ == 0) clock->since = now_ns();
+  return Py_NewRef(clock);
+}
+
+static PyObject *clock_exit(HostClock *clock, PyObject *const *error, Py_ssize_t n) {
+  if (--clock->depth == 0) clock->spent_ns += now_ns() - clock->since;
+  Py_RETURN_NONE;
+}
+
+static void clock_dealloc(PyObject *clock) {
+  PyTypeObject *type = Py_TYPE(clock);
+  type->tp_free(clock);
+  Py_DECREF(type);
+}
+
+static PyMethodDef clock_methods[] = {
+    {"__enter__", (PyCFunction)clock_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))clock_exit, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL}};
+
+static PyMemberDef clock_members[] = {{"spent_ns", T_LONGLONG, offsetof(HostClock, spent_ns), READONLY, NULL},
+                                      {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot clock_slots[] = {{Py_tp_init, clock_init},       {Py_tp_dealloc, clock_dealloc},
+                                    {Py_tp_methods, clock_methods}, {Py_tp_members, clock_members},
+                                    {0, NULL}};
+
+static PyType_Spec clock_spec = {"kv_canary_host_code.HostClock", sizeof(HostClock), 0, Py_TPFLAGS_DEFAULT,
+                                 clock_slots};
+
+/* Adds a class that `spec` describes. Returns -1 with an exception. */
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+  PyObject *type = PyType_FromSpec(spec);
+  int error = type == NULL || PyModule_AddObjectRef(module, name, type);
+  Py_XDECREF(type);
+  return error ? -1 : 0;
+}
+
 static PyMethodDef methods[] = {
     {"are_equal", (PyCFunction)(void (*)(void))are_equal, METH_FASTCALL, NULL},
+    {"call_from", (PyCFunction)(void (*)(void))call_from, METH_FASTCALL, NULL},
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
     {"count_pairs", (PyCFunction)(void (*)(void))count_pairs, METH_FASTCALL, NULL},
@@ -952,20 +1239,21 @@ static PyMethodDef methods[] = {
     {"leading", (PyCFunction)(void (*)(void))leading, METH_FASTCALL, NULL},
     {"look_up", (PyCFunction)(void (*)(void))look_up, METH_FASTCALL, NULL},
     {"pack_lists", (PyCFunction)(void (*)(void))pack_lists, METH_FASTCALL, NULL},
+    {"prepared_for", (PyCFunction)(void (*)(void))prepared_for, METH_FASTCALL, NULL},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, NULL},
     {"launch_arguments", (PyCFunction)(void (*)(void))launch_arguments, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kv_canary_host_code", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_kv_canary_host_code(void) {
-  name_address = PyUnicode_InternFromString("address");
-  name_variant = PyUnicode_InternFromString("variant");
-  name_dtype = PyUnicode_InternFromString("dtype");
-  name_data_ptr = PyUnicode_InternFromString("data_ptr");
+  for (size_t i = 0; i < sizeof interned / sizeof *interned; i++)
+    if ((*interned[i].place = PyUnicode_InternFromString(interned[i].text)) == NULL) return NULL;
+  one_program = PyLong_FromLong(1);
   int32_first = PyLong_FromLongLong(INT32_MIN);
   int32_end = PyLong_FromLongLong((int64_t)INT32_MAX + 1);
-  if (name_address == NULL || name_variant == NULL || name_dtype == NULL || name_data_ptr == NULL ||
-      int32_first == NULL || int32_end == NULL)
-    return NULL;
-  return PyModule_Create(&definition);
+  if (one_program == NULL || int32_first == NULL || int32_end == NULL) return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module != NULL && add_type(module, "HostClock", &clock_spec)) Py_CLEAR(module);
+  return module;
 }

@@ -1,4 +1,4 @@
-"""The functions that the hot path calls. They are looked up at each call, because they are exchanged while it runs."""
+"""What the hot path uses. It is looked up at each use, because it is exchanged while the server runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from types import ModuleType
 from . import twins
 
 NAMES = (
+    "HostClock",
     "are_equal",
+    "call_from",
     "carry_over",
     "chain_of_tokens",
     "count_pairs",
@@ -15,15 +17,17 @@ NAMES = (
     "fingerprint_rows",
     "keys_of_rows",
     "lacking",
+    "launch",
     "launch_arguments",
     "leading",
     "look_up",
     "pack_lists",
+    "prepared_for",
 )
 
 
 class HostCode:
-    """The functions of `twins`, or those of the compiled module."""
+    """What `twins` has, or the compiled module."""
 
     __slots__ = (*NAMES, "in_c")
 
@@ -31,7 +35,7 @@ class HostCode:
         self.use(twins)
 
     def use(self, module: ModuleType) -> None:
-        """Take the functions from `module`. A call under way goes on with those that it has."""
+        """Take all of it from `module`. A call under way goes on with what it has, objects stay what they are."""
         for name in NAMES:
             setattr(self, name, getattr(module, name))
         self.in_c = module is not twins

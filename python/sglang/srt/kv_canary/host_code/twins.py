@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ SOURCE_COLUMNS = 6
 MOST_COLUMNS = 32  # of a finding's key
 ALIGNED = 16  # bytes; Triton compiles a variant of its own for pointers that are multiples of it
 
+STACK = 4  # frames
 LOOK_AHEAD = 64  # objects in a row that may have gone
 ROWS_AT_ONCE = 256  # bounds the memory that a fingerprint takes
 
@@ -26,6 +29,26 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _INCREMENT = np.uint64(record.MIX_INCREMENT)
 _MULTIPLIERS = np.uint64(record.MIX_MULTIPLIER_1), np.uint64(record.MIX_MULTIPLIER_2)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+class HostClock:
+    """`with clock:` around the canary's own code. Nested sections count once. `spent_ns` never decreases."""
+
+    def __init__(self, spent_ns: int = 0) -> None:
+        self.spent_ns = spent_ns
+        self._depth = 0
+        self._since = 0
+
+    def __enter__(self) -> HostClock:
+        if self._depth == 0:
+            self._since = time.perf_counter_ns()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.spent_ns += time.perf_counter_ns() - self._since
 
 
 def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int, count: int) -> int:
@@ -208,8 +231,8 @@ def _word_keys(words: int) -> np.ndarray:
 
 def launch_arguments(
     names: tuple[str, ...],
-    only_types: tuple[bool, ...],
-    places: tuple[int, ...],
+    only_types: bytes,
+    places: bytes,
     plain: list[Any],
     types: tuple[type, type],
     num_warps: int,
@@ -217,9 +240,10 @@ def launch_arguments(
 ) -> tuple[tuple[Any, ...], list[Any]]:
     """(what tells the variants of a launch apart, all of its arguments with pointers as integers).
 
-    `arguments` has the values of `names`. They go to `places` of a copy of `plain`. `types`: (class of tensors that
-    were looked at, with `address` and `variant`; class of tensors). Of a tensor counts its dtype and whether it is
-    aligned. Of an integer counts whether it has 32 bits where `only_types`, else its value.
+    `arguments` has the values of `names`, best in this order: C then looks for none of them. They go to `places` of a
+    copy of `plain`. `types`: (class of tensors that were looked at, tuples of the tensor, its address and its variant;
+    class of tensors). Of a tensor counts what `variant_of_tensor` returns. Of an integer counts whether it has 32 bits
+    where `only_types`, else its value.
     """
     pointer, tensor = types
     variant: list[Any] = [num_warps]
@@ -229,16 +253,107 @@ def launch_arguments(
         if value is None:
             variant.append(None)
         elif type(value) is pointer:
-            variant.append(value.variant)
-            value = value.address
+            _, value, seen = value
+            variant.append(seen)
         elif isinstance(value, tensor):
             address = value.data_ptr()
-            variant.append((value.dtype, address % ALIGNED == 0))
+            variant.append(variant_of_tensor(value.dtype, address))
             value = address
         else:
             variant.append(bool(-(2**31) <= value < 2**31) if only_type else value)
         filled[place] = value
     return tuple(variant), filled
+
+
+def variant_of_tensor(dtype: Any, address: int) -> Any:
+    """The dtype, and whether the address is aligned: the dtype alone if it is, because a key is hashed often."""
+    return (dtype,) if address % ALIGNED else dtype
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled variant of a kernel. A call launches it on the current stream of its device.
+
+    Triton's launcher for it is called directly. What Triton does in between is for hooks of profilers and for scratch
+    memory. Where there are hooks, or `launch` is None, Triton is asked.
+    """
+
+    # Triton itself: takes the number of programs, and all arguments
+    ask: Callable[[int, Sequence[Any]], object]
+    launch: Callable[..., Any] | None = None  # Triton's launcher, in C
+    settings: tuple[Any, ...] = ()  # what it takes between the stream and the kernel's arguments
+    device: int = 0
+    current_stream: Callable[[int], int] | None = None  # of a device, as an address
+    # Triton's settings, and its own two hooks there, which have nothing to call
+    hooks: tuple[Any, ...] = ()
+
+    def __call__(self, programs: int, plain: Sequence[Any]) -> None:
+        """`plain`: all arguments of the kernel in order, pointers as integers."""
+        if self.launch is None or _has_hooks(*self.hooks):
+            self.ask(programs, plain)
+        else:
+            stream = self.current_stream(self.device)
+            self.launch(programs, 1, 1, stream, *self.settings, *plain)
+
+
+def _has_hooks(settings: Any, enter: Any, leave: Any) -> bool:
+    """Profilers add functions to Triton's own hooks, or put others in their places."""
+    are_own = settings.launch_enter_hook is enter and settings.launch_exit_hook is leave
+    return not are_own or bool(enter.calls or leave.calls)
+
+
+def launch(
+    shape: tuple[Any, ...],
+    known: Mapping[tuple[Any, ...], Callable[[int, list[Any]], object] | None],
+    programs: int,
+    num_warps: int,
+    arguments: Mapping[str, Any],
+) -> bool:
+    """Launch the variant of `known` that `arguments` are of. False: it is not known, and nothing is launched.
+
+    `shape`: what `launch_arguments` takes before `num_warps`.
+    """
+    variant, plain = launch_arguments(*shape, num_warps, arguments)
+    compiled = known.get(variant)
+    if compiled is None:
+        return False
+    compiled(programs, plain)
+    return True
+
+
+def call_from(
+    frame: FrameType | None,
+    count: int,
+    stacks: Mapping[tuple[int, ...], tuple[int, int, Any]],
+    learn: Callable[[tuple[int, ...], tuple[CodeType, ...]], tuple[int, int, Any]],
+) -> tuple[int, int, str | None] | None:
+    """(`count`, number of the call site, request id) of the call that `frame` and the three before it have made.
+
+    None if there are fewer. `stacks`: (number, in which of them `req` is an argument, or -1, anything) by the ids of
+    their code. What is not there is asked of `learn(ids, codes)`.
+    """
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < STACK:
+        frames.append(frame)
+        frame = frame.f_back
+    if len(frames) < STACK:
+        return None
+    codes = tuple([each.f_code for each in frames])
+    key = tuple(map(id, codes))
+    stack = stacks.get(key)
+    if stack is None:
+        stack = learn(key, codes)
+    site, request_at, _ = stack
+    if request_at < 0:
+        return count, site, None
+    return count, site, getattr(frames[request_at].f_locals.get("req"), "rid", None)
+
+
+def prepared_for(
+    prepared: Mapping[tuple[Any, ...], tuple[Any, ...]], purpose: Any, what: tuple[Any, ...]
+) -> Any | None:
+    """The first item of what `prepared` has for `purpose` and the ids of `what`. None: nothing."""
+    known = prepared.get((purpose, *map(id, what)))
+    return None if known is None else known[0]
 
 
 def carry_over(

@@ -67,6 +67,9 @@ class HealthCheck(StepObserver):
         self._due: set[CanaryLaunchTag] = set()
         self._ticks = 0
         self._checked_tick = 0
+        self._longest_silence = max(
+            MIN_SILENT_STEPS, SILENT_PERIODS * config.health_check_interval
+        )  # in steps with forwards
         self._unheard_steps = 0  # steps with forwards since the last counters; idle ticks copy none
         self._heard = time.monotonic()  # time of the last counters
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
@@ -78,8 +81,7 @@ class HealthCheck(StepObserver):
     def after_forwards(self, manager: Observed) -> None:
         self._ticks += 1
         self._unheard_steps += 1
-        limit = max(MIN_SILENT_STEPS, SILENT_PERIODS * self._config.health_check_interval)
-        if self._unheard_steps <= limit or not manager.armed:
+        if self._unheard_steps <= self._longest_silence or not manager.armed:
             return
         if time.monotonic() - self._heard > 2 * self._config.copy_every_s:
             silent, self._unheard_steps = self._unheard_steps, 0

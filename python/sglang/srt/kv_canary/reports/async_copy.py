@@ -105,7 +105,9 @@ class DelayedDeviceHostHandler:
         # The copy that is under way or waits to be handed over, and its context. For others to read
         self.pending: tuple[FutureTensors, Any] | None = None
         self._min_seconds = min_seconds
-        self._not_before = 0.0
+        self.not_before = (
+            0.0  # time.monotonic() of the next start that is not at once, for others to read
+        )
 
     @property
     def host(self) -> tuple[torch.Tensor, ...]:
@@ -120,9 +122,9 @@ class DelayedDeviceHostHandler:
         `context` is passed to the callback. `after`: see `SideStream.copy`. Returns whether a copy was started.
         """
         now = time.monotonic()
-        if self.pending is not None or (now < self._not_before and not at_once):
+        if self.pending is not None or (now < self.not_before and not at_once):
             return False
-        self._not_before = now + self._min_seconds
+        self.not_before = now + self._min_seconds
         if self._side is None:
             _copy_at_once(self._sources, self._out)
         else:

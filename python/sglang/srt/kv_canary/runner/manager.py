@@ -17,6 +17,8 @@ from ..capacities import CanaryLaunchCapacities
 from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
 from ..endpoint import Part
 from ..errors import CanaryPhaseError
+from ..host_code import HOST
+from ..host_code.twins import HostClock
 from ..kernels.backend import select_backend
 from ..launch.arrivals import ArrivalLauncher
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
@@ -38,7 +40,6 @@ from .arrival_desk import ArrivalDesk
 from .brackets import ModelForward, OutsideGraph
 from .damage_desk import DamageDesk
 from .first_error import FirstError
-from .host_clock import HostClock
 from .scene_taker import SceneTaker
 from .slot_ledger import SlotLedger
 from .step_observer import CopyPoint, StepObserver, Summary
@@ -136,7 +137,7 @@ class CanaryManager:
         self.forward_ct = 0  # forwards launched; the device counts the same
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
-        self.clock = HostClock()
+        self.clock: HostClock = HOST.HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
         self.serving = False  # start-up is over
         self.armed = False  # forwards are checked
@@ -235,6 +236,7 @@ class CanaryManager:
 
     def mark_init_finished(self) -> None:
         """Warm-up and capture are over. From now on every forward is checked, including replays of captured graphs."""
+        self.clock = HOST.HostClock(self.clock.spent_ns)  # in C, if it has been compiled since
         self._set_armed(True)
         self.launcher.publish()
         self._outbox.expect(int(self.state.summary[Header.PUBLISHED]))  # waits, once
@@ -507,17 +509,17 @@ class CanaryManager:
 
     def _before_forwards(self) -> None:
         self.step_ct += 1
-        self._follow_tracking()
-        if self._blind:
-            self._remind_of_blindness()
+        if self._blind or self._tracking.losses != self._losses_seen:
+            self._follow_tracking()
+            if self._blind:
+                self._remind_of_blindness()
         if self.late.content.due is not None:  # the step before has raised after its forward
             self._timed_attempt(self.late.content.write)
         if self.ledger.may_apply or self.arrivals is not None:
             self._apply_events()
         if self._has_new_weights:
             self._timed_attempt(self._tell_device_of_weights)
-        if self._calls_of("before_forwards"):
-            self._tell_observers("before_forwards", self)
+        self._tell_observers("before_forwards", self)
 
     def _apply_events(self) -> None:
         """On the stream of the forwards."""
@@ -584,7 +586,9 @@ class CanaryManager:
 
     def _tell_observers(self, method: str, *args: Any) -> bool:
         """Call `method` of every observer. Returns whether any returned True. An error does not stop the others."""
-        calls = self._calls_of(method)
+        calls = self._calls.get(method) if self._calls_are_of == self.observers else None
+        if calls is None:
+            calls = self._calls_of(method)
         told, attempts = False, None
         for call in calls:
             try:
@@ -596,10 +600,7 @@ class CanaryManager:
         return bool(told)
 
     def _calls_of(self, method: str) -> list[Callable[..., object]]:
-        """`method` of every observer that does something there. A step asks several times."""
-        known = self._calls.get(method)
-        if known is not None and self._calls_are_of == self.observers:
-            return known
+        """`method` of every observer that does something there. Kept, because a step asks several times."""
         if self._calls_are_of != self.observers:
             self._calls_are_of, self._calls = list(self.observers), {}
         nothing = getattr(StepObserver, method)
@@ -613,7 +614,12 @@ class CanaryManager:
     def attempt(self, function: Callable[..., object], *args: Any) -> bool:
         """Run code that keeps records up to date. False: after an error, serving goes on but checking stops."""
         with self.clock:
-            return self._timed_attempt(function, *args)
+            try:  # as below: one call less in each forward
+                function(*args)
+            except Exception as error:
+                self._contain(error, function)
+                return False
+            return True
 
     def _timed_attempt(self, function: Callable[..., object], *args: Any) -> bool:
         """The same where the clock runs already."""
@@ -709,11 +715,15 @@ class CanaryManager:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
+        must_start = at_once or self._copies_each_step
+        if not must_start and time.monotonic() < self._copy.not_before:  # as nearly always
+            self.owes_copy = True
+            return
         content_due = self.late.content.due is not None
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        if self._copy.start(point, at_once or self._copies_each_step, self._launched_between):
+        if self._copy.start(point, must_start, self._launched_between):
             self._copy_is_awaited, self._finding = at_once, False
             self._launched_between = None
         else:

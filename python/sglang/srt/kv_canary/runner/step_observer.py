@@ -11,13 +11,13 @@ import torch
 from ..buffer_group import CanaryBufferGroup
 from ..config import CanaryConfig
 from ..endpoint import NUM_TAGS
+from ..host_code.twins import HostClock
 from ..launch.launcher import Launcher
 from ..reports.internal_errors import InternalErrors
 from ..reports.violation_manager import ViolationManager
 from ..state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
 from .damage_desk import DamageDesk
-from .host_clock import HostClock
 from .slot_ledger import SlotLedger
 
 _HEADER = Struct(f"={Header.VIOLATIONS + 1}q")  # up to VIOLATIONS

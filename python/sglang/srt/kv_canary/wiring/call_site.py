@@ -11,6 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from ..host_code import HOST
 from ..slot_event import CallSite, SlotCalls
 
 INNER_FRAMES = 3  # of the hook, its guard, and the plugin framework's wrapper
@@ -58,31 +59,21 @@ def call_of(count: int, inside: str = "") -> SlotCalls | None:
     `inside`: a part of the paths of files whose functions only pass the call on.
     """
     try:
-        # Without a loop: this runs for each call of an allocator.
-        f0 = sys._getframe(1 + INNER_FRAMES)
-        if inside:
-            f0 = _caller_of(f0, inside)
-        f1 = f0.f_back
-        f2 = f1.f_back
-        f3 = f2.f_back
-        key = id(f0.f_code), id(f1.f_code), id(f2.f_code), id(f3.f_code)
-    except (ValueError, AttributeError):
+        frame = sys._getframe(1 + INNER_FRAMES)
+    except ValueError:
         return None
-    stack = _stacks.get(key)
-    if stack is None:
-        stack = _learn(key, (f0.f_code, f1.f_code, f2.f_code, f3.f_code))
-    if stack.request_at < 0:
-        return count, stack.site, None
-    request = (f0, f1, f2, f3)[stack.request_at].f_locals.get("req")
-    return count, stack.site, getattr(request, "rid", None)
+    if inside:
+        frame = _caller_of(frame, inside)
+    return HOST.call_from(frame, count, _stacks, _learn)
 
 
-def _caller_of(frame: FrameType, inside: str) -> FrameType:
+def _caller_of(frame: FrameType | None, inside: str) -> FrameType | None:
     """The first frame, from `frame` on, that is not `inside` and no hook. The end of a free group is one, too."""
-    code = frame.f_code
-    while code.co_name != GROUP_END and (inside in code.co_filename or _is_inner(code)):
-        frame = frame.f_back
+    while frame is not None:
         code = frame.f_code
+        if code.co_name == GROUP_END or not (inside in code.co_filename or _is_inner(code)):
+            break
+        frame = frame.f_back
     return frame
 
 

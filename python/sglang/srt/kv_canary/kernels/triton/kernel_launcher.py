@@ -7,10 +7,10 @@ several launches of a forward take once for all of them (`Pointer`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from triton import knobs
 
 from ...capacities import MOST_REQUESTS
 from ...host_code import HOST
-from ...host_code.twins import ALIGNED
+from ...host_code.twins import CompiledLaunch, variant_of_tensor
 from .compile_ahead import AHEAD, Begun
 from .jit import INTERPRET
 from .overlap import WAITS
@@ -29,29 +29,30 @@ __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant
 # `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
 _KNOWN_TRITON = ("3.6",)
 CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
-# Profilers add functions to them, or put others in their places.
 _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
 
-class Pointer:
+class Pointer(NamedTuple):
     """A tensor argument that is looked at once, for all launches that take it. It must keep its address."""
 
-    __slots__ = ("address", "tensor", "variant")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.address = tensor.data_ptr()
-        self.variant = (tensor.dtype, self.address % ALIGNED == 0)
+    tensor: torch.Tensor
+    address: int
+    variant: Hashable  # see `host_code.twins.launch_arguments`
 
 
-_TYPES = (Pointer, torch.Tensor)  # see `host_code.twins.launch_arguments`
+_TYPES = (Pointer, torch.Tensor)
 
 
 def pointer_to(tensor: torch.Tensor | None) -> Pointer | None:
     """The argument that stands for `tensor`."""
-    return None if tensor is None else Pointer(tensor)
+    if tensor is None:
+        return None
+    address = tensor.data_ptr()
+    seen = tensor, address, variant_of_tensor(tensor.dtype, address)
+    # Its own constructor is a function in Python
+    return tuple.__new__(Pointer, seen)
 
 
 class FixedArguments:
@@ -76,61 +77,47 @@ class _Rest:
         """`fixed`, `names`: arguments that stay, names of those that change. The latter win."""
         changing = set(names)
         self.count = len(changing)
-        at = [i for i, name in enumerate(launcher.names) if name in changing]
+        place_of = {name: i for i, name in enumerate(launcher.names)}
+        # In their order, in which each launch gives them
+        names = [name for name in names if name in place_of]
+        places = bytes([place_of[name] for name in names])
         fixed_values = [None if name in changing else fixed[name] for name in launcher.names]
         _, plain = variant_of(fixed_values, launcher.only_types)
         # What `HOST.launch_arguments` takes first
         self.shape = (
-            tuple(launcher.names[i] for i in at),
-            tuple(launcher.only_types[i] for i in at),
-            tuple(at),
+            tuple(names),
+            bytes([launcher.only_types[place] for place in places]),
+            places,
             plain,
             _TYPES,
         )
-        self.compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
+        self.compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
 
 
-def _has_hooks() -> bool:
-    enter, exit_ = _HOOKS
-    known = knobs.runtime
-    is_known = known.launch_enter_hook is enter and known.launch_exit_hook is exit_
-    return not is_known or bool(enter.calls or exit_.calls)
+def _compiled_launch(compiled: Any, device: int, begins_early: bool) -> CompiledLaunch:
+    """Of what Triton has compiled. Triton's launcher is called directly if it is the one that was read.
 
-
-class _CompiledLaunch:
-    """A compiled variant of a kernel. A call launches it on the current stream of its device.
-
-    Where Triton's launcher is the one that was read, its C function is called directly. What Triton does in between is
-    for scratch memory and for hooks of profilers. Where there are such, Triton is asked.
+    `begins_early`: the kernel waits for what it needs of the launch before it.
     """
 
-    __slots__ = ("_compiled", "_device", "_launch", "_settings")
+    def ask(programs: int, plain: Sequence[Any]) -> None:
+        compiled[(programs, 1, 1)](*plain)
 
-    def __init__(self, compiled: Any, device: int, begins_early: bool = False) -> None:
-        """`begins_early`: the kernel waits for what it needs of the launch before it."""
-        self._compiled, self._device = compiled, device
-        run = compiled.run
-        known = type(run).__name__ == "CudaLauncher"
-        known = known and not run.global_scratch_size and not run.profile_scratch_size
-        self._launch = run.launch if known else None
-        if known:
-            no_scratch, no_hooks = (None, None), (None, None, None)
-            self._settings = (
-                compiled.function,
-                run.launch_cooperative_grid,
-                begins_early or run.launch_pdl,
-                *no_scratch,
-                compiled.packed_metadata,
-                *no_hooks,
-            )
-
-    def __call__(self, programs: int, plain: Sequence[Any]) -> None:
-        """`plain`: all arguments in order, pointers as integers."""
-        if self._launch is None or _has_hooks():
-            self._compiled[(programs, 1, 1)](*plain)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._launch(programs, 1, 1, stream, *self._settings, *plain)
+    run = compiled.run
+    is_known = type(run).__name__ == "CudaLauncher"
+    if not is_known or run.global_scratch_size or run.profile_scratch_size:
+        return CompiledLaunch(ask)
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    settings = (
+        compiled.function,
+        run.launch_cooperative_grid,
+        begins_early or run.launch_pdl,
+        *no_scratch,
+        compiled.packed_metadata,
+        *no_hooks,
+    )
+    stream, hooks = torch._C._cuda_getCurrentRawStream, (knobs.runtime, *_HOOKS)
+    return CompiledLaunch(ask, run.launch, settings, device, stream, hooks)
 
 
 class KernelLauncher:
@@ -142,7 +129,7 @@ class KernelLauncher:
         # Triton is given them in order: it copies what has a name three times a launch.
         self._in_order = itemgetter(*self.names)
         self.only_types = _only_types(kernel) if CAN_SKIP else ()
-        self._compiled: dict[tuple[Any, ...], _CompiledLaunch | None] = {}
+        self._compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
         self._begun: dict[tuple[Any, ...], Begun] = {}  # variants that are being compiled
         self._waits = self.names.index(WAITS) if WAITS in self.names else None
 
@@ -161,17 +148,13 @@ class KernelLauncher:
         rest = fixed.rest
         if rest is None or rest.count != len(arguments):
             rest = fixed.rest = _Rest(self, fixed.arguments, arguments)
-        key, plain = HOST.launch_arguments(*rest.shape, num_warps, arguments)
-        compiled = rest.compiled.get(key)
-        if compiled is None:
-            whole = {**fixed.arguments, **arguments}
-            rest.compiled[key] = self._launch(grid, num_warps, whole)
-        else:
-            compiled(grid[0], plain)
+        if not HOST.launch(rest.shape, rest.compiled, grid[0], num_warps, arguments):
+            key, _ = HOST.launch_arguments(*rest.shape, num_warps, arguments)
+            rest.compiled[key] = self._launch(grid, num_warps, {**fixed.arguments, **arguments})
 
     def _launch(
         self, grid: tuple[int], num_warps: int, arguments: Mapping[str, Any]
-    ) -> _CompiledLaunch | None:
+    ) -> CompiledLaunch | None:
         """Returns the compiled variant, if it is known."""
         values = self._values(arguments)
         if not CAN_SKIP:
@@ -194,13 +177,13 @@ class KernelLauncher:
 
     def _compile(
         self, grid: tuple[int], num_warps: int, values: Sequence[Any]
-    ) -> _CompiledLaunch | None:
+    ) -> CompiledLaunch | None:
         """Compile a variant, and launch it. None: a hook of Triton's has taken the launch over."""
         compiled = self._kernel[grid](*values, num_warps=num_warps)
         if compiled is None:
             return None
-        begins_early = self._waits is not None and values[self._waits]
-        return _CompiledLaunch(compiled, values[0].device.index, begins_early)
+        begins_early = self._waits is not None and bool(values[self._waits])
+        return _compiled_launch(compiled, values[0].device.index, begins_early)
 
     def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
         """All arguments of the kernel in its order, tensors as themselves."""
@@ -234,9 +217,7 @@ def variant_of(
 
     Of a tensor: its dtype and whether it is aligned. Of an integer: its type where `only_types`, else its value.
     """
-    count = len(values)
-    places = tuple(range(count))
-    variant, plain = HOST.launch_arguments(
-        places, tuple(only_types), places, [None] * count, _TYPES, 0, dict(enumerate(values))
-    )
+    names = range(len(values))
+    shape = tuple(names), bytes(only_types), bytes(names), [None] * len(values), _TYPES
+    variant, plain = HOST.launch_arguments(*shape, 0, dict(enumerate(values)))
     return variant[1:], plain

@@ -11,6 +11,7 @@ import torch
 from ...buffer_group import CanaryBufferGroup, PoolKind, Side
 from ...capacities import MOST_REQUESTS
 from ...endpoint import CanaryLaunchTag, Part
+from ...host_code import HOST
 from ...plan.plan_input import ForwardPlan
 from ...state import CanaryDeviceState
 from ..layout import VERIFY_BLOCK
@@ -173,11 +174,12 @@ def prepared(
     state: CanaryDeviceState, purpose: Hashable, what: tuple[Any, ...], make: Callable[[], T]
 ) -> T:
     """What `make` returns, made once for `purpose` and these objects, and kept with `state`."""
-    key = (purpose, *map(id, what))
-    known = state.prepared.get(key)
+    known = HOST.prepared_for(state.prepared, purpose, what)
     if known is None:
-        known = state.prepared[key] = (make(), what)  # ids stay theirs as long as they are kept
-    return known[0]
+        known = make()
+        key = (purpose, *map(id, what))
+        state.prepared[key] = (known, what)  # ids stay theirs as long as they are kept
+    return known
 
 
 @lru_cache
