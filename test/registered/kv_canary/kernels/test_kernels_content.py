@@ -499,7 +499,10 @@ def test_tables_are_not_made_while_a_graph_is_captured():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_what_begins_early_waits_for_tail() -> None:
-    """Each of TAIL's programs verifies before one of them writes 64 slots. Content has little else to do than these."""
+    """Each of TAIL's programs verifies before one of them writes 64 slots. Content has little else to do than these.
+
+    An H100 is through with TAIL before content comes there. So it is the wait of `publish` that this has been seen to need.
+    """
     requests, prefix, device = 64, 2300, kernel_device()
     pool = Pool(device, 150_000, prefix + 8, requests + 1)
     group = make_group(150_000, device=device, content=LAYOUTS["one layer"])
