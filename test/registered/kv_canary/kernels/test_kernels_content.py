@@ -501,7 +501,7 @@ def test_tables_are_not_made_while_a_graph_is_captured():
 def test_what_begins_early_waits_for_tail() -> None:
     """Each of TAIL's programs verifies before one of them writes 64 slots. Content has little else to do than these.
 
-    An H100 is through with TAIL before content comes there. So it is the wait of `publish` that this has been seen to need.
+    An H100 is through with TAIL before content comes there. So the wait of `publish` is what has been seen red.
     """
     requests, prefix, device = 64, 2300, kernel_device()
     pool = Pool(device, 150_000, prefix + 8, requests + 1)
