@@ -8,7 +8,7 @@ from typing import Any
 
 from .buffer_group import CanaryBufferGroup
 from .capacities import CanaryLaunchCapacities
-from .config import CanaryConfig, ContentMode
+from .config import Action, CanaryConfig, ContentMode
 from .errors import startup_error
 from .host_code import begin_to_compile
 from .observers import build_observers
@@ -28,7 +28,7 @@ from .wiring.cuda_graph import may_branch
 from .wiring.log_reach import let_findings_through
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
-from .wiring.startup_check import verify_hooks_applied
+from .wiring.startup_check import verify_action_hooks, verify_hooks_applied
 from .wiring.states import follow_states
 from .wiring.surroundings import SchedulerSurroundings
 from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
@@ -58,6 +58,8 @@ def install_canary(
     if not config.enabled:
         return None
     verify_hooks_applied()
+    if config.action is Action.ABORT:
+        verify_action_hooks()
     let_findings_through(config, server_args.enable_metrics)
     begin_to_compile()
     if model_runner.is_draft_worker and not checks_draft(server_args):

@@ -29,6 +29,7 @@ __all__ = [
     "default_of",
     "given_names",
     "install_env_fields",
+    "may_act",
     "read_settings",
 ]
 
@@ -325,6 +326,11 @@ _BY_KEY = {setting.key: setting for setting in SETTINGS}
 def default_of(key: str) -> Any:
     """The default of the variable whose name without the prefix is `key`."""
     return _BY_KEY[key].default
+
+
+def may_act() -> bool:
+    """Whether ACTION may be other than `report`. False also where nobody has said so. Before settings are read."""
+    return os.environ.get(f"{ENV_PREFIX}ACTION", default_of("ACTION")) != default_of("ACTION")
 
 
 def install_env_fields() -> None:

@@ -264,6 +264,7 @@ def test_a_start_has_no_warning_about_hooks(fresh):
 
 # Hooks that are not in place
 
+ACTS = {"SGLANG_KV_CANARY_ACTION": "abort"}  # with it no hook is left out
 TARGETS = sorted({hook.target for hook in collect_hooks()})
 
 
@@ -274,7 +275,7 @@ def test_hooks_that_sglang_could_not_apply_are_named(fresh):
         HookRegistry._apply_target = classmethod(fail)
         load_plugins()
     """
-    ended = fresh.run(script(LOAD, failing, ASK))
+    ended = fresh.run(script(LOAD, failing, ASK), env=ACTS)
     for target in TARGETS:
         assert_refused_naming(target, ended)
 
@@ -299,11 +300,36 @@ def test_each_hook_that_was_overwritten_is_named(fresh):
         verify_hooks_applied()
         print(json.dumps(seen))
     """
-    seen = fresh.run(script(LOAD, overwrite), *TARGETS).result
+    seen = fresh.run(script(LOAD, overwrite), *TARGETS, env=ACTS).result
     assert seen.keys() == set(TARGETS)
     for target, message in seen.items():
         assert f"did not apply the hooks on {target}. Not protected: " in message
         assert GO_ON in message
+
+
+def test_hooks_of_an_action_that_is_off_are_left_out_and_it_cannot_be_turned_on_later(fresh):
+    late = """
+        load_plugins()
+        from sglang_kv_canary.errors import CanaryStartupError
+        from sglang_kv_canary.wiring.context import context
+        from sglang_kv_canary.wiring.startup_check import verify_action_hooks
+        left_out = [hook.target for hook in context.registration.left_out]
+        applied = [hook.target for hook in context.registration.hooks]
+        try:
+            verify_action_hooks()
+            said = ""
+        except CanaryStartupError as error:
+            said = str(error)
+        print(json.dumps([left_out, applied, said]))
+    """
+    left_out, applied, said = fresh.run(script(LOAD, late)).result
+    release_kv_cache = "sglang.srt.mem_cache.common.release_kv_cache"
+    assert release_kv_cache in left_out
+    assert len(left_out) + len(applied) == len(collect_hooks())
+    assert "SGLANG_KV_CANARY_ACTION was not set when SGLang loaded its plugins" in said
+    assert release_kv_cache in said
+    left_out, applied, said = fresh.run(script(LOAD, late), env=ACTS).result
+    assert (left_out, len(applied), said) == ([], len(collect_hooks()), "")
 
 
 def assert_refused_naming(target, ended):

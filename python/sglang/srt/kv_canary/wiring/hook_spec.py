@@ -11,6 +11,10 @@ from sglang.srt.plugins.hook_registry import HookType
 __all__ = ["HookSpec", "HookType"]
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class HookSpec:
     """A hook for SGLang's `HookRegistry`. `fn` has the signature that `HookRegistry.register` expects."""
@@ -20,3 +24,5 @@ class HookSpec:
     hook_type: HookType
     # What is unprotected without the hook
     protects: str = "an unknown part of the KV pool"
+    # Asked once in a process. A hook that would do nothing is left out where it is called in each step.
+    is_needed: Callable[[], bool] = _always

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from ..config import is_asked_for
+from ..environ import ENV_PREFIX
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
 from .context import context
 from .hook_spec import HookSpec, HookType
@@ -39,6 +40,7 @@ __all__ = [
     "AppliedHooks",
     "run_guarded_scheduler_process",
     "set_active_summary",
+    "verify_action_hooks",
     "verify_hooks_applied",
     "verify_scheduler_begun",
 ]
@@ -66,6 +68,17 @@ def verify_hooks_applied() -> None:
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
         raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
+
+
+def verify_action_hooks() -> None:
+    """Raises `CanaryStartupError` if hooks that ACTION needs were left out: it was not set when plugins were loaded."""
+    if left_out := context.registration.left_out:
+        targets = ", ".join(dict.fromkeys(hook.target for hook in left_out))
+        raise startup_error(
+            f"{ENV_PREFIX}ACTION was not set when SGLang loaded its plugins, so the hooks on {targets} are missing. "
+            "Set it before the server starts.",
+            left_out[0].protects,
+        )
 
 
 def verify_scheduler_begun() -> None:

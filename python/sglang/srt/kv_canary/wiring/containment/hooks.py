@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from ...environ import may_act
 from ..context import context
 from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
@@ -107,7 +108,13 @@ def around_check_pool(
 ACTION = "requests that read damage, which SGLANG_KV_CANARY_ACTION=abort ends"
 _MEM_CACHE = "sglang.srt.mem_cache"
 HOOKS = (
-    HookSpec("sglang.srt.utils.common.broadcast_pyobj", _around_broadcast, HookType.AROUND, ACTION),
+    HookSpec(
+        "sglang.srt.utils.common.broadcast_pyobj",
+        _around_broadcast,
+        HookType.AROUND,
+        ACTION,
+        may_act,
+    ),
     HookSpec(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, HookType.BEFORE, ACTION
     ),
@@ -117,8 +124,14 @@ HOOKS = (
         HookType.AROUND,
         ACTION,
     ),
-    HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
     HookSpec(
-        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", before_row_free, HookType.BEFORE, ACTION
+        f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION, may_act
+    ),
+    HookSpec(
+        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free",
+        before_row_free,
+        HookType.BEFORE,
+        ACTION,
+        may_act,
     ),
 )

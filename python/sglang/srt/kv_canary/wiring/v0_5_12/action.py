@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...environ import may_act
 from ...plan.speculation import why_draft_is_unchecked
 from ..containment.abort import reason_of_waiting
 from ..containment.hooks import (
@@ -97,12 +98,13 @@ _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntime
 HOOKS = (
     *SHARED,
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", around_recv_requests, HookType.AROUND, ACTION),
+    HookSpec(f"{_SCHEDULER}.recv_requests", around_recv_requests, HookType.AROUND, ACTION, may_act),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,
         HookType.AFTER,
         ACTION,
+        may_act,
     ),
     HookSpec(
         "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
@@ -132,5 +134,7 @@ HOOKS = (
         HookSpec(f"{_MEM_CACHE}.allocator.{name}.clear", after_clear, HookType.AFTER, ACTION)
         for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
     ),
-    HookSpec(f"{_CHECKER}._check_pool_invariant", around_check_pool, HookType.AROUND, ACTION),
+    HookSpec(
+        f"{_CHECKER}._check_pool_invariant", around_check_pool, HookType.AROUND, ACTION, may_act
+    ),
 )
