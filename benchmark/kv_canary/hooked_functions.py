@@ -171,7 +171,7 @@ def hook_in() -> None:
     for name in release().hook_modules:
         for spec in import_module(f"{wiring.__name__}.{name}").HOOKS:
             found = _HOOKED.get(".".join(spec.target.split(".")[-2:]))
-            if found is not None and spec.is_needed():
+            if found is not None and spec.is_needed:
                 target = f"{__name__}.{found[0].__name__}.{found[1]}"
                 HookRegistry.register(target, spec.fn, spec.hook_type)
     HookRegistry.apply_hooks()

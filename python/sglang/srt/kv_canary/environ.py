@@ -29,7 +29,7 @@ __all__ = [
     "default_of",
     "given_names",
     "install_env_fields",
-    "may_act",
+    "is_given",
     "read_settings",
 ]
 
@@ -328,9 +328,9 @@ def default_of(key: str) -> Any:
     return _BY_KEY[key].default
 
 
-def may_act() -> bool:
-    """Whether ACTION may be other than `report`. False also where nobody has said so. Before settings are read."""
-    return os.environ.get(f"{ENV_PREFIX}ACTION", default_of("ACTION")) != default_of("ACTION")
+def is_given(key: str) -> bool:
+    """Whether this variable may have another value than its default. Before settings are read and checked."""
+    return os.environ.get(ENV_PREFIX + key, str(default_of(key))) != str(default_of(key))
 
 
 def install_env_fields() -> None:

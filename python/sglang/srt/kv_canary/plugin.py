@@ -61,7 +61,7 @@ def _register_hooks() -> None:
     from .wiring.patch_scan import search_once
 
     known = collect_hooks()
-    hooks = tuple(hook for hook in known if hook.is_needed())
+    hooks = tuple(hook for hook in known if hook.is_needed)
     search_once()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.fn, hook.hook_type)

@@ -264,7 +264,7 @@ def test_a_start_has_no_warning_about_hooks(fresh):
 
 # Hooks that are not in place
 
-ACTS = {"SGLANG_KV_CANARY_ACTION": "abort"}  # with it no hook is left out
+ALL = {"SGLANG_KV_CANARY_ACTION": "abort", "SGLANG_KV_CANARY_TOKEN_ORACLE": "1"}  # none is left out
 TARGETS = sorted({hook.target for hook in collect_hooks()})
 
 
@@ -275,7 +275,7 @@ def test_hooks_that_sglang_could_not_apply_are_named(fresh):
         HookRegistry._apply_target = classmethod(fail)
         load_plugins()
     """
-    ended = fresh.run(script(LOAD, failing, ASK), env=ACTS)
+    ended = fresh.run(script(LOAD, failing, ASK), env=ALL)
     for target in TARGETS:
         assert_refused_naming(target, ended)
 
@@ -300,21 +300,34 @@ def test_each_hook_that_was_overwritten_is_named(fresh):
         verify_hooks_applied()
         print(json.dumps(seen))
     """
-    seen = fresh.run(script(LOAD, overwrite), *TARGETS, env=ACTS).result
+    seen = fresh.run(script(LOAD, overwrite), *TARGETS, env=ALL).result
     assert seen.keys() == set(TARGETS)
     for target, message in seen.items():
         assert f"did not apply the hooks on {target}. Not protected: " in message
         assert GO_ON in message
 
 
-def test_hooks_of_an_action_that_is_off_are_left_out_and_it_cannot_be_turned_on_later(fresh):
+@pytest.mark.parametrize(
+    ("name", "value", "target"),
+    [
+        ("SGLANG_KV_CANARY_ACTION", "abort", "sglang.srt.mem_cache.common.release_kv_cache"),
+        (
+            "SGLANG_KV_CANARY_TOKEN_ORACLE",
+            "1",
+            "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+        ),
+    ],
+)
+def test_hooks_of_what_is_off_are_left_out_and_it_cannot_be_turned_on_later(
+    fresh, name, value, target
+):
     late = """
         load_plugins()
         import os
         from sglang.srt.server_args import ServerArgs
         from sglang_kv_canary.api import install_canary
         from sglang_kv_canary.wiring.context import context
-        os.environ["SGLANG_KV_CANARY_ACTION"] = "abort"
+        os.environ.update([sys.argv[1:]])
         left_out = [hook.target for hook in context.registration.left_out]
         applied = [hook.target for hook in context.registration.hooks]
         try:
@@ -324,15 +337,13 @@ def test_hooks_of_an_action_that_is_off_are_left_out_and_it_cannot_be_turned_on_
             said = f"{type(error).__name__}: {error}"
         print(json.dumps([left_out, applied, said]))
     """
-    left_out, applied, said = fresh.run(script(LOAD, late)).result
-    release_kv_cache = "sglang.srt.mem_cache.common.release_kv_cache"
-    assert release_kv_cache in left_out
+    left_out, applied, said = fresh.run(script(LOAD, late), name, value).result
+    assert target in left_out
     assert len(left_out) + len(applied) == len(collect_hooks())
-    expected = "SGLANG_KV_CANARY_ACTION was not set when SGLang loaded its plugins"
     assert said.startswith("CanaryStartupError: ")
-    assert expected in said
-    assert release_kv_cache in said
-    left_out, applied, said = fresh.run(script(LOAD, late), env=ACTS).result
+    assert f"{name} was not set when SGLang loaded its plugins" in said
+    assert target in said
+    left_out, applied, said = fresh.run(script(LOAD, late), name, value, env=ALL).result
     assert (left_out, len(applied)) == ([], len(collect_hooks()))
     assert said.startswith("AttributeError: ")  # there is no model runner
 

@@ -40,8 +40,8 @@ __all__ = [
     "AppliedHooks",
     "run_guarded_scheduler_process",
     "set_active_summary",
-    "verify_action_hooks",
     "verify_hooks_applied",
+    "verify_none_left_out",
     "verify_scheduler_begun",
 ]
 
@@ -70,12 +70,13 @@ def verify_hooks_applied() -> None:
         raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
 
 
-def verify_action_hooks() -> None:
-    """Raises `CanaryStartupError` if hooks that ACTION needs were left out: it was not set when plugins were loaded."""
-    if left_out := context.registration.left_out:
+def verify_none_left_out(key: str) -> None:
+    """Raises `CanaryStartupError` if hooks that this setting needs were left out: it was given too late."""
+    left_out = [hook for hook in context.registration.left_out if hook.only_with == key]
+    if left_out:
         targets = ", ".join(dict.fromkeys(hook.target for hook in left_out))
         raise startup_error(
-            f"{ENV_PREFIX}ACTION was not set when SGLang loaded its plugins, so the hooks on {targets} are missing. "
+            f"{ENV_PREFIX}{key} was not set when SGLang loaded its plugins, so the hooks on {targets} are missing. "
             "Set it before the server starts.",
             left_out[0].protects,
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from ...environ import may_act
 from ..context import context
 from ..guard import attempt_aside, guarded, guarded_aside
 from ..hook_spec import HookSpec, HookType
@@ -113,7 +112,7 @@ HOOKS = (
         _around_broadcast,
         HookType.AROUND,
         ACTION,
-        may_act,
+        only_with="ACTION",
     ),
     HookSpec(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, HookType.BEFORE, ACTION
@@ -125,13 +124,17 @@ HOOKS = (
         ACTION,
     ),
     HookSpec(
-        f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION, may_act
+        f"{_MEM_CACHE}.common.release_kv_cache",
+        _around_release,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
     ),
     HookSpec(
         f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free",
         before_row_free,
         HookType.BEFORE,
         ACTION,
-        may_act,
+        only_with="ACTION",
     ),
 )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...environ import may_act
 from ...plan.speculation import why_draft_is_unchecked
 from ..containment.abort import reason_of_waiting
 from ..containment.hooks import (
@@ -98,13 +97,19 @@ _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntime
 HOOKS = (
     *SHARED,
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", around_recv_requests, HookType.AROUND, ACTION, may_act),
+    HookSpec(
+        f"{_SCHEDULER}.recv_requests",
+        around_recv_requests,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
+    ),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,
         HookType.AFTER,
         ACTION,
-        may_act,
+        only_with="ACTION",
     ),
     HookSpec(
         "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
@@ -135,6 +140,10 @@ HOOKS = (
         for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
     ),
     HookSpec(
-        f"{_CHECKER}._check_pool_invariant", around_check_pool, HookType.AROUND, ACTION, may_act
+        f"{_CHECKER}._check_pool_invariant",
+        around_check_pool,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
     ),
 )

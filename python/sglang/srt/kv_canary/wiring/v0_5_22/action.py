@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...environ import may_act
 from ..containment.abort import reason_of_waiting
 from ..containment.hooks import (
     ACTION,
@@ -112,7 +111,7 @@ HOOKS = (
         around_recv_requests,
         HookType.AROUND,
         ACTION,
-        may_act,
+        only_with="ACTION",
     ),
     HookSpec(
         "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
@@ -135,6 +134,6 @@ HOOKS = (
         around_check_pool,
         HookType.AROUND,
         ACTION,
-        may_act,
+        only_with="ACTION",
     ),
 )
