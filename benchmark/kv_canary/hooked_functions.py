@@ -84,9 +84,6 @@ class Hooked:
             self.clock.start(entry_after)
         return returned
 
-    def recv_requests(self) -> Any:
-        return self._do("recv_requests", None)
-
     def run_batch(self, batch: Any) -> Any:
         return self._do("run_batch", "run_batch, after")
 
@@ -155,7 +152,6 @@ class HookedRows:
 
 
 _HOOKED = {
-    "Scheduler.recv_requests": (Hooked, "recv_requests"),
     "Scheduler.run_batch": (Hooked, "run_batch"),
     "Scheduler.process_batch_result": (Hooked, "process_batch_result"),
     "ModelRunner.forward": (Hooked, "forward"),
@@ -175,7 +171,7 @@ def hook_in() -> None:
     for name in release().hook_modules:
         for spec in import_module(f"{wiring.__name__}.{name}").HOOKS:
             found = _HOOKED.get(".".join(spec.target.split(".")[-2:]))
-            if found is not None:
+            if found is not None and spec.is_needed:
                 target = f"{__name__}.{found[0].__name__}.{found[1]}"
                 HookRegistry.register(target, spec.fn, spec.hook_type)
     HookRegistry.apply_hooks()

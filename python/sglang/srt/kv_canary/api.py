@@ -8,7 +8,7 @@ from typing import Any
 
 from .buffer_group import CanaryBufferGroup
 from .capacities import CanaryLaunchCapacities
-from .config import CanaryConfig, ContentMode
+from .config import Action, CanaryConfig, ContentMode
 from .errors import startup_error
 from .host_code import begin_to_compile
 from .observers import build_observers
@@ -29,7 +29,7 @@ from .wiring.cuda_graph import may_branch
 from .wiring.log_reach import let_findings_through
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
-from .wiring.startup_check import verify_hooks_applied
+from .wiring.startup_check import verify_hooks_applied, verify_none_left_out
 from .wiring.states import follow_states
 from .wiring.surroundings import SchedulerSurroundings
 from .wiring.token_oracle import refuse_foreign_oracle, token_oracle_of
@@ -51,14 +51,18 @@ def install_canary(
     user asked to protect cannot be protected.
 
     `token_oracle_manager` (tests only): answers are the oracle's tokens instead of the model's, and every new token
-    is compared with them. SGLANG_KV_CANARY_TOKEN_ORACLE creates one. Raises CanaryConfigError for anything other
-    than a `token_oracle.TokenOracleManager`.
+    is compared with them. SGLANG_KV_CANARY_TOKEN_ORACLE creates one, and must be set for any. Raises
+    CanaryConfigError for anything other than a `token_oracle.TokenOracleManager`.
     """
     refuse_foreign_oracle(token_oracle_manager)
     config = CanaryConfig.from_server_args(server_args)
     if not config.enabled:
         return None
     verify_hooks_applied()
+    if config.action is Action.ABORT:
+        verify_none_left_out("ACTION")
+    if config.token_oracle or token_oracle_manager is not None:
+        verify_none_left_out("TOKEN_ORACLE")
     let_findings_through(config, server_args.enable_metrics)
     begin_to_compile()
     if model_runner.is_draft_worker and not checks_draft(server_args):

@@ -22,6 +22,15 @@ class Part(IntFlag):
     NEW_CONTENT = 8  # TAIL: fingerprints of the new tokens' bytes, where WRITE is a part too
     ALL = VERIFY | WRITE | NUMBER | NEW_CONTENT
 
+    def __and__(self, other: int) -> Part:
+        """As IntFlag's, which looks the result up by three more calls of Python functions."""
+        return _PARTS[self._value_ & int(other)]
+
+    __rand__ = __and__
+
+
+_PARTS = tuple(map(Part, range(Part.ALL + 1)))
+
 
 @dataclass(frozen=True, slots=True)
 class CanaryLaunchTag:

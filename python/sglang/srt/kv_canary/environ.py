@@ -29,6 +29,7 @@ __all__ = [
     "default_of",
     "given_names",
     "install_env_fields",
+    "is_given",
     "read_settings",
 ]
 
@@ -326,6 +327,11 @@ _BY_KEY = {setting.key: setting for setting in SETTINGS}
 def default_of(key: str) -> Any:
     """The default of the variable whose name without the prefix is `key`."""
     return _BY_KEY[key].default
+
+
+def is_given(key: str) -> bool:
+    """Whether this variable may have another value than its default. Before settings are read and checked."""
+    return os.environ.get(ENV_PREFIX + key, str(default_of(key))) != str(default_of(key))
 
 
 def install_env_fields() -> None:

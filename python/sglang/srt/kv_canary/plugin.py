@@ -60,11 +60,13 @@ def _register_hooks() -> None:
     from .wiring import collect_hooks
     from .wiring.patch_scan import search_once
 
-    hooks = collect_hooks()
+    known = collect_hooks()
+    hooks = tuple(hook for hook in known if hook.is_needed)
     search_once()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.fn, hook.hook_type)
     context.registration.hooks = hooks
+    context.registration.left_out = tuple(hook for hook in known if hook not in hooks)
     context.install = _install_canary
 
 

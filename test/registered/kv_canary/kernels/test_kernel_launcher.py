@@ -165,6 +165,15 @@ def test_fixed_arguments_change_neither_the_launch_nor_its_variant(change, monke
     assert (key == other_key) is (variant == other_variant)
 
 
+def test_parts_are_intersected_as_their_bits_are() -> None:
+    for one in map(Part, range(16)):
+        for other in range(16):
+            for found in (one & Part(other), one & other, other & one):
+                assert (type(found), found) == (Part, Part(int(one) & other))
+        assert one & ~Part.WRITE == int(one) & ~2
+        assert (Part.WRITE in one) is bool(int(one) & 2)
+
+
 def test_what_is_prepared_for_a_budget_is_not_used_for_another() -> None:
     """What arrives is checked without a budget, on a state that differs from that of the forwards in this alone."""
     state = make_state("cpu")

@@ -830,7 +830,8 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "launch fails", lambda: C.launch(shape[:5], fails, 10**9, 4, arguments)
     yield "launch is not known", lambda: C.launch(shape[:5], known, 10**9, 4, unknown)
     request, bad_stack = SimpleNamespace(rid="one"), (10**9, 9, ())
-    yield "call", lambda: _call_from(C, (10**9, 1, ()), request)
+    code = _middle.__code__  # held by the frames that are looked at
+    yield "call", lambda: (code, _call_from(C, (10**9, 1, ()), request))
     yield "call fails", lambda: _call_from(C, bad_stack, request)
     yield "call without an id", lambda: _call_from(C, (10**9, 1, ()), tokens)
     yield "too few frames", lambda: C.call_from(None, 1, {}, None)

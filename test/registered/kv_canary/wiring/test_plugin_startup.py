@@ -264,6 +264,7 @@ def test_a_start_has_no_warning_about_hooks(fresh):
 
 # Hooks that are not in place
 
+ALL = {"SGLANG_KV_CANARY_ACTION": "abort", "SGLANG_KV_CANARY_TOKEN_ORACLE": "1"}  # none is left out
 TARGETS = sorted({hook.target for hook in collect_hooks()})
 
 
@@ -274,7 +275,7 @@ def test_hooks_that_sglang_could_not_apply_are_named(fresh):
         HookRegistry._apply_target = classmethod(fail)
         load_plugins()
     """
-    ended = fresh.run(script(LOAD, failing, ASK))
+    ended = fresh.run(script(LOAD, failing, ASK), env=ALL)
     for target in TARGETS:
         assert_refused_naming(target, ended)
 
@@ -299,11 +300,52 @@ def test_each_hook_that_was_overwritten_is_named(fresh):
         verify_hooks_applied()
         print(json.dumps(seen))
     """
-    seen = fresh.run(script(LOAD, overwrite), *TARGETS).result
+    seen = fresh.run(script(LOAD, overwrite), *TARGETS, env=ALL).result
     assert seen.keys() == set(TARGETS)
     for target, message in seen.items():
         assert f"did not apply the hooks on {target}. Not protected: " in message
         assert GO_ON in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "target"),
+    [
+        ("SGLANG_KV_CANARY_ACTION", "abort", "sglang.srt.mem_cache.common.release_kv_cache"),
+        (
+            "SGLANG_KV_CANARY_TOKEN_ORACLE",
+            "1",
+            "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+        ),
+    ],
+)
+def test_hooks_of_what_is_off_are_left_out_and_it_cannot_be_turned_on_later(
+    fresh, name, value, target
+):
+    late = """
+        load_plugins()
+        import os
+        from sglang.srt.server_args import ServerArgs
+        from sglang_kv_canary.api import install_canary
+        from sglang_kv_canary.wiring.context import context
+        os.environ.update([sys.argv[1:]])
+        left_out = [hook.target for hook in context.registration.left_out]
+        applied = [hook.target for hook in context.registration.hooks]
+        try:
+            server_args = ServerArgs(model_path="dummy", kv_canary="log")
+            install_canary(server_args=server_args, model_runner=None)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps([left_out, applied, said]))
+    """
+    left_out, applied, said = fresh.run(script(LOAD, late), name, value).result
+    assert target in left_out
+    assert len(left_out) + len(applied) == len(collect_hooks())
+    assert said.startswith("CanaryStartupError: ")
+    assert f"{name} was not set when SGLang loaded its plugins" in said
+    assert target in said
+    left_out, applied, said = fresh.run(script(LOAD, late), name, value, env=ALL).result
+    assert (left_out, len(applied)) == ([], len(collect_hooks()))
+    assert said.startswith("AttributeError: ")  # there is no model runner
 
 
 def assert_refused_naming(target, ended):

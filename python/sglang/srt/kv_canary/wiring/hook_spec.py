@@ -8,6 +8,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from ..environ import is_given
+
 __all__ = ["HookSpec", "HookType"]
 
 
@@ -20,3 +22,9 @@ class HookSpec:
     hook_type: HookType
     # What is unprotected without the hook
     protects: str = "an unknown part of the KV pool"
+    # Key of a setting without which it does nothing. Such a hook is left out where each step would call it.
+    only_with: str = ""
+
+    @property
+    def is_needed(self) -> bool:
+        return not self.only_with or is_given(self.only_with)

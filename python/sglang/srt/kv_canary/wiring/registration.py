@@ -17,6 +17,7 @@ class Registration:
 
     started: bool = False
     hooks: tuple[HookSpec, ...] | None = None  # None until all are registered with SGLang
+    left_out: tuple[HookSpec, ...] = ()  # they are not needed, by the environment of that time
     failure: str = ""  # why register() failed; "" if it did not
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from ..config import is_asked_for
+from ..environ import ENV_PREFIX
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
 from .context import context
 from .hook_spec import HookSpec, HookType
@@ -40,6 +41,7 @@ __all__ = [
     "run_guarded_scheduler_process",
     "set_active_summary",
     "verify_hooks_applied",
+    "verify_none_left_out",
     "verify_scheduler_begun",
 ]
 
@@ -66,6 +68,18 @@ def verify_hooks_applied() -> None:
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))
         raise startup_error(f"SGLang did not apply the hooks on {targets}.", lost)
+
+
+def verify_none_left_out(key: str) -> None:
+    """Raises `CanaryStartupError` if hooks that this setting needs were left out: it was given too late."""
+    left_out = [hook for hook in context.registration.left_out if hook.only_with == key]
+    if left_out:
+        targets = ", ".join(dict.fromkeys(hook.target for hook in left_out))
+        raise startup_error(
+            f"{ENV_PREFIX}{key} was not set when SGLang loaded its plugins, so the hooks on {targets} are missing. "
+            "Set it before the server starts.",
+            left_out[0].protects,
+        )
 
 
 def verify_scheduler_begun() -> None:

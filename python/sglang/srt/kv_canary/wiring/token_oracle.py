@@ -178,5 +178,6 @@ HOOKS = (
         _before_sample,
         HookType.BEFORE,
         UNNAMED,
+        only_with="TOKEN_ORACLE",
     ),
 )

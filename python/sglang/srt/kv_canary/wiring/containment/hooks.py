@@ -107,7 +107,13 @@ def around_check_pool(
 ACTION = "requests that read damage, which SGLANG_KV_CANARY_ACTION=abort ends"
 _MEM_CACHE = "sglang.srt.mem_cache"
 HOOKS = (
-    HookSpec("sglang.srt.utils.common.broadcast_pyobj", _around_broadcast, HookType.AROUND, ACTION),
+    HookSpec(
+        "sglang.srt.utils.common.broadcast_pyobj",
+        _around_broadcast,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
+    ),
     HookSpec(
         "sglang.srt.managers.scheduler.Scheduler.on_idle", _before_idle, HookType.BEFORE, ACTION
     ),
@@ -117,8 +123,18 @@ HOOKS = (
         HookType.AROUND,
         ACTION,
     ),
-    HookSpec(f"{_MEM_CACHE}.common.release_kv_cache", _around_release, HookType.AROUND, ACTION),
     HookSpec(
-        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free", before_row_free, HookType.BEFORE, ACTION
+        f"{_MEM_CACHE}.common.release_kv_cache",
+        _around_release,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
+    ),
+    HookSpec(
+        f"{_MEM_CACHE}.memory_pool.ReqToTokenPool.free",
+        before_row_free,
+        HookType.BEFORE,
+        ACTION,
+        only_with="ACTION",
     ),
 )

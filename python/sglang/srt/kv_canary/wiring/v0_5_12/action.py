@@ -97,12 +97,19 @@ _CHECKER = "sglang.srt.managers.scheduler_runtime_checker_mixin.SchedulerRuntime
 HOOKS = (
     *SHARED,
     HookSpec(f"{_SCHEDULER}.__init__", _after_scheduler_init, HookType.AFTER, ACTION),
-    HookSpec(f"{_SCHEDULER}.recv_requests", around_recv_requests, HookType.AROUND, ACTION),
+    HookSpec(
+        f"{_SCHEDULER}.recv_requests",
+        around_recv_requests,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
+    ),
     HookSpec(
         f"{_MEM_CACHE}.common.maybe_cache_unfinished_req",
         _after_cache_unfinished,
         HookType.AFTER,
         ACTION,
+        only_with="ACTION",
     ),
     HookSpec(
         "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req",
@@ -132,5 +139,11 @@ HOOKS = (
         HookSpec(f"{_MEM_CACHE}.allocator.{name}.clear", after_clear, HookType.AFTER, ACTION)
         for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
     ),
-    HookSpec(f"{_CHECKER}._check_pool_invariant", around_check_pool, HookType.AROUND, ACTION),
+    HookSpec(
+        f"{_CHECKER}._check_pool_invariant",
+        around_check_pool,
+        HookType.AROUND,
+        ACTION,
+        only_with="ACTION",
+    ),
 )

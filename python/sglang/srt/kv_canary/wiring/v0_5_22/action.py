@@ -111,6 +111,7 @@ HOOKS = (
         around_recv_requests,
         HookType.AROUND,
         ACTION,
+        only_with="ACTION",
     ),
     HookSpec(
         "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows",
@@ -133,5 +134,6 @@ HOOKS = (
         around_check_pool,
         HookType.AROUND,
         ACTION,
+        only_with="ACTION",
     ),
 )
