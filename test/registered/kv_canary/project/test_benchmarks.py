@@ -160,7 +160,7 @@ def test_load_backs_of_one_server_are_timed_with_the_canary_in_and_out(tmp_path:
 
 
 ENTRIES = {
-    *("receive", "alloc", "free", "free of nothing", "row given back"),
+    *("alloc", "free", "free of nothing", "row given back"),
     *("run_batch", "forward", "forward, after", "run_batch, after"),
     *("sample", "result", "result, after", "step"),
 }
