@@ -74,6 +74,16 @@ def sender_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordSender]:
     return functools.partial(sender, kv_manager=kv_manager, layout=layout)
 
 
+def _blocks_of_pages() -> list[tuple[int, int, int]]:
+    """(address here, address there, bytes) of the records of PAGES."""
+    here = [records.data_ptr() for _, records in transferred_records(context.target.groups)]
+    return [
+        (mine + RECORD_BYTES * first, theirs + RECORD_BYTES * to, RECORD_BYTES * count)
+        for mine, theirs in zip(here, THERE, strict=True)
+        for first, to, count in ((3, 10, 2), (7, 30, 1))
+    ]
+
+
 def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSender]) -> None:
     written: list[Sequence[tuple[int, int, int]]] = []
 
@@ -85,14 +95,7 @@ def test_records_of_pages_go_to_the_same_pages(sender_of: Callable[..., RecordSe
 
     sender = sender_of(post)
     assert sender.send("alike", *PAGES) == 0
-    here = [records.data_ptr() for _, records in transferred_records(context.target.groups)]
-    assert written == [
-        [
-            (mine + RECORD_BYTES * first, theirs + RECORD_BYTES * to, RECORD_BYTES * count)
-            for mine, theirs in zip(here, THERE, strict=True)
-            for first, to, count in ((3, 10, 2), (7, 30, 1))
-        ]
-    ]
+    assert written == [_blocks_of_pages()]
     notice = sender.notice("alike", 7)
     assert (notice.has_records, notice.keeps_content, notice.why) == (True, True, "")
 
@@ -148,6 +151,32 @@ def test_mooncake_fails_what_a_peer_cannot_be_told_of(
         [] if peer == "none" else ["damage" if damaged else ""]
     )
     assert context.sent_chunks.has_gone(5, "r-5") is not damaged
+
+
+def test_kv_goes_from_the_pages_that_its_records_have_gone_from(
+    sender_of: Callable[..., RecordSender],
+) -> None:
+    """On a CPU, SGLang's pages are a part of req_to_token. The prefix cache re-points the last one meanwhile."""
+    manager, layout = sender_of.keywords["kv_manager"], sender_of.keywords["layout"]
+    row, gone, sent = np.array([1, *PAGES[0]]), [], []
+
+    def transfer(session: str, blocks: list[tuple[int, int, int]]) -> int:
+        assert not gone, "records go first"
+        sent.extend(blocks)
+        row[-1] = 9
+        return 0
+
+    def send_kv(session: str, pages: np.ndarray, *_: Any) -> int:
+        gone.extend(pages.tolist())
+        return 0
+
+    manager._transfer_data = transfer
+    for name in ("send_kvcache", "send_kvcache_slice", "maybe_send_extra", "send_aux"):
+        setattr(manager, name, send_kv)
+    MOONCAKE.attach_sender(manager, layout)
+    assert manager.send_kvcache("alike", row[1:], [], PAGES[1]) == 0
+    assert gone == PAGES[0].tolist()
+    assert sent == _blocks_of_pages()
 
 
 def test_the_status_of_the_transport_counts(sender_of: Callable[..., RecordSender]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..transfer.layout import TransferLayout
 from ..transfer.notice import NoticeBoard
 from .context import context
-from .record_sender import Arrive, RecordSender, Sides, wrap_method
+from .record_sender import Arrive, RecordSender, Sides, as_they_are, wrap_method
 from .releases import release
 from .transfer_answers import Transport
 
@@ -31,8 +31,10 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     def send_pages(
         original: Callable[..., int], session: str, source: Any, *args: Any, **more: Any
     ) -> int:
-        status = original(session, source, *args, **more)
-        return status or sender.send(session, source, args[1])
+        pages = as_they_are(source)
+        # Records first: SGLang may free a slot while its KV is on the way, which harms nobody until it is used again.
+        status = sender.send(session, pages, args[1])
+        return status or original(session, pages, *args, **more)
 
     def send_state(
         original: Callable[..., int], request: Any, indices: Any, *args: Any, **more: Any

@@ -23,7 +23,7 @@ from ..transfer.notice import Notice
 from .context import context
 from .late_work import await_content
 
-__all__ = ["TRANSFERS", "Arrive", "RecordSender", "Sides", "at_once", "wrap_method"]
+__all__ = ["TRANSFERS", "Arrive", "RecordSender", "Sides", "as_they_are", "at_once", "wrap_method"]
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +220,15 @@ class RecordSender:
             kind: tuple((ours.data_ptr(), to) for (space, ours), to in pairs if space is kind)
             for kind in PoolKind
         }
+
+
+def as_they_are(pages: Any) -> np.ndarray:
+    """A copy of `pages`, from which both KV and records go.
+
+    On a CPU, SGLang's array is a part of req_to_token. The prefix cache may re-point a page between the two: the last
+    one of a chunk with EAGLE, whose key needs the token that follows.
+    """
+    return np.array(pages)
 
 
 def at_once() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from ...transfer.layout import TransferLayout
 from ..nixl import Passenger, sender_over_nixl, waiting_in
 from ..nixl_notices import attach_receiver, with_notice
-from ..record_sender import wrap_method
+from ..record_sender import as_they_are, wrap_method
 from ..transfer_answers import Transport
 
 __all__ = ["NIXL"]
@@ -31,12 +31,13 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
         pointers, target, gpu, notification, *rest = args
-        sides = sender.sides(peer, source, target)
-        sent = (peer, source, pointers, target, gpu, noted(peer, notification), *rest)
+        pages = as_they_are(source)
+        sides = sender.sides(peer, pages, target)
+        sent = (peer, pages, pointers, target, gpu, noted(peer, notification), *rest)
         post_kv = functools.partial(original, *sent, **more)
         if sides is None:
             return post_kv()
-        otherwise = functools.partial(sender.send, peer, source, target)
+        otherwise = functools.partial(sender.send, peer, pages, target)
         return passenger.carry(post_kv, sides, otherwise)
 
     def send_state(

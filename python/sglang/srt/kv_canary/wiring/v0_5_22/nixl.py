@@ -15,7 +15,7 @@ from ...transfer.layout import TransferLayout
 from ...transfer.notice import NoticeBoard
 from ..guard import attempt_aside
 from ..nixl import beside, sender_over_nixl
-from ..record_sender import Arrive, RecordSender, at_once, wrap_method
+from ..record_sender import Arrive, RecordSender, as_they_are, at_once, wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
 
@@ -55,9 +55,9 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     agent, awaited, early = kv_manager.agent, _Awaited(), EarlyChunks()
     sender = sender_over_nixl(kv_manager, layout, awaited.posted)
 
-    def send_records(peer: str, source: Any, target: Any) -> None:
+    def send_records(peer: str, source: Any, pages: Any, target: Any) -> None:
         sender.contained(peer, early.await_forward, source)
-        sender.send(peer, source, target)
+        sender.send(peer, pages, target)
 
     def queue(original: Callable[..., Any], room: int, pages: Any, *args: Any, **more: Any) -> Any:
         attempt_aside(early.note, pages, more.get("wait_event"))
@@ -66,12 +66,14 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
     def send_kv(
         original: Callable[..., Any], peer: str, source: Any, *args: Any, **more: Any
     ) -> Any:
-        post_kv = functools.partial(original, peer, source, *args, **more)
-        return beside(agent, post_kv, functools.partial(send_records, peer, source, args[1]))
+        pages = as_they_are(source)
+        post_kv = functools.partial(original, peer, pages, *args, **more)
+        return beside(agent, post_kv, functools.partial(send_records, peer, source, pages, args[1]))
 
     def send_slice(original: Callable[..., Any], peer: str, source: Any, target: Any) -> Any:
-        post_kv = functools.partial(original, peer, source, target)
-        return beside(agent, post_kv, functools.partial(send_records, peer, source, target))
+        pages = as_they_are(source)
+        post_kv = functools.partial(original, peer, pages, target)
+        return beside(agent, post_kv, functools.partial(send_records, peer, source, pages, target))
 
     def send_state(
         original: Callable[..., Any], peer: str, indices: Any, *args: Any, **more: Any

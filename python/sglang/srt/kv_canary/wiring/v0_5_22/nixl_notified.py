@@ -17,7 +17,7 @@ from ..context import context
 from ..guard import attempt_aside
 from ..nixl import beside, sender_over_nixl, waiting_in
 from ..nixl_notices import attach_receiver, room_of_last, with_notice
-from ..record_sender import wrap_method
+from ..record_sender import as_they_are, wrap_method
 from ..transfer_answers import Transport
 from .early_chunks import EarlyChunks
 from .nixl import announce_to_all, hear_notices
@@ -50,19 +50,20 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         notice_of = functools.partial(sender.notice, peer)
         return sender.contained(peer, with_notice, notification, notice_of) or notification
 
-    def send_records(peer: str, source: Any, target: Any) -> None:
+    def send_records(peer: str, source: Any, pages: Any, target: Any) -> None:
         sender.contained(peer, early.await_forward, source)
-        sender.send(peer, source, target)
+        sender.send(peer, pages, target)
 
     def send_pages(
-        post: Callable[[str], Any], peer: str, source: Any, target: Any, notification: str
+        post: Callable[[Any, str], Any], peer: str, source: Any, target: Any, notification: str
     ) -> Any:
-        send = functools.partial(send_records, peer, source, target)
+        pages = as_they_are(source)
+        send = functools.partial(send_records, peer, source, pages, target)
         if room_of_last(notification) is None:
-            return beside(agent, functools.partial(post, notification), send)
+            return beside(agent, functools.partial(post, pages, notification), send)
         refuse_damaged(notification)
         send()
-        return post(noted(peer, notification))
+        return post(pages, noted(peer, notification))
 
     def send_kv(
         original: Callable[..., Any],
@@ -74,15 +75,17 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         notification: str,
         **more: Any,
     ) -> Any:
-        def post(noted: str) -> Any:
-            return original(peer, source, pointers, target, gpu, noted, **more)
+        def post(pages: Any, noted: str) -> Any:
+            return original(peer, pages, pointers, target, gpu, noted, **more)
 
         return send_pages(post, peer, source, target, notification)
 
     def send_slice(
         original: Callable[..., Any], peer: str, source: Any, target: Any, notification: str
     ) -> Any:
-        post = functools.partial(original, peer, source, target)
+        def post(pages: Any, noted: str) -> Any:
+            return original(peer, pages, target, noted)
+
         return send_pages(post, peer, source, target, notification)
 
     def send_state(
