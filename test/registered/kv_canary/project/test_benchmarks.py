@@ -188,6 +188,20 @@ def test_the_hooks_of_a_step_are_timed_one_by_one_and_find_nothing(
     assert rows["free"][4] < rows["run_batch"][4] == 1
 
 
+def test_launches_without_kernels_are_prepared(tmp_path: Path) -> None:
+    """In a process of its own: the kernels are defined for a GPU there."""
+    script = REPO / "benchmark" / "kv_canary" / "bench_host_step.py"
+    sizes = ["--modes=raise", "--requests=6", "--steps=5", "--spare-steps=2", "--cold-mib=0"]
+    command = [sys.executable, "-W", "ignore", str(script), *sizes]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1].split()
+    assert (last[0], float(last[-1])) == ("step", 1.0)
+    assert float(last[1]) > 0
+
+
 def test_the_hooks_of_a_prefill_are_timed_and_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPO / "benchmark" / "kv_canary")
     import bench_host_prefill
