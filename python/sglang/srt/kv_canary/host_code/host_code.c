@@ -502,14 +502,14 @@ static const struct {
   PyObject **place;
   const char *text;
 } interned[] = {{&name_dtype, "dtype"},
-             {&name_data_ptr, "data_ptr"},
-             {&name_enter, "launch_enter_hook"},
-             {&name_leave, "launch_exit_hook"},
-             {&name_calls, "calls"},
-             {&name_locals, "f_locals"},
-             {&name_get, "get"},
-             {&name_req, "req"},
-             {&name_rid, "rid"}};
+                {&name_data_ptr, "data_ptr"},
+                {&name_enter, "launch_enter_hook"},
+                {&name_leave, "launch_exit_hook"},
+                {&name_calls, "calls"},
+                {&name_locals, "f_locals"},
+                {&name_get, "get"},
+                {&name_req, "req"},
+                {&name_rid, "rid"}};
 
 static PyObject *int32_first, *int32_end, *one_program;
 

@@ -105,9 +105,8 @@ class DelayedDeviceHostHandler:
         # The copy that is under way or waits to be handed over, and its context. For others to read
         self.pending: tuple[FutureTensors, Any] | None = None
         self._min_seconds = min_seconds
-        self.not_before = (
-            0.0  # time.monotonic() of the next start that is not at once, for others to read
-        )
+        # time.monotonic() of the next start that is not at once. For others to read
+        self.not_before = 0.0
 
     @property
     def host(self) -> tuple[torch.Tensor, ...]:

@@ -509,7 +509,7 @@ class CanaryManager:
 
     def _before_forwards(self) -> None:
         self.step_ct += 1
-        if self._blind or self._tracking.losses != self._losses_seen:
+        if self._blind or self._tracking.losses != self._losses_seen:  # as it asks: a call less
             self._follow_tracking()
             if self._blind:
                 self._remind_of_blindness()
@@ -723,11 +723,9 @@ class CanaryManager:
         counts = self.step_ct, self.forward_ct, self.abandoned_ct, content_due
         point = tuple.__new__(CopyPoint, counts)  # its own constructor is a function in Python
         self.owes_copy = False  # also if the copy fails: the next launch owes one again
-        if self._copy.start(point, must_start, self._launched_between):
-            self._copy_is_awaited, self._finding = at_once, False
-            self._launched_between = None
-        else:
-            self.owes_copy = True
+        self._copy.start(point, must_start, self._launched_between)
+        self._copy_is_awaited, self._finding = at_once, False
+        self._launched_between = None
 
     def copy_what_is_owed(self) -> None:
         """Copy the counters, if work was launched after the last copy. A paused server has no step that would."""

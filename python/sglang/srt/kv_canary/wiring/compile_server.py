@@ -77,7 +77,7 @@ def _request_what_will_be_needed(server: CompileServerProcess, server_args: Any)
     begin = time.monotonic()
     model_config = ModelConfig.from_server_args(server_args)
     settled = release().settled(server_args)
-    variants = predicted_variants(settled, model_config, server.capability)
+    variants = predicted_variants(settled, model_config, server.capability())
     if not variants:  # the scheduler processes ask for all
         return
     CompileRequests(server.folder).ask(variants, PREDICTED)

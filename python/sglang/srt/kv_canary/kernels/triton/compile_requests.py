@@ -140,9 +140,11 @@ class CompileServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
     def capability(self) -> int:
-        """Compute capability of the GPU that it compiles for, such as 90. Raises RuntimeError without a GPU."""
+        """Compute capability of the GPU that it compiles for, such as 90. Asks the driver, in a process of its own.
+
+        Raises RuntimeError without a GPU.
+        """
         return int(self._target or capability_of(self._gpu))
 
     @property
