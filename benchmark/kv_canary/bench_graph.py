@@ -1,19 +1,22 @@
 """GPU time of one decode step's CUDA graph in a real server, with and without the canary: what each step pays.
 
     python benchmark/kv_canary/bench_graph.py MODEL_DIR [--content none,partial,all] [--cases 1x512 64x256 128x512]
-        [--captures 6] [--replays 20] [--profile] [--engine '{}'] [--out results.jsonl]
+        [--captures 6] [--replays 20] [--profile] [--variants off on] [--engine '{}'] [--out results.jsonl]
 
 In the middle of a generation the scheduler captures the step's graph anew, `captures` times in each variant and in
 random order, and replays each on the inputs of the step at hand: same process, weights, slots and batch. Two captures
 of the same graph differ (where their memory lies), so the spread over captures is the noise. Variants:
 
     off        SGLang's own graph
-    off+fork   the same with an empty second branch: what having one changes by itself
+    off+fork   the same with an empty second branch beside the layers: what having one changes by itself
     on         with the canary
+    on-early   with the canary, its end of the step in line, as for models whose layers have no known end
+    on-late    with the canary, nothing of it beside the layers, as with --tp-size above 1
     on-fork    with the canary, all of it in one branch
 
 A case is BATCHxINPUT; the prefix is a little longer than the input. What lies outside of graphs is not in here (frees,
-the copy to the host, host work); see bench_switch.py. `--profile` adds the kernels' summed time and the gaps between.
+the copy to the host, host work); see bench_switch.py. `--profile` adds the kernels' summed time, the gaps between,
+what comes before the first and after the last kernel of others, and when each kernel of the canary begins and ends.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
 
-VARIANTS = ("off", "off+fork", "on", "on-fork")
+VARIANTS = ("off", "off+fork", "on", "on-early", "on-late", "on-fork")
+OWN_KERNELS = ("forward_kernel", "content_kernel", "content_write_kernel", "publish_kernel")
+PROFILED = 4  # replays
 AT_STEP = 20  # decode steps into the generation
 NEW_TOKENS = 40
 ROUNDS = 3
@@ -74,9 +79,9 @@ def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, 
     rows = [manager.state.row_memory.words.clone() for manager in context.managers]
     runner.capture_bs = [next(b for b in runner.capture_bs if b >= forward_batch.batch_size)]
     rng, profiles = random.Random(0), {}
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in job["variants"]}
     for round_number in range(job["captures"]):
-        order = rng.sample(VARIANTS, len(VARIANTS))
+        order = rng.sample(job["variants"], len(job["variants"]))
         graphs = {variant: _capture(runner, variant) for variant in order}
         runner.replay_prepare(forward_batch)
         for variant, micros in _time_each(graphs, job["replays"]).items():
@@ -94,10 +99,12 @@ def _measure(runner: Any, forward_batch: Any, job: dict[str, Any]) -> dict[str, 
 def _capture(runner: Any, variant: str) -> Any:
     runner.buffers.out_cache_loc.zero_()  # a capture runs the model on what lies there
     contexts = {
-        "off": lambda: _without_canary(runner, fork=False),
+        "off": lambda: _without_canary(runner),
         "off+fork": lambda: _without_canary(runner, fork=True),
-        "on": nullcontext,
-        "on-fork": _in_one_branch,
+        "on": lambda: _branches(True, True),
+        "on-early": lambda: _branches(True, False),
+        "on-late": lambda: _branches(False, True),
+        "on-fork": lambda: _branches(False, False),
     }
     with contexts[variant]():
         capture_anew(runner)
@@ -106,22 +113,28 @@ def _capture(runner: Any, variant: str) -> Any:
 
 
 @contextmanager
-def _in_one_branch() -> Iterator[None]:
+def _branches(beside_layers: bool, beside_lm_head: bool) -> Iterator[None]:
+    """Where the canary's captures have a second branch."""
+    from sglang_kv_canary.single_forward_manager import BesideLayers
     from sglang_kv_canary.wiring.context import context
 
-    managers = context.managers
-    branches = [single._branch for m in managers for single in m._single_forwards.values()]
-    for branch in branches:
-        branch.fork = nullcontext
+    singles = [single for m in context.managers for single in m._single_forwards.values()]
+    beside = BesideLayers.HEAD_AND_CHECK if beside_layers else BesideLayers.NOTHING
+    before = [single._beside_layers for single in singles]
+    for single in singles:
+        single._beside_layers = beside
+        if not beside_lm_head:
+            single.layers_have_run = lambda: None
     try:
         yield
     finally:
-        for branch in branches:
-            del branch.fork
+        for single, kept in zip(singles, before, strict=True):
+            single._beside_layers = kept
+            single.__dict__.pop("layers_have_run", None)
 
 
 @contextmanager
-def _without_canary(runner: Any, fork: bool) -> Iterator[None]:
+def _without_canary(runner: Any, fork: bool = False) -> Iterator[None]:
     from sglang_kv_canary.wiring.context import context
 
     model = runner.model_runner.model
@@ -146,9 +159,10 @@ def _with_empty_branch(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def forked(*args: Any, **kwargs: Any) -> Any:
-        with branch.fork():
-            nothing.zero_()
+        beginning = branch.point()
         result = forward(*args, **kwargs)
+        with branch.after(beginning):
+            nothing.zero_()
         branch.join()
         return result
 
@@ -183,27 +197,47 @@ def _forget_rows() -> None:
         manager.state.row_memory.forget()
 
 
-def _profile(captured: Any) -> dict[str, float]:
-    """Of one replay, in microseconds: from first to last kernel, kernels' sum, time in which none ran."""
+def _profile(captured: Any) -> dict[str, Any]:
+    """Of one replay, in microseconds: from first to last kernel, kernels' sum, time in which none ran; see above."""
     import torch
 
+    from sglang_kv_canary.wiring.context import context
+
     graph, _ = captured
-    _forget_rows()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        graph.replay()
+        for _ in range(PROFILED):
+            _forget_rows()
+            graph.replay()
         torch.cuda.synchronize()
     spans = sorted(
-        (e.time_range.start, e.time_range.end)
+        (e.time_range.start, e.time_range.end, e.name)
         for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA
     )
-    busy, until = 0.0, spans[0][0]
-    for start, end in spans:
+    # The last one: the first ones wait for the host. It begins with a fill that forgets rows.
+    spans = spans[-len(spans) // PROFILED + len(context.managers) :]
+    begin = until = spans[0][0]
+    busy = 0.0
+    for start, end, _ in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    span = until - spans[0][0]
-    total = sum(end - start for start, end in spans)
-    return {"kernels": len(spans), "span": span, "sum": total, "idle": span - busy}
+    span = until - begin
+    total = sum(end - start for start, end, _ in spans)
+    others = [(start, end) for start, end, name in spans if name not in OWN_KERNELS]
+    own = [
+        f"{name} {start - begin:.1f} to {end - begin:.1f}"
+        for start, end, name in spans
+        if name in OWN_KERNELS
+    ]
+    return {
+        "kernels": len(spans),
+        "span": span,
+        "sum": total,
+        "idle": span - busy,
+        "before others": others[0][0] - begin,
+        "after others": until - max(end for _, end in others),
+        "own": own,
+    }
 
 
 # In the main process
@@ -229,7 +263,9 @@ def _print(content: str, case: str, result: dict[str, Any]) -> None:
         spread = f"{min(times):10.1f} .. {max(times):.1f}"
         print(f"{content:8}{case:9}{variant:10}{median:10.1f} us{against}{spread}", flush=True)
         if profile := result["profiles"].get(variant):
+            own = profile.pop("own")
             print("    " + ", ".join(f"{name} {value:.1f}" for name, value in profile.items()))
+            print("    " + "; ".join(own))
 
 
 def main() -> None:
@@ -241,9 +277,10 @@ def main() -> None:
     parser.add_argument("--captures", type=int, default=6)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--out")
     options = parser.parse_args()
-    job = {name: getattr(options, name) for name in ("captures", "replays", "profile")}
+    job = {name: getattr(options, name) for name in ("captures", "replays", "profile", "variants")}
     for content in options.content.split(","):
         args = {**ENGINE_ARGS, "kv_canary_real_data": content, **json.loads(options.engine)}
         engine = switchable_engine(run_measuring_scheduler, options.model, args)

@@ -160,6 +160,7 @@ ON_NEWER_RELEASES = (
     "pools/test_unified_swa_pools.py",
     "project/test_doctor.py",
     "project/test_plain_attention.py",
+    "wiring/test_after_layers.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_hook_targets.py",
     "wiring/test_late_patches.py",

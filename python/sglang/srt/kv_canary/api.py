@@ -25,7 +25,7 @@ from .wiring.allocator import watch_allocator
 from .wiring.call_site import SITES
 from .wiring.content_share import own_content_budget
 from .wiring.context import context
-from .wiring.cuda_graph import may_branch
+from .wiring.cuda_graph import beside_layers
 from .wiring.log_reach import let_findings_through
 from .wiring.model_runner import wrap_model_forward
 from .wiring.releases import release
@@ -71,7 +71,7 @@ def install_canary(
     oracle = token_oracle_of(config, server_args, model_runner, token_oracle_manager)
     manager = _build_manager(config, server_args, model_runner, oracle)
     watch_allocator(model_runner.token_to_kv_pool_allocator)
-    wrap_model_forward(model_runner.model, manager)
+    wrap_model_forward(model_runner.model, manager, server_args.enable_torch_compile)
     context.add(manager, model_runner)
     ranks = release().ranks_of(model_runner)
     follow_states(manager, model_runner, server_args)
@@ -170,7 +170,7 @@ def _build_manager(
         token_oracle=token_oracle,
         history=context.history,
         surroundings=SchedulerSurroundings(token_oracle),
-        may_branch=may_branch(server_args),
+        beside_layers=beside_layers(release().settled(server_args)),
     )
 
 

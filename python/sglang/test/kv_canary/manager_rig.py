@@ -29,6 +29,7 @@ from sglang_kv_canary.reports.slot_history import SlotHistory
 from sglang_kv_canary.reports.violation import decode_row
 from sglang_kv_canary.runner.manager import CanaryManager, RunnerIdentity
 from sglang_kv_canary.runner.surroundings import Surroundings
+from sglang_kv_canary.single_forward_manager import BesideLayers
 from sglang_kv_canary.state import NOT_PUBLISHED
 from sglang_kv_canary.wiring.call_site import SITES
 from sglang_kv_canary.wiring.v0_5_12.swa_location import translated_once
@@ -65,7 +66,7 @@ class ManagerRig:
         surroundings: Surroundings | None = None,
         max_requests: int = MAX_REQUESTS,
         tree_width: int = 1,
-        may_branch: bool = True,
+        beside_layers: BesideLayers = BesideLayers.HEAD_AND_CHECK,
         **settings: Any,
     ) -> None:
         if device == "cpu":
@@ -107,7 +108,7 @@ class ManagerRig:
             EventSink(event_file, 0, folder=EventFolder.of(config)).for_runner("target"),
             history=self.history,
             surroundings=surroundings,
-            may_branch=may_branch,
+            beside_layers=beside_layers,
         )
         self.lengths = dict.fromkeys(range(1, max_requests + 1), 0)
         self.reported: list[Any] = []

@@ -690,7 +690,8 @@ def test_token_lists_that_do_not_reach_the_device_raise_no_false_alarm(
 
 def test_a_model_without_a_forward_batch_runs_unchecked(in_context: Any, caplog: Any) -> None:
     rig = in_context(ManagerRig())
-    model = SimpleNamespace(forward=lambda value: value + 1)
+    model = torch.nn.Module()
+    model.forward = lambda value: value + 1
     wrap_model_forward(model, rig.manager)
     assert model.forward(1) == 2
     assert "called without a ForwardBatch" in caplog.text

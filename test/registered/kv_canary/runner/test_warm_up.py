@@ -26,6 +26,7 @@ from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.record import RECORD_WORDS
 from sglang_kv_canary.runner import manager
+from sglang_kv_canary.single_forward_manager import BesideLayers
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.testing.fill_ins import without_pinned_memory
@@ -230,16 +231,18 @@ def test_an_embedding_model_needs_prefills_only(launches):
 def test_tail_is_one_launch_where_graphs_get_no_branch(launches):
     """Forwards before a capture launch what the graph will hold. The compile-time parts of TAIL's launches tell it."""
     found = {}
-    for may_branch in (False, True):
-        rig = target_rig("mha", content=ContentMode.NONE, may_branch=may_branch)
+    for beside in BesideLayers:
+        rig = target_rig("mha", content=ContentMode.NONE, beside_layers=beside)
         rig.result(rig.extend(1, range(20)))
         launches.take()
         with rig.manager.disarmed():
             rig.decode([1])
         forwards = [dict(v[1:]) for v in launches.take() if v[0] == "forward_kernel"]
         tail = [v for v in forwards if v["k_head"] != ("constexpr", None)]
-        found[may_branch] = sorted((v["VERIFY"][1], v["WRITE"][1]) for v in tail)
-    assert found == {False: [(True, True)], True: [(False, True), (True, False)]}
+        found[beside] = sorted((v["VERIFY"][1], v["WRITE"][1]) for v in tail)
+    apart = [(False, True), (True, False)]
+    assert found.pop(BesideLayers.NOTHING) == [(True, True)]
+    assert list(found.values()) == [apart, apart]
 
 
 def test_prefills_that_decodes_ride_along_with_are_as_large_as_decodes(monkeypatch):

@@ -71,7 +71,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     from sglang_kv_canary.kernels.triton import kernel_launcher, launch
     from sglang_kv_canary.runner import manager
     from sglang_kv_canary.wiring import warm_up
-    from sglang_kv_canary.wiring.cuda_graph import may_branch
+    from sglang_kv_canary.wiring.cuda_graph import beside_layers
     from sglang_kv_canary.wiring.predicted_variants import predicted_variants
     from sglang_kv_canary_rigs.manager_rig import ManagerRig
     from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool
@@ -136,10 +136,10 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
             setattr(args, name, value)
         sweeps = args.kv_canary_sweep_interval
         with triton_backend.collecting_variants():  # what start-up launches cannot run here
-            branches = may_branch(args)
-            assert branches == (args.tp_size == 1)
+            branches = beside_layers(args)
+            assert (branches.name == "NOTHING") == (args.tp_size > 1)
             rig = ManagerRig(
-                real=pool, content=ContentMode(content), sweep_interval=sweeps, may_branch=branches
+                real=pool, content=ContentMode(content), sweep_interval=sweeps, beside_layers=branches
             )
         settled = release().settled(args)
         largest, lens = release().captured(settled)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -103,9 +103,22 @@ class ForwardPlan:
         part = self.parts(Side.TAIL)
         return part & Part.VERIFY if Part.WRITE in part else part
 
+    def dense(self) -> ForwardPlan:
+        """The same with copies of those tensors whose elements are not adjacent, which launches would copy else."""
+        return replace(self, verify=_dense(self.verify), write=_dense(self.write))
+
 
 class UnsupportedForwardError(ValueError):
     """A forward whose slots the canary cannot derive."""
+
+
+_Plan = TypeVar("_Plan", VerifyPlan, WritePlan)
+
+
+def _dense(plan: _Plan) -> _Plan:
+    values = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    tensors = {name: v.contiguous() for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(plan, **tensors)
 
 
 def refuse_trees(plan: ForwardPlan) -> None:

@@ -34,7 +34,7 @@ from ..reports.outbox import Outbox, forward_of
 from ..reports.slot_history import SlotHistory
 from ..reports.violation_manager import ViolationManager
 from ..reports.violation_reporter import ViolationReporter
-from ..single_forward_manager import LateWork, SingleForwardManager
+from ..single_forward_manager import BesideLayers, LateWork, SingleForwardManager
 from ..state import CanaryDeviceState, Header
 from .arrival_desk import ArrivalDesk
 from .brackets import ModelForward, OutsideGraph
@@ -103,7 +103,7 @@ class CanaryManager:
         token_oracle: TokenOracleManager | None = None,  # None: tokens are the model's
         history: SlotHistory | None = None,  # shared by the managers of a process
         surroundings: Surroundings | None = None,  # None: nobody knows requests or prefix cache
-        may_branch: bool = True,  # whether captured graphs may get a second branch
+        beside_layers: BesideLayers = BesideLayers.HEAD_AND_CHECK,  # in captured graphs
     ) -> None:
         self.config = config
         self.identity = identity
@@ -159,7 +159,7 @@ class CanaryManager:
         for i in range(num_single_forwards):
             plan = plan_input.at_inner_step(i)
             self._single_forwards[i] = SingleForwardManager(
-                self.launcher, plan, self._note_launch, lambda: self.armed, self.late, may_branch
+                self.launcher, plan, self._note_launch, lambda: self.armed, self.late, beside_layers
             )
         self._active_single_forward: int | None = None
         self.depth = 0  # nested model.forward calls: only the outermost counts
@@ -320,6 +320,12 @@ class CanaryManager:
         return ModelForward(
             self, self._single_forwards[self._active_single_forward or 0], forward_batch
         )
+
+    def layers_have_run(self) -> None:
+        """The layers of the running `model.forward` are captured. What follows them, such as the LM head, is not."""
+        if self.depth == 1 and self.checking:
+            single = self._single_forwards[self._active_single_forward or 0]
+            self.attempt(single.layers_have_run)
 
     def note_next_tokens(
         self,

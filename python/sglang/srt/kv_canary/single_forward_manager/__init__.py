@@ -1,5 +1,6 @@
 """One forward: its phases, its plan, its launches."""
 
+from .beside import BesideLayers
 from .late_content import content_can_wait
 from .late_head import head_can_wait
 from .late_work import LateWork
@@ -7,6 +8,7 @@ from .manager import SingleForwardManager
 from .phases import Phase, PhaseTracker
 
 __all__ = [
+    "BesideLayers",
     "LateWork",
     "Phase",
     "PhaseTracker",

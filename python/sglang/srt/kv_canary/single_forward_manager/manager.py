@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
+
+import torch
 
 from ..buffer_group import Side
 from ..endpoint import Part
@@ -12,7 +13,9 @@ from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoi
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.kept_inputs import KeptInputs
 from ..plan.plan_input import ForwardPlan, PlanInput
+from .beside import BesideLayers
 from .graph_branch import GraphBranch
+from .input_watch import InputWatch
 from .late_work import LateWork
 from .phases import Phase, PhaseTracker
 
@@ -25,7 +28,8 @@ class SingleForwardManager:
 
     `on_launch(mode)` is called once for each numbered forward whose launches really run, not for captures.
     `is_armed()` says whether forwards are checked yet. `late` may leave HEAD, or a part of TAIL, for later.
-    `may_branch`: whether a part of TAIL runs on a second branch of captured graphs.
+    `beside_layers`: what of captured graphs runs on a second branch while the layers run. Where the layers' end is
+    known, the rest of TAIL always runs there, beside what follows them.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class SingleForwardManager:
         on_launch: Callable[[str], object],
         is_armed: Callable[[], bool],
         late: LateWork,
-        may_branch: bool = True,
+        beside_layers: BesideLayers = BesideLayers.HEAD_AND_CHECK,
     ) -> None:
         self._launcher = launcher
         self._plan_input = plan_input
@@ -43,14 +47,20 @@ class SingleForwardManager:
         self._on_launch = on_launch
         self._is_armed = is_armed
         self._late = late
-        self._may_branch = may_branch
+        self._beside_layers = beside_layers
         self._phases = PhaseTracker()
         self._plan: ForwardPlan | None = None
         self._waiting: tuple[KeptInputs, str] | None = None  # HEAD's inputs and mode, if it waits
         self._expected: ExpectedTokens | ExpectedLater | None = None
         self._mode: str | None = None
         self._branch = GraphBranch()
-        self._beside = Part(0)  # the part of TAIL that ran beside this forward's layers
+        self._watch = InputWatch()
+        self._tail_parts: tuple[Part, ...] = (Part.ALL,)  # launches of this forward's TAIL
+        # Of a captured forward: where its branch begins, whether HEAD is on it, and where its layers end
+        self._beginning: torch.cuda.Event | None = None
+        self._head_is_beside = False
+        self._end_of_layers: torch.cuda.Event | None = None
+        self._disarmed = False
 
     @property
     def phase(self) -> Phase:
@@ -80,6 +90,8 @@ class SingleForwardManager:
                 return
         expected = None if capturing else self._known()
         self._plan = invoke_plan(self._plan_input, forward_batch, expected, capturing)
+        if self._plan is not None and capturing:
+            self._plan = self._plan.dense()  # the branch must not allocate memory
         if self._plan is not None:
             self._launch_head(self._plan, mode, capturing)
 
@@ -90,28 +102,38 @@ class SingleForwardManager:
         return self._expected
 
     def _launch_head(self, plan: ForwardPlan, mode: str, capturing: bool = False) -> None:
-        """And what of TAIL runs beside the layers."""
         if not capturing and Part.NUMBER in plan.parts(Side.HEAD):
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
-        disarmed = not capturing and not self._is_armed()
-        beside = self._may_branch and _can_verify_beside(plan) and (capturing or disarmed)
-        self._beside = plan.tail_beside_the_layers if beside else Part(0)
+        disarmed = self._disarmed = not capturing and not self._is_armed()
+        self._tail_parts = (Part.ALL,)
+        may_branch = self._beside_layers is not BesideLayers.NOTHING and _can_branch(plan)
+        if may_branch and (capturing or disarmed):
+            beside = plan.tail_beside_the_layers
+            self._tail_parts = beside, Part.ALL & ~beside
+        branches = capturing and len(self._tail_parts) > 1
+        may_wait = self._beside_layers is BesideLayers.HEAD_AND_CHECK and self._watch.inputs_stay
+        self._head_is_beside = branches and may_wait
         if disarmed:
             self._compile_ahead(plan)
-        launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
-        if self._beside:
-            with self._branch.fork() if capturing else nullcontext():
-                launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, self._beside)
+        if disarmed or self._head_is_beside:
+            self._watch.begin(plan)
+        if not self._head_is_beside:
+            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+        if branches:
+            self._beginning = self._branch.point()
 
     def _compile_ahead(self, plan: ForwardPlan) -> None:
         """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
         with self._launcher.backend.compiling_ahead(smaller_batches=True) as compiles:
             if compiles:
                 launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
-                for part in (self._beside, Part.ALL & ~self._beside):
-                    launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
-                self._launcher.publish()
+                self._launch_tail(plan, *self._tail_parts)
+
+    def layers_have_run(self) -> None:
+        """The layers have been captured. What follows them has not, such as the LM head: TAIL runs beside it."""
+        if self._plan is not None and _can_branch(self._plan) and is_capturing():
+            self._end_of_layers = self._branch.point()
 
     def post_ops_maybe_inside_graph(self) -> None:
         """Verify and write TAIL, after HEAD if that has waited. May be under stream capture."""
@@ -121,11 +143,47 @@ class SingleForwardManager:
             plan = self._launch_late_head(*self._waiting)
         if plan is None:
             return
-        self._branch.join()
-        part = Part.ALL & ~self._beside
-        if not is_capturing() and self._late.take_content(plan):
-            part &= ~Part.NEW_CONTENT
-        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
+        if is_capturing():
+            self._capture_tail(plan)
+            return
+        if self._disarmed:
+            self._watch.end(plan)
+        late = Part.NEW_CONTENT if self._late.take_content(plan) else Part(0)
+        self._launch_tail(plan, *(part & ~late for part in self._tail_parts))
+
+    def _capture_tail(self, plan: ForwardPlan) -> None:
+        """On the branch as far as may be, and HEAD before it where it has been left for the branch."""
+        beginning, end = self._beginning, self._end_of_layers
+        self._beginning = self._end_of_layers = None
+        rest = self._tail_parts[-1]
+        if not plan.parts(Side.TAIL) & rest:
+            end = None
+        try:
+            if beginning is not None:
+                with self._branch.after(beginning):
+                    self._capture_beside_layers(plan)
+            if end is not None:
+                with self._branch.after(end):
+                    self._launch_tail(plan, rest)
+        finally:
+            self._branch.join()  # even after an error: an open branch would end the server
+        if end is None:
+            self._launch_tail(plan, rest)
+
+    def _capture_beside_layers(self, plan: ForwardPlan) -> None:
+        if self._head_is_beside:
+            self._watch.end(plan)
+            if not self._watch.inputs_stay:
+                raise RuntimeError(
+                    "kv-canary: the model has changed its inputs in place in a captured forward, and not in the "
+                    "forwards before it; expected input ids, positions and slots that stay. Report this model"
+                )
+            launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
+        launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, self._tail_parts[0])
+
+    def _launch_tail(self, plan: ForwardPlan, *parts: Part) -> None:
+        for part in parts:
+            launch_endpoints_per_forward(self._launcher, plan, Side.TAIL, part)
         if not plan.write.scratch:  # a draft's further steps belong to the same forward
             self._launcher.publish()
 
@@ -151,10 +209,10 @@ class SingleForwardManager:
     def abandon(self) -> None:
         """The forward raised: back to IDLE, ready for the next one."""
         self._plan = self._waiting = self._expected = self._mode = None
-        self._branch.abandon()
+        self._beginning = self._end_of_layers = None
         self._phases.reset()
 
 
-def _can_verify_beside(plan: ForwardPlan) -> bool:
+def _can_branch(plan: ForwardPlan) -> bool:
     """False for ragged batches (spec v1's draft-extend), and if there is nothing to verify."""
     return plan.write.ext_lens is None and not plan.verify.already_verified

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..runner.manager import CanaryManager
+from ..single_forward_manager import BesideLayers
 from .context import context
 from .guard import attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
 from .model_forward import around_patch_model
+from .releases import release
 
 
 @guarded
@@ -36,11 +38,18 @@ def _compile_beside(manager: CanaryManager, model_runner: Any) -> None:
     compile_beside_capture(manager, model_runner)
 
 
-def may_branch(server_args: Any) -> bool:
-    """Whether graphs may get a second branch. Not where they hold collectives: beside a branch, each of NCCL's kernels
-    starts 4 us later (docs/performance.md#tensor-parallelism).
+def beside_layers(server_args: Any) -> BesideLayers:
+    """What decode graphs may run beside the layers. `server_args`: settled.
+
+    Nothing where layers hold collectives: beside a branch, each of NCCL's kernels starts 4 us later
+    (docs/performance.md#tensor-parallelism). Nothing where graphs are cut: a branch ends with its graph. HEAD says
+    which forward has begun, and loads of HiCache must know it before the layers store anything.
     """
-    return server_args.tp_size == 1
+    if server_args.tp_size > 1 or release().cuts_decode_graphs(server_args):
+        return BesideLayers.NOTHING
+    if server_args.enable_hierarchical_cache:
+        return BesideLayers.CHECK
+    return BesideLayers.HEAD_AND_CHECK
 
 
 def graph_hooks(runner: str, replay: str) -> tuple[HookSpec, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..runner.manager import CanaryManager
+from . import after_layers
 from .anchors import update_anchors
 from .context import context
 from .expected_tokens import expected_tokens_of
@@ -14,10 +15,13 @@ from .hook_spec import HookSpec, HookType
 from .model_forward import wrap_forward
 
 
-def wrap_model_forward(model: Any, manager: CanaryManager) -> None:
-    """Bracket `model.forward` on the instance, so that captured graphs hold the launches too."""
-    # Looked up each time: a test may replace it.
-    wrap_forward(model, lambda batch: manager.bracket_model_forward(batch))
+def wrap_model_forward(model: Any, manager: CanaryManager, compiled: bool = False) -> None:
+    """Bracket `model.forward` on the instance, so that captured graphs hold the launches too.
+
+    `compiled`: SGLang may compile the model. Then nothing is put within `model.forward`.
+    """
+    logits_processor = None if compiled else after_layers.logits_processor_of(model)
+    wrap_forward(model, lambda batch: after_layers.bracket(manager, batch, logits_processor))
 
 
 def _around_forward(

@@ -22,9 +22,10 @@ from ..plan.speculation import SpeculationShape
 from ..pool_patcher.adapters.mha import attach_mha
 from ..pool_patcher.adapters.mla import attach_mla
 from ..pool_patcher.attachment import AttachOptions
+from ..single_forward_manager import BesideLayers
 from ..state import CanaryDeviceState
 from .content_share import attention_ranks
-from .cuda_graph import may_branch
+from .cuda_graph import beside_layers
 from .memory import pool_class_of
 from .releases import release
 from .warm_up import decodes, launches_of_target, plans_of, prefills
@@ -52,9 +53,10 @@ def predicted_variants(args: Any, model_config: Any, capability: int) -> list[Va
         for plan in prefills(args, target.largest, known=True).plans(target.plan_input):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
             launch_endpoints_per_forward(target.launcher, plan, Side.TAIL)
+        branches = beside_layers(args) is not BesideLayers.NOTHING
         for plan in _captured(args, target):
             launch_endpoints_per_forward(target.launcher, plan, Side.HEAD)
-            beside = plan.tail_beside_the_layers if may_branch(args) else Part(0)
+            beside = plan.tail_beside_the_layers if branches else Part(0)
             for part in (beside, Part.ALL & ~beside):
                 launch_endpoints_per_forward(target.launcher, plan, Side.TAIL, part)
         first, _ = release().captured(args)

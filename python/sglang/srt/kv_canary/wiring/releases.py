@@ -89,6 +89,7 @@ class Release:
     decode_graphs_of: Callable[[Any], Any]  # a model runner's graph runner of decode, None without
     # Of settled arguments: requests in the largest decode graph (0: there is none), and the dtype of lengths there.
     captured: Callable[[Any], tuple[int, torch.dtype]]
+    cuts_decode_graphs: Callable[[Any], bool]  # into several, at some layers
     pads_to_other_ranks: Callable[[Any], bool]  # whether all ranks agree on batch sizes
     # Scheduler processes that this node launches, over all data parallel ranks.
     schedulers_here: Callable[[Any], int]

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["captured", "decode_graphs_of", "indexer_pool_of", "server_args", "tokens_of"]
+__all__ = [
+    "captured",
+    "cuts_decode_graphs",
+    "decode_graphs_of",
+    "indexer_pool_of",
+    "server_args",
+    "tokens_of",
+]
 
 
 def tokens_of(request: Any) -> Sequence[int]:
@@ -34,6 +41,11 @@ def captured(args: Any) -> tuple[int, torch.dtype]:
     decode = args.cuda_graph_config.decode
     sizes = decode.bs or [decode.max_bs or 0]
     return 0 if decode.backend == "disabled" else max(sizes), torch.int64
+
+
+def cuts_decode_graphs(args: Any) -> bool:
+    """Whether a decode may be several graphs, with work between them that no graph holds."""
+    return args.cuda_graph_config.decode.backend not in ("full", "disabled")
 
 
 def server_args() -> Any:

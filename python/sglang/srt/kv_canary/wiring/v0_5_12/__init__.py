@@ -153,6 +153,7 @@ RELEASE = Release(
     indexer_pool_of=_indexer_pool_of,
     decode_graphs_of=_decode_graphs_of,
     captured=_captured,
+    cuts_decode_graphs=lambda args: False,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
     transfers=TRANSFERS,

@@ -11,6 +11,7 @@ import torch
 from ...runner.ranks import Ranks
 from ..from_0_5_17.answers import (
     captured,
+    cuts_decode_graphs,
     decode_graphs_of,
     indexer_pool_of,
     server_args,
@@ -106,6 +107,7 @@ RELEASE = Release(
     indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     captured=captured,
+    cuts_decode_graphs=cuts_decode_graphs,
     pads_to_other_ranks=pads_to_other_ranks,
     schedulers_here=schedulers_here,
 )

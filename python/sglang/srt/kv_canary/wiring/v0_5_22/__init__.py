@@ -15,6 +15,7 @@ from ..adapters import shared_key
 from ..context import context
 from ..from_0_5_17.answers import (
     captured,
+    cuts_decode_graphs,
     decode_graphs_of,
     indexer_pool_of,
     server_args,
@@ -159,6 +160,7 @@ RELEASE = Release(
     indexer_pool_of=indexer_pool_of,
     decode_graphs_of=decode_graphs_of,
     captured=captured,
+    cuts_decode_graphs=cuts_decode_graphs,
     pads_to_other_ranks=_pads_to_other_ranks,
     schedulers_here=_schedulers_here,
     transfers=TRANSFERS,
