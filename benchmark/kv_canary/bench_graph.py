@@ -7,12 +7,12 @@ In the middle of a generation the scheduler captures the step's graph anew, `cap
 random order, and replays each on the inputs of the step at hand: same process, weights, slots and batch. Two captures
 of the same graph differ (where their memory lies), so the spread over captures is the noise. Variants:
 
-    off        SGLang's own graph
-    off+fork   the same with an empty second branch beside the layers: what having one changes by itself
-    on         with the canary
-    on-early   with the canary, its end of the step in line, as for models whose layers have no known end
-    on-late    with the canary, nothing of it beside the layers, as with --tp-size above 1
-    on-fork    with the canary, all of it in one branch
+    off            SGLang's own graph
+    off+fork       the same with an empty second branch beside the layers: what having one changes by itself
+    on             with the canary, as the server captures it
+    on-all         with the canary, and as much as possible beside the layers: not so where servers have several ranks
+    on-end-in-line with the canary, the end of the step in line, as for models whose layers have no known end
+    on-in-line     with the canary, without a branch
 
 A case is BATCHxINPUT; the prefix is a little longer than the input. What lies outside of graphs is not in here (frees,
 the copy to the host, host work); see bench_switch.py. `--profile` adds the kernels' summed time, the gaps between,
@@ -29,14 +29,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
 
-VARIANTS = ("off", "off+fork", "on", "on-early", "on-late", "on-fork")
+VARIANTS = ("off", "off+fork", "on", "on-all", "on-end-in-line", "on-in-line")
 OWN_KERNELS = ("forward_kernel", "content_kernel", "content_write_kernel", "publish_kernel")
 PROFILED = 4  # replays
 AT_STEP = 20  # decode steps into the generation
@@ -101,10 +101,10 @@ def _capture(runner: Any, variant: str) -> Any:
     contexts = {
         "off": lambda: _without_canary(runner),
         "off+fork": lambda: _without_canary(runner, fork=True),
-        "on": lambda: _branches(True, True),
-        "on-early": lambda: _branches(True, False),
-        "on-late": lambda: _branches(False, True),
-        "on-fork": lambda: _branches(False, False),
+        "on": nullcontext,
+        "on-all": lambda: _branches("HEAD_AND_CHECK"),
+        "on-end-in-line": lambda: _branches("HEAD_AND_CHECK", beside_lm_head=False),
+        "on-in-line": lambda: _branches("NOTHING", beside_lm_head=False),
     }
     with contexts[variant]():
         capture_anew(runner)
@@ -113,13 +113,13 @@ def _capture(runner: Any, variant: str) -> Any:
 
 
 @contextmanager
-def _branches(beside_layers: bool, beside_lm_head: bool) -> Iterator[None]:
+def _branches(beside_layers: str, beside_lm_head: bool = True) -> Iterator[None]:
     """Where the canary's captures have a second branch."""
     from sglang_kv_canary.single_forward_manager import BesideLayers
     from sglang_kv_canary.wiring.context import context
 
     singles = [single for m in context.managers for single in m._single_forwards.values()]
-    beside = BesideLayers.HEAD_AND_CHECK if beside_layers else BesideLayers.NOTHING
+    beside = BesideLayers[beside_layers]
     before = [single._beside_layers for single in singles]
     for single in singles:
         single._beside_layers = beside

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,12 +59,16 @@ class _Branch:
 
 
 class Rig:
-    """A rig whose captures are noted in `log` instead of being run. `change`: what the model does to its batch."""
+    """A rig whose captures are noted in `log` instead of being run.
+
+    `change`: what the model does to its batch. `lm_head`: what it does after the layers.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.rig = rig = ManagerRig(content=ContentMode.ALL, **settings)
         self.log: list[Any] = []
         self.change = lambda batch: None
+        self.lm_head = lambda: None
         self.ends = True  # the model says where its layers end
         self.single = rig.manager._single_forwards[0]
         self.single._branch = _Branch(self.log)
@@ -83,6 +89,7 @@ class Rig:
         self.change(self._batch)
         if self.ends:
             self.rig.manager.layers_have_run()
+        self.lm_head()
         if self._capturing:
             self.log.append("LM head")
 
@@ -103,8 +110,10 @@ class Rig:
                 patch.setattr(Launcher, "publish", lambda _: self.log.append("publish"))
                 if mode == "decode":
                     self.rig.decode([1])
-                else:
+                elif mode == "verify":
                     self.rig.verify(1, [7, 8])
+                else:
+                    self.rig.extend(2, range(5))
         finally:
             self._capturing = False
         return list(self.log)
@@ -136,6 +145,13 @@ WHOLE = [
 ]
 
 
+END_UNKNOWN = [
+    *("point", "layers", "LM head"),
+    *(("branch", 1), ("HEAD", Part.ALL), ("TAIL", BESIDE), "main", "join"),
+    *(("TAIL", REST), "publish"),
+]
+
+
 @pytest.mark.parametrize("mode", ["decode", "verify"])
 def test_nothing_is_in_line(rig: Any, mode: str) -> None:
     """HEAD and TAIL's check begin with the layers, the rest once these have run. All of it is captured at the end."""
@@ -148,11 +164,7 @@ def test_where_the_end_of_the_layers_is_unknown_tail_comes_after_the_forward(rig
     of = rig()
     of.ends = False
     of.warm_up()
-    assert of.capture() == [
-        *("point", "layers", "LM head"),
-        *(("branch", 1), ("HEAD", Part.ALL), ("TAIL", BESIDE), "main", "join"),
-        *(("TAIL", REST), "publish"),
-    ]
+    assert of.capture() == END_UNKNOWN
 
 
 def test_beside_collectives_only_the_lm_head_has_a_branch(rig: Any) -> None:
@@ -197,9 +209,22 @@ def test_loads_of_hicache_must_know_that_a_forward_has_begun(rig: Any) -> None:
     assert of.capture() == IN_LINE
 
 
-def test_so_does_one_that_has_never_been_watched(rig: Any) -> None:
+def test_a_change_that_torch_does_not_count_shows_in_the_values(rig: Any) -> None:
+    of = rig()
+    of.change = lambda batch: np.add(batch.positions.numpy(), 1, out=batch.positions.numpy())
+    of.warm_up()
+    assert of.capture() == IN_LINE
+
+
+def test_until_a_forward_has_been_watched_head_is_before_the_layers(rig: Any) -> None:
+    """Torch counts no changes of tensors that were made in inference mode."""
     of = rig()
     assert of.capture() == IN_LINE
+    with torch.inference_mode():
+        of.warm_up()
+    assert of.capture() == IN_LINE
+    of.warm_up()
+    assert of.capture() == WHOLE
 
 
 def test_a_change_that_only_the_captured_forward_makes_ends_the_capture(rig: Any) -> None:
@@ -230,14 +255,14 @@ def test_a_capture_that_failed_leaves_nothing_for_the_next_one(rig: Any) -> None
     of = rig()
     of.warm_up()
 
-    def fail(batch: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("the model failed")
 
-    of.change = fail
+    of.lm_head = fail
     with pytest.raises(RuntimeError, match="the model failed"):
         of.capture()
-    of.ends, of.change = False, lambda batch: None
-    assert ("branch", 3) not in of.capture()
+    of.ends, of.lm_head = False, lambda: None
+    assert of.capture() == END_UNKNOWN
     of.ends = True
     assert of.capture() == WHOLE
 
@@ -245,9 +270,32 @@ def test_a_capture_that_failed_leaves_nothing_for_the_next_one(rig: Any) -> None
 def test_prefills_have_no_branch(rig: Any) -> None:
     of = rig()
     of.warm_up()
-    of.rig.manager.layers_have_run()  # outside of forwards it does nothing
-    of.rig.result(of.rig.extend(2, range(5)))
-    assert of.log == []
+    assert of.capture("extend") == [
+        *(("HEAD", Part.ALL), "layers", "LM head"),
+        *(("TAIL", Part.ALL), "publish"),
+    ]
+
+
+def test_outside_of_forwards_the_end_of_layers_means_nothing(rig: Any) -> None:
+    of = rig()
+    of.warm_up()
+    of.rig.manager.layers_have_run()
+    of.ends = False
+    assert of.capture() == END_UNKNOWN
+
+
+def test_inner_steps_of_drafts(rig: Any) -> None:
+    """The first one verifies, and writes scratch that has no TAIL. Further ones only write. None is published."""
+    of = rig()
+    target = of.single._plan_input
+    of.single._plan_input = replace(target, is_draft=True)
+    of.warm_up()
+    assert of.capture() == [
+        *("point", "layers", "point", "LM head"),
+        *(("branch", 1), ("HEAD", Part.ALL), ("TAIL", Part.VERIFY | Part.NUMBER), "main", "join"),
+    ]
+    of.single._plan_input = replace(target, is_draft=True, inner_step=1)
+    assert of.capture() == [("HEAD", Part.ALL), "layers", "LM head"]
 
 
 def test_slots_of_a_draft_step_are_copied_before_the_branch() -> None:

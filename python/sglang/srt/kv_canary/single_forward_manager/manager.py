@@ -28,8 +28,8 @@ class SingleForwardManager:
 
     `on_launch(mode)` is called once for each numbered forward whose launches really run, not for captures.
     `is_armed()` says whether forwards are checked yet. `late` may leave HEAD, or a part of TAIL, for later.
-    `beside_layers`: what of captured graphs runs on a second branch while the layers run. Where the layers' end is
-    known, the rest of TAIL always runs there, beside what follows them.
+    `beside_layers`: what of captured graphs runs on a second branch while the layers run. The rest of TAIL runs on that
+    branch beside what follows the layers, if their end is known.
     """
 
     def __init__(
@@ -90,10 +90,8 @@ class SingleForwardManager:
                 return
         expected = None if capturing else self._known()
         self._plan = invoke_plan(self._plan_input, forward_batch, expected, capturing)
-        if self._plan is not None and capturing:
-            self._plan = self._plan.dense()  # the branch must not allocate memory
         if self._plan is not None:
-            self._launch_head(self._plan, mode, capturing)
+            self._plan = self._launch_head(self._plan, mode, capturing)
 
     def _known(self) -> ExpectedTokens | None:
         """What is expected, worked out once."""
@@ -101,7 +99,8 @@ class SingleForwardManager:
             self._expected = self._expected()
         return self._expected
 
-    def _launch_head(self, plan: ForwardPlan, mode: str, capturing: bool = False) -> None:
+    def _launch_head(self, plan: ForwardPlan, mode: str, capturing: bool = False) -> ForwardPlan:
+        """Or leave it for the branch. Returns the plan for what follows."""
         if not capturing and Part.NUMBER in plan.parts(Side.HEAD):
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
@@ -117,11 +116,14 @@ class SingleForwardManager:
         if disarmed:
             self._compile_ahead(plan)
         if disarmed or self._head_is_beside:
-            self._watch.begin(plan)
+            self._watch.begin(plan, values=disarmed)
+        if capturing:
+            plan = plan.dense()  # the branch must not allocate memory
         if not self._head_is_beside:
             launch_endpoints_per_forward(self._launcher, plan, Side.HEAD)
         if branches:
             self._beginning = self._branch.point()
+        return plan
 
     def _compile_ahead(self, plan: ForwardPlan) -> None:
         """All launches of this forward at once, and for all smaller batches, of which a graph is captured next."""
@@ -147,7 +149,7 @@ class SingleForwardManager:
             self._capture_tail(plan)
             return
         if self._disarmed:
-            self._watch.end(plan)
+            self._watch.end()
         late = Part.NEW_CONTENT if self._late.take_content(plan) else Part(0)
         self._launch_tail(plan, *(part & ~late for part in self._tail_parts))
 
@@ -172,7 +174,7 @@ class SingleForwardManager:
 
     def _capture_beside_layers(self, plan: ForwardPlan) -> None:
         if self._head_is_beside:
-            self._watch.end(plan)
+            self._watch.end()
             if not self._watch.inputs_stay:
                 raise RuntimeError(
                     "kv-canary: the model has changed its inputs in place in a captured forward, and not in the "
@@ -192,7 +194,7 @@ class SingleForwardManager:
         self._waiting = None
         plan = invoke_plan(self._plan_input, inputs.batch(), self._known(), capturing=False)
         if plan is not None:
-            self._launch_head(plan, mode)
+            plan = self._launch_head(plan, mode)
         return plan
 
     def note_replay(self, mode: str) -> None:
