@@ -169,6 +169,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_namespaces.py",
     "wiring/test_pairs_of_newer_releases.py",
     "wiring/test_seam.py",
+    "wiring/test_small_pool.py",
     "wiring/test_swa_location.py",
     "wiring/test_without_scheduler.py",
 )

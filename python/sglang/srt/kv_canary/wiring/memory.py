@@ -108,8 +108,18 @@ def share_text(kept_bytes: int, available_bytes: int) -> str:
     )
 
 
-def _name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND TpModelWorker.__init__: add the canary's share to SGLang's message about a small pool."""
+def small_pool_hook(method: str) -> HookSpec:
+    """The hook on the method of TpModelWorker that says that the pool is too small."""
+    return HookSpec(
+        f"sglang.srt.managers.tp_worker.TpModelWorker.{method}",
+        name_share_of_small_pool,
+        HookType.AROUND,
+        "the canary's share in SGLang's message about a small pool",
+    )
+
+
+def name_share_of_small_pool(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Add the canary's share to SGLang's message about a small pool."""
     try:
         return original(*args, **kwargs)
     except AssertionError as error:
@@ -138,11 +148,5 @@ HOOKS = (
         _reserve_records,
         HookType.AFTER,
         "the memory headroom",
-    ),
-    HookSpec(
-        "sglang.srt.managers.tp_worker.TpModelWorker.__init__",
-        _name_share_of_small_pool,
-        HookType.AROUND,
-        "the canary's share in SGLang's message about a small pool",
     ),
 )

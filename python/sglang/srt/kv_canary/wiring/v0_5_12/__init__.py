@@ -110,6 +110,7 @@ RELEASE = Release(
         "v0_5_12.lmcache",
         "last_words",
         "memory",
+        "v0_5_12.small_pool",
         "v0_5_12.install",
         "model_runner",
         "sampled_tokens",

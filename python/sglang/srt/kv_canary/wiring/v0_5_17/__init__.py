@@ -69,6 +69,7 @@ RELEASE = Release(
         "until_0_5_17.hicache_storage",
         "last_words",
         "memory",
+        "from_0_5_17.small_pool",
         "from_0_5_17.seam",
         "model_runner",
         "sampled_tokens",

@@ -117,6 +117,7 @@ RELEASE = Release(
         "v0_5_22.lmcache",
         "last_words",
         "memory",
+        "from_0_5_17.small_pool",
         "from_0_5_17.seam",
         "model_runner",
         "sampled_tokens",
