@@ -335,7 +335,15 @@ def test_each_hook_that_was_overwritten_is_named(fresh):
 @pytest.mark.parametrize(
     ("name", "value", "target"),
     [
-        ("SGLANG_KV_CANARY_ACTION", "abort", "sglang.srt.mem_cache.common.release_kv_cache"),
+        pytest.param(
+            "SGLANG_KV_CANARY_ACTION",
+            "abort",
+            "sglang.srt.mem_cache.common.release_kv_cache",
+            marks=pytest.mark.skipif(
+                all(hook.only_with != "ACTION" for hook in collect_hooks()),
+                reason="no action on this release; lifted by make test SGLANG=0.5.23",
+            ),
+        ),
         (
             "SGLANG_KV_CANARY_TOKEN_ORACLE",
             "1",
