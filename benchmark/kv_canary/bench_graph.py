@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_switch import ENGINE_ARGS, capture_anew, innermost, switchable_engine
 
 VARIANTS = ("off", "off+fork", "on", "on-all", "on-end-in-line", "on-in-line")
-OWN_KERNELS = ("forward_kernel", "content_kernel", "content_write_kernel", "publish_kernel")
+OWN_KERNELS = ("forward_kernel", "strided_kernel", "content_kernel", "publish_kernel")
 PROFILED = 4  # replays
 AT_STEP = 20  # decode steps into the generation
 NEW_TOKENS = 40
@@ -261,11 +261,11 @@ def _print(content: str, case: str, result: dict[str, Any]) -> None:
         median = statistics.median(times)
         against = f"{median - off:+8.1f} us {100 * (median / off - 1):+7.3f} %"
         spread = f"{min(times):10.1f} .. {max(times):.1f}"
-        print(f"{content:8}{case:9}{variant:10}{median:10.1f} us{against}{spread}", flush=True)
+        print(f"{content:8}{case:9}{variant:16}{median:10.1f} us{against}{spread}", flush=True)
         if profile := result["profiles"].get(variant):
-            own = profile.pop("own")
-            print("    " + ", ".join(f"{name} {value:.1f}" for name, value in profile.items()))
-            print("    " + "; ".join(own))
+            sums = {name: value for name, value in profile.items() if name != "own"}
+            print("    " + ", ".join(f"{name} {value:.1f}" for name, value in sums.items()))
+            print("    " + "; ".join(profile["own"]))
 
 
 def main() -> None:

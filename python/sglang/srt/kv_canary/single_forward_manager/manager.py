@@ -106,8 +106,8 @@ class SingleForwardManager:
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
         disarmed = self._disarmed = not capturing and not self._is_armed()
         self._tail_parts = (Part.ALL,)
-        may_branch = self._beside_layers is not BesideLayers.NOTHING and _can_branch(plan)
-        if may_branch and (capturing or disarmed):
+        may_branch = (capturing or disarmed) and self._beside_layers is not BesideLayers.NOTHING
+        if may_branch and _can_branch(plan):
             beside = plan.tail_beside_the_layers
             self._tail_parts = beside, Part.ALL & ~beside
         branches = capturing and len(self._tail_parts) > 1

@@ -9,7 +9,7 @@ from typing import Any
 from ..launch.launcher import is_capturing
 from ..runner.manager import CanaryManager
 
-__all__ = ["bracket"]
+__all__ = ["bracket", "logits_processor_of"]
 
 
 def logits_processor_of(model: Any) -> Any | None:
