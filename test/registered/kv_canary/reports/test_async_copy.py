@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import cuda_streams
 from sglang_kv_canary.reports.async_copy import SideStream
 from sglang_kv_canary.runner.borrowed_tensors import BorrowedTensors
 
@@ -22,6 +23,7 @@ class Device:
         self.calls: list[str] = []
         self.current = Stream(self, "forwards")
         self.side = Stream(self, "side")
+        monkeypatch.setattr(cuda_streams, "_ask", None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)
         monkeypatch.setattr(torch.cuda, "set_stream", self._set_stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
@@ -33,7 +35,7 @@ class Device:
 
 class Stream:
     def __init__(self, of: Device, name: str) -> None:
-        self._of, self.name, self.device = of, name, torch.device("cpu")
+        self._of, self.name, self.device_index = of, name, 0
 
     def wait_event(self, event: Event) -> None:
         self._of.calls.append(f"{self.name} waits for {event.at}")
@@ -95,6 +97,9 @@ def test_after_a_copy_that_failed_the_stream_is_the_forwards_again(device: Devic
 def test_events_of_borrowed_tensors_are_recorded_again(device: Device) -> None:
     class OnDevice:
         is_cuda = True
+
+        def get_device(self) -> int:
+            return 0
 
     borrowed, tensors = BorrowedTensors(), [[OnDevice()] for _ in range(4)]
     borrowed.keep(tensors[0])

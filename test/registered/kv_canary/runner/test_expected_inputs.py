@@ -6,18 +6,24 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.host_code.twins import SPAN_WORDS
+from sglang_kv_canary.plan import expected_inputs
 from sglang_kv_canary.plan.expected_inputs import (
     TAIL_TOKENS,
+    TURNS,
     ExpectedTokens,
     KnownTokens,
     ListMemory,
     RowStart,
+    views_of,
     words_of_lists,
 )
 from sglang_kv_canary_rigs.kernel_cases import kernel_device
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=5, suite="stage-b-test-1-gpu-small")
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
 
 KNOWN = [
     [KnownTokens(0, [7])],
@@ -53,6 +59,78 @@ def test_lists_that_fit_need_no_memory_of_their_own():
     expected = ExpectedTokens.from_lists(longer, kernel_device(), memory)
     assert _found(expected) == longer
     assert memory.words.data_ptr() != expected.spans.data_ptr()
+
+
+class _Event:
+    """Stands in for a CUDA event, which a CPU does not have."""
+
+    def __init__(self) -> None:
+        self.is_over = True
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+class _Part:
+    """Stands in for the pinned memory of a part."""
+
+    def __init__(self, memory: ListMemory) -> None:
+        pinned = torch.zeros_like(memory.words)
+        self.address, self.views, self.done = pinned.data_ptr(), views_of(pinned), _Event()
+
+
+def _memory_with_parts(monkeypatch, words):
+    """As on a GPU, where a copy is over when its event says so."""
+    memory = ListMemory(words, "cpu")
+    memory._parts = [_Part(memory) for _ in range(TURNS)]
+    monkeypatch.setattr(
+        expected_inputs, "record", lambda event, _: setattr(event, "is_over", False)
+    )
+    return memory
+
+
+def test_lists_on_their_way_to_the_device_are_left_alone(monkeypatch):
+    memory = _memory_with_parts(monkeypatch, words_of_lists(1, 8))
+    lists = [[KnownTokens(0, [number])] for number in range(2 * TURNS + 1)]
+    for known in lists[:TURNS]:
+        found = ExpectedTokens.from_lists(known, "cpu", memory)
+        assert found.tokens is memory.tokens
+        assert _found(found) == known
+    # The device has read none of them yet.
+    assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
+    found = ExpectedTokens.from_lists(lists[TURNS], "cpu", memory)
+    assert _found(found) == lists[TURNS]
+    assert found.tokens is not memory.tokens
+    assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
+    for part in memory._parts:
+        part.done.is_over = True
+    for known in lists[TURNS + 1 :]:
+        found = ExpectedTokens.from_lists(known, "cpu", memory)
+        assert found.tokens is memory.tokens
+        assert _found(found) == known
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 100, 101, 102])
+def test_lists_of_any_length_are_copied_whole(monkeypatch, tokens):
+    memory = _memory_with_parts(monkeypatch, words_of_lists(0, 102) + SPAN_WORDS)
+    known = [KnownTokens(0, list(range(1, tokens + 1)))]
+    found = ExpectedTokens.from_lists(known, "cpu", memory)
+    assert found.tokens is memory.tokens
+    assert _found(found) == known
+
+
+@needs_gpu
+def test_a_busy_gpu_gets_each_forwards_lists():
+    memory = ListMemory(words_of_lists(1, 8), "cuda")
+    torch.cuda._sleep(1_000_000_000)  # cycles: about 0.5 s
+    queued = []
+    for number in range(3 * TURNS):
+        known = [KnownTokens(number, [number, number + 1])]
+        found = ExpectedTokens.from_lists(known, "cuda", memory)
+        queued.append((known, ExpectedTokens(found.tokens.clone(), found.spans.clone())))
+        assert (found.tokens is memory.tokens) == (number < TURNS)
+    for known, found in queued:
+        assert _found(found) == known
 
 
 def test_where_nothing_is_known_nothing_is_copied():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..cuda_streams import record
 from ..runner.step_observer import Observed, StepObserver
 
 
@@ -24,8 +25,9 @@ class Launches(StepObserver):
 
     def after_late_launches(self, manager: Observed) -> None:
         if manager.state.summary.is_cuda:
-            self._last = torch.cuda.Event()
-            self._last.record()
+            if self._last is None:
+                self._last = torch.cuda.Event()
+            record(self._last, manager.state.summary)
 
     def await_on(self, stream: Any) -> None:
         """Later work on `stream` runs after these launches."""

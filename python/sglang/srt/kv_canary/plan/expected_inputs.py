@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..cuda_streams import record
 from ..host_code import HOST
 from ..host_code.twins import SPAN_WORDS
 
+TURNS = 4  # lists that may be on their way at once: a scheduler is ahead of the device by two forwards, as a rule
 TAIL_TOKENS = 32  # prefix tokens compared per request when the token check is `tail`
 
 
@@ -43,14 +45,42 @@ class KnownTokens(NamedTuple):
 
 
 class ListMemory:
-    """Memory on the device for the lists of one forward, which the next one's replace. Its views are made once."""
+    """Memory on the device for the lists of one forward, which the next one's replace. Its views are made once.
 
-    __slots__ = ("_spans", "tokens", "words")
+    On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn. To ask torch for
+    pinned memory, and for views of it, takes ten times as long as the copy.
+    """
+
+    __slots__ = ("_parts", "_spans", "_turn", "_views", "tokens", "words")
 
     def __init__(self, words: int, device: torch.device | str) -> None:
+        """`words`: of the lists of a forward, int64."""
         self.words = torch.zeros(words, dtype=torch.int64, device=device)
         self.tokens = self.words.view(torch.int32)
         self._spans: dict[int, torch.Tensor] = {}  # by batch size
+        self._views = views_of(self.words)
+        self._parts = [_Part(words) for _ in range(TURNS)] if self.words.is_cuda else ()
+        self._turn = 0
+
+    def put(self, known: list[KnownTokens], words: int) -> bool:
+        """Copy lists of `words` words here, in order of the current stream. Returns whether they fit, and could be.
+
+        They stay valid until the next lists are put. The host does not wait.
+        """
+        if words > self.words.shape[0]:
+            return False
+        if not self._parts:
+            HOST.pack_lists(known, self.words.data_ptr(), words)
+            return True
+        self._turn = (self._turn + 1) % TURNS
+        part = self._parts[self._turn]
+        if not part.done.query():
+            return False
+        HOST.pack_lists(known, part.address, words)
+        size = (words - 1).bit_length()
+        self._views[size].copy_(part.views[size], non_blocking=True)
+        record(part.done, self.words)
+        return True
 
     def spans(self, batch_size: int) -> torch.Tensor:
         """int64[batch size, SPAN_WORDS], the first words."""
@@ -58,6 +88,23 @@ class ListMemory:
         if found is None:
             found = self._spans[batch_size] = _spans_in(self.words, batch_size)
         return found
+
+
+class _Part:
+    """Pinned memory of the host, the views of it that are copied, and what says that its copy is done."""
+
+    __slots__ = ("address", "done", "views")
+
+    def __init__(self, words: int) -> None:
+        pinned = torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        self.address, self.views = pinned.data_ptr(), views_of(pinned)
+        self.done = torch.cuda.Event()
+
+
+def views_of(words: torch.Tensor) -> list[torch.Tensor]:
+    """The first 1, 2, 4, ... of `words`, and all of them."""
+    size = words.shape[0]
+    return [words[: min(1 << i, size)] for i in range((size - 1).bit_length() + 1)]
 
 
 def _spans_in(words: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -94,11 +141,10 @@ class ExpectedTokens:
             return cls.nothing(len(known), device)
         # One copy for both: it does not wait, but each copy costs host time.
         size = SPAN_WORDS * len(known) + max(1, (count + 1) // 2)
+        if memory is not None and memory.put(list(known), size):
+            return cls(memory.tokens, memory.spans(len(known)))
         host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         HOST.pack_lists(list(known), host.data_ptr(), size)
-        if memory is not None and size <= memory.words.shape[0]:
-            memory.words[:size].copy_(host, non_blocking=True)
-            return cls(memory.tokens, memory.spans(len(known)))
         packed = host.to(device, non_blocking=True)
         return cls(packed.view(torch.int32), _spans_in(packed, len(known)))
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..cuda_streams import current_stream
+
 
 class SideStream:
     """Copies to the host on a stream of its own. One copy at a time: its two events are made once, and recorded again.
@@ -32,7 +34,7 @@ class SideStream:
 
         `done` is recorded at its end.
         """
-        current = torch.cuda.current_stream(self._stream.device)
+        current = current_stream(self._stream.device_index)
         self._before.record(current)
         self._stream.wait_event(self._before)
         if after is not None:

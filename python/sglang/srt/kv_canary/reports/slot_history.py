@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..buffer_group import PoolKind
+from ..cuda_streams import record
 from ..slot_event import CallSite, SlotEvent, SlotEventKind, slots_of
 from .safe_text import safe_text
 
@@ -146,13 +147,13 @@ class SlotHistory:
             at = position % capacity
             self._ring[at : at + part.shape[0]].copy_(part, non_blocking=True)
             position += part.shape[0]
-        self._note_copy()
+        self._note_copy(slots)
 
-    def _note_copy(self) -> None:
+    def _note_copy(self, slots: torch.Tensor) -> None:
         if not self._cuda:
             self._arrived = self._written
         elif self._has_arrived():
-            self._done.record()
+            record(self._done, slots)
             self._copied = self._written
 
     def _has_arrived(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..cuda_streams import record
+
 
 class BorrowedTensors:
     """As `Tensor.record_stream`, but one event serves many tensors, and no allocation has to ask for it."""
@@ -21,7 +23,7 @@ class BorrowedTensors:
         if not tensors or not tensors[0].is_cuda:
             return
         done = self._spare.pop() if self._spare else torch.cuda.Event()
-        done.record()
+        record(done, tensors[0])
         self.kept.append((done, tensors))
 
     def give_back(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from ..buffer_group import CanaryBufferGroup, Side
 from ..capacities import CanaryLaunchCapacities
 from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
+from ..cuda_streams import record
 from ..endpoint import Part
 from ..errors import CanaryPhaseError
 from ..host_code import HOST
@@ -428,7 +429,7 @@ class CanaryManager:
         if not self.state.summary.is_cuda:
             return None
         event = torch.cuda.Event()
-        event.record()
+        record(event, self.state.summary)
         return event
 
     def _first_awaited(self, arrival: Arrival) -> int:
@@ -534,7 +535,7 @@ class CanaryManager:
         if self.arrivals is not None and self.state.summary.is_cuda:
             if self._events_applied is None:
                 self._events_applied = torch.cuda.Event()
-            self._events_applied.record()
+            record(self._events_applied, self.state.summary)
 
     def end_forwards(
         self, indices: tuple[int, ...], opened: bool, launched_before: int, step_goes_on: bool

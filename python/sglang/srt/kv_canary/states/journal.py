@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..cuda_streams import record
 from ..reports.async_copy import FutureTensors
 from ..runner.step_observer import Observed, StepObserver
 from .ledger import StateLedger
@@ -42,7 +43,7 @@ class StateJournal(StepObserver):
         if self._stream is not None:
             if self._last_forward is None:
                 self._last_forward = torch.cuda.Event()
-            self._last_forward.record()
+            record(self._last_forward, manager.state.summary)
         self.deliver()
         self.send()
         self.deliver()

@@ -36,10 +36,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
-
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, ContentMode
+from ..cuda_streams import OnStream, current_stream
 from ..endpoint import CanaryLaunchTag
 from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import launch_endpoints_sweep
@@ -217,7 +216,7 @@ class SweepOrchestrator(StepObserver):
             self._close(current)
             return False
         leg = current.legs[0]
-        with _listing_on(manager.schedule_stream, manager.state.summary.device):
+        with _listing_on(manager.schedule_stream):
             if current.walker is None:
                 current.walker = walker_of(self._tree, False, leg.swa_resident_only)
             chunk = current.walker.next_chunk(
@@ -337,22 +336,21 @@ def _plan_of(
 
 
 @contextmanager
-def _listing_on(stream: Any | None, device: torch.device) -> Iterator[None]:
+def _listing_on(stream: Any | None) -> Iterator[None]:
     """List and translate on `stream`, and make later work on the current stream wait for it."""
     if stream is None:
         yield
         return
-    module = torch.get_device_module(device)
-    with module.stream(stream):
+    with OnStream(stream):
         yield
-    module.current_stream().wait_stream(stream)
+    current_stream(stream.device_index).wait_stream(stream)
 
 
 def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
     """The allocator must not reuse the plan's memory before the current stream has read it."""
     if listed_on is None:
         return
-    current = torch.get_device_module(plan.slots.device).current_stream()
+    current = current_stream(plan.slots.get_device())
     for tensor in (plan.slots, plan.positions, plan.prev_slots, plan.anchors):
         if tensor is not None:
             tensor.record_stream(current)

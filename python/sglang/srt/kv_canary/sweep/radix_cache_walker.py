@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..cuda_streams import record
 from ..errors import CanaryStartupError
 from ..record import PREV_ANCHOR, PREV_UNREACHABLE
 from .out_of_cache import is_out_of_cache
@@ -335,16 +336,16 @@ class _SourceKeeper:
     """Keeps gathered tensors until the device has read them. The tree may free them on another stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._cuda = device.type == "cuda"
         self._pending: deque[tuple[Any, list[torch.Tensor]]] = deque()
 
     def keep(self, tensors: list[torch.Tensor]) -> None:
-        if self._module is None:
+        if not self._cuda:
             return
         while self._pending and self._pending[0][0].query():
             self._pending.popleft()
-        event = self._module.Event()
-        event.record()
+        event = torch.cuda.Event()
+        record(event, tensors[0])
         self._pending.append((event, tensors))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from ..cuda_streams import OnStream
 from .context import context
 from .releases import release
 
@@ -38,7 +37,7 @@ def write_late_content(scheduler: Any, batch: Any) -> None:
     if not manager.state.summary.is_cuda:
         manager.write_late_content()
         return
-    with torch.cuda.stream(scheduler.forward_stream):
+    with OnStream(scheduler.forward_stream):
         event = manager.write_late_content()
     if event is not None:
         context.late_contents[batch.forward_iter] = event

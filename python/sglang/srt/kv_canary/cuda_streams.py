@@ -1,0 +1,56 @@
+"""CUDA's current stream, asked for in one call.
+
+`torch.cuda.current_stream()`, and each event that is recorded without a stream, first ask for the current device, and
+for that whether there is CUDA at all. Those are fifteen functions of Python, and a step would call them several times.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+__all__ = ["OnStream", "current_stream", "record"]
+
+# Streams are few: torch hands out 32 of each priority, again and again.
+MOST_KEPT = 256
+
+_ask = getattr(torch._C, "_cuda_getCurrentStream", None)
+_streams: dict[Any, torch.cuda.Stream] = {}  # by what names a stream in torch
+
+
+def current_stream(device: int) -> torch.cuda.Stream:
+    """The current stream of the CUDA device with this index."""
+    if _ask is None:  # another torch
+        return torch.cuda.current_stream(device)
+    named = _ask(device)
+    stream = _streams.get(named)
+    if stream is None:
+        stream = torch.cuda.current_stream(device)
+        if len(_streams) < MOST_KEPT:
+            _streams[named] = stream
+    return stream
+
+
+def record(event: torch.cuda.Event, tensor: torch.Tensor) -> None:
+    """Record `event` on the current stream of the CUDA device of `tensor`."""
+    event.record(current_stream(tensor.get_device()))
+
+
+class OnStream:
+    """As `with torch.cuda.stream(stream)`, on one device, which is the current one."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        torch.cuda.set_stream(self._before)
