@@ -81,10 +81,12 @@ def test_it_is_the_stream_of_torch() -> None:
 
 @needs_gpu
 def test_an_event_is_recorded_where_the_work_is() -> None:
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    side, event, tensor = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, device="cuda")
+    torch.cuda._sleep(1)  # loads the kernel
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(500_000_000)
-        cuda_streams.record(event, torch.zeros(1, device="cuda"))
+        torch.cuda._sleep(500_000_000)  # cycles: about 0.3 s
+        cuda_streams.record(event, tensor)
     assert not event.query()
     side.synchronize()
     assert event.query()
