@@ -108,7 +108,7 @@ def _run_a_while(rig: TreeRig) -> None:
     rig.idle(3)
 
 
-OBSERVER_CALLS = ["before_forwards", "after_forwards", "on_summary", "on_idle"]
+OBSERVER_CALLS = ["after_forwards", "on_summary", "on_idle"]
 
 
 @pytest.mark.parametrize("method", OBSERVER_CALLS)

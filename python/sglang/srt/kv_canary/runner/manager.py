@@ -526,7 +526,6 @@ class CanaryManager:
             self._apply_events()
         if self._has_new_weights:
             self._timed_attempt(self._tell_device_of_weights)
-        self._tell_observers("before_forwards", self)
 
     def _apply_events(self) -> None:
         """On the stream of the forwards."""
@@ -722,7 +721,8 @@ class CanaryManager:
             self._copy_is_awaited |= at_once
             self.owes_copy = True
             return
-        must_start = at_once or self._copies_each_step
+        # As `_copies_each_step` has it: one call less in each step
+        must_start = at_once or (self._ends_at_once and not self._outbox.trusted)
         if not must_start and time.monotonic() < self._copy.not_before:  # as nearly always
             self.owes_copy = True
             return

@@ -96,9 +96,6 @@ class StepObserver:
 
     healthy = True  # False: something that should check does not
 
-    def before_forwards(self, manager: Observed) -> None:
-        """Before the step's forwards are launched, on the forward stream."""
-
     def after_forwards(self, manager: Observed) -> bool | None:
         """After they were launched. Device work queued here runs after them.
 

@@ -154,6 +154,10 @@ class SweepOrchestrator(StepObserver):
         self._tree = tree_cache
 
     def after_forwards(self, manager: Observed) -> bool:
+        due = self._next_start if self._pass is None else self._next_chunk
+        if self._tick + 1 < due and not self._closing and manager.armed:  # as in most steps
+            self._tick += 1
+            return False
         launched = self.maybe_run_sweep(manager)
         # What a chunk finds is published by the next forward. What it has counted comes with copies only.
         return bool(self._closing) or (launched and not manager.publishes)
