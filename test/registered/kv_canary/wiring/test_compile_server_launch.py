@@ -8,7 +8,11 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.compile_folder import COMPILES_ENV
 from sglang_kv_canary.environ import COMPILE_SERVER
-from sglang_kv_canary.testing.tiny_models import write_tiny_deepseek_v2, write_tiny_llama
+from sglang_kv_canary.testing.tiny_models import (
+    write_tiny_deepseek_v2,
+    write_tiny_gemma4,
+    write_tiny_llama,
+)
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
@@ -28,7 +32,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_kv_canary.wiring.releases import release
 
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", force=True)
-llama, deepseek = sys.argv[1:]
+llama, deepseek, gemma = sys.argv[1:]
 
 
 def make_args(model, **flags):
@@ -45,7 +49,11 @@ def make_args(model, **flags):
 def run(tmp_path_factory):
     pytest.importorskip("triton.backends.nvidia")
     folder = tmp_path_factory.mktemp("models")
-    models = write_tiny_llama(folder / "llama"), write_tiny_deepseek_v2(folder / "deepseek")
+    models = (
+        write_tiny_llama(folder / "llama"),
+        write_tiny_deepseek_v2(folder / "deepseek"),
+        write_tiny_gemma4(folder / "gemma"),
+    )
 
     def run(program: str) -> list[str]:
         folder = tmp_path_factory.mktemp("program")
@@ -74,7 +82,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     from sglang_kv_canary.wiring.cuda_graph import beside_layers
     from sglang_kv_canary.wiring.predicted_variants import predicted_variants
     from sglang_kv_canary_rigs.manager_rig import ManagerRig
-    from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool
+    from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool, make_mla_pool, make_swa_pool
 
     manager.select_backend = lambda _: triton_backend
     # The rig's eight rows are spread over three vector lengths.
@@ -121,6 +129,12 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         size=512, kv_lora_rank=config.kv_lora_rank, qk_rope_head_dim=config.qk_rope_head_dim,
         layers=config.num_hidden_layers, dtype=config.dtype,
     )
+    # write_tiny_gemma4: two KV heads of 16, two layers of each kind.
+    swa = lambda page_size=1, **heads: make_swa_pool(
+        size=512, size_swa=256, page_size=page_size, head_num=2, head_dim=16, full_layers=2, swa_layers=2,
+        dtype=ModelConfig.from_server_args(make_args(gemma)).dtype, **heads,
+    )
+    other_heads = dict(swa_head_num=2, swa_head_dim=64, swa_v_head_dim=32)
     cases = [
         (mha(), llama, "all", {}),
         (mha(page_size=16), llama, "partial", {"page_size": 16, "kv_canary_sweep_interval": 0}),
@@ -129,6 +143,10 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         (mha(), llama, "all", {**speculation, **adaptive}),
         (mla(), deepseek, "all", {}),
         (mha(head_num=1), llama, "all", {"tp_size": 2}),
+        (swa(), gemma, "all", {}),
+        (swa(page_size=4), gemma, "partial", {"page_size": 4}),
+        (swa(), gemma, "all", speculation),
+        (swa(**other_heads), gemma, "all", {}),
     ]
     for pool, model, content, flags in cases:
         args = make_args(model, kv_canary_real_data=content)
@@ -139,12 +157,16 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
             branches = beside_layers(args)
             assert (branches.name == "NOTHING") == (args.tp_size > 1)
             rig = ManagerRig(
-                real=pool, content=ContentMode(content), sweep_interval=sweeps, beside_layers=branches
+                real=pool, content=ContentMode(content), sweep_interval=sweeps, beside_layers=branches,
+                sliding_window_size=31,
             )
         settled = release().settled(args)
         largest, lens = release().captured(settled)
         assert largest == 2
-        found = predicted_variants(settled, ModelConfig.from_server_args(args), 90)
+        config = ModelConfig.from_server_args(args)
+        if pool is cases[-1][0]:
+            config.swa_head_dim, config.swa_v_head_dim = 64, 32
+        found = predicted_variants(settled, config, 90)
         real = needed(rig, args, lens)
         foreseen = {variant.name: variant for variant in found}
         differing = [(name in real, (foreseen | real)[name].text) for name in foreseen.keys() ^ real.keys()]

@@ -7,12 +7,13 @@ and what is too much is never launched. Pool sizes do not matter, so small buffe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..buffer_group import CanaryBufferGroup, Side
+from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..capacities import CanaryLaunchCapacities
 from ..config import CanaryConfig, ContentMode
 from ..endpoint import Part
@@ -21,6 +22,7 @@ from ..plan.plan_input import ForwardPlan, PlanInput
 from ..plan.speculation import SpeculationShape
 from ..pool_patcher.adapters.mha import attach_mha
 from ..pool_patcher.adapters.mla import attach_mla
+from ..pool_patcher.adapters.sub_pool import as_swa
 from ..pool_patcher.attachment import AttachOptions
 from ..single_forward_manager import BesideLayers
 from ..state import CanaryDeviceState
@@ -111,29 +113,70 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
         token_offset=0,
         sliding_window_size=None,
     )
+    pools = _SmallPools(args, model_config)
     pool_class = pool_class_of(model_config)
-    pool = SimpleNamespace(
-        layer_num=-(-model_config.num_hidden_layers // args.pp_size),
-        size=args.page_size,
-        page_size=args.page_size,
-        device="cpu",
-    )
-
-    def layers(heads: int, width: int) -> list[torch.Tensor]:
-        shape = (pool.size + pool.page_size, heads, width)
-        dtype = _kv_dtype(args, model_config)
-        return [torch.empty(shape, dtype=dtype) for _ in range(pool.layer_num)]
-
     if pool_class == "MHATokenToKVPool":
         heads = model_config.get_num_kv_heads(attention_ranks(args))
-        pool.k_buffer = layers(heads, model_config.head_dim)
-        pool.v_buffer = layers(heads, model_config.v_head_dim)
-        return attach_mha(pool, options).groups
+        widths = model_config.head_dim, model_config.v_head_dim
+        return attach_mha(pools.mha(model_config.num_hidden_layers, heads, *widths), options).groups
     if pool_class == "MLATokenToKVPool":
-        width = model_config.kv_lora_rank + model_config.qk_rope_head_dim
-        pool.kv_buffer = layers(1, width)
-        return attach_mla(pool, options).groups
+        return attach_mla(pools.mla(), options).groups
+    if pool_class == "SWAKVPool":
+        return _swa_groups(pools, args, model_config, options)
     return ()
+
+
+def _swa_groups(
+    pools: _SmallPools, args: Any, model_config: Any, options: AttachOptions
+) -> tuple[CanaryBufferGroup, ...]:
+    """FULL and SWA, as `attach_swa` makes them. The window is of any size: nothing is compiled for it."""
+    ranks = attention_ranks(args)
+    heads, width = model_config.get_num_kv_heads(ranks), model_config.head_dim
+    full = swa = heads, width, width
+    if model_config.is_hybrid_swa_compress:  # layers of each kind have heads of their own
+        full = heads, width, model_config.v_head_dim
+        heads = model_config.get_swa_num_kv_heads(ranks)
+        swa = heads, model_config.swa_head_dim, model_config.swa_v_head_dim
+    layers = len(model_config.full_attention_layer_ids), len(model_config.swa_attention_layer_ids)
+    groups = attach_mha(pools.mha(layers[0], *full), options).groups
+    pool = pools.mha(layers[1], *swa)
+    pool.full_to_swa_index_mapping = torch.zeros(pool.size + pool.page_size, dtype=torch.int64)
+    attached = attach_mha(pool, replace(options, kind=PoolKind.SWA)).groups
+    return groups + tuple(as_swa(pool, group, 1) for group in attached)
+
+
+@dataclass(frozen=True, slots=True)
+class _SmallPools:
+    """What stands in for a pool of one page, on the CPU."""
+
+    args: Any
+    model_config: Any
+
+    def mha(self, layers: int, heads: int, width: int, v_width: int) -> SimpleNamespace:
+        """`layers`: of all pipeline stages."""
+        pool = self._pool(layers)
+        pool.k_buffer = self._buffers(pool, heads, width)
+        pool.v_buffer = self._buffers(pool, heads, v_width)
+        return pool
+
+    def mla(self) -> SimpleNamespace:
+        pool = self._pool(self.model_config.num_hidden_layers)
+        width = self.model_config.kv_lora_rank + self.model_config.qk_rope_head_dim
+        pool.kv_buffer = self._buffers(pool, 1, width)
+        return pool
+
+    def _pool(self, layers: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            layer_num=-(-layers // self.args.pp_size),
+            size=self.args.page_size,
+            page_size=self.args.page_size,
+            device="cpu",
+        )
+
+    def _buffers(self, pool: SimpleNamespace, heads: int, width: int) -> list[torch.Tensor]:
+        shape = (pool.size + pool.page_size, heads, width)
+        dtype = _kv_dtype(self.args, self.model_config)
+        return [torch.empty(shape, dtype=dtype) for _ in range(pool.layer_num)]
 
 
 def _kv_dtype(args: Any, model_config: Any) -> torch.dtype:
