@@ -282,7 +282,8 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "SWEEP_BUDGET_US",
         EnvInt,
         500,
-        "Maximum host microseconds that the sweep spends in one step.",
+        "Maximum host microseconds that the sweep spends in one step. A tree that lists all of its slots at once takes "
+        "longer, see docs/reliability.md.",
         minimum=1,
     ),
     EnvSetting(

@@ -1,8 +1,9 @@
 """One pass over a prefix cache whose tree lists its own slots: SGLang's unified tree from 0.5.17 on, in Rust or Python.
 
-The tree gives all slots at once, and may change before the next step. So a pass is one chunk, verified in the step in
-which it was listed: its cost grows with the tree. Nodes and namespaces are not told, so the first slot of a prefix is
-verified without its chain. Nodes hold whole pages and are listed one after the other, so the list is one of pages.
+The tree gives all slots at once, and may change before the next step. So a pass is one chunk, whose listing takes the
+longer the larger the tree is. `StagedList` verifies it in parts. Nodes and namespaces are not told, so the first slot
+of a prefix is verified without its chain. Nodes hold whole pages and are listed one after the other, so the list is one
+of pages.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def lists_its_own_slots(radix_cache: Any) -> bool:
 
 class FlatWalker:
     """The same interface as RadixCacheWalker. Limits are ignored: see the module."""
+
+    lists_at_once = True
 
     def __init__(self, radix_cache: Any, unlocked_only: bool, swa_resident_only: bool) -> None:
         self._cache = unwrap(radix_cache)

@@ -21,6 +21,8 @@ Derived from SGLang 0.5.12.post1, and run on the real engine with overlap schedu
   the ledger frees those later in stream order.
 - The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
   forward stream. So a chunk is listed and translated on the schedule stream, and only checked on the other.
+- A list that a tree makes at once is checked in later steps, too. What has changed hands by then is left out, see
+  `StagedList`. What has not is still as it was listed.
 
 So no rule spares any slot: what the sweep reports is damage.
 """
@@ -49,6 +51,7 @@ from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
 from .radix_cache_walker import RadixCacheWalkResult
 from .report import PassDone, SweepReporter
+from .staged_list import Plans, StagedList, warm_up_staged_list
 from .sweep_plan_builder import (
     build_strided_sweep_plan,
     build_verify_plan_radix_sweep,
@@ -60,6 +63,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_CONTENT_FACTOR = 16  # times the content budget of a forward: when idle, no step gets longer
 PATIENCE_TICKS = 16  # how long a pass waits until its last findings are decoded
+# A tree that lists its slots at once holds a step up for as long: 10 to 50 ms for 500,000 slots
+LISTING_SHARE = 0.005  # of the time
+MOST_REST_S = 120.0  # after one list, however long it took
 CONFIRM_TICKS = 4  # how long the next pass waits for the device's counters to show the last one
 
 
@@ -94,6 +100,7 @@ class SweepPass:
     findings_before: int
     legs: list[SweepLeg]  # unfinished; the first one is under way
     walker: Walker | None = None
+    staged: StagedList | None = None  # what that has listed at once, and is not verified yet
     slots: Counter[str] = field(default_factory=Counter)  # slots checked per pool kind
     chunks: int = 0
     seconds: float = 0.0
@@ -108,7 +115,8 @@ class SweepOrchestrator(StepObserver):
 
     A tick is a step. When the server is idle, it is an idle tick of the scheduler (every 10 ms), so passes go on
     without any request. Between two chunks of a pass, `sweep_every_n_steps` steps go by, but no idle ticks. If a pass
-    takes longer than the interval, the next one follows at once.
+    takes longer than the interval, the next one follows at once. After a list that a tree made at once, none begins
+    until that list took LISTING_SHARE of the time.
 
     Target runners only: a draft pool's slots in the prefix cache may never have been written.
     """
@@ -132,6 +140,7 @@ class SweepOrchestrator(StepObserver):
         self._tick = 0
         self._next_start = config.sweep_interval
         self._next_chunk = 0  # tick, on a busy server
+        self._rests_until = 0.0  # time.monotonic(), after a tree was listed at once
         self._begun = 0
         self._said_nothing = False
         self._reporter = SweepReporter(sink, config.sweep_report_every_s)
@@ -150,6 +159,8 @@ class SweepOrchestrator(StepObserver):
             return
         if walker.device.type != "cpu":
             warm_up_sweep_plan(walker.device)
+            for group in (group for leg in self._legs for group in leg.groups):
+                warm_up_staged_list(group)
         walker.refuse_pages_not_of(self._stride)
         self._tree = tree_cache
 
@@ -163,7 +174,8 @@ class SweepOrchestrator(StepObserver):
         return bool(self._closing) or (launched and not manager.publishes)
 
     def on_idle(self, manager: Observed) -> bool:
-        return self.maybe_run_sweep(manager, idle=True)
+        # The end of a pass is known by a copy. Without a next pass nothing else would ask for one.
+        return self.maybe_run_sweep(manager, idle=True) or self._awaits_counters
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         self._latest = summary
@@ -180,6 +192,9 @@ class SweepOrchestrator(StepObserver):
         if self._pass is None:
             if self._tick < self._next_start or self._must_wait():
                 return False
+            if time.monotonic() < self._rests_until:
+                self._next_start = self._tick + self._config.sweep_interval
+                return False
             if self._tree is None:
                 self._say_nothing_to_walk("no prefix cache is attached")
                 return False
@@ -193,6 +208,13 @@ class SweepOrchestrator(StepObserver):
             # Its position in the tree is unknown; the next pass begins when it is due.
             self._pass = None
             raise
+
+    @property
+    def _awaits_counters(self) -> bool:
+        """Whether the device's counters may show the end of the last pass soon."""
+        last = self._closing[-1] if self._closing else None
+        is_open = last is not None and last.confirmed_tick is None
+        return is_open and self._tick - last.closed_tick < CONFIRM_TICKS
 
     @property
     def is_between_passes(self) -> bool:
@@ -220,29 +242,48 @@ class SweepOrchestrator(StepObserver):
             self._close(current)
             return False
         leg = current.legs[0]
+        if current.staged is None or current.staged.is_over:
+            plans = self._list(manager, current, leg, self._slots_allowed(leg, idle))
+        else:
+            plans = current.staged.next(self._slots_allowed(leg, idle))
+        if plans is None:
+            current.legs.pop(0)
+            current.walker = current.staged = None
+            return self._advance(manager, idle)
+        self._reporter.under_way(current.number, current.started, current.slots)
+        return self._launch(manager, current, plans)
+
+    def _list(
+        self, manager: Observed, current: SweepPass, leg: SweepLeg, allowed: int
+    ) -> Plans | None:
+        """What the next `allowed` slots of the walk give each group; None after its end."""
+        began = time.perf_counter()
         with _listing_on(manager.schedule_stream):
             if current.walker is None:
                 current.walker = walker_of(self._tree, False, leg.swa_resident_only)
             chunk = current.walker.next_chunk(
-                max_slots=self._slots_allowed(leg, idle), max_us=self._config.sweep_budget_us
+                max_slots=allowed, max_us=self._config.sweep_budget_us
             )
             plans = () if chunk is None else _plans_of(chunk, leg, self._anchor_of_key)
         if chunk is None:
-            current.legs.pop(0)
-            current.walker = None
-            return self._advance(manager, idle)
-        self._reporter.under_way(current.number, current.started, current.slots)
-        return self._launch(manager, current, plans)
+            return None
+        for _, plan in plans:
+            _keep_until_read(plan, manager.schedule_stream)
+        if not current.walker.lists_at_once:
+            return plans
+        rest_s = min((time.perf_counter() - began) / LISTING_SHARE, MOST_REST_S)
+        self._rests_until = max(self._rests_until, time.monotonic()) + rest_s
+        current.staged = StagedList(plans, chunk.num_slots)
+        return current.staged.next(allowed)
 
     def _launch(
         self,
         manager: Observed,
         current: SweepPass,
-        plans: tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...],
+        plans: Plans,
     ) -> bool:
         current.chunks += 1
         for group, plan in plans:
-            _keep_until_read(plan, manager.schedule_stream)
             launch_endpoints_sweep(manager.launcher, plan, group)
             self.launches[group.kind] += 1
             current.slots[group.kind.value] += plan.slots.shape[0]

@@ -94,6 +94,8 @@ class RadixCacheWalker:
     allocates and frees on that stream, and the mapping changes there.
     """
 
+    lists_at_once = False
+
     def __init__(
         self, radix_cache: BasePrefixCache, unlocked_only: bool, swa_resident_only: bool
     ) -> None:
