@@ -26,7 +26,7 @@ from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
 from sglang_kv_canary.record import Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
-from sglang_kv_canary.wiring.hicache import protect
+from sglang_kv_canary.wiring.hicache import CopyStreams, copy_hooks, protect
 from sglang_kv_canary.wiring.until_0_5_17.hicache import _refuse_tree
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -223,6 +223,39 @@ def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:
     assert not rig.manager.ledger.awaits_load_back
     sweep.maybe_run_sweep(rig.manager)
     assert sweep._tick == 1
+
+
+class _CopyStream:
+    """Stands in for HiCache's stream of copies to the device, which a CPU does not have."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"wait for {event}")
+
+
+def _start_loading(rig: HiCacheRig, log: list[str], host: torch.Tensor) -> None:
+    stream = _CopyStream(log)
+    streams = CopyStreams(to_host=lambda _: stream, to_device=lambda _: stream)
+    hooks = copy_hooks(streams, load="HiCacheController.load", pool="HostKVCache")
+    (hook,) = [hook for hook in hooks if hook.target.endswith(".start_loading")]
+    rig.controller.load(host)
+    hook.fn(lambda _: log.append("copy") or 0, rig.controller)
+    rig.controller.load_queue.clear()
+
+
+def test_a_load_waits_for_the_sweep_that_may_still_read_its_slots(
+    rig: HiCacheRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were cached when the sweep listed them. Its launches wait for a forward, the copies do not."""
+    rig.extend(1, TOKENS)
+    host, log = rig.write_back(1, 20), []
+    monkeypatch.setattr(rig.controller, "device", "cuda:0")
+    _start_loading(rig, log, host[:10])
+    rig.manager.swept = "sweep"
+    _start_loading(rig, log, host[10:])
+    assert log == ["copy", "wait for sweep", "copy"]
 
 
 class _Copies:

@@ -74,6 +74,37 @@ def _found(rig: TreeRig) -> set[tuple[str, str, int, int]]:
     }
 
 
+@pytest.mark.parametrize("content", [ContentMode.NONE, ContentMode.ALL], ids=str)
+def test_each_part_that_reads_bytes_is_noted(content: ContentMode, monkeypatch: Any) -> None:
+    """Whoever fills its slots from another stream waits for it."""
+    rig = SweptRig(content=content, sweep_budget_slots=8)
+    noted: list[int] = []
+    monkeypatch.setattr(rig.manager, "note_sweep", lambda: noted.append(_launches(rig)))
+    rig.serve(PROMPT, ANSWER)
+    rig.passes(1)
+    assert len(set(noted)) == len(noted)  # once for each part, after its launches
+    assert bool(noted) == (content is ContentMode.ALL)
+    assert not noted or noted[-1] == _launches(rig)
+
+
+def _launches(rig: SweptRig) -> int:
+    return sum(rig.sweep.launches.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
+def test_a_sweep_that_waits_for_a_forward_is_not_over() -> None:
+    rig = SweptRig(device="cuda")
+    rig.serve(PROMPT, ANSWER)
+    rig.passes(1)
+    torch.cuda.synchronize()
+    assert rig.manager.swept.query()
+    torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+    rig.manager.note_sweep()
+    assert not rig.manager.swept.query()
+    torch.cuda.synchronize()
+    assert rig.manager.swept.query()
+
+
 # Damage in a cached prefix that nobody reads
 
 

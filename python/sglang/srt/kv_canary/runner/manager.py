@@ -155,6 +155,8 @@ class CanaryManager:
         # Whether forwards are bracketed. Always, unless records are out of date. Captures always are.
         self.checking = True
         self.radix_cache: Any | None = None
+        # After the last part of a sweep that reads bytes. None: there was none, or there is no GPU
+        self.swept: torch.cuda.Event | None = None
         self.late = LateWork(self.launcher)
         self._single_forwards = _SingleForwards(identity.role)
         for i in range(num_single_forwards):
@@ -418,6 +420,16 @@ class CanaryManager:
             self._start_copy(at_once=True)
         self._tell_observers("after_late_launches", self)
         return forward
+
+    def note_sweep(self) -> None:
+        """A sweep's launches that read bytes are queued. They may wait for a forward.
+
+        SGLang may evict those slots at once. Whoever fills them from another stream waits for `swept`.
+        """
+        if self.swept is None:
+            self.swept = self._event_here()
+        else:
+            record(self.swept, self.state.summary)
 
     def completion(self) -> Callable[[], bool]:
         """Says whether the device has completed what is on the current stream now."""

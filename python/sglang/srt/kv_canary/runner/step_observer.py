@@ -43,6 +43,8 @@ class Observed(Protocol):
     schedule_stream: Any | None
     radix_cache: Any | None
 
+    def note_sweep(self) -> None: ...
+
 
 class CopyPoint(NamedTuple):
     """The host's launches at the start of a summary's copy. A tuple: one is made in each step."""

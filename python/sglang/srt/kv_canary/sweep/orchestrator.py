@@ -21,6 +21,8 @@ Derived from SGLang 0.5.12.post1, and run on the real engine with overlap schedu
   the ledger frees those later in stream order.
 - The full-to-SWA mapping is the exception: SGLang changes it on the schedule stream, which does not wait for the
   forward stream. So a chunk is listed and translated on the schedule stream, and only checked on the other.
+- Copies and transfers into slots are in no order with a chunk that waits for a forward. So they wait for it, see
+  `wiring.swept_slots`. Otherwise bytes could arrive in a slot that was evicted after it was listed.
 - A list that a tree makes at once is checked in later steps, too. What has changed hands by then is left out, see
   `StagedList`. What has not is still as it was listed.
 
@@ -287,6 +289,8 @@ class SweepOrchestrator(StepObserver):
             launch_endpoints_sweep(manager.launcher, plan, group)
             self.launches[group.kind] += 1
             current.slots[group.kind.value] += plan.slots.shape[0]
+        if plans and self._config.content_mode is not ContentMode.NONE:
+            manager.note_sweep()
         return bool(plans)
 
     def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:

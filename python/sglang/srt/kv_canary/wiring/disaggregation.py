@@ -23,6 +23,7 @@ from .hook_spec import HookSpec, HookType
 from .images import image_numbers
 from .record_sender import TRANSFERS
 from .releases import release
+from .swept_slots import wait_for_sweep
 
 __all__ = ["COPY", "DECODE", "PREFILL", "transfer_hooks"]
 
@@ -156,6 +157,7 @@ def _after_pre_alloc(_: Any, queue: Any, request: Any, *__: Any, **___: Any) -> 
         context.notices.take(request.bootstrap_room)
     context.check_due_arrivals()
     knows_adapter(request)  # learns the name while the adapter is loaded
+    wait_for_sweep()
     for manager in context.managers:
         manager.settle_slots()
 

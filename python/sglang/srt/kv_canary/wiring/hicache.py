@@ -22,8 +22,9 @@ from ..host_tier.host_sweep import HostSweep
 from ..host_tier.host_tier import HostTier
 from ..pool_patcher.errors import UnsupportedPoolError
 from .context import context
-from .guard import attempt, guarded
+from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
+from .swept_slots import await_sweep
 
 if TYPE_CHECKING:
     from ..runner.manager import CanaryManager
@@ -192,9 +193,10 @@ def copy_hooks(streams: CopyStreams, load: str, pool: str) -> tuple[HookSpec, ..
         if tier is None or not controller.load_queue:
             return original(controller)
         loads = list(controller.load_queue)
+        stream = _unless_cpu(controller, streams.to_device)
+        attempt_aside(await_sweep, stream)
         producer = original(controller)
         # The device copies bytes meanwhile. No page leaves host memory before that is over.
-        stream = _unless_cpu(controller, streams.to_device)
         attempt(_arrive, tier, controller.page_size, loads, stream)
         return producer
 

@@ -19,8 +19,9 @@ from ...runner.step_observer import Observed, StepObserver
 from ..adapters import anchor_of_key
 from ..context import context
 from ..forward_stream import on_forward_stream
-from ..guard import attempt
+from ..guard import attempt, attempt_aside
 from ..hook_spec import HookSpec, HookType
+from ..swept_slots import await_sweep
 
 _LOST = "KV that LMCache loads"
 
@@ -40,6 +41,7 @@ class LoadedByLMCache(StepObserver):
         from sglang.srt.mem_cache.radix_cache import TreeNode
 
         first_new = TreeNode.counter
+        attempt_aside(await_sweep, self._tree.load_stream)
         result = self._match(params)
         attempt(self._note_match, first_new, params, result)
         return result

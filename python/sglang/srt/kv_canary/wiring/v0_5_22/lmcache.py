@@ -19,9 +19,10 @@ from ...errors import startup_error
 from ...launch.loads import LoadedPrefix, adopt_content
 from ...plan.anchor import anchor_of
 from ..context import context
-from ..guard import attempt
+from ..guard import attempt, attempt_aside
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
+from ..swept_slots import wait_for_sweep
 
 _LOST = "KV that LMCache loads"
 _FOLLOWED = ("_start_external_load", "_forward_stream")  # of LMCacheUnifiedRadixCache
@@ -35,6 +36,7 @@ class LoadedByLMCache:
         tree._start_external_load = self._start_external_load
 
     def _start_external_load(self, flow: Any, req: Any) -> int | None:
+        attempt_aside(wait_for_sweep)  # another process copies
         loaded = self._start(flow, req)
         if loaded and context.active:
             attempt(self._note, flow, req)
