@@ -22,10 +22,13 @@ from sglang_kv_canary.host_tier.host_content import HostContent, sources_of
 from sglang_kv_canary.host_tier.host_records import HostRecords, SlotRecords
 from sglang_kv_canary.host_tier.host_tier import HOST_SECTOR_BYTES
 from sglang_kv_canary.kernels.reference import content_fingerprint
+from sglang_kv_canary.launch.launcher import launch_endpoints_sweep
 from sglang_kv_canary.load_back import LoadBack
+from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 from sglang_kv_canary.pool_patcher.errors import UnsupportedPoolError
-from sglang_kv_canary.record import Mode, State
+from sglang_kv_canary.record import PREV_UNREACHABLE, Mode, State
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
+from sglang_kv_canary.sweep.staged_list import StagedList
 from sglang_kv_canary.wiring.hicache import CopyStreams, copy_hooks, protect
 from sglang_kv_canary.wiring.until_0_5_17.hicache import _refuse_tree
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
@@ -223,6 +226,36 @@ def test_no_sweep_runs_while_slots_wait_for_their_load(rig: HiCacheRig) -> None:
     assert not rig.manager.ledger.awaits_load_back
     sweep.maybe_run_sweep(rig.manager)
     assert sweep._tick == 1
+
+
+def _staged_list(rig: HiCacheRig, row: int, count: int) -> StagedList:
+    """As a tree lists the row's slots."""
+    slots = rig.rows.req_to_token[row, :count].long().clone()
+    before = torch.cat([torch.tensor([PREV_UNREACHABLE]), slots[:-1]])
+    plan = SweepVerifyPlan(slots, torch.arange(count), before)
+    return StagedList(((rig.manager.groups[0], plan),), count)
+
+
+@pytest.mark.parametrize("order", ["the same", "shifted", "reversed"])
+def test_a_prefix_that_is_loaded_back_to_other_slots_in_the_middle_of_a_sweep(
+    rig: HiCacheRig, order: str
+) -> None:
+    """All of its slots have one writer, before and after. So that does not say what a slot holds."""
+    rig.extend(3, range(100, 104))
+    rig.extend(1, TOKENS)
+    staged = _staged_list(rig, 1, 20)
+    host = rig.write_back(1, 20)
+    rig.decode([3])  # applies the frees
+    free = rig.allocator.free_pages
+    own = rig.rows.req_to_token[1, :20].to(free.dtype)
+    first = {"the same": own, "shifted": own[1:], "reversed": own.flip(0)}[order]
+    rig.allocator.free_pages = torch.cat([first, free[~torch.isin(free, own)]])
+    rig.load(2, host)
+    rig.decode([2])
+    ((group, plan),) = staged.next(20)
+    launch_endpoints_sweep(rig.manager.launcher, plan, group)
+    assert rig.settle() == []
+    assert bool((plan.slots == 0).all()) == (order != "the same")
 
 
 class _CopyStream:

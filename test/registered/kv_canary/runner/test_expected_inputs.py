@@ -83,6 +83,8 @@ def _memory_with_parts(monkeypatch, words):
     """As on a GPU, where a copy is over when its event says so."""
     memory = ListMemory(words, "cpu")
     memory._parts = [_Part(memory) for _ in range(TURNS)]
+    packed = expected_inputs._packed
+    monkeypatch.setattr(expected_inputs, "_packed", lambda *lists, pinned: packed(*lists, False))
     monkeypatch.setattr(
         expected_inputs, "record", lambda event, _: setattr(event, "is_over", False)
     )
@@ -100,7 +102,9 @@ def test_lists_on_their_way_to_the_device_are_left_alone(monkeypatch):
     assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
     found = ExpectedTokens.from_lists(lists[TURNS], "cpu", memory)
     assert _found(found) == lists[TURNS]
-    assert found.tokens is not memory.tokens
+    assert (
+        found.tokens is memory.tokens
+    )  # an allocation on the device would move SGLang's activations
     assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
     for part in memory._parts:
         part.done.is_over = True
@@ -125,13 +129,12 @@ def test_a_busy_gpu_gets_each_forwards_lists():
     for busy in (1, 2_000_000_000):  # cycles: nothing, to load all kernels, and about a second
         torch.cuda.synchronize()
         torch.cuda._sleep(busy)
-        queued, kept = [], []
+        queued = []
         for number in range(3 * TURNS):
             known = [KnownTokens(number, [number, number + 1])]
             found = ExpectedTokens.from_lists(known, "cuda", memory)
-            kept.append(found.tokens is memory.tokens)
+            assert found.tokens is memory.tokens
             queued.append((known, ExpectedTokens(found.tokens.clone(), found.spans.clone())))
-        assert busy == 1 or kept == [True] * TURNS + [False] * 2 * TURNS
         for known, found in queued:
             assert _found(found) == known
 

@@ -193,25 +193,22 @@ def test_parts_are_the_whole_list_once(size: int, parts: list[int]) -> None:
     assert staged.is_over == (sum(parts) >= size)
 
 
-def test_a_changed_record_leaves_out_its_slot_and_hides_it_from_the_next() -> None:
+@pytest.mark.parametrize(
+    "word", [record.WORD_IDENTITY, record.WORD_CHAIN, record.WORD_WRITER], ids=str
+)
+def test_a_changed_record_leaves_out_its_slot_and_hides_it_from_the_next(word: int) -> None:
     rig = TreeRig()
     outside = rig.manager.groups[0].num_slots + 5
     staged = _staged(
         rig, [1, 2, 3, 0, 4, outside], [PREV_ANCHOR, 1, 2, PREV_UNREACHABLE, 0, outside]
     )
-    writers = rig.manager.groups[0].k_head[:, record.WORD_WRITER]
-    writers[0] += 1  # each forward with padding writes it
-    writers[2] += 1
+    words = rig.manager.groups[0].k_head[:, word]
+    words[0] += 1  # each forward with padding writes it
+    words[2] += 1
     ((_, plan),) = staged.next(6)
     assert plan.slots.tolist() == [1, 0, 3, 0, 4, outside]
-    assert plan.prev_slots.tolist() == [
-        PREV_ANCHOR,
-        1,
-        PREV_UNREACHABLE,
-        PREV_UNREACHABLE,
-        0,
-        outside,
-    ]
+    unreachable = PREV_UNREACHABLE
+    assert plan.prev_slots.tolist() == [PREV_ANCHOR, 1, unreachable, unreachable, 0, outside]
 
 
 # Rest

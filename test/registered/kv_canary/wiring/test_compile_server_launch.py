@@ -134,7 +134,7 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         size=512, size_swa=256, page_size=page_size, head_num=2, head_dim=16, full_layers=2, swa_layers=2,
         dtype=ModelConfig.from_server_args(make_args(gemma)).dtype, **heads,
     )
-    other_heads = dict(swa_head_num=2, swa_head_dim=64, swa_v_head_dim=32)
+    other_heads = dict(swa_head_num=4, swa_head_dim=64, swa_v_head_dim=32, v_head_dim=48)
     cases = [
         (mha(), llama, "all", {}),
         (mha(page_size=16), llama, "partial", {"page_size": 16, "kv_canary_sweep_interval": 0}),
@@ -165,7 +165,8 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
         assert largest == 2
         config = ModelConfig.from_server_args(args)
         if pool is cases[-1][0]:
-            config.swa_head_dim, config.swa_v_head_dim = 64, 32
+            config.swa_head_dim, config.swa_v_head_dim, config.v_head_dim = 64, 32, 48
+            config.hf_text_config.swa_num_key_value_heads = 4
         found = predicted_variants(settled, config, 90)
         real = needed(rig, args, lens)
         foreseen = {variant.name: variant for variant in found}

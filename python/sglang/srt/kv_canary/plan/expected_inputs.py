@@ -47,8 +47,8 @@ class KnownTokens(NamedTuple):
 class ListMemory:
     """Memory on the device for the lists of one forward, which the next one's replace. Its views are made once.
 
-    On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn. To ask torch for
-    pinned memory, and for views of it, takes ten times as long as the copy.
+    On a GPU the host writes lists to pinned memory of its own, in TURNS parts that are used in turn: to ask torch for
+    pinned memory, and for views of it, takes longer than the copy.
     """
 
     __slots__ = ("_parts", "_spans", "_turn", "_views", "tokens", "words")
@@ -63,7 +63,7 @@ class ListMemory:
         self._turn = 0
 
     def put(self, known: list[KnownTokens], words: int) -> bool:
-        """Copy lists of `words` words here, in order of the current stream. Returns whether they fit, and could be.
+        """Copy lists of `words` words here, in order of the current stream. Returns whether they fit.
 
         They stay valid until the next lists are put. The host does not wait.
         """
@@ -72,10 +72,11 @@ class ListMemory:
         if not self._parts:
             HOST.pack_lists(known, self.words.data_ptr(), words)
             return True
+        part = self._parts[(self._turn + 1) % TURNS]
+        if not part.done.query():  # all parts are on their way
+            self.words[:words].copy_(_packed(known, words, pinned=True), non_blocking=True)
+            return True
         self._turn = (self._turn + 1) % TURNS
-        part = self._parts[self._turn]
-        if not part.done.query():
-            return False
         HOST.pack_lists(known, part.address, words)
         size = (words - 1).bit_length()
         self._views[size].copy_(part.views[size], non_blocking=True)
@@ -99,6 +100,13 @@ class _Part:
         pinned = torch.zeros(words, dtype=torch.int64, pin_memory=True)
         self.address, self.views = pinned.data_ptr(), views_of(pinned)
         self.done = torch.cuda.Event()
+
+
+def _packed(known: list[KnownTokens], words: int, pinned: bool) -> torch.Tensor:
+    """The lists in new memory of the host, int64[words]."""
+    host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
+    HOST.pack_lists(known, host.data_ptr(), words)
+    return host
 
 
 def views_of(words: torch.Tensor) -> list[torch.Tensor]:
@@ -143,8 +151,7 @@ class ExpectedTokens:
         size = SPAN_WORDS * len(known) + max(1, (count + 1) // 2)
         if memory is not None and memory.put(list(known), size):
             return cls(memory.tokens, memory.spans(len(known)))
-        host = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        HOST.pack_lists(list(known), host.data_ptr(), size)
+        host = _packed(list(known), size, device.type == "cuda")
         packed = host.to(device, non_blocking=True)
         return cls(packed.view(torch.int32), _spans_in(packed, len(known)))
 

@@ -424,7 +424,7 @@ class CanaryManager:
     def note_sweep(self) -> None:
         """A sweep's launches that read bytes are queued. They may wait for a forward.
 
-        SGLang may evict those slots at once. Whoever fills them from another stream waits for `swept`.
+        SGLang may evict those slots at once. What fills them from another stream waits for `swept`.
         """
         if self.swept is None:
             self.swept = self._event_here()

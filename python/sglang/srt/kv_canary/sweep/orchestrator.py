@@ -260,6 +260,21 @@ class SweepOrchestrator(StepObserver):
     ) -> Plans | None:
         """What the next `allowed` slots of the walk give each group; None after its end."""
         began = time.perf_counter()
+        try:
+            chunk, plans = self._walk(manager, current, leg, allowed)
+        finally:  # also of a list that failed
+            if current.walker is not None and current.walker.lists_at_once:
+                self._rest(time.perf_counter() - began)
+        if chunk is None:
+            return None
+        if not current.walker.lists_at_once:
+            return plans
+        current.staged = StagedList(plans, chunk.num_slots)
+        return current.staged.next(allowed)
+
+    def _walk(
+        self, manager: Observed, current: SweepPass, leg: SweepLeg, allowed: int
+    ) -> tuple[RadixCacheWalkResult | None, Plans]:
         with _listing_on(manager.schedule_stream):
             if current.walker is None:
                 current.walker = walker_of(self._tree, False, leg.swa_resident_only)
@@ -267,16 +282,14 @@ class SweepOrchestrator(StepObserver):
                 max_slots=allowed, max_us=self._config.sweep_budget_us
             )
             plans = () if chunk is None else _plans_of(chunk, leg, self._anchor_of_key)
-        if chunk is None:
-            return None
         for _, plan in plans:
             _keep_until_read(plan, manager.schedule_stream)
-        if not current.walker.lists_at_once:
-            return plans
-        rest_s = min((time.perf_counter() - began) / LISTING_SHARE, MOST_REST_S)
+        return chunk, plans
+
+    def _rest(self, seconds: float) -> None:
+        """A tree took so long to list its slots."""
+        rest_s = min(seconds / LISTING_SHARE, MOST_REST_S)
         self._rests_until = max(self._rests_until, time.monotonic()) + rest_s
-        current.staged = StagedList(plans, chunk.num_slots)
-        return current.staged.next(allowed)
 
     def _launch(
         self,

@@ -1,7 +1,8 @@
 """A list of cached slots that was made at once, and is verified in parts over several steps.
 
-In that time slots change hands. A slot is left out once its record is another one than when the list was made: it was
-freed, or written again. So is a predecessor. The next pass lists what is cached then.
+In that time slots change hands. A slot is left out once its record has changed: it was freed, or written again. So is
+a predecessor. The next pass lists what is cached then. The writer alone does not tell records apart. HiCache brings
+them back with their writers, to other slots.
 """
 
 from __future__ import annotations
@@ -12,32 +13,35 @@ import torch
 
 from ..buffer_group import CanaryBufferGroup
 from ..plan.plan_input import SweepVerifyPlan
-from ..record import PREV_UNREACHABLE, WORD_WRITER
+from ..record import PREV_UNREACHABLE, WORD_CHAIN, WORD_IDENTITY, WORD_WRITER
 
 __all__ = ["Plans", "StagedList", "warm_up_staged_list"]
+
+# Odd: a record with one other word has another sum
+_MULTIPLIERS = {WORD_IDENTITY: 0x9E3779B97F4A7C15, WORD_CHAIN: 0xC2B2AE3D27D4EB4F, WORD_WRITER: 1}
 
 Plans = tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _StagedPlan:
-    """What one group verifies, and the writer words of its slots and predecessors when it was listed, int64[n]."""
+    """What one group verifies, and the records of its slots and predecessors when it was listed, int64[n] each."""
 
     group: CanaryBufferGroup
     plan: SweepVerifyPlan
-    writers: torch.Tensor
-    writers_before: torch.Tensor
+    records: torch.Tensor
+    records_before: torch.Tensor
 
     @classmethod
     def of(cls, group: CanaryBufferGroup, plan: SweepVerifyPlan) -> _StagedPlan:
-        return cls(group, plan, _writers_of(group, plan.slots), _writers_of(group, plan.prev_slots))
+        return cls(group, plan, _records_of(group, plan.slots), _records_of(group, plan.prev_slots))
 
     def part(self, start: int, end: int) -> SweepVerifyPlan:
         """Entries start .. end - 1 as they are now: slot 0, which is not checked, for those that changed hands."""
         plan, group, span = self.plan, self.group, slice(start, end)
         slots, before = plan.slots[span], plan.prev_slots[span]
-        same = _writers_of(group, slots) == self.writers[span]
-        same_before = _writers_of(group, before) == self.writers_before[span]
+        same = _records_of(group, slots) == self.records[span]
+        same_before = _records_of(group, before) == self.records_before[span]
         # New tensors, because kernels are compiled for aligned ones.
         return SweepVerifyPlan(
             torch.where(same, slots, 0),
@@ -47,17 +51,22 @@ class _StagedPlan:
         )
 
 
-def _writers_of(group: CanaryBufferGroup, slots: torch.Tensor) -> torch.Tensor:
-    """int64[n]. 0 for what is no slot of the group but the padding slot: that is never left out."""
+def _records_of(group: CanaryBufferGroup, slots: torch.Tensor) -> torch.Tensor:
+    """int64[n], a sum of identity, chain and writer. 0 for what is no slot of the group: that is never left out."""
     is_slot = (slots > 0) & (slots < group.num_slots)
-    words = group.k_head[torch.where(is_slot, slots, 0).long(), WORD_WRITER]
-    return torch.where(is_slot, words, 0)
+    records = group.k_head[torch.where(is_slot, slots, 0).long()]
+    sums = sum(records[:, word] * _signed(factor) for word, factor in _MULTIPLIERS.items())
+    return torch.where(is_slot, sums, 0)
+
+
+def _signed(factor: int) -> int:
+    return factor - (1 << 64) if factor >> 63 else factor
 
 
 class StagedList:
-    """The plans of one walk, whose list has `num_slots` slots. Use on the stream of the forwards.
+    """The plans of one walk, whose list has `num_slots` slots.
 
-    A record is read after all launches before, so the list holds what they have left.
+    Use it where checks are launched. There a record is read as all launches before have left it.
     """
 
     def __init__(self, plans: Plans, num_slots: int) -> None:

@@ -32,7 +32,7 @@ FOLDER_ENV = "_KV_CANARY_FAREWELL_FOLDER"
 _NOTE = "the-server-ends"
 WAIT_S = 3.0  # for the main process: a scheduler process answers between two steps
 FINISH_S = 1.0  # for a scheduler process, to copy from the device
-LOOK_EVERY_S = 0.25  # a look is a call of the system: 30 us of a busy server
+LOOK_EVERY_S = 0.25  # a look is a call of the system
 
 
 # In the main process

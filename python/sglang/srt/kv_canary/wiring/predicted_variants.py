@@ -113,6 +113,8 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
         token_offset=0,
         sliding_window_size=None,
     )
+    if release().shares_buffer(args):
+        return ()
     pools = _SmallPools(args, model_config)
     pool_class = pool_class_of(model_config)
     if pool_class == "MHATokenToKVPool":
@@ -121,7 +123,7 @@ def _groups(args: Any, model_config: Any, config: CanaryConfig) -> tuple[CanaryB
         return attach_mha(pools.mha(model_config.num_hidden_layers, heads, *widths), options).groups
     if pool_class == "MLATokenToKVPool":
         return attach_mla(pools.mla(), options).groups
-    if pool_class == "SWAKVPool":
+    if pool_class == "SWAKVPool" and args.pp_size == 1:  # stages differ in layers of each kind
         return _swa_groups(pools, args, model_config, options)
     return ()
 

@@ -1,6 +1,6 @@
 """Bytes that come into slots from elsewhere come after what a sweep still reads there.
 
-A sweep lists cached slots and reads their bytes behind the forward that was launched before. SGLang may evict them at
+A sweep lists cached slots and reads their bytes after the forward that was launched before. SGLang may evict them at
 once, and hand them to a copy or a transfer, which does not wait for that forward. What arrived first would look like
 damage.
 """
