@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OnStream", "current_stream", "record"]
+__all__ = ["OnStream", "current_stream", "keep_until_read", "record"]
 
 # Streams are few: torch hands out 32 of each priority, again and again.
 MOST_KEPT = 256
@@ -36,6 +36,16 @@ def current_stream(device: int) -> torch.cuda.Stream:
 def record(event: torch.cuda.Event, tensor: torch.Tensor) -> None:
     """Record `event` on the current stream of the CUDA device of `tensor`."""
     event.record(current_stream(tensor.get_device()))
+
+
+def keep_until_read(*tensors: torch.Tensor | None) -> None:
+    """Their memory is not used again before the current stream has run what is queued when they are given back.
+
+    Tensors of a CPU need nothing.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(current_stream(tensor.get_device()))
 
 
 class OnStream:

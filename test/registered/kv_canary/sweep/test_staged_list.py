@@ -157,8 +157,7 @@ def test_a_flush_meanwhile_raises_no_alarm(monkeypatch: Any) -> None:
     assert rig.settle() == []
 
 
-def test_a_window_that_slides_on_meanwhile_raises_no_alarm(monkeypatch: Any) -> None:
-    """The predecessor of a slot loses its SWA slot, which another request gets."""
+def test_swa_slots_that_are_given_back_meanwhile_raise_no_alarm(monkeypatch: Any) -> None:
     rig = ListedRig("swa", monkeypatch, mode=CanaryMode.RAISE)
     rig.serve(PROMPT, ANSWER)
     rig.until_in_the_middle()

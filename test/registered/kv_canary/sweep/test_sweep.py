@@ -20,6 +20,7 @@ from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.observers import build_observers
 from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.state import TagCounter
+from sglang_kv_canary.sweep import orchestrator
 from sglang_kv_canary.sweep import report as sweep_report
 from sglang_kv_canary.sweep.orchestrator import IDLE_CONTENT_FACTOR, SweepOrchestrator, legs_of
 from sglang_kv_canary_rigs.tree_rig import TreeRig
@@ -75,16 +76,28 @@ def _found(rig: TreeRig) -> set[tuple[str, str, int, int]]:
 
 
 @pytest.mark.parametrize("content", [ContentMode.NONE, ContentMode.ALL], ids=str)
-def test_each_part_that_reads_bytes_is_noted(content: ContentMode, monkeypatch: Any) -> None:
-    """Whoever fills its slots from another stream waits for it."""
+def test_each_part_is_noted(content: ContentMode, monkeypatch: Any) -> None:
+    """What changes its slots from another stream waits for it: bytes, or records only."""
     rig = SweptRig(content=content, sweep_budget_slots=8)
     noted: list[int] = []
     monkeypatch.setattr(rig.manager, "note_sweep", lambda: noted.append(_launches(rig)))
     rig.serve(PROMPT, ANSWER)
     rig.passes(1)
-    assert len(set(noted)) == len(noted)  # once for each part, after its launches
-    assert bool(noted) == (content is ContentMode.ALL)
-    assert not noted or noted[-1] == _launches(rig)
+    assert noted == list(range(1, _launches(rig) + 1))  # once for each part, after its launches
+    monkeypatch.setattr(orchestrator, "launch_endpoints_sweep", _fails)
+    parts = len(noted)
+    with pytest.raises(RuntimeError, match="a launch failed"):
+        _sweep_a_while(rig)
+    assert len(noted) == parts + 1
+
+
+def _sweep_a_while(rig: SweptRig) -> None:
+    for _ in range(50):
+        rig.sweep.maybe_run_sweep(rig.manager)
+
+
+def _fails(*_: Any) -> None:
+    raise RuntimeError("a launch failed")
 
 
 def _launches(rig: SweptRig) -> int:

@@ -155,7 +155,7 @@ class CanaryManager:
         # Whether forwards are bracketed. Always, unless records are out of date. Captures always are.
         self.checking = True
         self.radix_cache: Any | None = None
-        # After the last part of a sweep that reads bytes. None: there was none, or there is no GPU
+        # After the last part of a sweep. None: there was none, or there is no GPU
         self.swept: torch.cuda.Event | None = None
         self.late = LateWork(self.launcher)
         self._single_forwards = _SingleForwards(identity.role)
@@ -422,9 +422,9 @@ class CanaryManager:
         return forward
 
     def note_sweep(self) -> None:
-        """A sweep's launches that read bytes are queued. They may wait for a forward.
+        """A sweep's launches are queued. They may wait for a forward.
 
-        SGLang may evict those slots at once. What fills them from another stream waits for `swept`.
+        SGLang may evict their slots at once. What changes bytes or records there from another stream waits for `swept`.
         """
         if self.swept is None:
             self.swept = self._event_here()

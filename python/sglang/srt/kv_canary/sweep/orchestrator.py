@@ -42,7 +42,7 @@ from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, ContentMode
-from ..cuda_streams import OnStream, current_stream
+from ..cuda_streams import OnStream, current_stream, keep_until_read
 from ..endpoint import CanaryLaunchTag
 from ..kernels.layout import content_bytes_per_token
 from ..launch.launcher import launch_endpoints_sweep
@@ -176,8 +176,7 @@ class SweepOrchestrator(StepObserver):
         return bool(self._closing) or (launched and not manager.publishes)
 
     def on_idle(self, manager: Observed) -> bool:
-        # The end of a pass is known by a copy. Without a next pass nothing else would ask for one.
-        return self.maybe_run_sweep(manager, idle=True) or self._awaits_counters
+        return self.maybe_run_sweep(manager, idle=True)
 
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         self._latest = summary
@@ -210,13 +209,6 @@ class SweepOrchestrator(StepObserver):
             # Its position in the tree is unknown; the next pass begins when it is due.
             self._pass = None
             raise
-
-    @property
-    def _awaits_counters(self) -> bool:
-        """Whether the device's counters may show the end of the last pass soon."""
-        last = self._closing[-1] if self._closing else None
-        is_open = last is not None and last.confirmed_tick is None
-        return is_open and self._tick - last.closed_tick < CONFIRM_TICKS
 
     @property
     def is_between_passes(self) -> bool:
@@ -298,12 +290,14 @@ class SweepOrchestrator(StepObserver):
         plans: Plans,
     ) -> bool:
         current.chunks += 1
-        for group, plan in plans:
-            launch_endpoints_sweep(manager.launcher, plan, group)
-            self.launches[group.kind] += 1
-            current.slots[group.kind.value] += plan.slots.shape[0]
-        if plans and self._config.content_mode is not ContentMode.NONE:
-            manager.note_sweep()
+        try:
+            for group, plan in plans:
+                launch_endpoints_sweep(manager.launcher, plan, group)
+                self.launches[group.kind] += 1
+                current.slots[group.kind.value] += plan.slots.shape[0]
+        finally:  # also of launches that come before one that fails
+            if plans:
+                manager.note_sweep()
         return bool(plans)
 
     def _slots_allowed(self, leg: SweepLeg, idle: bool) -> int:
@@ -410,9 +404,5 @@ def _listing_on(stream: Any | None) -> Iterator[None]:
 
 def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
     """The allocator must not reuse the plan's memory before the current stream has read it."""
-    if listed_on is None:
-        return
-    current = current_stream(plan.slots.get_device())
-    for tensor in (plan.slots, plan.positions, plan.prev_slots, plan.anchors):
-        if tensor is not None:
-            tensor.record_stream(current)
+    if listed_on is not None:
+        keep_until_read(plan.slots, plan.positions, plan.prev_slots, plan.anchors)

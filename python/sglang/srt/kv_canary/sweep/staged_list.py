@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..buffer_group import CanaryBufferGroup
+from ..cuda_streams import keep_until_read
 from ..plan.plan_input import SweepVerifyPlan
 from ..record import PREV_UNREACHABLE, WORD_CHAIN, WORD_IDENTITY, WORD_WRITER
 
@@ -39,6 +40,9 @@ class _StagedPlan:
     def part(self, start: int, end: int) -> SweepVerifyPlan:
         """Entries start .. end - 1 as they are now: slot 0, which is not checked, for those that changed hands."""
         plan, group, span = self.plan, self.group, slice(start, end)
+        # The list may be of an idle server's stream, and this part of the forwards'.
+        keep_until_read(plan.slots, plan.positions, plan.prev_slots, plan.anchors)
+        keep_until_read(self.records, self.records_before)
         slots, before = plan.slots[span], plan.prev_slots[span]
         same = _records_of(group, slots) == self.records[span]
         same_before = _records_of(group, before) == self.records_before[span]
@@ -54,8 +58,10 @@ class _StagedPlan:
 def _records_of(group: CanaryBufferGroup, slots: torch.Tensor) -> torch.Tensor:
     """int64[n], a sum of identity, chain and writer. 0 for what is no slot of the group: that is never left out."""
     is_slot = (slots > 0) & (slots < group.num_slots)
-    records = group.k_head[torch.where(is_slot, slots, 0).long()]
-    sums = sum(records[:, word] * _signed(factor) for word, factor in _MULTIPLIERS.items())
+    index = torch.where(is_slot, slots, 0).long()
+    sums = torch.zeros_like(index)
+    for word, factor in _MULTIPLIERS.items():  # one by one: whole records take more memory
+        sums += group.k_head[:, word][index] * _signed(factor)
     return torch.where(is_slot, sums, 0)
 
 

@@ -1,8 +1,8 @@
-"""Bytes that come into slots from elsewhere come after what a sweep still reads there.
+"""Bytes that come into slots from elsewhere, and their records, come after what a sweep still reads there.
 
-A sweep lists cached slots and reads their bytes after the forward that was launched before. SGLang may evict them at
-once, and hand them to a copy or a transfer, which does not wait for that forward. What arrived first would look like
-damage.
+A sweep lists cached slots and reads them after the forward that was launched before. SGLang may evict them at once, and
+hand them to a copy or a transfer, which does not wait for that forward. Nor does the free of their last owner, where a
+transfer needs it at once. What came first would look like damage.
 """
 
 from __future__ import annotations
