@@ -440,6 +440,7 @@ def swept(device: str, **settings: Any) -> tuple[Dsv4Rig, SweepOrchestrator]:
 def one_pass(rig: Dsv4Rig, sweep: SweepOrchestrator) -> None:
     target = sweep.sweep_passes + 1
     for _ in range(400):
+        sweep._rests_until = 0.0  # the tree lists its slots at once
         rig.manager.on_idle()
         if sweep.sweep_passes >= target:
             return

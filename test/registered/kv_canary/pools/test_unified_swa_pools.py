@@ -505,6 +505,7 @@ def _pass(rig: UnifiedSwaRig, sweep: SweepOrchestrator) -> None:
     """One pass from its start on, and the end of that under way."""
     target = sweep.sweep_passes + 2
     for _ in range(200):
+        sweep._rests_until = 0.0  # the tree lists its slots at once
         rig.manager.on_idle()
         if sweep.sweep_passes >= target:
             return
