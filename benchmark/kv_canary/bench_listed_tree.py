@@ -4,7 +4,7 @@
         [--nodes 400 2000 16000] [--part 2048] [--rounds 5]
 
 Real unified trees, filled by inserts below the root. Prints, per number of nodes, the median host time of a list, of
-the plans and writer words that are kept of it, and of one part that is verified, without the launches of the checks.
+the plans and sums of records that are kept of it, and of one part that is verified, without the launches of the checks.
 The longest are those of a first round, which loads kernels and fills caches.
 """
 

@@ -102,9 +102,8 @@ def test_lists_on_their_way_to_the_device_are_left_alone(monkeypatch):
     assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
     found = ExpectedTokens.from_lists(lists[TURNS], "cpu", memory)
     assert _found(found) == lists[TURNS]
-    assert (
-        found.tokens is memory.tokens
-    )  # an allocation on the device would move SGLang's activations
+    # An allocation on the device would move SGLang's activations.
+    assert found.tokens is memory.tokens
     assert [int(part.views[-1].view(torch.int32)[10]) for part in memory._parts] == [3, 0, 1, 2]
     for part in memory._parts:
         part.done.is_over = True

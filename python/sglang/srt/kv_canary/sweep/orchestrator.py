@@ -275,7 +275,7 @@ class SweepOrchestrator(StepObserver):
             )
             plans = () if chunk is None else _plans_of(chunk, leg, self._anchor_of_key)
         for _, plan in plans:
-            _keep_until_read(plan, manager.schedule_stream)
+            keep_until_read(plan.slots, plan.positions, plan.prev_slots, plan.anchors)
         return chunk, plans
 
     def _rest(self, seconds: float) -> None:
@@ -400,9 +400,3 @@ def _listing_on(stream: Any | None) -> Iterator[None]:
     with OnStream(stream):
         yield
     current_stream(stream.device_index).wait_stream(stream)
-
-
-def _keep_until_read(plan: SweepVerifyPlan, listed_on: Any | None) -> None:
-    """The allocator must not reuse the plan's memory before the current stream has read it."""
-    if listed_on is not None:
-        keep_until_read(plan.slots, plan.positions, plan.prev_slots, plan.anchors)

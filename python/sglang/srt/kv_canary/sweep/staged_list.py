@@ -14,12 +14,24 @@ import torch
 from ..buffer_group import CanaryBufferGroup
 from ..cuda_streams import keep_until_read
 from ..plan.plan_input import SweepVerifyPlan
-from ..record import PREV_UNREACHABLE, WORD_CHAIN, WORD_IDENTITY, WORD_WRITER
+from ..record import (
+    MIX_MULTIPLIER_1,
+    MIX_MULTIPLIER_2,
+    PREV_UNREACHABLE,
+    WORD_CHAIN,
+    WORD_IDENTITY,
+    WORD_WRITER,
+    to_signed64,
+)
 
 __all__ = ["Plans", "StagedList", "warm_up_staged_list"]
 
 # Odd: a record with one other word has another sum
-_MULTIPLIERS = {WORD_IDENTITY: 0x9E3779B97F4A7C15, WORD_CHAIN: 0xC2B2AE3D27D4EB4F, WORD_WRITER: 1}
+_FACTORS = {
+    WORD_IDENTITY: to_signed64(MIX_MULTIPLIER_1),
+    WORD_CHAIN: to_signed64(MIX_MULTIPLIER_2),
+    WORD_WRITER: 1,
+}
 
 Plans = tuple[tuple[CanaryBufferGroup, SweepVerifyPlan], ...]
 
@@ -60,13 +72,9 @@ def _records_of(group: CanaryBufferGroup, slots: torch.Tensor) -> torch.Tensor:
     is_slot = (slots > 0) & (slots < group.num_slots)
     index = torch.where(is_slot, slots, 0).long()
     sums = torch.zeros_like(index)
-    for word, factor in _MULTIPLIERS.items():  # one by one: whole records take more memory
-        sums += group.k_head[:, word][index] * _signed(factor)
+    for word, factor in _FACTORS.items():  # one by one: whole records take more memory
+        sums += group.k_head[:, word][index] * factor
     return torch.where(is_slot, sums, 0)
-
-
-def _signed(factor: int) -> int:
-    return factor - (1 << 64) if factor >> 63 else factor
 
 
 class StagedList:
