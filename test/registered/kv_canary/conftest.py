@@ -150,6 +150,7 @@ ON_NEWER_RELEASES = (
     "e2e/test_speculative_dp_e2e.py",
     "e2e/test_speculative_dsa_e2e.py",
     "e2e/test_speculative_e2e.py",
+    "e2e/test_speculative_grammar_e2e.py",
     "e2e/test_speculative_hybrid_e2e.py",
     "e2e/test_speculative_ngram_e2e.py",
     "e2e/test_speculative_swa_e2e.py",

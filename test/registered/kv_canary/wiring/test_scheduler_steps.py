@@ -32,8 +32,8 @@ class Loop:
     def __init__(self, rig: ManagerRig) -> None:
         self.rig, self._iterations = rig, itertools.count(1)
 
-    def launch(self, row: int, damage: bool = False) -> ScheduleBatch:
-        request = SimpleNamespace(req_pool_idx=row, rid=f"request-{row}")
+    def launch(self, row: int, damage: bool = False, has_row: bool = True) -> ScheduleBatch:
+        request = SimpleNamespace(req_pool_idx=row if has_row else None, rid=f"request-{row}")
         batch = ScheduleBatch(reqs=[request], forward_mode=ForwardMode.DECODE)
 
         def run_batch(_: Any, batch: ScheduleBatch) -> object:
@@ -179,6 +179,36 @@ def test_row_released_under_one_of_two_batches_is_moot_there_only(loop: Loop) ->
     loop.process(second)
     assert {v.reader.request_id for v in loop.rig.settle()} == {"request-2"}
     assert loop.rig.manager.violations.moot > 0
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_what_a_request_reads_that_ended_before_its_launch_is_moot(
+    loop: Loop, has_ended: bool
+) -> None:
+    """SGLang takes up the last result first where the next batch was prepared already, as under a grammar."""
+    loop.process(loop.launch(1))
+    if has_ended:
+        loop.rig.recorder.row_released(1)
+        context.names.row_given_back(1)
+    batch = loop.launch(1, damage=True, has_row=not has_ended)
+    assert loop.rig.scheduler_steps.in_flight[0].requests == {1: "request-1"}
+    loop.process(batch)
+    found = {v.reader.request_id for v in loop.rig.settle()}
+    assert found == (set() if has_ended else {"request-1"})
+    assert bool(loop.rig.manager.violations.moot) == has_ended
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_row_that_another_request_has_by_now_is_not_given_back(
+    loop: Loop, comes_first: bool
+) -> None:
+    old, new = _Request(1, "old"), _Request(1, "new")
+    assert _looks_of([old]) == 1
+    context.row_released(1)
+    old.row = None
+    batch = [new, old] if comes_first else [old, new]
+    step = hooks._begin_step(SimpleNamespace(reqs=batch))
+    assert (step.requests, step.released) == ({1: "new"}, set())
 
 
 def _named(requests: list[SimpleNamespace]) -> dict[int, str]:

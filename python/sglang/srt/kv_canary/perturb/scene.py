@@ -181,7 +181,10 @@ def _tokens_to_go(request: Any) -> int:
 
 
 def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
-    """The requests of `forward_batch`; `requests` are the scheduler's requests in batch order."""
+    """The requests of `forward_batch`; `requests` are the scheduler's requests in batch order.
+
+    One that has ended since the batch was prepared is none of them.
+    """
     prefixes = forward_batch.extend_prefix_lens_cpu
     if prefixes is None:
         # A decode's length includes its new token; a verify's length excludes the drafts.
@@ -193,10 +196,11 @@ def readers_of(forward_batch: Any, requests: list[Any]) -> tuple[Reader, ...]:
     return tuple(
         Reader(
             index=index,
-            row=int(row_of(request)),
+            row=int(row),
             request_id=request.rid,
             prefix=int(prefix),
             tokens_to_go=_tokens_to_go(request),
         )
         for index, (request, prefix) in enumerate(zip(requests, prefixes, strict=True))
+        if (row := row_of(request)) is not None
     )

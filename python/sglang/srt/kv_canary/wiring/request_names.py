@@ -27,9 +27,16 @@ class RequestNames:
         self._of_row: dict[int, RequestName] = {}
         # Those among `_names` that hold no longer, the same objects
         self._void: list[RequestName] = []
+        # Rows that requests of the last step had given back before it was launched
+        self.given_back: frozenset[int] = frozenset()
 
     def of(self, requests: list[Any]) -> tuple[RequestName, ...]:
-        """Names in the order of `requests`, which must not change afterwards."""
+        """Names in the order of `requests`, which must not change afterwards.
+
+        A request may have ended since its batch was prepared. Its name has the row that the forward reads, and
+        `given_back` has it.
+        """
+        self.given_back = frozenset()
         names, unknown = HOST.carry_over(requests, self._requests, self._names, self._void)
         if not unknown and len(requests) == len(self._requests) == len(self._named):
             return self._named
@@ -47,17 +54,26 @@ class RequestNames:
     def _look_up(
         self, requests: list[Any], names: list[RequestName], unknown: Sequence[int]
     ) -> list[RequestName]:
-        """Fill in `names` at `unknown`. Returns those without a row: they get one, and give none back before."""
+        """Fill in `names` at `unknown`. Returns those without a row of their own."""
         row_of, without_row = release().row_of, []
         for i in unknown:
             request = requests[i]
             name = (row_of(request), request.rid)
             if name[0] is None:
+                name = self._name_given_back(name)
                 without_row.append(name)
             else:
                 name = self._name_that_holds(name)
             names[i] = name
+        gone = {name[0] for name in without_row} - {None}
+        # Not a row that another request has by now
+        self.given_back = frozenset(gone - self._of_row.keys()) if gone else frozenset()
         return without_row
+
+    def _name_given_back(self, name: RequestName) -> RequestName:
+        """What this request was called before it gave its row back; `name` if it gets its first row later."""
+        had = (void for void in self._void if void[1] == name[1] and void[0] not in self._of_row)
+        return next(had, name)
 
     def _name_that_holds(self, name: RequestName) -> RequestName:
         known = self._of_row.get(name[0])

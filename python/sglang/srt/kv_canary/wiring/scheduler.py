@@ -56,7 +56,10 @@ def _begin_step(batch: Any) -> StepRecord:
     context.requests = requests = list(batch.reqs)
     named = context.names.of(requests)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
-    return context.recorder.begin_step(named, starts=starts)
+    step = context.recorder.begin_step(named, starts=starts)
+    if context.names.given_back:
+        step.released |= context.names.given_back
+    return step
 
 
 def _starts_by_row(batch: Any) -> dict[int, int]:
