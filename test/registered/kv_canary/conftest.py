@@ -167,6 +167,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_late_patches.py",
     "wiring/test_live_questions.py",
     "wiring/test_model_forward.py",
+    "wiring/test_moved_mappings.py",
     "wiring/test_namespaces.py",
     "wiring/test_pairs_of_newer_releases.py",
     "wiring/test_plugin_startup.py",

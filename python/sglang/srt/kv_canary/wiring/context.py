@@ -66,6 +66,7 @@ class CanaryContext:
     queued_frees: QueuedFrees = field(default_factory=QueuedFrees)
     # Of unified memory: comes after the forwards that ran when slots were freed. None: waited for.
     freed_under: torch.cuda.Event | None = None
+    forward_stream: torch.cuda.Stream | None = None  # None: there are no streams
     history: SlotHistory | None = None
     sink: EventSink | None = None
     cause_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -1,4 +1,4 @@
-"""Gives the managers SGLang's stream for allocation and frees: the sweep lists and translates slots on it."""
+"""SGLang's streams: that of allocation and frees, on which the sweep lists and translates, and that of forwards."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def _before_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     for manager in context.managers:
         if stream is not None and not manager.identity.device.startswith("cpu"):
             manager.schedule_stream = stream
+            context.forward_stream = getattr(scheduler, "forward_stream", None)
 
 
 HOOKS = (

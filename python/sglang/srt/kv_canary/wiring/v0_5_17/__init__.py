@@ -72,6 +72,7 @@ RELEASE = Release(
         "from_0_5_17.small_pool",
         "from_0_5_17.seam",
         "model_runner",
+        "v0_5_17.moved_mappings",
         "sampled_tokens",
         "schedule_stream",
         "scheduler",

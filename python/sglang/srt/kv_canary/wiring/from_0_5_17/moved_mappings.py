@@ -1,0 +1,33 @@
+"""SWA slots that the prefix cache gives to other full slots, by their mapping. Forwards in flight look them up there.
+
+The cache keeps full slots that a request holds and whose SWA slots are gone. Another request with the same tokens
+brings SWA slots of its own. The cache maps the kept full slots to these, and unmaps that request's. SGLang does so
+beside a forward that has translated its slots, as decode graphs do first. TAIL and content translate after the layers,
+and would write no record. So the move waits for the forwards that were launched before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import context
+from ..guard import guarded
+from ..hook_spec import HookSpec, HookType
+
+__all__ = ["EARLY", "before_move", "move_hooks"]
+
+EARLY = "SWA slots that change hands under a forward would be false alarms"
+
+
+@guarded
+def before_move(*_: Any, **__: Any) -> None:
+    if context.forward_stream is not None:
+        torch.cuda.current_stream().wait_stream(context.forward_stream)
+
+
+def move_hooks(targets: dict[str, Callable[..., None]]) -> tuple[HookSpec, ...]:
+    """`targets`: what moves mappings, and the hook before it."""
+    return tuple(HookSpec(name, hook, HookType.BEFORE, EARLY) for name, hook in targets.items())

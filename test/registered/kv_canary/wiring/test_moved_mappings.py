@@ -1,0 +1,145 @@
+"""The prefix cache gives SWA slots to other full slots. It does so after the forwards that may still look them up."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.plugins import load_plugins
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring import schedule_stream
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.from_0_5_17.moved_mappings import before_move
+from sglang_kv_canary.wiring.v0_5_17 import moved_mappings as of_0_5_17
+from sglang_kv_canary.wiring.v0_5_22 import moved_mappings as of_0_5_22
+from sglang_kv_canary_rigs.on_releases import from_0_5_22
+from sglang_kv_canary_rigs.radix_fixtures import cache_params
+from sglang_kv_canary_rigs.tree_rig import WINDOW, TreeRig
+
+register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
+
+FORWARDS = "the stream of the forwards"
+TOKENS = list(range(100, 120))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the current stream waits for. It stands in for a CUDA stream."""
+    log: list[Any] = []
+    current = SimpleNamespace(wait_stream=log.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(context, "forward_stream", FORWARDS)
+    return log
+
+
+def test_a_move_comes_after_the_forwards(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before_move()
+    assert waits == [FORWARDS]
+    monkeypatch.setattr(context, "forward_stream", None)  # on a CPU
+    before_move()
+    assert waits == [FORWARDS]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_the_stream_of_the_forwards_is_the_schedulers(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    manager = SimpleNamespace(identity=SimpleNamespace(device=device), schedule_stream=None)
+    monkeypatch.setattr(context, "managers", [manager])
+    streams = SimpleNamespace(schedule_stream="allocations", forward_stream=FORWARDS)
+    schedule_stream._before_event_loop(streams)
+    on_gpu = device != "cpu"
+    assert context.forward_stream == (FORWARDS if on_gpu else None)
+    assert manager.schedule_stream == ("allocations" if on_gpu else None)
+
+
+@pytest.mark.parametrize(
+    ("action", "moves"), [("RecoverSWAWithLockedFull", True), ("RebuildFullToSWAMapping", False)]
+)
+def test_of_the_actions_of_0_5_17_one_moves(waits: list[Any], action: str, moves: bool) -> None:
+    of_0_5_17._before_action(object(), type(action, (), {})())
+    assert waits == [FORWARDS] * moves
+
+
+@pytest.mark.parametrize("shared", [None, object()])
+def test_records_of_unified_memory_follow_a_move(waits: list[Any], shared: object | None) -> None:
+    component = SimpleNamespace(_unified_allocator=lambda: shared)
+    of_0_5_22._before_set_swa(component, torch.arange(2), torch.arange(2))
+    assert waits == ([FORWARDS] if shared is None else [])
+
+
+class _Rig(TreeRig):
+    """SGLang's unified tree over pools with a sliding window."""
+
+    def _make_tree(self) -> Any:
+        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        components = (ComponentType.FULL, ComponentType.SWA)
+        params = cache_params(
+            self.allocator,
+            1,
+            False,
+            req_to_token_pool=self.rows,
+            tree_components=components,
+            sliding_window_size=WINDOW,
+        )
+        return UnifiedRadixCache(params)
+
+    def cache_again(self) -> None:
+        """Other slots for TOKENS, with SWA slots of their own."""
+        slots = self.allocator.alloc(len(TOKENS))
+        key = RadixKey(array("q", TOKENS))
+        self.tree.insert(InsertParams(key=key, value=slots.long(), prev_prefix_len=0))
+
+    def hold(self) -> Any:
+        """A request holds the full slots of TOKENS. Returns them."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", TOKENS))))
+        assert found.device_prefix_len == len(TOKENS)
+        self.tree.release_swa(self.tree.lock(found.last_device_node))
+        return self.tree.path_device_indices(found.last_device_node).long()
+
+
+@from_0_5_22
+@pytest.mark.parametrize("has_left_the_window", [True, False])
+def test_the_tree_waits_where_it_moves_mappings(
+    waits: list[Any], monkeypatch: pytest.MonkeyPatch, has_left_the_window: bool
+) -> None:
+    rig = _Rig("swa")
+    load_plugins()
+    monkeypatch.setattr(context, "managers", [rig.manager])
+    rig.cache_again()
+    held = rig.hold()
+    if has_left_the_window:
+        rig.tree.evict(EvictParams(num_tokens=0, swa_num_tokens=len(TOKENS)))
+    assert bool(rig.pool.full_to_swa_index_mapping[held].any()) != has_left_the_window
+    assert waits == []
+    rig.cache_again()
+    assert rig.pool.full_to_swa_index_mapping[held].any()
+    assert bool(waits) == has_left_the_window
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+def test_what_a_forward_in_flight_reads_has_not_moved_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, seen = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    forwards = torch.cuda.Stream()
+    monkeypatch.setattr(context, "forward_stream", forwards)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forwards):
+        torch.cuda._sleep(100_000_000)  # the layers
+        seen.copy_(mapping)
+    before_move()
+    mapping.zero_()
+    torch.cuda.synchronize()
+    assert seen.tolist() == [1.0] * 4
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
