@@ -42,17 +42,18 @@ import own_code
 import without_kernels
 from churn_schedule import Schedule, follow
 from paired_ratios import interval_of_few
+from turns import Turns
 
 SAMPLE_S = 0.001
 SEED = 1  # of the prompts of all runs but those that warm up
 FAMILIES = 48  # of prompts that share a prefix
-PROMPT = (16, 1536)
+PROMPT = (16, 1536)  # tokens
 SHARED = (0, 1024)
 OUTPUT = (32, 256)
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-_BY_STEP = ("step_lengths",)
+BY_STEP = ("step_lengths",)
 BLOCK = 20  # steps
 FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 
@@ -139,7 +140,8 @@ class Meter:
             line |= self.schedule.figures()
             self.schedule = None
             del scheduler.recv_requests, scheduler.process_batch_result
-        Path(path).write_text(json.dumps(line))
+        if scheduler.tp_rank == 0:
+            Path(path).write_text(json.dumps(line))
         self._switch.to("all" if state in ("profile", "count") else state)
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
         self._retractions = Meter.retractions
@@ -161,7 +163,9 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
         self._canary_meter.to(self, state, path)
 
     def begin_schedule(self: Any, total: int, clients: int) -> None:
-        self._canary_meter.schedule = follow(self, Schedule(total, clients))
+        # Of several ranks the first one decides when requests come. The others follow it.
+        turns = Turns.of_environment() if self.tp_rank == 0 else None
+        self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
 
     _count_retractions()
     if os.environ.get(without_kernels.ENV):
@@ -189,20 +193,24 @@ def _count_retractions() -> None:
 class Prompts:
     """The same endless sequence for equal seeds."""
 
-    def __init__(self, seed: int, vocabulary: int) -> None:
-        self._rng, self._vocabulary = random.Random(seed), vocabulary
+    def __init__(self, seed: int, options: argparse.Namespace) -> None:
+        self._rng, self._options = random.Random(seed), options
         shared = random.Random(17)
         self._families = [
-            [shared.randrange(10, vocabulary) for _ in range(shared.randint(*SHARED))]
+            [
+                shared.randrange(10, options.vocabulary)
+                for _ in range(shared.randint(*options.shared))
+            ]
             for _ in range(FAMILIES)
         ]
 
     def next(self) -> tuple[list[int], int]:
         """(prompt, tokens to generate)."""
-        rng, length = self._rng, self._rng.randint(*PROMPT)
+        rng, options = self._rng, self._options
+        length = rng.randint(*options.prompt)
         prefix = rng.choice(self._families)[: length - 8]
-        tail = [rng.randrange(10, self._vocabulary) for _ in range(length - len(prefix))]
-        return prefix + tail, rng.randint(*OUTPUT)
+        tail = [rng.randrange(10, options.vocabulary) for _ in range(length - len(prefix))]
+        return prefix + tail, rng.randint(*options.output)
 
 
 async def _ask(engine: Any, name: str, tokens: list[int], output: int) -> None:
@@ -215,12 +223,12 @@ async def _ask(engine: Any, name: str, tokens: list[int], output: int) -> None:
 
 
 async def _traffic(engine: Any, seed: int, options: argparse.Namespace) -> None:
-    prompts = Prompts(seed, options.vocabulary)
+    prompts = Prompts(seed, options)
     asked = [(f"{seed}-{i:06d}", *prompts.next()) for i in range(options.requests)]
     await asyncio.gather(*[_ask(engine, *request) for request in asked])
 
 
-def _serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path: str) -> None:
+def serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path: str) -> None:
     bench_switch._empty(engine)
     engine.collective_rpc("canary_to", state=state, path=path)
     engine.collective_rpc("begin_schedule", total=options.requests, clients=options.clients)
@@ -232,9 +240,9 @@ def _serve(engine: Any, state: str, seed: int, options: argparse.Namespace, path
 def _measure(
     engine: Any, state: str, seed: int, options: argparse.Namespace, path: str
 ) -> dict[str, Any]:
-    _serve(engine, state, seed, options, path)
+    serve(engine, state, seed, options, path)
     line = {"state": state, "seed": seed, **json.loads(Path(path).read_text())}
-    print(json.dumps({k: v for k, v in line.items() if k not in _BY_STEP}), flush=True)
+    print(json.dumps({k: v for k, v in line.items() if k not in BY_STEP}), flush=True)
     if options.out:
         with open(options.out, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -272,16 +280,16 @@ def _table(pairs: Pairs) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """With what this benchmark and `bench_turns.py` have in common."""
     parser.add_argument("model")
-    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1200, help="of a run, in all")
     parser.add_argument("--clients", type=int, default=320)
+    for name, default in (("prompt", PROMPT), ("shared", SHARED), ("output", OUTPUT)):
+        shown = f"tokens of it, at least and at most; {default[0]} {default[1]} if not given"
+        parser.add_argument(f"--{name}", type=int, nargs=2, default=default, help=shown)
     parser.add_argument("--vocabulary", type=int, default=1000, help="tokens of prompts are below")
     parser.add_argument("--engine", default="{}", help="further Engine arguments, JSON")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--count", type=int, default=0, help="runs that count calls")
     parser.add_argument(
         "--without-kernels",
         action="store_true",
@@ -291,6 +299,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.without_kernels:
         os.environ[without_kernels.ENV] = "1"
+    return options
+
+
+def serving_engine(options: argparse.Namespace) -> Any:
+    """A server whose scheduler is metered. Nothing is warm yet."""
     args = {
         **bench_switch.ENGINE_ARGS,
         "kv_canary_real_data": "all",
@@ -303,11 +316,20 @@ def main() -> None:
         **(without_kernels.ENGINE_ARGS if options.without_kernels else {}),
         **json.loads(options.engine),
     }
-    engine = bench_switch.switchable_engine(run_metered_scheduler, options.model, args)
+    return bench_switch.switchable_engine(run_metered_scheduler, options.model, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--count", type=int, default=0, help="runs that count calls")
+    options = parse(parser)
+    engine = serving_engine(options)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "host.json")
         for state in ("off", "all"):  # capture, compile, warm up: SGLang compiles kernels, too
-            _serve(engine, state, 0, options, path)
+            serve(engine, state, 0, options, path)
         pairs = []
         for pair in range(1, options.pairs + 1):
             order = ("off", "all") if pair % 2 else ("all", "off")

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from turns import Turns
+
 
 @dataclass(slots=True)
 class _Step:
@@ -37,6 +39,7 @@ class Schedule:
 
     total: int
     clients: int
+    turns: Turns | None = None  # with another server
     _held: dict[str, Any] = field(default_factory=dict)  # by name, until all have arrived
     _queue: Iterator[Any] | None = None
     _begun: dict[str, float] = field(default_factory=dict)
@@ -58,9 +61,11 @@ class Schedule:
                 self._held[item.rid] = item
         if self._queue is None and len(self._held) == self.total:
             self._queue = iter(sorted(self._held.values(), key=lambda item: item.rid))
+            if self.turns is not None:
+                self.turns.meet()
         if self._queue is None:
             return passed
-        now = time.perf_counter()
+        now = self._now()
         while len(self._begun) < self.total and len(self._begun) - self._ended < self.clients:
             item = next(self._queue)
             self._begun[item.rid] = now
@@ -83,8 +88,14 @@ class Schedule:
         self._ended += sum(req.finished_reason is not None for req in gets)
         names = [req.rid for req in gets]
         extends = batch.forward_mode.is_extend()
-        step = _Step(time.perf_counter(), extends, names, chunks, len(self._begun), self._ended)
+        step = _Step(self._now(), extends, names, chunks, len(self._begun), self._ended)
         self._steps.append(step)
+        if self.turns is not None:
+            (self.turns.leave if len(self._begun) == self.total else self.turns.after_step)()
+
+    def _now(self) -> float:
+        """Seconds."""
+        return time.perf_counter() if self.turns is None else self.turns.now()
 
     def figures(self) -> dict[str, Any]:
         """Of the window, and `batches`: equal for two runs with the same batches."""
@@ -111,6 +122,7 @@ class Schedule:
             **_quantiles("ttft", ttft),
             **_quantiles("itl", itl),
             "batches": self._digest(last),
+            "first_step": first + 1,
             "step_lengths": lengths,
         }
 

@@ -47,3 +47,9 @@ def interval_of_few(values: Sequence[float]) -> tuple[float, float]:
     factor = _STUDENT[min(len(values) - 1, len(_STUDENT)) - 1]
     half = factor * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def trimmed(values: Sequence[float], share: float = 0.2) -> float:
+    """The mean without a `share` of the lowest and as many of the highest."""
+    left_out = int(share * len(values))
+    return statistics.mean(sorted(values)[left_out : len(values) - left_out])

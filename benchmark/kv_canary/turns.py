@@ -1,0 +1,122 @@
+"""Two servers of one machine that run by turns, some steps each. A slow phase of the machine then slows both.
+
+Each server has a FIFO, into which the other one writes. A server that has had its steps waits for its GPU, hands over,
+and waits. Its clock, `now`, stands still in that time. Both schedulers have one core, on which nothing else runs: they
+never need it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ENV = "KV_CANARY_BENCH_TURNS"  # folder, place, steps of a turn and core, of this server
+FEWEST_CORES = 6  # with fewer, no core is kept for schedulers
+NO_CORE = -1
+TIMEOUT_S = 240.0  # a start of the other server is over long before
+
+_READY, _TURN, _LEFT = b"r", b"t", b"l"
+
+
+@dataclass(slots=True)
+class Turns:
+    """`place`: 0 runs first in each round, 1 second. Raises RuntimeError where the other server does not answer."""
+
+    folder: Path
+    place: int
+    block: int  # steps
+    _mine: int = -1
+    _other: int = -1
+    _steps: int = 0
+    _away: float = 0.0  # seconds
+    _other_left: bool = False
+    _left: bool = True
+
+    @classmethod
+    @cache
+    def of_environment(cls) -> Turns | None:
+        """The same one each time. None: this server is alone."""
+        if not (text := os.environ.get(ENV)):
+            return None
+        folder, place, block, core = text.rsplit(":", 3)
+        turns = cls(Path(folder), int(place), int(block))
+        if int(core) != NO_CORE:
+            os.sched_setaffinity(0, {int(core)})  # of the scheduler's thread
+        # For reading and writing: to open one end of a FIFO would wait for the other one.
+        turns._mine = os.open(turns.folder / str(turns.place), os.O_RDWR)
+        turns._other = os.open(turns.folder / str(1 - turns.place), os.O_RDWR)
+        return turns
+
+    def now(self) -> float:
+        """Seconds, without those in which the other server had its turn."""
+        return time.perf_counter() - self._away
+
+    def meet(self) -> None:
+        """Both servers have their requests. The second one waits for its first turn."""
+        began = time.perf_counter()
+        os.write(self._other, _READY)
+        while self._read() != _READY:
+            pass  # what was left of the run before
+        self._steps, self._other_left, self._left = 0, False, False
+        if self.place == 1:
+            self._other_left = self._read() == _LEFT
+        self._away += time.perf_counter() - began
+
+    def after_step(self) -> None:
+        self._steps += 1
+        if self._left or self._other_left or self._steps % self.block:
+            return
+        _synchronize()
+        began = time.perf_counter()
+        os.write(self._other, _TURN)
+        self._other_left = self._read() == _LEFT
+        self._away += time.perf_counter() - began
+
+    def leave(self) -> None:
+        """The schedule is over. The first server waits until it is over for the second one, too."""
+        if self._left:
+            return
+        self._left = True
+        _synchronize()
+        began = time.perf_counter()
+        os.write(self._other, _LEFT)
+        while self.place == 0 and not self._other_left:
+            self._other_left = self._read() == _LEFT
+        self._away += time.perf_counter() - began
+
+    def _read(self) -> bytes:
+        if not select.select([self._mine], [], [], TIMEOUT_S)[0]:
+            raise RuntimeError(f"expected the other server's turn to end within {TIMEOUT_S:.0f} s")
+        return os.read(self._mine, 1)
+
+
+def make_folder(folder: Path) -> None:
+    for place in (0, 1):
+        os.mkfifo(folder / str(place))
+
+
+def keep_a_core() -> int:
+    """For schedulers. This process and those that it starts leave it alone, and what shares its caches."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < FEWEST_CORES:
+        return NO_CORE
+    core = max(cores)
+    siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    text = siblings.read_text().strip() if siblings.exists() else str(core)
+    shared = {core}
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        shared |= set(range(int(first), int(last or first) + 1))
+    os.sched_setaffinity(0, cores - shared)
+    return core
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
