@@ -76,6 +76,20 @@ def test_a_violation_names_reader_writer_and_both_forwards() -> None:
     assert violation.content_written != violation.content_now
 
 
+@pytest.mark.parametrize("receives", [True, False])
+def test_where_kv_arrives_a_settle_applies_nothing_of_a_launched_forward(receives: bool) -> None:
+    """It runs beside the forward, which is writing the slots. Elsewhere allocations wait for a free."""
+    rig = ManagerRig()
+    if receives:
+        rig.manager.expect_arrivals(page_size=1)
+    rig.result(rig.extend(1, range(20)))
+    handed_out = torch.tensor([rig.slot(1, 19) + 1])
+    rig.manager.ledger.record(SlotEventKind.ALLOC, PoolKind.FULL, handed_out, 1)
+    rig.decode([1])
+    assert bool(rig.manager.ledger.apply(at_once=True)) != receives
+    assert rig.settle() == []
+
+
 def test_observers_hear_of_kv_that_arrives() -> None:
     """What copies it to host memory must come after its records became this server's own."""
     rig = ManagerRig()

@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.wiring import schedule_stream
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.from_0_5_17.moved_mappings import before_move
 from sglang_kv_canary.wiring.v0_5_17 import moved_mappings as of_0_5_17
@@ -45,19 +44,6 @@ def test_a_move_comes_after_the_forwards(waits: list[Any], monkeypatch: pytest.M
     monkeypatch.setattr(context, "forward_stream", None)  # on a CPU
     before_move()
     assert waits == [FORWARDS]
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_the_stream_of_the_forwards_is_the_schedulers(
-    monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    manager = SimpleNamespace(identity=SimpleNamespace(device=device), schedule_stream=None)
-    monkeypatch.setattr(context, "managers", [manager])
-    streams = SimpleNamespace(schedule_stream="allocations", forward_stream=FORWARDS)
-    schedule_stream._before_event_loop(streams)
-    on_gpu = device != "cpu"
-    assert context.forward_stream == (FORWARDS if on_gpu else None)
-    assert manager.schedule_stream == ("allocations" if on_gpu else None)
 
 
 @pytest.mark.parametrize(
@@ -124,21 +110,6 @@ def test_the_tree_waits_where_it_moves_mappings(
     rig.cache_again()
     assert rig.pool.full_to_swa_index_mapping[held].any()
     assert bool(waits) == has_left_the_window
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
-def test_what_a_forward_in_flight_reads_has_not_moved_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapping, seen = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    forwards = torch.cuda.Stream()
-    monkeypatch.setattr(context, "forward_stream", forwards)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(forwards):
-        torch.cuda._sleep(100_000_000)  # the layers
-        seen.copy_(mapping)
-    before_move()
-    mapping.zero_()
-    torch.cuda.synchronize()
-    assert seen.tolist() == [1.0] * 4
 
 
 if __name__ == "__main__":

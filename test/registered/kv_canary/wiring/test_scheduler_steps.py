@@ -211,6 +211,59 @@ def test_a_row_that_another_request_has_by_now_is_not_given_back(
     assert (step.requests, step.released) == ({1: "new"}, set())
 
 
+def _rows_given_back(*batch: _Request) -> set[int]:
+    """Of a batch that is launched after the last result has been taken up."""
+    step = hooks._begin_step(SimpleNamespace(reqs=list(batch)))
+    hooks._end_step()
+    return step.released
+
+
+def _ends(*requests: _Request) -> None:
+    for request in requests:
+        context.row_released(request.row)
+        request.row = None
+
+
+def test_of_several_rows_of_a_request_the_last_one_is_given_back(loop: Loop) -> None:
+    """Most of a batch is retracted, and its names are kept for long. One is admitted again in another row."""
+    stays, again, *others = (_Request(row, f"request-{row}") for row in range(1, 6))
+    _looks_of([stays, again, *others])
+    _ends(again, *others)
+    _looks_of([stays])
+    again.row = 9
+    _looks_of([again])
+    _looks_of([stays, again])
+    _ends(again)
+    assert _rows_given_back(stays, again) == {9}
+
+
+def test_of_several_requests_with_an_id_the_last_one_has_ended(loop: Loop) -> None:
+    stays, first, *others = (_Request(row, f"request-{row}") for row in range(1, 6))
+    _looks_of([stays, first, *others])
+    _ends(first, *others)
+    _looks_of([stays])
+    second = _Request(9, first.rid)
+    _looks_of([second])
+    _looks_of([stays, second])
+    _ends(second)
+    assert _rows_given_back(stays, second) == {9}
+    other = _Request(9, "other")
+    assert _rows_given_back(stays, other, second) == set()
+
+
+def test_nobody_has_a_row_after_the_step_of_a_request_that_ended_before(loop: Loop) -> None:
+    loop.process(loop.launch(1))
+    loop.rig.recorder.row_released(1)
+    context.names.row_given_back(1)
+    loop.process(loop.launch(1, has_row=False))
+    recorder = loop.rig.recorder
+    assert 1 not in recorder.owners()
+    recorder.begin_step({1: "new"})
+    recorder.note_forward(recorder.newest + 1, "EXTEND")
+    recorder.end_step()
+    assert recorder.other_owner(recorder.newest, 1) is None
+
+
 def _named(requests: list[SimpleNamespace]) -> dict[int, str]:
     """What the next step of these requests is recorded as."""
     step = hooks._begin_step(SimpleNamespace(reqs=list(requests)))

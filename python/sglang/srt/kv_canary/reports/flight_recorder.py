@@ -121,11 +121,14 @@ class FlightRecorder:
         requests: Mapping[int, str] | Iterable[RequestName],
         origins: Mapping[int, Origin] | None = None,
         starts: Mapping[int, int] | None = None,
+        given_back: Iterable[int] = (),
     ) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: rows and their request ids.
 
         `origins`: of a step that checks what has arrived, where each row's KV came from. Such a step has no result.
         `starts`: the first position that the step computes, of each row.
+        `given_back`: rows of requests that have ended since their batch was prepared. What the step sees of them is
+        moot, and nobody has them after it.
         """
         steps = self._steps
         steps.count += 1
@@ -137,6 +140,9 @@ class FlightRecorder:
         if starts is not None:
             steps.current.starts = starts
         steps.in_flight.append(steps.current)
+        for row in given_back:
+            self._note_release(row)
+            steps.current.released.add(row)
         return steps.current
 
     def end_step(self) -> None:
@@ -183,13 +189,17 @@ class FlightRecorder:
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""
+        self._note_release(row)
+        self._settle_complete()
+        for step in self._steps.in_flight:
+            step.released.add(row)
+
+    def _note_release(self, row: int) -> None:
+        """Nobody has the row after the last step that has begun."""
         steps = self._steps.released.get(row)
         if steps is None:
             steps = self._steps.released[row] = deque(maxlen=MAX_RELEASES)
         steps.append(self._steps.count)
-        self._settle_complete()
-        for step in self._steps.in_flight:
-            step.released.add(row)
 
     def row_rewritten(self, row: int) -> None:
         """The host re-points a living request's row to equal slots of the prefix cache."""

@@ -540,10 +540,15 @@ class CanaryManager:
             self._timed_attempt(self._tell_device_of_weights)
 
     def _apply_events(self) -> None:
-        """On the stream of the forwards."""
-        if self.ledger.may_apply:
-            self._timed_attempt(self.ledger.apply)
-        if self.arrivals is not None and self.state.summary.is_cuda:
+        """On the stream of the forwards.
+
+        Where KV arrives, all of them: `settle_slots` runs beside the forward, and must not apply an ALLOC of slots that
+        it is writing.
+        """
+        at_once = self.arrivals is not None
+        if at_once or self.ledger.may_apply:
+            self._timed_attempt(self.ledger.apply, at_once)
+        if at_once and self.state.summary.is_cuda:
             if self._events_applied is None:
                 self._events_applied = torch.cuda.Event()
             record(self._events_applied, self.state.summary)

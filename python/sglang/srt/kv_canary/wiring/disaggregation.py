@@ -17,7 +17,7 @@ from .adapter_names import AdapterNames
 from .adapters import knows_adapter
 from .arrivals import Extent, arrival_of, as_arrival, extent_of, take_in
 from .context import context
-from .forward_stream import on_forward_stream
+from .forward_stream import await_forwards, on_forward_stream
 from .guard import attempt, guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
 from .images import image_numbers
@@ -168,6 +168,7 @@ def _before_offload(request: Any, *_: Any, **__: Any) -> None:
     context.check_due_arrivals()
     manager, row = context.target, release().row_of(request)
     if manager is not None and manager.arrivals is not None and row is not None:
+        await_forwards()  # the check of its arrival may still wait for one, and has its records
         setattr(request, COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..runner.manager import CanaryManager
+from .context import context
 
-__all__ = ["on_forward_stream"]
+__all__ = ["await_forwards", "on_forward_stream"]
 
 
 @contextmanager
@@ -21,3 +22,9 @@ def on_forward_stream(scheduler: Any, manager: CanaryManager) -> Iterator[None]:
     with torch.cuda.stream(scheduler.forward_stream):
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         yield
+
+
+def await_forwards() -> None:
+    """What follows on the current stream comes after what was launched on that of the forwards. The host goes on."""
+    if context.forward_stream is not None:
+        torch.cuda.current_stream().wait_stream(context.forward_stream)

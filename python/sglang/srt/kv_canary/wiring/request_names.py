@@ -71,9 +71,13 @@ class RequestNames:
         return without_row
 
     def _name_given_back(self, name: RequestName) -> RequestName:
-        """What this request was called before it gave its row back; `name` if it gets its first row later."""
-        had = (void for void in self._void if void[1] == name[1] and void[0] not in self._of_row)
-        return next(had, name)
+        """What this request was called before it gave its row back; `name` if it gets its first row later.
+
+        An id may have had several rows. The last one is the request's, unless another request has it by now.
+        """
+        had = (void for void in reversed(self._void) if void[1] == name[1] and void[0] is not None)
+        last = next(had, name)
+        return name if last[0] in self._of_row else last
 
     def _name_that_holds(self, name: RequestName) -> RequestName:
         known = self._of_row.get(name[0])

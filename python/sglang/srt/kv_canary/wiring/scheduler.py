@@ -56,10 +56,7 @@ def _begin_step(batch: Any) -> StepRecord:
     context.requests = requests = list(batch.reqs)
     named = context.names.of(requests)
     starts = None if context.starts_of is None else attempt_aside(_starts_by_row, batch)
-    step = context.recorder.begin_step(named, starts=starts)
-    if context.names.given_back:
-        step.released |= context.names.given_back
-    return step
+    return context.recorder.begin_step(named, starts=starts, given_back=context.names.given_back)
 
 
 def _starts_by_row(batch: Any) -> dict[int, int]:

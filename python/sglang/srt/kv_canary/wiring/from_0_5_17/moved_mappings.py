@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ..context import context
+from ..forward_stream import await_forwards
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
 
@@ -24,8 +22,7 @@ EARLY = "SWA slots that change hands under a forward would be false alarms"
 
 @guarded
 def before_move(*_: Any, **__: Any) -> None:
-    if context.forward_stream is not None:
-        torch.cuda.current_stream().wait_stream(context.forward_stream)
+    await_forwards()
 
 
 def move_hooks(targets: dict[str, Callable[..., None]]) -> tuple[HookSpec, ...]:

@@ -1,0 +1,81 @@
+"""What must come after the forwards in flight waits for their stream."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.buffer_group import Side
+from sglang_kv_canary.wiring import disaggregation, schedule_stream
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.forward_stream import await_forwards
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+
+register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
+
+FORWARDS = "the stream of the forwards"
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_the_stream_of_the_forwards_is_the_schedulers(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    manager = SimpleNamespace(identity=SimpleNamespace(device=device), schedule_stream=None)
+    monkeypatch.setattr(context, "managers", [manager])
+    streams = SimpleNamespace(schedule_stream="allocations", forward_stream=FORWARDS)
+    schedule_stream._before_event_loop(streams)
+    on_gpu = device != "cpu"
+    assert context.forward_stream == (FORWARDS if on_gpu else None)
+    assert manager.schedule_stream == ("allocations" if on_gpu else None)
+
+
+@pytest.mark.parametrize("has_streams", [True, False])
+def test_the_records_of_a_retracted_request_are_copied_after_the_check_of_its_arrival(
+    monkeypatch: pytest.MonkeyPatch, has_streams: bool
+) -> None:
+    """The check may still wait for a forward. On a CPU it is over: there are no streams."""
+    rig = ManagerRig()
+    rig.manager.expect_arrivals(page_size=1)
+    context.add(rig.manager, object())
+    rig.result(rig.extend(1, range(20)))
+    (group,) = rig.manager.groups
+    records, slots = group.records("K", Side.TAIL), rig.rows.req_to_token[1, :20].long()
+    is_checked = records[slots] * 0 + 7
+
+    def wait_stream(stream: Any) -> None:
+        assert stream == FORWARDS
+        records[slots] = is_checked
+
+    # It stands in for a CUDA stream, and completes what it waits for.
+    current = SimpleNamespace(wait_stream=wait_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(context, "forward_stream", FORWARDS if has_streams else None)
+    request = SimpleNamespace(req_pool_idx=1, seqlen=21)
+    before = records[slots].clone()
+    disaggregation._before_offload(request)
+    copied = getattr(request, disaggregation.COPY)[0]
+    assert torch.equal(copied, is_checked if has_streams else before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+def test_what_follows_comes_after_a_forward_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping, seen = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    forwards = torch.cuda.Stream()
+    monkeypatch.setattr(context, "forward_stream", forwards)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forwards):
+        torch.cuda._sleep(100_000_000)  # the layers
+        seen.copy_(mapping)
+    await_forwards()
+    mapping.zero_()
+    torch.cuda.synchronize()
+    assert seen.tolist() == [1.0] * 4
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
