@@ -121,7 +121,7 @@ def test_a_load_that_races_a_queued_write_is_reported(rig: HiCacheRig) -> None:
     raced = sorted(set(device.tolist()) & set(ended.tolist()))
     assert raced
     # The queued forward: launched before any of that, so it applies no event.
-    object.__setattr__(ledger, "apply", lambda: 0)
+    object.__setattr__(ledger, "apply", lambda *_: 0)
     rig._alloc_extend = lambda row, count: torch.tensor(raced[:1])
     rig.extend(4, [7])
     del rig._alloc_extend, ledger.apply
