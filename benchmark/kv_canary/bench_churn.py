@@ -53,7 +53,7 @@ OUTPUT = (32, 256)
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-BY_STEP = ("step_lengths",)
+_BY_STEP = ("step_lengths",)
 BLOCK = 20  # steps
 FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 
@@ -242,11 +242,16 @@ def _measure(
 ) -> dict[str, Any]:
     serve(engine, state, seed, options, path)
     line = {"state": state, "seed": seed, **json.loads(Path(path).read_text())}
-    print(json.dumps({k: v for k, v in line.items() if k not in BY_STEP}), flush=True)
+    tell(line, options)
+    return line
+
+
+def tell(line: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print a run, without its steps, and keep all of it."""
+    print(json.dumps({k: v for k, v in line.items() if k not in _BY_STEP}), flush=True)
     if options.out:
         with open(options.out, "a") as file:
             file.write(json.dumps(line) + "\n")
-    return line
 
 
 def _fastest(pairs: Pairs) -> float:

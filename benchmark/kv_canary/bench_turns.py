@@ -161,23 +161,18 @@ def _table_of_turns(groups: Sequence[Sequence[Pair]], block: int) -> None:
     )
 
 
-def _print_run(
+def _tell_runs(
     runs: Sequence[dict[str, Any]], states: Sequence[str], options: argparse.Namespace
 ) -> None:
     for state, run in zip(states, runs, strict=True):
-        line = {"state": state, **run}
-        shown = {k: v for k, v in line.items() if k not in bench_churn.BY_STEP}
-        print(json.dumps(shown), flush=True)
-        if options.out:
-            with open(options.out, "a") as file:
-                file.write(json.dumps(line) + "\n")
+        bench_churn.tell({"state": state, **run}, options)
 
 
 def _compare_versions(servers: Sequence[Server], options: argparse.Namespace) -> None:
     ratios, pairs = [], []
     for _ in range(options.pairs):
         runs = _run(servers, ("all", "all"), SEED, options.block)
-        _print_run(runs, ("this", "base"), options)
+        _tell_runs(runs, ("this", "base"), options)
         ratios.append(_log_ratios(runs, 0))
         pairs.append((runs[1], runs[0]))
     _table(ratios, [base for base, _ in pairs])
@@ -195,7 +190,7 @@ def _compare_states(servers: Sequence[Server], options: argparse.Namespace) -> N
         for on, found in ((0, first), (1, second)):
             states = ("all", "off") if on == 0 else ("off", "all")
             runs = _run(servers, states, SEED, options.block)
-            _print_run(runs, states, options)
+            _tell_runs(runs, states, options)
             found |= _log_ratios(runs, on)
             groups[on].append((runs[1 - on], runs[on]))
         ratios.append({name: (first[name] + second[name]) / 2 for name in COMPARED})

@@ -15,9 +15,9 @@ from ..forward_stream import await_forwards
 from ..guard import guarded
 from ..hook_spec import HookSpec, HookType
 
-__all__ = ["EARLY", "before_move", "move_hooks"]
+__all__ = ["before_move", "move_hooks"]
 
-EARLY = "SWA slots that change hands under a forward would be false alarms"
+_EARLY = "SWA slots that change hands under a forward would be false alarms"
 
 
 @guarded
@@ -27,4 +27,4 @@ def before_move(*_: Any, **__: Any) -> None:
 
 def move_hooks(targets: dict[str, Callable[..., None]]) -> tuple[HookSpec, ...]:
     """`targets`: what moves mappings, and the hook before it."""
-    return tuple(HookSpec(name, hook, HookType.BEFORE, EARLY) for name, hook in targets.items())
+    return tuple(HookSpec(name, hook, HookType.BEFORE, _EARLY) for name, hook in targets.items())
