@@ -1,6 +1,6 @@
 """Cost of the canary, or of a version of it, from two servers that run by turns: some steps of one, then of the other.
 
-    python benchmark/kv_canary/bench_turns.py MODEL_DIR [--pairs 3] [--block 20] [--base SITE] [...]
+    python benchmark/kv_canary/bench_turns.py MODEL_DIR [--pairs 3] [--block 20] [--content all] [--base SITE] [...]
 
 Both servers are on one GPU and answer the same requests with the same batches, see `bench_churn.py`. While one runs
 its steps the other one waits, and its clock stands still. So slow phases of the machine's CPU, which last for
@@ -8,6 +8,7 @@ seconds, slow both. Two servers that differ in nothing differ by up to 1 %. So e
 the first server and then in the second one. The mean of the two has no such difference left.
 Most of what differs between two runs is a few turns in which one of them was slow. So turns are compared as well: the
 mean of their differences without the fifth at either end, and what 95 % of draws of turns have.
+`--content none` is the canary with records only. Other settings come from the environment and from `--engine`.
 With `--base SITE` the canary is in both servers, and the second one imports it from that folder, which holds an older
 version as it is installed. Then the figures are those of this version against that one. They hold the difference of
 the servers; without `--base` it is printed.
@@ -33,6 +34,7 @@ from typing import Any
 import bench_churn
 import turns
 from bench_churn import FIGURES, SEED, run_metered_scheduler
+from bench_switch import CONTENTS
 from paired_ratios import interval_of_few, trimmed
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
@@ -171,7 +173,7 @@ def _tell_runs(
 def _compare_versions(servers: Sequence[Server], options: argparse.Namespace) -> None:
     ratios, pairs = [], []
     for _ in range(options.pairs):
-        runs = _run(servers, ("all", "all"), SEED, options.block)
+        runs = _run(servers, (options.content, options.content), SEED, options.block)
         _tell_runs(runs, ("this", "base"), options)
         ratios.append(_log_ratios(runs, 0))
         pairs.append((runs[1], runs[0]))
@@ -188,7 +190,7 @@ def _compare_states(servers: Sequence[Server], options: argparse.Namespace) -> N
     for _ in range(options.pairs):
         first, second = {}, {}
         for on, found in ((0, first), (1, second)):
-            states = ("all", "off") if on == 0 else ("off", "all")
+            states = (options.content, "off") if on == 0 else ("off", options.content)
             runs = _run(servers, states, SEED, options.block)
             _tell_runs(runs, states, options)
             found |= _log_ratios(runs, on)
@@ -205,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--block", type=int, default=20, help="steps of a turn")
+    parser.add_argument("--content", choices=CONTENTS, default="all")
     parser.add_argument(
         "--base", help="folder with an older version, which the second server imports"
     )
@@ -219,7 +222,10 @@ def main() -> None:
         servers = [Server.start(place, Path(folder), options) for place in (0, 1)]
         for server in servers:
             server.answer()
-        for state in ("off", "all"):  # capture, compile, warm up: SGLang compiles kernels, too
+        for state in (
+            "off",
+            options.content,
+        ):  # capture, compile, warm up: SGLang compiles kernels, too
             _run(servers, (state, state), 0, options.block)
         (_compare_versions if options.base else _compare_states)(servers, options)
         for server in servers:

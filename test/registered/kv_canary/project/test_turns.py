@@ -230,7 +230,7 @@ import json, sys
 us, more, slow_run, batches, figures, answer = json.loads(sys.argv[1])
 for run, line in enumerate(sys.stdin):
     state, seed = json.loads(line)
-    lengths = [1e-6 * (us + more * (state == "all"))] * 117
+    lengths = [1e-6 * (us + more * (state != "off"))] * 117
     if run == slow_run:
         lengths[49:52] = [0.5] * 3
     found = dict.fromkeys(figures, 1.0) | {"batches": batches, "first_step": 14, "window_steps": 117}
@@ -253,12 +253,18 @@ def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _compared(
-    how: str, servers: Sequence[Any], out: Path, capsys: pytest.CaptureFixture, block: int = BLOCK
+    how: str,
+    servers: Sequence[Any],
+    out: Path,
+    capsys: pytest.CaptureFixture,
+    block: int = BLOCK,
+    content: str = "all",
 ) -> str:
     import bench_turns
 
+    options = Namespace(pairs=2, block=block, out=str(out), content=content)
     try:
-        getattr(bench_turns, how)(servers, Namespace(pairs=2, block=block, out=str(out)))
+        getattr(bench_turns, how)(servers, options)
     finally:
         for server in servers:
             server.end()
@@ -281,13 +287,14 @@ def test_neither_unequal_servers_nor_a_slow_turn_change_what_the_canary_costs(
         assert float(differ) == pytest.approx(100 * (first / second - 1), abs=0.1)
 
 
+@pytest.mark.parametrize("content", ["none", "all"])
 def test_runs_are_told_with_their_states_and_kept_with_their_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers = [_server(1000, 20, NEVER), _server(1000, 20, NEVER)]
-    printed = _compared("_compare_states", servers, tmp_path / "out", capsys)
+    printed = _compared("_compare_states", servers, tmp_path / "out", capsys, content=content)
     kept = list(map(json.loads, (tmp_path / "out").read_text().splitlines()))
-    assert [run["state"] for run in kept] == ["all", "off", "off", "all"] * 2
+    assert [run["state"] for run in kept] == [content, "off", "off", content] * 2
     assert [run["seconds"] > 0.118 for run in kept] == [True, False, False, True] * 2
     for run in kept:
         assert len(run.pop("step_lengths")) == 117
