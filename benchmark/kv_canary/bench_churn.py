@@ -271,7 +271,7 @@ def _table(pairs: Pairs) -> None:
     same = sum(off["batches"] == on["batches"] for off, on in pairs)
     print(f"{same} of {len(pairs)} pairs have the same batches")
     kinds = {run["batches"] for pair in pairs for run in pair}
-    for name in FIGURES:
+    for name in (name for name in FIGURES if name in pairs[0][0]):
         ratios = [100 * (on[name] / off[name] - 1) for off, on in pairs]
         low, high = interval_of_few(ratios)
         off = statistics.median(off[name] for off, _ in pairs)

@@ -114,12 +114,14 @@ def _run(
 
 
 def _log_ratios(runs: Sequence[dict[str, Any]], on: int) -> dict[str, float]:
-    return {name: math.log(runs[on][name] / runs[1 - on][name]) for name in COMPARED}
+    """Of the figures that the runs have. Answers of one token have no time between tokens."""
+    compared = [name for name in COMPARED if name in runs[0]]
+    return {name: math.log(runs[on][name] / runs[1 - on][name]) for name in compared}
 
 
 def _table(ratios: Sequence[dict[str, float]], baseline: Sequence[dict[str, Any]]) -> None:
     """`baseline`: the runs without the canary, or with the older version."""
-    for name in COMPARED:
+    for name in ratios[0]:
         percent = [100 * math.expm1(ratio[name]) for ratio in ratios]
         low, high = interval_of_few(percent)
         of = statistics.median(run[name] for run in baseline)
@@ -195,7 +197,7 @@ def _compare_states(servers: Sequence[Server], options: argparse.Namespace) -> N
             _tell_runs(runs, states, options)
             found |= _log_ratios(runs, on)
             groups[on].append((runs[1 - on], runs[on]))
-        ratios.append({name: (first[name] + second[name]) / 2 for name in COMPARED})
+        ratios.append({name: (first[name] + second[name]) / 2 for name in first})
         servers_differ.append((first["seconds"] - second["seconds"]) / 2)
     difference = 100 * statistics.mean(map(math.expm1, servers_differ))
     print(f"the first server against the second: {difference:+.2f} % of seconds")

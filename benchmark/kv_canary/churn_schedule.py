@@ -158,5 +158,8 @@ def follow(scheduler: Any, schedule: Schedule) -> Schedule:
 
 
 def _quantiles(name: str, values: list[float]) -> dict[str, float]:
+    """Nothing of fewer than two values: answers of one token have no time between tokens."""
+    if len(values) < 2:
+        return {}
     deciles = statistics.quantiles(values, n=10)
     return {f"{name}_p50": round(statistics.median(values), 5), f"{name}_p90": round(deciles[8], 5)}

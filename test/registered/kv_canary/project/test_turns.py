@@ -25,6 +25,7 @@ register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
 BLOCK = 3  # steps of a turn
 STEP_S = 0.002
+REQUESTS = 80
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +149,7 @@ class Scheduler:
 
     def __init__(self, place: int, log: list[int]) -> None:
         self._place, self._log, self._steps = place, log, 0
-        self._arriving = [_request(number) for number in range(80)]
+        self._arriving = [_request(number, _tokens_of(number)) for number in range(REQUESTS)]
 
     def recv_requests(self) -> list[SimpleNamespace]:
         arrived, self._arriving = self._arriving, []
@@ -164,10 +165,14 @@ class Scheduler:
                 request.finished_reason = "length"
 
 
-def _request(number: int) -> SimpleNamespace:
+def _tokens_of(number: int) -> int:
+    return 5 + number % 7
+
+
+def _request(number: int, tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
         rid=f"{number:03d}",
-        sampling_params=SimpleNamespace(max_new_tokens=5 + number % 7),
+        sampling_params=SimpleNamespace(max_new_tokens=tokens),
         tokens=0,
         finished_reason=None,
         is_chunked=0,
@@ -179,7 +184,7 @@ def _serve(turns: Any, log: list[int]) -> dict[str, Any]:
     from churn_schedule import Schedule, follow
 
     scheduler = Scheduler(turns.place, log)
-    schedule = follow(scheduler, Schedule(80, 4, turns))
+    schedule = follow(scheduler, Schedule(REQUESTS, 4, turns))
     mode = SimpleNamespace(is_extend=lambda: False)
     running: list[SimpleNamespace] = []
     while running := [
@@ -189,6 +194,22 @@ def _serve(turns: Any, log: list[int]) -> dict[str, Any]:
     ]:
         scheduler.process_batch_result(SimpleNamespace(reqs=running, forward_mode=mode), None)
     return schedule.figures()
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(
+    servers: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench_turns import _log_ratios, _table
+
+    monkeypatch.setattr(sys.modules[__name__], "_tokens_of", lambda _: 1)
+    monkeypatch.setattr(sys.modules[__name__], "REQUESTS", 480)
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(_serve, servers, ([], [])))
+    assert not [name for run in runs for name in run if name.startswith("itl")]
+    _table([_log_ratios(runs, 0)] * 2, runs)
+    printed = capsys.readouterr().out
+    assert "ttft_p90" in printed
+    assert "itl" not in printed
 
 
 def test_turns_in_the_figures_are_those_that_two_schedules_took(servers: list[Any]) -> None:
