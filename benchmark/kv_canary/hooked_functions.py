@@ -15,6 +15,8 @@ import torch
 
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_kv_canary import wiring
+from sglang_kv_canary.host_code import HOST
+from sglang_kv_canary.wiring.direct_hooks import call_directly
 from sglang_kv_canary.wiring.releases import release
 
 
@@ -168,12 +170,16 @@ def hook_in() -> None:
     """Put the release's hooks around the functions above, once in a process."""
     if hasattr(Hooked.run_batch, "__wrapped__"):
         return
+    specs = defaultdict(list)
     for name in release().hook_modules:
         for spec in import_module(f"{wiring.__name__}.{name}").HOOKS:
             found = _HOOKED.get(".".join(spec.target.split(".")[-2:]))
             if found is not None and spec.is_needed:
                 target = f"{__name__}.{found[0].__name__}.{found[1]}"
                 HookRegistry.register(target, spec.fn, spec.hook_type)
+                specs[target].append(spec)
     HookRegistry.apply_hooks()
+    if HOST.in_c and not all(call_directly(*each) for each in specs.items()):
+        raise RuntimeError("expected hooks of the canary alone")
     if not all(hasattr(getattr(of, name), "__wrapped__") for of, name in _HOOKED.values()):
         raise RuntimeError("expected a hook on each function")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import inspect
 import itertools
 import os
 import sys
 import time
+import traceback
 import tracemalloc
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -780,6 +784,165 @@ def test_a_section_of_the_clock_ends_with_an_error_and_passes_it_on(code: Module
     assert spent < clock.spent_ns < spent + 10**6
 
 
+# Hooks
+
+
+def _told(*args: Any, **kwargs: Any) -> list[Any]:
+    """The original of each of these tests."""
+    return ["told", *args, kwargs]
+
+
+def _hooked(code: ModuleType, kind: int, inner: Callable[..., Any], **more: Any) -> Any:
+    given = {"original": _told, "hook": inner, "contain": None, "skips_empty": False, **more}
+    return code.Hooked(kind=kind, inner=inner, **given)
+
+
+MANY = tuple(range(1000, 1040))  # more than fit on the stack
+
+
+@BOTH
+@pytest.mark.parametrize("args", [(), (1,), MANY])
+@pytest.mark.parametrize("kwargs", [{}, {"a": 3}, dict.fromkeys(map(str, range(30)), 5)])
+def test_a_hook_before_sees_the_arguments_and_may_change_them(
+    code: ModuleType, args: tuple[int, ...], kwargs: dict[str, int]
+) -> None:
+    seen = []
+    hooked = _hooked(code, twins.BEFORE, lambda *a, **k: seen.append((a, k)))
+    assert hooked(*args, **kwargs) == ["told", *args, kwargs]
+    assert seen == [(args, kwargs)]
+    changed = _hooked(code, twins.BEFORE, lambda *a, **k: ((*a, 7), {**k, "more": 8}))
+    assert changed(*args, **kwargs) == ["told", *args, 7, {**kwargs, "more": 8}]
+
+
+@BOTH
+@pytest.mark.parametrize("args", [(), (1,), MANY])
+@pytest.mark.parametrize("kwargs", [{}, {"a": 3}])
+def test_a_hook_after_sees_what_was_returned_and_may_return_something_else(
+    code: ModuleType, args: tuple[int, ...], kwargs: dict[str, int]
+) -> None:
+    seen = []
+    hooked = _hooked(code, twins.AFTER, lambda *a, **k: seen.append((a, k)))
+    returned = hooked(*args, **kwargs)
+    assert returned == ["told", *args, kwargs]
+    ((told, *rest), named) = seen[0]
+    assert told is returned
+    assert (tuple(rest), named) == (args, kwargs)
+    assert _hooked(code, twins.AFTER, lambda *_, **__: "else")(*args, **kwargs) == "else"
+
+
+@BOTH
+@pytest.mark.parametrize("args", [(), (1,), MANY])
+def test_a_hook_around_calls_the_original_itself(code: ModuleType, args: tuple[int, ...]) -> None:
+    hooked = _hooked(code, twins.AROUND, lambda original, *a, **k: (original(*a, b=1, **k), k))
+    assert hooked(*args, a=2) == (["told", *args, {"b": 1, "a": 2}], {"a": 2})
+
+
+@BOTH
+def test_it_is_a_method_where_a_class_holds_it(code: ModuleType) -> None:
+    seen = []
+    hooked = functools.update_wrapper(
+        _hooked(code, twins.BEFORE, lambda *a: seen.append(a)), _called_with_self
+    )
+    holder = type("Holder", (), {"method": hooked})
+    instance = holder()
+    assert instance.method(4) == ["told", instance, 4, {}]
+    bound = instance.method
+    assert (bound.__self__, bound.__func__) == (instance, hooked)
+    assert bound(5) == ["told", instance, 5, {}]
+    assert seen == [(instance, 4), (instance, 5)]
+    assert holder.method is hooked
+    assert (hooked.__wrapped__, hooked.__name__) == (_called_with_self, "_called_with_self")
+    assert list(inspect.signature(hooked).parameters) == ["self", "number"]
+    assert hooked.__doc__ == "A method."
+
+
+def _called_with_self(self: Any, number: int) -> None:
+    """A method."""
+
+
+def _fails(*_: Any) -> None:
+    raise KeyError("broken")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [twins.BEFORE, twins.AFTER])
+def test_an_error_that_is_contained_leaves_the_call_as_it_is(code: ModuleType, kind: int) -> None:
+    seen: list[Exception] = []
+    hooked = _hooked(code, kind, _fails, contain=seen.append)
+    assert hooked(1) == ["told", 1, {}]
+    (error,) = seen
+    assert isinstance(error, KeyError)
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "_fails"
+
+
+def _raises(error: BaseException) -> None:
+    raise error
+
+
+def _ends(*_: Any) -> None:
+    raise SystemExit(3)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [twins.BEFORE, twins.AFTER, twins.AROUND])
+def test_errors_pass_that_nothing_contains(code: ModuleType, kind: int) -> None:
+    calls: list[Any] = []
+
+    def original(*args: Any) -> None:
+        calls.append(args)
+
+    for contain in (None, _raises):
+        with pytest.raises(KeyError, match="broken"):
+            _hooked(code, kind, _fails, contain=contain, original=original)(1)
+    with pytest.raises(SystemExit):
+        _hooked(code, kind, _ends, contain=calls.append, original=original)(1)
+    assert calls == ([(1,)] * 3 if kind == twins.AFTER else [])
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [twins.BEFORE, twins.AFTER])
+def test_errors_of_the_original_are_not_contained(code: ModuleType, kind: int) -> None:
+    seen: list[Any] = []
+    hooked = _hooked(code, kind, lambda *_: None, original=_fails, contain=seen.append)
+    with pytest.raises(KeyError, match="broken"):
+        hooked(1)
+    assert seen == []
+
+
+@BOTH
+def test_a_hook_that_skips_empty_tensors_is_called_for_all_else(code: ModuleType) -> None:
+    seen: list[Any] = []
+    hooked = _hooked(code, twins.BEFORE, lambda *a: seen.append(a[1]), skips_empty=True)
+    full, empty = torch.zeros(2), torch.zeros(0)
+    for second in (full, empty, None, 0):
+        assert hooked("self", second)[2] is second
+    assert list(map(id, seen)) == list(map(id, (full, None, 0)))
+    named = _hooked(code, twins.BEFORE, lambda *a, **k: seen.append(k), skips_empty=True)
+    named("self", slots=empty)
+    assert seen[-1]["slots"] is empty
+
+
+@BOTH
+def test_what_a_hook_before_returns_must_be_arguments(code: ModuleType) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _hooked(code, twins.BEFORE, lambda *_: 5)(1)
+    with pytest.raises(ValueError, match="expected a kind of hook from 0 to 2, got 3"):
+        _hooked(code, 3, len)
+
+
+def test_a_hook_that_leads_back_to_itself_is_collected() -> None:
+    holder = type("Holder", (), {})
+    holder.method = _hooked(C, twins.BEFORE, functools.partial(_nothing, holder))
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
+
+
 # References
 
 
@@ -843,6 +1006,18 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "clock", lambda: C.HostClock(10**10).__enter__().__exit__(None, None, None)
     yield "clock is used", lambda: clock.__enter__().__exit__(None, None, None)
     yield "clock fails", lambda: C.HostClock("1")
+    hooks = [C.Hooked(kind, _told, len, _nothing, None, True) for kind in range(3)]
+    fails = [C.Hooked(kind, _told, len, _fails, str, False) for kind in range(2)]
+    yield "hooked", lambda: [hook(10**9, tensor, a=10**10) for hook in hooks]
+    yield "hooked, many", lambda: [hook(*tokens) for hook in hooks]
+    yield "hook fails", lambda: [hook(10**9, tensor) for hook in fails]
+    yield "hook is bound", lambda: hooks[0].__get__(tokens)(5)
+    yield "hook is made", lambda: C.Hooked(0, tokens, tensor, named, values, False)
+    yield "hook is no hook", lambda: C.Hooked(9, tokens, tensor, named, values, False)
+    changes = C.Hooked(0, _told, len, lambda *_: ((10**9,), {"a": tensor}), None, False)
+    yield "hook changes", lambda: changes(tokens)
+    wrong = C.Hooked(0, _told, len, lambda *_: (10**9, 5), None, False)
+    yield "hook returns something else", lambda: wrong(tokens)
     places = b"\0\1\2\x09"
     yield (
         "a place fails",

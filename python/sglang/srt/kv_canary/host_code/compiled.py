@@ -92,6 +92,7 @@ _FINDINGS = np.array([[0, 3, -1, 7], [0, 3, 2, 7], [9, 3, 2, 7], [0, 3, 1 << 40,
 _NO_HOOK = SimpleNamespace(calls=[])
 _NO_HOOKS = SimpleNamespace(launch_enter_hook=_NO_HOOK, launch_exit_hook=_NO_HOOK)
 _SAMPLES = {
+    "Hooked": (twins.AFTER, max, print, min, None, False),
     "HostClock": (1 << 40,),
     "are_equal": (_FINDINGS, 1),
     "count_pairs": (_FINDINGS, 0, 3),
@@ -147,4 +148,5 @@ def _answer(functions: ModuleType, name: str, arguments: tuple[Any, ...]) -> Any
     memory = (ctypes.c_int64 * _WORDS)()
     place = (ctypes.addressof(memory), _WORDS) if name == "pack_lists" else ()
     found = getattr(functions, name)(*arguments, *place)
+    found = found(4, 7) if callable(found) else found
     return getattr(found, "spent_ns", found), bytes(memory)

@@ -496,7 +496,7 @@ no_slots:
 }
 
 static PyObject *name_dtype, *name_data_ptr, *name_enter, *name_leave, *name_calls;
-static PyObject *name_locals, *name_get, *name_req, *name_rid;
+static PyObject *name_locals, *name_get, *name_req, *name_rid, *name_numel;
 
 static const struct {
   PyObject **place;
@@ -509,7 +509,8 @@ static const struct {
                 {&name_locals, "f_locals"},
                 {&name_get, "get"},
                 {&name_req, "req"},
-                {&name_rid, "rid"}};
+                {&name_rid, "rid"},
+                {&name_numel, "numel"}};
 
 static PyObject *int32_first, *int32_end, *one_program;
 
@@ -1218,6 +1219,164 @@ static PyType_Slot clock_slots[] = {{Py_tp_init, clock_init},       {Py_tp_deall
 static PyType_Spec clock_spec = {"kv_canary_host_code.HostClock", sizeof(HostClock), 0, Py_TPFLAGS_DEFAULT,
                                  clock_slots};
 
+/* Hooked(kind, original, hook, inner, contain, skips_empty). Python's collector knows it: hooks may lead back to it. */
+enum { BEFORE, AFTER, AROUND };
+#define FEW_ARGUMENTS 16
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc call;
+  PyObject *original, *hook, *inner, *contain, *attributes;
+  int kind;
+  char skips_empty;
+} Hooked;
+
+/* What the hook returns. None after an error that `contain` has taken. */
+static PyObject *call_hook(Hooked *hooked, PyObject *const *args, size_t n, PyObject *names) {
+  PyObject *returned = PyObject_Vectorcall(hooked->inner, args, n, names);
+  if (returned != NULL || hooked->contain == Py_None || !PyErr_ExceptionMatches(PyExc_Exception)) return returned;
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != NULL) PyException_SetTraceback(error, trace);
+  PyObject *contained = PyObject_CallOneArg(hooked->contain, error);
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+  if (contained == NULL) return NULL;
+  Py_DECREF(contained);
+  Py_RETURN_NONE;
+}
+
+/* The hook, with `first` before the other arguments: the original that it surrounds, or what that has returned. */
+static PyObject *call_with(Hooked *hooked, PyObject *first, PyObject *const *args, Py_ssize_t n, PyObject *names) {
+  PyObject *few[FEW_ARGUMENTS], **all = few;
+  Py_ssize_t count = n + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
+  if (count >= FEW_ARGUMENTS && (all = PyMem_New(PyObject *, count + 1)) == NULL) return PyErr_NoMemory();
+  all[0] = first;
+  if (count) memcpy(all + 1, args, count * sizeof(PyObject *));
+  PyObject *returned = call_hook(hooked, all, n + 1, names);
+  if (all != few) PyMem_Free(all);
+  return returned;
+}
+
+/* Whether `tensor` has no elements. An error is the hook's to raise. */
+static int is_empty(PyObject *tensor) {
+  PyObject *count = PyObject_CallMethodNoArgs(tensor, name_numel);
+  int empty = count != NULL && PyLong_Check(count) && !PyObject_IsTrue(count);
+  Py_XDECREF(count);
+  PyErr_Clear();
+  return empty;
+}
+
+static PyObject *call_before(Hooked *hooked, PyObject *const *args, Py_ssize_t n, PyObject *names) {
+  if (!(hooked->skips_empty && n > 1 && is_empty(args[1]))) {
+    PyObject *changed = call_hook(hooked, args, n, names);
+    if (changed == NULL) return NULL;
+    if (changed != Py_None) {
+      PyObject *positional, *named, *returned = NULL;
+      if (!PyTuple_Check(changed) || !PyArg_ParseTuple(changed, "O!O!", &PyTuple_Type, &positional, &PyDict_Type, &named))
+        PyErr_SetString(PyExc_TypeError, "expected None or a tuple and a dict of arguments from a hook");
+      else
+        returned = PyObject_Call(hooked->original, positional, named);
+      Py_DECREF(changed);
+      return returned;
+    }
+    Py_DECREF(changed);
+  }
+  return PyObject_Vectorcall(hooked->original, args, n, names);
+}
+
+static PyObject *hooked_call(PyObject *self, PyObject *const *args, size_t flagged, PyObject *names) {
+  Hooked *hooked = (Hooked *)self;
+  Py_ssize_t n = PyVectorcall_NARGS(flagged);
+  if (hooked->kind == BEFORE) return call_before(hooked, args, n, names);
+  if (hooked->kind == AROUND) return call_with(hooked, hooked->original, args, n, names);
+  PyObject *returned = PyObject_Vectorcall(hooked->original, args, n, names);
+  if (returned == NULL) return NULL;
+  PyObject *modified = call_with(hooked, returned, args, n, names);
+  if (modified != Py_None) {
+    Py_DECREF(returned);
+    return modified;
+  }
+  Py_DECREF(modified);
+  return returned;
+}
+
+static PyObject *hooked_new(PyTypeObject *type, PyObject *args, PyObject *names) {
+  static char *known[] = {"kind", "original", "hook", "inner", "contain", "skips_empty", NULL};
+  PyObject *original, *hook, *inner, *contain;
+  int kind, skips_empty;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "iOOOOp", known, &kind, &original, &hook, &inner, &contain,
+                                   &skips_empty))
+    return NULL;
+  if (kind < BEFORE || kind > AROUND)
+    return PyErr_Format(PyExc_ValueError, "expected a kind of hook from %d to %d, got %d", BEFORE, AROUND, kind);
+  Hooked *hooked = (Hooked *)type->tp_alloc(type, 0);
+  if (hooked == NULL) return NULL;
+  hooked->call = hooked_call;
+  hooked->kind = kind;
+  hooked->skips_empty = (char)skips_empty;
+  hooked->original = Py_NewRef(original);
+  hooked->hook = Py_NewRef(hook);
+  hooked->inner = Py_NewRef(inner);
+  hooked->contain = Py_NewRef(contain);
+  return (PyObject *)hooked;
+}
+
+static PyObject *hooked_bind(PyObject *self, PyObject *instance, PyObject *type) {
+  return instance == NULL || instance == Py_None ? Py_NewRef(self) : PyMethod_New(self, instance);
+}
+
+static int hooked_traverse(PyObject *self, visitproc visit, void *arg) {
+  Hooked *hooked = (Hooked *)self;
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(hooked->original);
+  Py_VISIT(hooked->hook);
+  Py_VISIT(hooked->inner);
+  Py_VISIT(hooked->contain);
+  Py_VISIT(hooked->attributes);
+  return 0;
+}
+
+static int hooked_clear(PyObject *self) {
+  Hooked *hooked = (Hooked *)self;
+  Py_CLEAR(hooked->original);
+  Py_CLEAR(hooked->hook);
+  Py_CLEAR(hooked->inner);
+  Py_CLEAR(hooked->contain);
+  Py_CLEAR(hooked->attributes);
+  return 0;
+}
+
+static void hooked_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  hooked_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyMemberDef hooked_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Hooked, call), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(Hooked, attributes), READONLY, NULL},
+    {"hook", T_OBJECT, offsetof(Hooked, hook), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyGetSetDef hooked_getset[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+                                      {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot hooked_slots[] = {{Py_tp_new, hooked_new},           {Py_tp_call, PyVectorcall_Call},
+                                     {Py_tp_descr_get, hooked_bind},    {Py_tp_members, hooked_members},
+                                     {Py_tp_getset, hooked_getset},     {Py_tp_traverse, hooked_traverse},
+                                     {Py_tp_clear, hooked_clear},       {Py_tp_dealloc, hooked_dealloc},
+                                     {0, NULL}};
+
+static PyType_Spec hooked_spec = {"kv_canary_host_code.Hooked", sizeof(Hooked), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                      Py_TPFLAGS_METHOD_DESCRIPTOR,
+                                  hooked_slots};
+
 /* Adds a class that `spec` describes. Returns -1 with an exception. */
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
   PyObject *type = PyType_FromSpec(spec);
@@ -1254,6 +1413,7 @@ PyMODINIT_FUNC PyInit_kv_canary_host_code(void) {
   int32_end = PyLong_FromLongLong((int64_t)INT32_MAX + 1);
   if (one_program == NULL || int32_first == NULL || int32_end == NULL) return NULL;
   PyObject *module = PyModule_Create(&definition);
-  if (module != NULL && add_type(module, "HostClock", &clock_spec)) Py_CLEAR(module);
+  if (module != NULL && (add_type(module, "HostClock", &clock_spec) || add_type(module, "Hooked", &hooked_spec)))
+    Py_CLEAR(module);
   return module;
 }

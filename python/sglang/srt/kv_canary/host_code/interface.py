@@ -7,6 +7,7 @@ from types import ModuleType
 from . import twins
 
 NAMES = (
+    "Hooked",
     "HostClock",
     "are_equal",
     "call_from",

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,68 @@ class HostClock:
         self._depth -= 1
         if self._depth == 0:
             self.spent_ns += time.perf_counter_ns() - self._since
+
+
+BEFORE, AFTER, AROUND = range(3)  # kinds of hooks
+
+
+class Hooked:
+    """`original` with a hook, as SGLang's plugin framework calls it, in one call. A method where a class holds it.
+
+    `inner` is what is called of `hook`: a hook before it gets the same arguments, and returns others as (tuple, dict),
+    or None; one after it gets what was returned and the arguments, and may return something else; one around it gets
+    `original` and the arguments. `contain`, unless it is None, is given an Exception of `inner`, and raises it, or the
+    call goes on as without the hook. `skips_empty`: a hook before it is not called if the second argument is a tensor
+    without elements. Raises ValueError for another kind.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        original: Callable[..., Any],
+        hook: Callable[..., Any],
+        inner: Callable[..., Any],
+        contain: Callable[[Exception], Any] | None,
+        skips_empty: bool,
+    ) -> None:
+        if kind not in (BEFORE, AFTER, AROUND):
+            raise ValueError(f"expected a kind of hook from {BEFORE} to {AROUND}, got {kind}")
+        self.hook = hook
+        self._kind, self._original, self._inner = kind, original, inner
+        self._contain, self._skips_empty = contain, skips_empty
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._kind == AROUND:
+            return self._call_hook(self._original, *args, **kwargs)
+        if self._kind == AFTER:
+            returned = self._original(*args, **kwargs)
+            modified = self._call_hook(returned, *args, **kwargs)
+            return returned if modified is None else modified
+        if not (self._skips_empty and len(args) > 1 and _is_empty(args[1])):
+            changed = self._call_hook(*args, **kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        return self._original(*args, **kwargs)
+
+    def _call_hook(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._inner(*args, **kwargs)
+        except Exception as error:
+            if self._contain is None:
+                raise
+            self._contain(error)
+            return None
+
+
+def _is_empty(tensor: Any) -> bool:
+    """An error is the hook's to raise."""
+    try:
+        return tensor.numel() == 0
+    except Exception:
+        return False
 
 
 def chain_of_tokens(tokens: Sequence[int], anchor: int, first: int, count: int) -> int:

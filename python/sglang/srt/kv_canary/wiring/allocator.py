@@ -123,7 +123,8 @@ def _hooks() -> tuple[HookSpec, ...]:
     module = "sglang.srt.mem_cache.allocator"
     hooks, after_alloc = [], noting_allocations()
     for name in _SIMPLE:
-        hooks.append(HookSpec(f"{module}.{name}.free", before_free, HookType.BEFORE, FREES))
+        free = f"{module}.{name}.free"
+        hooks.append(HookSpec(free, before_free, HookType.BEFORE, FREES, skips_empty=True))
         hooks.append(HookSpec(f"{module}.{name}.alloc", after_alloc, HookType.AFTER, FREES))
         hooks.append(HookSpec(f"{module}.{name}.clear", after_clear, HookType.AFTER, FREES))
     for method in ("alloc_extend", "alloc_decode"):

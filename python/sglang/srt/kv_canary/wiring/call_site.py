@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ..host_code import HOST
 from ..slot_event import CallSite, SlotCalls
 
-INNER_FRAMES = 3  # of the hook, its guard, and the plugin framework's wrapper
 MAX_STACKS = 4096  # distinct ones that are kept
 GROUP_END = "free_group_end"
 
@@ -59,9 +58,12 @@ def call_of(count: int, inside: str = "") -> SlotCalls | None:
     `inside`: a part of the paths of files whose functions only pass the call on.
     """
     try:
-        frame = sys._getframe(1 + INNER_FRAMES)
+        frame: FrameType | None = sys._getframe(2)  # of what calls the hook
     except ValueError:
         return None
+    # Its guard, and the plugin framework's wrapper, where hooks are not called directly
+    while frame is not None and _is_inner(frame.f_code):
+        frame = frame.f_back
     if inside:
         frame = _caller_of(frame, inside)
     return HOST.call_from(frame, count, _stacks, _learn)

@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 
 from .context import context
 
-__all__ = ["attempt", "attempt_aside", "contain", "guarded", "guarded_aside"]
+__all__ = [
+    "attempt",
+    "attempt_aside",
+    "contain",
+    "containing",
+    "guarded",
+    "guarded_aside",
+    "guarded_function",
+]
+
+_GUARDS = "kv_canary_guards"  # of a guarded hook: its function, and whether its errors lose track
 
 T = TypeVar("T")
 
@@ -65,4 +75,19 @@ def _guarded(hook: Callable[..., Any], loses_track: bool) -> Callable[..., Any]:
             contain(error, hook, loses_track)
             return None
 
+    setattr(run, _GUARDS, (hook, loses_track))
     return run
+
+
+def guarded_function(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What `hook` guards; itself if it is not guarded."""
+    return getattr(hook, _GUARDS, (hook,))[0]
+
+
+def containing(hook: Callable[..., Any]) -> Callable[[Exception], None] | None:
+    """Does with an error of `guarded_function(hook)` what its guard does. None without a guard."""
+    guards = getattr(hook, _GUARDS, None)
+    if guards is None:
+        return None
+    function, loses_track = guards
+    return lambda error: contain(error, function, loses_track)

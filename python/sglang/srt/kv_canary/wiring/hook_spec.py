@@ -24,6 +24,8 @@ class HookSpec:
     protects: str = "an unknown part of the KV pool"
     # Key of a setting without which it does nothing. Such a hook is left out where each step would call it.
     only_with: str = ""
+    # It does nothing, as a hook before a method, if the first argument is a tensor without elements
+    skips_empty: bool = False
 
     @property
     def is_needed(self) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 from ..environ import PERTURB_DIR, TOKEN_ORACLE
 from ..errors import CanaryPhaseError
+from ..host_code import begin_to_compile
 from ..reports.flight_recorder import StepRecord
 from .context import context
+from .direct_hooks import call_hooks_directly
 from .farewell import install_farewell
 from .guard import attempt, attempt_aside, guarded
 from .hook_spec import HookSpec, HookType
@@ -23,6 +25,7 @@ from .startup_check import set_active_summary, verify_hooks_applied
 
 logger = logging.getLogger(__name__)
 
+HOST_CODE_S = 10.0  # its compilation, which began long before, takes two
 IDLE_TICK_S = 0.01
 REST_S = 0.005  # about as long as KV of a long prompt is on its way
 MAX_UNATTENDED_S = 1.0  # however busy a prefill server is
@@ -173,6 +176,8 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
         verify_hooks_applied()  # again: another plugin may have replaced one since
         compile_launches(scheduler)
+        begin_to_compile().join(HOST_CODE_S)
+        call_hooks_directly()
         identity = process_identity(release().settled(scheduler.server_args))
     for manager in context.managers:
         manager.mark_init_finished()

@@ -144,19 +144,20 @@ def _is_applied(hook: HookSpec) -> bool:
     except (ImportError, AttributeError):
         return False
     return any(
-        layer is hook.fn or layer_hook is hook.fn for layer, layer_hook in _layers(attribute)
+        layer is hook.fn or layer_hook is hook.fn for layer, layer_hook in hook_layers(attribute)
     )
 
 
-def _layers(attribute: Any) -> Iterator[tuple[Any, Any]]:
+def hook_layers(attribute: Any) -> Iterator[tuple[Any, Any]]:
     """The functions that a call of `attribute` runs, outermost first, each with its hook, if any.
 
-    `HookRegistry` keeps the hook only in the wrapper's closure.
+    `HookRegistry` keeps the hook only in the wrapper's closure, `host_code.Hooked` as an attribute.
     """
     layer = getattr(attribute, "__func__", attribute)
     while layer is not None:
         closure = _closure(layer)
-        yield layer, closure.get("hook")
+        is_direct = type(layer).__name__ == "Hooked"
+        yield layer, layer.hook if is_direct else closure.get("hook")
         replaces = "hook" in closure and "original_fn" not in closure
         layer = None if replaces else getattr(layer, "__wrapped__", None)
 

@@ -1,0 +1,84 @@
+"""Hooks that each step calls, without the functions of SGLang's plugin framework and of our guards around them.
+
+SGLang calls a hook from a wrapper in Python, which packs all arguments, and the guard does so once more. A busy step
+makes about twenty such calls. Where the host code runs in C, one object does the work of both (`host_code.Hooked`). Its
+targets are not a part of any model, which torch.compile might trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from ..host_code import HOST
+from ..host_code.twins import AFTER, AROUND, BEFORE
+from .context import context
+from .guard import containing, guarded_function
+from .hook_spec import HookSpec, HookType
+from .startup_check import hook_layers
+
+__all__ = ["call_directly", "call_hooks_directly"]
+
+_SRT = "sglang.srt."
+# Parts of targets, from the first letter on
+_IN_EACH_STEP = (
+    f"{_SRT}managers.scheduler.Scheduler.on_idle",
+    f"{_SRT}managers.scheduler.Scheduler.process_batch_result",
+    f"{_SRT}managers.scheduler.Scheduler.run_batch",
+    f"{_SRT}mem_cache.allocator.",
+    f"{_SRT}mem_cache.memory_pool.ReqToTokenPool.",
+    f"{_SRT}mem_cache.swa_memory_pool.SWATokenToKVPoolAllocator.",
+    f"{_SRT}model_executor.cuda_graph_runner.CudaGraphRunner.replay",
+    f"{_SRT}model_executor.model_runner.ModelRunner.forward",
+    f"{_SRT}model_executor.model_runner.ModelRunner.sample",
+    f"{_SRT}model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+    f"{_SRT}speculative.",
+)
+_KINDS = {HookType.BEFORE: BEFORE, HookType.AFTER: AFTER, HookType.AROUND: AROUND}
+
+
+def call_hooks_directly() -> list[str]:
+    """Replace SGLang's wrappers of such hooks. Returns the targets. None where the host code runs in Python.
+
+    What another plugin has hooked, too, stays as it is.
+    """
+    if not HOST.in_c:
+        return []
+    by_target: dict[str, list[HookSpec]] = {}
+    for hook in context.registration.hooks or ():
+        if hook.target.startswith(_IN_EACH_STEP):
+            by_target.setdefault(hook.target, []).append(hook)
+    return [target for target, hooks in by_target.items() if call_directly(target, hooks)]
+
+
+def call_directly(target: str, hooks: Sequence[HookSpec]) -> bool:
+    """Replace the wrappers of `hooks`, all of which have this target. False: they are not the only ones there."""
+    owner_path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_path)
+    attribute = vars(owner).get(name) if isinstance(owner, type) else None
+    if not callable(attribute):  # nothing, a static method or a class's
+        return False
+    known = {id(hook.fn): hook for hook in hooks}
+    layers = list(hook_layers(attribute))
+    ours = [known[id(fn)] for _, fn in takewhile(lambda layer: id(layer[1]) in known, layers)]
+    if len(ours) != len(hooks):  # another plugin's is among them
+        return False
+    hooked, _ = layers[len(ours)]
+    for hook in reversed(ours):
+        hooked = functools.update_wrapper(_hooked(hook, hooked), hooked)
+    setattr(owner, name, hooked)
+    return True
+
+
+def _hooked(hook: HookSpec, original: Any) -> Any:
+    return HOST.Hooked(
+        _KINDS[hook.hook_type],
+        original,
+        hook.fn,
+        guarded_function(hook.fn),
+        containing(hook.fn),
+        hook.skips_empty,
+    )
