@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import Action, CanaryMode, ContentMode
@@ -80,6 +82,54 @@ def test_a_server_that_checks_is_healthy(kind: str, mode: CanaryMode, events: st
     assert rig.health.checks >= 3
     assert (rig.health.healthy, rig.health.failures) == (True, 0)
     assert [e["healthy"] for e in _health_events(events)] == [True]  # once, not each period
+
+
+def _padding(size: int) -> ForwardBatch:
+    """What a capture runs the model with."""
+    zeros = torch.zeros(size, dtype=torch.int64)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        input_ids=zeros,
+        req_pool_indices=zeros,
+        seq_lens=torch.ones(size, dtype=torch.int32),
+        out_cache_loc=zeros,
+        seq_lens_sum=size,
+        positions=zeros,
+    )
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize("idles", [0, 1, 3 * PERIOD])
+def test_captures_of_an_idle_server_are_no_forwards_without_checks(sweep: bool, idles: int) -> None:
+    """An update of the weights may capture graphs again, with forwards that nothing checks."""
+    rig = WatchedRig(mode=CanaryMode.RAISE, sweep=sweep)
+    rig.steps(2 * PERIOD)
+    rig.finish(rig.req)
+    for _ in range(3):
+        rig.idle(idles)
+        with rig.manager.disarmed():
+            for size in (2, 2, 1, 1):
+                with rig.manager.bracket_model_forward(_padding(size)):
+                    pass
+        rig.tree.reset()
+        rig.allocator.clear()
+        rig.idle(3 * PERIOD)
+    checks = rig.health.checks
+    rig.req = rig.admit(list(range(10, 40)))
+    rig.steps(3 * PERIOD)
+    assert rig.health.checks > checks
+    assert (rig.health.healthy, rig.health.failures) == (True, 0)
+
+
+def test_kernels_that_stop_after_a_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = WatchedRig(sweep=False, mode=CanaryMode.RAISE)
+    rig.steps(2 * PERIOD)
+    with rig.manager.disarmed(), rig.manager.bracket_model_forward(_padding(2)):
+        pass
+    _stop(monkeypatch, "check_and_write", Side.TAIL)
+    with pytest.raises(CanaryHealthError, match="did not run: TAIL_K_FULL"):
+        rig.steps(5 * PERIOD)
 
 
 def test_counters_that_are_not_due_are_not_missed(events: str) -> None:

@@ -52,6 +52,15 @@ def test_a_hit_across_namespaces_breaks_the_chain_at_its_first_slot(key: str | N
     assert {v.expected_position for v in violations} == {0}
 
 
+def test_a_key_that_is_no_utf8_is_a_namespace_of_its_own() -> None:
+    """A client may send half of a surrogate pair. SGLang takes it for a key as any other."""
+    keys = "\ud800", "\udc00", "\ufffd", "?"
+    assert len({anchor_of(key) for key in keys} - {0}) == len(keys)
+    rig = ManagerRig(mode=CanaryMode.RAISE)
+    update_anchors([rig.manager], [_request(1, "\ud800")])
+    assert int(rig.manager.state.anchors[1]) == anchor_of("\ud800")
+
+
 def test_a_recycled_row_forgets_its_namespace() -> None:
     rig = ManagerRig(mode=CanaryMode.RAISE)
     update_anchors([rig.manager], [_request(1, "a")])

@@ -94,9 +94,9 @@ class HealthCheck(StepObserver):
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         issued, self._sweeps_issued = self._sweeps_issued, self._sweeps_now()
         self._unheard_steps, self._heard = 0, time.monotonic()
-        if not manager.armed:
+        if not manager.armed or summary.forward_launched < manager.rearmed_at:
             self._last = None
-        elif self._last is None:
+        elif self._last is None or self._last.forward_launched < manager.rearmed_at:
             self._ahead, self._slack = _ahead(summary), summary.launched_since
             self._doubted = False
             self._due.clear()

@@ -15,9 +15,10 @@ from ..record import to_signed64
 def anchor_of(extra_key: str | None) -> int:
     """Chain anchor of a namespace, int64; 0 for the default namespace.
 
-    The first 8 bytes of SHA-256, so the anchor is the same in every process and run.
+    The first 8 bytes of SHA-256, so the anchor is the same in every process and run. A client's JSON may hold a half
+    of a surrogate pair, which is no UTF-8.
     """
     if not extra_key:
         return 0
-    digest = hashlib.sha256(str(extra_key).encode()).digest()
+    digest = hashlib.sha256(str(extra_key).encode(errors="surrogatepass")).digest()
     return to_signed64(int.from_bytes(digest[:8], "little"))

@@ -143,7 +143,7 @@ class PlanInput:
     is_draft: bool = False
     inner_step: int = 0  # index of the draft forward in its step
     parents: torch.Tensor | None = None
-    row_growth: int = 0  # for target verifies, see ForwardPlan
+    row_growth: int = 0  # of the target, see ForwardPlan
     slot_names: PageTable | None = None  # of full slots, see CanaryBufferGroup
     swa_names: PageTable | None = None  # the same of SWA slots
 
@@ -234,7 +234,8 @@ class PlanInput:
         """seq_lens exclude the draft tokens. Each request has the same number of those."""
         fb, tokens = _whole_requests(fb, "draft_token_num")
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, 0, padded=True)
-        return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected)
+        growth = self.row_growth
+        return self._uniform(fb, verify, tokens, Mode.TARGET_VERIFY, self.parents, expected, growth)
 
     def _draft_decode(self, fb) -> ForwardPlan:
         """One inner draft step: topk siblings per request, `inner_step` positions after seq_lens.
@@ -246,7 +247,8 @@ class PlanInput:
         fb, topk = _whole_requests(fb, "num_tokens_per_req")
         verify = VerifyPlan(fb.req_pool_indices, fb.seq_lens, step, already_verified=step > 0)
         parents = self.parents if topk > 1 else None
-        return self._uniform(fb, verify, topk, Mode.DRAFT_DECODE, parents, None, scratch=True)
+        mode = Mode.DRAFT_DECODE
+        return self._uniform(fb, verify, topk, mode, parents, None, scratch=True)
 
     def _draft_extend_v2(self, fb) -> ForwardPlan:
         """seq_lens include the new tokens: the same number for each request, accepted or not.
@@ -270,18 +272,22 @@ class PlanInput:
         verify = VerifyPlan(rows, fb.seq_lens[:count] - ext_lens, 0)
         return self._plan(fb, verify, ext_lens, starts, 0, Mode.DRAFT_EXTEND, None, None)
 
-    def _uniform(self, fb, verify, tokens, mode, parents, expected, scratch=False) -> ForwardPlan:
-        return self._plan(fb, verify, None, None, tokens, mode, parents, expected, scratch)
+    def _uniform(
+        self, fb, verify, tokens, mode, parents, expected, growth=0, scratch=False
+    ) -> ForwardPlan:
+        return self._plan(fb, verify, None, None, tokens, mode, parents, expected, growth, scratch)
 
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
+        """Among the requests may be some whose last forward was a verify (`--enable-mixed-chunk`)."""
         rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
         verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
+        growth = 0 if self.is_draft else self.row_growth
         return self._plan(
-            fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected
+            fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected, growth
         )
 
     def _plan(
-        self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, scratch=False
+        self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, growth=0, scratch=False
     ) -> ForwardPlan:
         write = WritePlan(
             fb.input_ids,
@@ -295,7 +301,6 @@ class PlanInput:
             _named(self.swa_names, _swa_location_of_attention(fb)),
             scratch,
         )
-        growth = self.row_growth if mode is Mode.TARGET_VERIFY else 0
         prefixes = None if ext_lens is None else getattr(fb, "extend_prefix_lens_cpu", None)
         may_have = prefixes is None or any(prefixes)
         return ForwardPlan(verify, write, self.req_to_token, expected, growth, may_have)

@@ -136,6 +136,7 @@ class CanaryManager:
         self._calls: dict[str, list[Callable[..., object]]] = {}  # by method, see `_calls_of`
         self._calls_are_of: list[StepObserver] = []
         self.forward_ct = 0  # forwards launched; the device counts the same
+        self.rearmed_at = 0  # see `Observed`
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
         self.clock: HostClock = HOST.HostClock()
@@ -253,8 +254,13 @@ class CanaryManager:
 
     @contextmanager
     def disarmed(self) -> Iterator[None]:
-        """For captures after start-up, which run the model with made-up inputs."""
+        """For captures, also after start-up, which run the model with made-up inputs.
+
+        A forward in flight must not find itself disarmed halfway.
+        """
         was_armed, was_capturing = self.armed, self._capturing
+        if was_armed and self.state.summary.is_cuda:
+            torch.cuda.synchronize(self.state.summary.device)
         self._set_armed(False)
         self._set_capturing(True)
         try:
@@ -262,6 +268,7 @@ class CanaryManager:
         finally:
             self._set_capturing(was_capturing)
             self._set_armed(was_armed and not self._blind)
+            self.rearmed_at = self.forward_ct
 
     def _set_capturing(self, capturing: bool) -> None:
         self._capturing = capturing

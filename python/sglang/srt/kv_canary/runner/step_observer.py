@@ -38,6 +38,7 @@ class Observed(Protocol):
     clock: HostClock
     forward_ct: int
     armed: bool
+    rearmed_at: int  # the last forward of the last capture, which had no checks
     publishes: bool  # what the device finds is known without a copy of the counters
     serving: bool
     schedule_stream: Any | None

@@ -115,6 +115,11 @@ def noting_allocations(inside: str = "") -> Callable[..., None]:
 @guarded
 def after_clear(_: Any, allocator: Any) -> None:
     context.session_rows.forget_all()
+    if context.active:
+        for (
+            row
+        ) in context.recorder.owners():  # a flush takes sessions theirs without giving them back
+            context.row_released(row)
     call = call_of(0) if context.history else None
     context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
 

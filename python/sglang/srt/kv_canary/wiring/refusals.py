@@ -105,6 +105,12 @@ COMMON: tuple[Refusal, ...] = (
         "Remove --enable-hisparse.",
     ),
     Refusal(
+        "elastic expert parallelism",
+        lambda args: args.elastic_ep_backend is not None or getattr(args, "ep_join_mode", None),
+        "ranks join and leave while the server runs, and a forward is run twice when one has failed.",
+        "Remove --elastic-ep-backend, and --ep-join-mode where there is one.",
+    ),
+    Refusal(
         "PD multiplexing",
         lambda args: args.enable_pdmux,
         "prefill is split over several forwards that run beside decode on other streams.",

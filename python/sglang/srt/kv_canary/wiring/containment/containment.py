@@ -239,7 +239,7 @@ class Containment:
     def layout(self) -> Iterator[bytes]:
         """Who lies in which slots. Waits for the schedule stream."""
         for each in sorted(self._live(), key=lambda each: each.row):
-            yield f"{each.request.rid}:{each.row}:".encode()
+            yield f"{each.request.rid}:{each.row}:".encode(errors="surrogatepass")
             yield self.rows[each.row, : each.length].cpu().numpy().tobytes()
         yield self.prefixes.slots().cpu().numpy().tobytes()
 

@@ -63,12 +63,6 @@ SHARED: tuple[Refusal, ...] = (
         "KV that FlexKV loads into the pool arrives without records.",
         "Remove --enable-flexkv.",
     ),
-    Refusal(
-        "elastic expert parallelism",
-        lambda args: args.elastic_ep_backend is not None or args.ep_join_mode is not None,
-        "ranks join and leave while the server runs.",
-        "Remove --elastic-ep-backend and --ep-join-mode.",
-    ),
 )
 
 
