@@ -88,7 +88,7 @@ def a_step(allocator):
     allocator.free(slots[:0])
     allocator.free(free_index=slots)
 
-context.recorder, context.history = SimpleNamespace(step_count=0), True
+context.recorder, context.history = SimpleNamespace(step_count=0, owners=dict), True
 context.managers = [SimpleNamespace(ledger=SimpleNamespace(record=record))]
 allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
 context.allocator_kinds[id(allocator)] = PoolKind.FULL

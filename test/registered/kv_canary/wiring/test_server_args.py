@@ -272,6 +272,7 @@ CASES = {
     "LMCache with pipeline parallelism": {"enable_lmcache": True, "pp_size": 2},
     "LMCache with speculative decoding": {"enable_lmcache": True, "speculative_algorithm": "EAGLE"},
     "HiSparse": {"enable_hisparse": True},
+    "elastic expert parallelism": {"elastic_ep_backend": "nixl"},
     "PD multiplexing": {"enable_pdmux": True},
     "diffusion language model": {"dllm_algorithm": "LowConfidence"},
     "a speculative algorithm registered by a plugin": {"speculative_algorithm": "MY_OWN"},
