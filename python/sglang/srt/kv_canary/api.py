@@ -146,6 +146,7 @@ def _build_manager(
             speculation.tree_width(is_draft),
             speculation.draft_tokens,
             groups,
+            server_args.enable_mixed_chunk,
         ),
         capacities=CanaryLaunchCapacities.from_args(
             max_running_requests=max(1, model_runner.max_running_requests),

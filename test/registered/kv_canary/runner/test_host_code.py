@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import gc
 import inspect
 import itertools
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -924,6 +926,44 @@ def test_a_hook_that_skips_empty_tensors_is_called_for_all_else(code: ModuleType
     named = _hooked(code, twins.BEFORE, lambda *a, **k: seen.append(k), skips_empty=True)
     named("self", slots=empty)
     assert seen[-1]["slots"] is empty
+
+
+class _Interrupts:
+    def numel(self) -> int:
+        raise KeyboardInterrupt
+
+
+@BOTH
+def test_an_interrupt_while_it_looks_for_elements_passes(code: ModuleType) -> None:
+    seen: list[Any] = []
+    hooked = _hooked(code, twins.BEFORE, lambda *a: seen.append(a), skips_empty=True)
+    with pytest.raises(KeyboardInterrupt):
+        hooked("self", _Interrupts())
+    assert seen == []
+
+
+@BOTH
+def test_it_is_referred_to_pickled_and_copied_as_a_function(
+    code: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("holds_a_hooked_method")
+
+    class Holds:
+        def method(self) -> None:
+            pass
+
+    hooked = functools.update_wrapper(
+        _hooked(code, twins.BEFORE, len, original=Holds.method), Holds.method
+    )
+    Holds.method, hooked.__module__ = hooked, module.__name__
+    hooked.__qualname__, module.Holds = "Holds.method", Holds
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert pickle.loads(pickle.dumps(hooked)) is hooked
+    assert copy.deepcopy(hooked) is hooked
+    instance = Holds()
+    assert weakref.WeakMethod(instance.method)().__func__ is hooked
+    gone = weakref.ref(_hooked(code, twins.BEFORE, len))
+    assert gone() is None
 
 
 @BOTH

@@ -140,6 +140,65 @@ print(json.dumps(["{RUN_BATCH}" in targets, type(Scheduler.run_batch).__name__, 
     assert _run(code, before) == [False, "function", True]
 
 
+def test_static_and_class_methods_stay_as_they_are() -> None:
+    code = """
+import sys
+from types import ModuleType
+from sglang_kv_canary.wiring.direct_hooks import call_directly
+from sglang_kv_canary.wiring.hook_spec import HookSpec
+
+class Holds:
+    @staticmethod
+    def static(number):
+        return number
+    @classmethod
+    def of_class(cls, number):
+        return number
+    def method(self, number):
+        return number
+
+sys.modules["holds"] = ModuleType("holds")
+sys.modules["holds"].Holds = Holds
+names = "static", "of_class", "method"
+specs = [HookSpec(f"holds.Holds.{name}", lambda *_: None, HookType.BEFORE) for name in names]
+for spec in specs:
+    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
+HookRegistry.apply_hooks()
+replaced = [call_directly(spec.target, [spec]) for spec in specs]
+one = Holds()
+called = one.static(3), one.of_class(4), one.method(5), Holds.static(6), Holds.of_class(7)
+print(json.dumps([replaced, called]))
+"""
+    assert _run(code) == [[False, False, True], [3, 4, 5, 6, 7]]
+
+
+def test_an_error_while_a_wrapper_is_replaced_is_a_warning() -> None:
+    code = """
+from sglang.srt.managers.scheduler import Scheduler
+from sglang_kv_canary.wiring import direct_hooks
+before = Scheduler.run_batch
+def fails(*_):
+    raise RuntimeError("broken")
+direct_hooks.hook_layers = fails
+print(json.dumps([call_hooks_directly(), Scheduler.run_batch is before]))
+"""
+    assert _run(code) == [[], True]
+
+
+def test_clearing_an_allocator_that_nobody_watches_is_no_flush() -> None:
+    more = """
+released = []
+type(context).row_released = lambda _, row: released.append(row)
+context.recorder.owners = lambda: {3: "running"}
+context.managers[0].ledger.record = lambda *_: None
+TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
+assert released == []
+allocator.clear()
+events.append(released)
+"""
+    assert _run(ALLOCATE.format(more=more))[0] == [[3]]
+
+
 def test_nothing_is_replaced_where_the_host_code_runs_in_python() -> None:
     code = """
 from sglang.srt.managers.scheduler import Scheduler

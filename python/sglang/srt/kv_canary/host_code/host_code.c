@@ -1226,7 +1226,7 @@ enum { BEFORE, AFTER, AROUND };
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject *original, *hook, *inner, *contain, *attributes;
+  PyObject *original, *hook, *inner, *contain, *attributes, *weak_references;
   int kind;
   char skips_empty;
 } Hooked;
@@ -1260,17 +1260,19 @@ static PyObject *call_with(Hooked *hooked, PyObject *first, PyObject *const *arg
   return returned;
 }
 
-/* Whether `tensor` has no elements. An error is the hook's to raise. */
+/* Whether `tensor` has no elements. An Exception is the hook's to raise. -1 with anything else, as an interrupt. */
 static int is_empty(PyObject *tensor) {
   PyObject *count = PyObject_CallMethodNoArgs(tensor, name_numel);
   int empty = count != NULL && PyLong_Check(count) && !PyObject_IsTrue(count);
   Py_XDECREF(count);
-  PyErr_Clear();
-  return empty;
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+  return PyErr_Occurred() ? -1 : empty;
 }
 
 static PyObject *call_before(Hooked *hooked, PyObject *const *args, Py_ssize_t n, PyObject *names) {
-  if (!(hooked->skips_empty && n > 1 && is_empty(args[1]))) {
+  int skipped = hooked->skips_empty && n > 1 ? is_empty(args[1]) : 0;
+  if (skipped < 0) return NULL;
+  if (!skipped) {
     PyObject *changed = call_hook(hooked, args, n, names);
     if (changed == NULL) return NULL;
     if (changed != Py_None) {
@@ -1352,6 +1354,7 @@ static int hooked_clear(PyObject *self) {
 static void hooked_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
+  if (((Hooked *)self)->weak_references != NULL) PyObject_ClearWeakRefs(self);
   hooked_clear(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -1360,21 +1363,30 @@ static void hooked_dealloc(PyObject *self) {
 static PyMemberDef hooked_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Hooked, call), READONLY, NULL},
     {"__dictoffset__", T_PYSSIZET, offsetof(Hooked, attributes), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Hooked, weak_references), READONLY, NULL},
     {"hook", T_OBJECT, offsetof(Hooked, hook), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
 static PyGetSetDef hooked_getset[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
                                       {NULL, NULL, NULL, NULL, NULL}};
 
+/* As of a function: pickle finds it by its name, and a copy is itself. */
+static PyObject *hooked_reduce(PyObject *self, PyObject *none) {
+  return PyObject_GetAttrString(self, "__qualname__");
+}
+
+static PyMethodDef hooked_methods[] = {{"__reduce__", hooked_reduce, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+
 static PyType_Slot hooked_slots[] = {{Py_tp_new, hooked_new},           {Py_tp_call, PyVectorcall_Call},
                                      {Py_tp_descr_get, hooked_bind},    {Py_tp_members, hooked_members},
-                                     {Py_tp_getset, hooked_getset},     {Py_tp_traverse, hooked_traverse},
+                                     {Py_tp_getset, hooked_getset},     {Py_tp_methods, hooked_methods},
+                                     {Py_tp_traverse, hooked_traverse},
                                      {Py_tp_clear, hooked_clear},       {Py_tp_dealloc, hooked_dealloc},
                                      {0, NULL}};
 
 static PyType_Spec hooked_spec = {"kv_canary_host_code.Hooked", sizeof(Hooked), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                                      Py_TPFLAGS_METHOD_DESCRIPTOR,
+                                      Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_IMMUTABLETYPE,
                                   hooked_slots};
 
 /* Adds a class that `spec` describes. Returns -1 with an exception. */

@@ -82,6 +82,9 @@ class Hooked:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
+    def __reduce__(self) -> str:
+        return self.__qualname__  # as of a function: found by its name, and a copy is itself
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._kind == AROUND:
             return self._call_hook(self._original, *args, **kwargs)

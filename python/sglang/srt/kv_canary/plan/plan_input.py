@@ -143,7 +143,9 @@ class PlanInput:
     is_draft: bool = False
     inner_step: int = 0  # index of the draft forward in its step
     parents: torch.Tensor | None = None
-    row_growth: int = 0  # of the target, see ForwardPlan
+    row_growth: int = 0  # for target verifies, see ForwardPlan
+    # The same for extends: with mixed chunks, requests between two verifies are among them
+    extend_growth: int = 0
     slot_names: PageTable | None = None  # of full slots, see CanaryBufferGroup
     swa_names: PageTable | None = None  # the same of SWA slots
 
@@ -155,11 +157,13 @@ class PlanInput:
         tree_width: int = 1,
         draft_tokens: int = 1,
         groups: Iterable[CanaryBufferGroup] = (),
+        mixed_chunks: bool = False,
     ) -> PlanInput:
         """`req_to_token`: int32[request rows, context length], contiguous rows.
 
         `tree_width`: maximum new tokens of a request that do not form a chain; 1: no trees. `draft_tokens`: tokens
         per request that a target verify checks. `groups`: those of the pool, which say how new slots are named.
+        `mixed_chunks`: SGLang's `--enable-mixed-chunk`.
         """
         if (
             req_to_token.ndim != 2
@@ -180,6 +184,7 @@ class PlanInput:
             is_draft,
             parents=parents,
             row_growth=draft_tokens - 1,
+            extend_growth=draft_tokens - 1 if mixed_chunks and not is_draft else 0,
             slot_names=names.get(PoolKind.FULL),
             swa_names=names.get(PoolKind.SWA),
         )
@@ -278,13 +283,10 @@ class PlanInput:
         return self._plan(fb, verify, None, None, tokens, mode, parents, expected, growth, scratch)
 
     def _ragged(self, fb, mode, expected) -> ForwardPlan:
-        """Among the requests may be some whose last forward was a verify (`--enable-mixed-chunk`)."""
         rows = fb.req_pool_indices[: fb.extend_seq_lens.shape[0]]
         verify = VerifyPlan(rows, fb.extend_prefix_lens, 0)
-        growth = 0 if self.is_draft else self.row_growth
-        return self._plan(
-            fb, verify, fb.extend_seq_lens, fb.extend_start_loc, 0, mode, None, expected, growth
-        )
+        lengths, starts, growth = fb.extend_seq_lens, fb.extend_start_loc, self.extend_growth
+        return self._plan(fb, verify, lengths, starts, 0, mode, None, expected, growth)
 
     def _plan(
         self, fb, verify, ext_lens, starts, tokens, mode, parents, expected, growth=0, scratch=False

@@ -18,7 +18,9 @@ HASH_SHIFT = 33  # the hash is cut to 31 bits, non-negative on the device too
 @lru_cache(maxsize=4096)
 def seed_of(request_id: str) -> int:
     """The first 8 bytes of SHA-256, uint64: the same in every process and run."""
-    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little")
+    return int.from_bytes(
+        hashlib.sha256(request_id.encode(errors="surrogatepass")).digest()[:8], "little"
+    )
 
 
 @dataclass(frozen=True, slots=True)

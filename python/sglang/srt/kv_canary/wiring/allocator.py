@@ -114,12 +114,12 @@ def noting_allocations(inside: str = "") -> Callable[..., None]:
 
 @guarded
 def after_clear(_: Any, allocator: Any) -> None:
+    """A flush takes sessions their rows without giving them back."""
+    if id(allocator) not in context.allocator_kinds:
+        return
     context.session_rows.forget_all()
-    if context.active:
-        for (
-            row
-        ) in context.recorder.owners():  # a flush takes sessions theirs without giving them back
-            context.row_released(row)
+    for row in context.recorder.owners():
+        context.row_released(row)
     call = call_of(0) if context.history else None
     context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
 

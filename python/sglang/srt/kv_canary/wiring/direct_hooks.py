@@ -8,6 +8,7 @@ targets are not a part of any model, which torch.compile might trace.
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
 from collections.abc import Sequence
 from itertools import takewhile
@@ -21,6 +22,8 @@ from .hook_spec import HookSpec, HookType
 from .startup_check import hook_layers
 
 __all__ = ["call_directly", "call_hooks_directly"]
+
+logger = logging.getLogger(__name__)
 
 _SRT = "sglang.srt."
 # Parts of targets, from the first letter on
@@ -51,7 +54,21 @@ def call_hooks_directly() -> list[str]:
     for hook in context.registration.hooks or ():
         if hook.target.startswith(_IN_EACH_STEP):
             by_target.setdefault(hook.target, []).append(hook)
-    return [target for target, hooks in by_target.items() if call_directly(target, hooks)]
+    return [target for target, hooks in by_target.items() if _attempt(target, hooks)]
+
+
+def _attempt(target: str, hooks: Sequence[HookSpec]) -> bool:
+    """An error costs host time, and nothing else: SGLang's wrappers stay."""
+    try:
+        return call_directly(target, hooks)
+    except Exception as error:
+        logger.warning(
+            "kv-canary: the hooks on %s are called through SGLang's wrappers, which takes longer: %s: %s",
+            target,
+            type(error).__name__,
+            error,
+        )
+        return False
 
 
 def call_directly(target: str, hooks: Sequence[HookSpec]) -> bool:
@@ -59,7 +76,7 @@ def call_directly(target: str, hooks: Sequence[HookSpec]) -> bool:
     owner_path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
     attribute = vars(owner).get(name) if isinstance(owner, type) else None
-    if not callable(attribute):  # nothing, a static method or a class's
+    if not callable(attribute) or isinstance(attribute, staticmethod):
         return False
     known = {id(hook.fn): hook for hook in hooks}
     layers = list(hook_layers(attribute))
