@@ -224,10 +224,8 @@ def main() -> None:
         servers = [Server.start(place, Path(folder), options) for place in (0, 1)]
         for server in servers:
             server.answer()
-        for state in (
-            "off",
-            options.content,
-        ):  # capture, compile, warm up: SGLang compiles kernels, too
+        # Capture, compile, warm up: SGLang compiles kernels, too
+        for state in ("off", options.content):
             _run(servers, (state, state), 0, options.block)
         (_compare_versions if options.base else _compare_states)(servers, options)
         for server in servers:

@@ -17,7 +17,7 @@ from typing import Any
 from ..host_code import HOST
 from ..host_code.twins import AFTER, AROUND, BEFORE
 from .context import context
-from .guard import containing, guarded_function
+from .guard import taken_apart
 from .hook_spec import HookSpec, HookType
 from .startup_check import hook_layers
 
@@ -91,11 +91,5 @@ def call_directly(target: str, hooks: Sequence[HookSpec]) -> bool:
 
 
 def _hooked(hook: HookSpec, original: Any) -> Any:
-    return HOST.Hooked(
-        _KINDS[hook.hook_type],
-        original,
-        hook.fn,
-        guarded_function(hook.fn),
-        containing(hook.fn),
-        hook.skips_empty,
-    )
+    kind, (inner, contain) = _KINDS[hook.hook_type], taken_apart(hook.fn)
+    return HOST.Hooked(kind, original, hook.fn, inner, contain, hook.skips_empty)

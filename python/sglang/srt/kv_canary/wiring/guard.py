@@ -15,10 +15,9 @@ __all__ = [
     "attempt",
     "attempt_aside",
     "contain",
-    "containing",
     "guarded",
     "guarded_aside",
-    "guarded_function",
+    "taken_apart",
 ]
 
 _GUARDS = "kv_canary_guards"  # of a guarded hook: its function, and whether its errors lose track
@@ -79,15 +78,12 @@ def _guarded(hook: Callable[..., Any], loses_track: bool) -> Callable[..., Any]:
     return run
 
 
-def guarded_function(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What `hook` guards; itself if it is not guarded."""
-    return getattr(hook, _GUARDS, (hook,))[0]
-
-
-def containing(hook: Callable[..., Any]) -> Callable[[Exception], None] | None:
-    """Does with an error of `guarded_function(hook)` what its guard does. None without a guard."""
+def taken_apart(
+    hook: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[[Exception], None] | None]:
+    """(what `hook` guards, what its guard does with an error of that). (`hook`, None) if it is not guarded."""
     guards = getattr(hook, _GUARDS, None)
     if guards is None:
-        return None
+        return hook, None
     function, loses_track = guards
-    return lambda error: contain(error, function, loses_track)
+    return function, lambda error: contain(error, function, loses_track)

@@ -25,7 +25,7 @@ from .startup_check import set_active_summary, verify_hooks_applied
 
 logger = logging.getLogger(__name__)
 
-HOST_CODE_S = 10.0  # its compilation, which began long before, takes two
+HOST_CODE_S = 10.0  # its compilation began long before, and takes less than one
 IDLE_TICK_S = 0.01
 REST_S = 0.005  # about as long as KV of a long prompt is on its way
 MAX_UNATTENDED_S = 1.0  # however busy a prefill server is

@@ -30,6 +30,7 @@ import psutil
 from ..config import is_asked_for
 from ..environ import ENV_PREFIX
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
+from ..host_code import HOST
 from .context import context
 from .hook_spec import HookSpec, HookType
 from .releases import release
@@ -156,7 +157,7 @@ def hook_layers(attribute: Any) -> Iterator[tuple[Any, Any]]:
     layer = getattr(attribute, "__func__", attribute)
     while layer is not None:
         closure = _closure(layer)
-        is_direct = type(layer).__name__ == "Hooked"
+        is_direct = isinstance(layer, HOST.Hooked)
         yield layer, layer.hook if is_direct else closure.get("hook")
         replaces = "hook" in closure and "original_fn" not in closure
         layer = None if replaces else getattr(layer, "__wrapped__", None)
