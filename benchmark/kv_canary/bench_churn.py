@@ -14,6 +14,7 @@ All runs have the same prompts. So each block of 20 steps has as many lengths as
 without it. On machines whose CPU is now fast and now slow, whole runs differ by tens of per cent. The fastest lengths
 of each block differ less: their sums are compared as well, and again with each pair left out. (Single steps do not
 serve for this: a result that comes late in one comes early in the next.)
+Each line has the mean decode and prefill: from result to result, and how long the scheduler waited for the GPU in it.
 The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
@@ -40,7 +41,7 @@ from typing import Any
 import bench_switch
 import own_code
 import without_kernels
-from churn_schedule import Schedule, follow
+from churn_schedule import Schedule, Waits, follow
 from paired_ratios import interval_of_few
 from turns import Turns
 
@@ -53,7 +54,7 @@ OUTPUT = (32, 256)
 # Tokens between a request's answers. With one, the clients' process is as busy as the scheduler, and is measured, too.
 STREAM_INTERVAL = 8
 
-_BY_STEP = ("step_lengths",)
+_BY_STEP = ("step_lengths", "step_waits", "step_extends")
 BLOCK = 20  # steps
 FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 
@@ -168,6 +169,7 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
         self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
 
     _count_retractions()
+    Waits.count()
     if os.environ.get(without_kernels.ENV):
         without_kernels.install()
     scheduler.Scheduler.canary_to = canary_to

@@ -18,11 +18,31 @@ from typing import Any
 from turns import Turns
 
 
+class Waits:
+    """How long the scheduler's thread has waited for results of the GPU, in seconds, since `count`."""
+
+    seconds = 0.0
+
+    @classmethod
+    def count(cls) -> None:
+        import torch
+
+        wait = torch.cuda.Event.synchronize
+
+        def synchronize(event: Any) -> None:
+            began = time.perf_counter()
+            wait(event)
+            cls.seconds += time.perf_counter() - began
+
+        torch.cuda.Event.synchronize = synchronize
+
+
 @dataclass(slots=True)
 class _Step:
     """One result."""
 
     at: float  # seconds
+    waited: float  # seconds, see `Waits`
     extends: bool
     names: list[str]  # of the requests that got a token
     chunks: list[str]  # of those of which a part was computed
@@ -88,7 +108,9 @@ class Schedule:
         self._ended += sum(req.finished_reason is not None for req in gets)
         names = [req.rid for req in gets]
         extends = batch.forward_mode.is_extend()
-        step = _Step(self._now(), extends, names, chunks, len(self._begun), self._ended)
+        step = _Step(
+            self._now(), Waits.seconds, extends, names, chunks, len(self._begun), self._ended
+        )
         self._steps.append(step)
         if self.turns is not None:
             (self.turns.leave if len(self._begun) == self.total else self.turns.after_step)()
@@ -113,6 +135,7 @@ class Schedule:
         took = steps[-1].at - self._steps[first].at
         kept = self._steps[first : last + 1]
         lengths = [round(b.at - a.at, 6) for a, b in itertools.pairwise(kept)]
+        waits = [round(b.waited - a.waited, 6) for a, b in itertools.pairwise(kept)]
         ttft, itl = self._latencies(first, last)
         return {
             "seconds": round(took, 5),
@@ -124,6 +147,9 @@ class Schedule:
             "batches": self._digest(last),
             "first_step": first + 1,
             "step_lengths": lengths,
+            "step_waits": waits,
+            "step_extends": [step.extends for step in steps],
+            **_means_by_kind(steps, lengths, waits),
         }
 
     def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:
@@ -143,6 +169,22 @@ class Schedule:
         for step in self._steps[: last + 1]:
             digest.update(f"{step.extends}{step.names}{step.chunks}{step.released}".encode())
         return digest.hexdigest()[:12]
+
+
+def _means_by_kind(
+    steps: list[_Step], lengths: list[float], waits: list[float]
+) -> dict[str, dict[str, float]]:
+    """Of decodes and of other steps: how many, us from result to result, us waited for the GPU."""
+    kinds = {}
+    for kind, extends in (("decodes", False), ("prefills", True)):
+        of_kind = [i for i, step in enumerate(steps) if step.extends == extends]
+        if of_kind:
+            kinds[kind] = {
+                "steps": len(of_kind),
+                "us": round(1e6 * statistics.mean(lengths[i] for i in of_kind)),
+                "waited_us": round(1e6 * statistics.mean(waits[i] for i in of_kind)),
+            }
+    return kinds
 
 
 def follow(scheduler: Any, schedule: Schedule) -> Schedule:
