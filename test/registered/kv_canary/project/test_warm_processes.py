@@ -17,7 +17,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
-from sglang_kv_canary_rigs.warm import WarmProcess, shared
+from sglang_kv_canary_rigs.warm import WarmProcess, WarmProcesses, shared
 from sglang_kv_canary_rigs.warm.host import reads_the_same
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
@@ -73,6 +73,29 @@ def test_constants_that_imports_read_are_read_again() -> None:
     code = "from sglang.srt.managers import scheduler as s; print(s.TEST_RETRACT_INTERVAL)"
     assert FreshProcesses().run(code).result == 3
     assert FreshProcesses().run(code, env={"SGLANG_TEST_RETRACT_INTERVAL": "10"}).result == 10
+
+
+class _NothingToFork(WarmProcesses):
+    """As on machines where SGLang's imports start threads."""
+
+    def _host_for(self, env: Mapping[str, str]) -> None:
+        return None
+
+
+def test_where_nothing_can_be_forked_a_snippet_gets_a_fresh_process(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv[1], os.environ['KV_CANARY_MINE'], os.environ['KV_CANARY_READ'])"
+    with (tmp_path / "out").open("w+") as out, _NothingToFork() as warm:
+        process = warm.run_snippet(
+            code,
+            "a",
+            stdout=out,
+            stderr=out,
+            env={"KV_CANARY_MINE": "1"},
+            for_imports={"KV_CANARY_READ": "2"},
+        )
+        assert process.wait(60) == 0
+        out.seek(0)
+        assert out.read() == "a 1 2\n"
 
 
 def test_another_value_of_what_imports_have_read_needs_another_host() -> None:

@@ -146,12 +146,16 @@ class WarmProcesses:
         stderr: IO,
         env: Mapping[str, str],
         for_imports: Mapping[str, str],
-    ) -> WarmProcess:
-        """A process that runs `code`. Imports have read `for_imports` beside what they read here, and none of `env`."""
+    ) -> WarmProcess | subprocess.Popen:
+        """A process that runs `code`. Imports have read `for_imports` beside what they read here, and none of `env`.
+
+        Where nothing can be forked, it is a fresh one, and what it imports has read `env`, too.
+        """
         host = self._host_for({**os.environ, **for_imports})
-        if host is None:
-            raise RuntimeError("SGLang's imports have started threads: nothing can be forked")
         environment = {**os.environ, **for_imports, **env}
+        if host is None:
+            command = [sys.executable, "-W", "ignore", "-c", code, *argv]
+            return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
         order = Order(["-c", code, *argv], environment, os.getcwd(), [1, 2], False)
         return host.start(order, [stdout.fileno(), stderr.fileno()])
 
