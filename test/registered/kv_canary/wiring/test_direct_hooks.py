@@ -89,11 +89,19 @@ def a_step(allocator):
     allocator.free(free_index=slots)
 
 context.recorder, context.history = SimpleNamespace(step_count=0, owners=dict), True
-context.managers = [SimpleNamespace(ledger=SimpleNamespace(record=record))]
+def say(error, function):
+    raise error
+
+ledger, errors = SimpleNamespace(record=record), SimpleNamespace(contain=say)
+context.managers = [SimpleNamespace(ledger=ledger, errors=errors)]
 allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
 context.allocator_kinds[id(allocator)] = PoolKind.FULL
 {more}
-a_step(allocator)
+
+def event_loop(frames=3):  # a call site is four of them
+    event_loop(frames - 1) if frames else a_step(allocator)
+
+event_loop()
 print(json.dumps([events, context.frees, allocator.available_size()]))
 """
 EVENTS = [["ALLOC", [1, 2, 3], 3, "a_step"], ["FREE", [1, 2, 3], 3, "a_step"]]
