@@ -2,7 +2,7 @@
 
     python benchmark/kv_canary/bench_turns.py MODEL_DIR [--pairs 3] [--block 20] [--content all] [--base SITE] [...]
 
-Both servers are on one GPU and answer the same requests with the same batches, see `bench_churn.py`. While one runs
+Both servers are on one GPU (or, with `--gpus-each`, on GPUs of their own) and answer the same requests with the same batches, see `bench_churn.py`. While one runs
 its steps the other one waits, and its clock stands still. So slow phases of the machine's CPU, which last for
 seconds, slow both. Two servers that differ in nothing differ by up to 1 %. So each pair is two runs: the canary is in
 the first server and then in the second one. The mean of the two has no such difference left.
@@ -70,6 +70,10 @@ class Server:
     @classmethod
     def start(cls, place: int, folder: Path, options: argparse.Namespace) -> Server:
         environment = {**os.environ, turns.ENV: f"{folder}:{place}:{options.block}:{options.core}"}
+        if options.gpus_each:
+            visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            own = visible[place * options.gpus_each : (place + 1) * options.gpus_each]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         if options.base and place == 1:
             path = os.pathsep.join(filter(None, (options.base, os.environ.get("PYTHONPATH"))))
             environment["PYTHONPATH"] = path
@@ -212,6 +216,12 @@ def main() -> None:
     parser.add_argument("--content", choices=CONTENTS, default="all")
     parser.add_argument(
         "--base", help="folder with an older version, which the second server imports"
+    )
+    parser.add_argument(
+        "--gpus-each",
+        type=int,
+        default=0,
+        help="each server has so many GPUs of CUDA_VISIBLE_DEVICES to itself; 0: both have all",
     )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = bench_churn.parse(parser)
