@@ -2,10 +2,11 @@
 
     python benchmark/kv_canary/bench_turns.py MODEL_DIR [--pairs 3] [--block 20] [--content all] [--base SITE] [...]
 
-Both servers are on one GPU (or, with `--gpus-each`, on GPUs of their own) and answer the same requests with the same batches, see `bench_churn.py`. While one runs
-its steps the other one waits, and its clock stands still. So slow phases of the machine's CPU, which last for
-seconds, slow both. Two servers that differ in nothing differ by up to 1 %. So each pair is two runs: the canary is in
-the first server and then in the second one. The mean of the two has no such difference left.
+Both servers are on one GPU, or with `--gpus-each` on GPUs of their own. They answer the same requests with the same
+batches, see `bench_churn.py`. While one runs its steps the other one waits, and its clock stands still. So slow phases
+of the machine's CPU, which last for seconds, slow both. Two servers that differ in nothing differ by up to 1 %. So each
+pair is two runs: the canary is in the first server and then in the second one. The mean of the two has no such
+difference left.
 Most of what differs between two runs is a few turns in which one of them was slow. So turns are compared as well: the
 mean of their differences without the fifth at either end, and what 95 % of draws of turns have.
 `--content none` is the canary with records only. Other settings come from the environment and from `--engine`.

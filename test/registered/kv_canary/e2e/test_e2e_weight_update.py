@@ -20,6 +20,7 @@ from urllib.error import HTTPError
 import pytest
 import torch
 
+from sglang.srt.managers import io_struct
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
@@ -36,6 +37,7 @@ from sglang_kv_canary.testing.traffic import (
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=150, suite="stage-b-test-1-gpu-small")
 
+HAS_SESSIONS = hasattr(io_struct, "BeginWeightUpdateReqInput")
 WATCHED = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -65,13 +67,10 @@ class WeightUpdates(CanaryE2EBase):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Newer releases take weights from memory in a session only."""
-        from sglang.srt.managers import io_struct
-
-        needed = hasattr(io_struct, "BeginWeightUpdateReqInput")
-        if needed:
+        if HAS_SESSIONS:
             assert self.serving.post("/begin_weight_update", {})["success"]
         yield
-        if needed:
+        if HAS_SESSIONS:
             assert self.serving.post("/end_weight_update", {})["success"]
 
     def update_from_disk(self, seed: int, flush: bool, **fields: Any) -> None:
@@ -256,6 +255,17 @@ class TestStaleWeights(WeightUpdates):
     def test_each_way_to_update_is_noticed(self, way: str) -> None:
         self.expect_violations()
         (event,) = self.read_after(way, lambda: self.update(way, 40 + len(way), flush=False))
+        assert event["reasons"] == ["STALE_WEIGHTS"]
+        assert event["reader_weights"]["number"] == event["writer_weights"]["number"] + 1
+
+    @pytest.mark.skipif(not HAS_SESSIONS, reason="this SGLang has no sessions of weight updates")
+    def test_a_session_in_which_the_trainer_writes_to_the_parameters_is_noticed(self) -> None:
+        def write() -> None:
+            with self.session():
+                pass  # over the network, past the server
+
+        self.expect_violations()
+        (event,) = self.read_after("written", write)
         assert event["reasons"] == ["STALE_WEIGHTS"]
         assert event["reader_weights"]["number"] == event["writer_weights"]["number"] + 1
 

@@ -14,6 +14,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
+from sglang_kv_canary.config import StaleWeights
 from sglang_kv_canary.host_tier.page_store import ABANDONED_S, PageStore
 from sglang_kv_canary.host_tier.record_files import RecordFiles
 from sglang_kv_canary.host_tier.stored_records import (
@@ -74,6 +75,27 @@ def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> N
     rig.decode([2])
     assert not rig.settle()
     assert not rig.found
+
+
+def test_pages_of_the_weights_that_have_just_come_are_not_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another server has stored them. No forward runs between the update and their use."""
+    rig = HiCacheRig(monkeypatch, stale_weights=StaleWeights.REPORT)
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, host, nothing)
+    rig.manager.note_weight_update("new")
+    store.begin("r", 0, 0)
+    for number, key in enumerate(KEYS):
+        assert store.accept("r", key, TOKENS, host[number * PAGE :][:PAGE])
+    rig.load(2, host)
+    rig.decode([2])
+    assert not rig.settle()
+    rig.manager.note_weight_update("newer")
+    rig.decode([2])
+    assert [found.reasons for found in rig.settle()] == [("STALE_WEIGHTS",)]
 
 
 @pytest.mark.parametrize(

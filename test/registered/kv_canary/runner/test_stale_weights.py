@@ -6,10 +6,13 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import CanaryMode, StaleWeights
 from sglang_kv_canary.errors import CanaryViolationError
+from sglang_kv_canary.launch.loads import LoadedPrefix
+from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.reports.violation import Violation, render
 from sglang_kv_canary.reports.weight_history import WeightHistory, WeightVersion
 from sglang_kv_canary.state import Header
@@ -104,6 +107,58 @@ def test_without_an_update_nothing_is_reported() -> None:
     rig.extend(1, range(20))
     rig.decode([1])
     assert rig.settle() == []
+
+
+def _arrives_after_update(rig: ManagerRig, row: int) -> None:
+    """Its KV was computed elsewhere, with the new weights. No forward runs between the update and the arrival."""
+    rig.manager.expect_arrivals(page_size=1)
+    rig.extend(row, range(20))
+    rig.manager.note_weight_update("new")
+    assert rig.manager.note_arrivals([Arrival(row, 0, range(20), 0)])
+    rig.decode([row])
+
+
+def test_what_arrives_after_an_update_is_of_the_new_weights() -> None:
+    rig = reporting_rig()
+    _arrives_after_update(rig, 1)
+    assert rig.settle() == []
+
+
+def test_what_had_arrived_before_an_update_is_reported() -> None:
+    rig = reporting_rig()
+    _arrives_after_update(rig, 1)
+    rig.manager.note_weight_update("newer")
+    rig.decode([1])
+    assert [found.reasons for found in rig.settle()] == [("STALE_WEIGHTS",)]
+
+
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_what_is_loaded_after_an_update_is_of_no_older_weights(forwards: int) -> None:
+    """Nobody knows which weights computed what a store outside of SGLang has."""
+    rig = reporting_rig()
+    rig.extend(1, range(20))
+    rig.extend(2, range(40))
+    rig.manager.note_weight_update()
+    for _ in range(forwards):
+        rig.extend(3, range(5))
+    slots = torch.tensor([rig.slot(1, position) for position in range(20)])
+    assert rig.manager.note_loaded(LoadedPrefix(list(range(20)), slots, 0))
+    rig.decode([1])
+    assert rig.settle() == []
+
+
+def test_a_failed_update_takes_the_weights_their_name_and_reports_nothing() -> None:
+    """They may have been replaced in part."""
+    rig = reporting_rig()
+    rig.manager.note_weight_update("a")
+    rig.extend(1, range(20))
+    before = rig.manager.weights_ct
+    rig.manager.note_failed_update()
+    rig.decode([1])
+    assert rig.settle() == []
+    manager = rig.manager
+    assert (manager.weights_ct, manager.weights_name) == (before + 1, None)
+    assert manager.weights_since == manager.forward_ct - 1
 
 
 def test_the_slots_of_one_version_are_one_cause() -> None:

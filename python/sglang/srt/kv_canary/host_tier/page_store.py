@@ -52,6 +52,10 @@ class Weights(Protocol):
     def weights_since(self) -> int:
         """Last forward before the last weight update."""
 
+    @property
+    def loads_ct(self) -> int:
+        """The forward that records of what is loaded now name."""
+
 
 @dataclass(slots=True)
 class _Start:
@@ -296,7 +300,7 @@ class PageStore:
 
     def _stamp(self, records: SlotRecords) -> None:
         """Forwards and rows of another server say nothing here."""
-        word = record.pack_writer(self._server.forward_ct, 0, Mode.LOADED, State.LIVE)
+        word = record.pack_writer(self._server.loads_ct, 0, Mode.LOADED, State.LIVE)
         records.words[:, :, record.WORD_WRITER] = word
 
 

@@ -419,6 +419,8 @@ class CanaryManager:
             return 0
         if self.ledger.loads_wait:  # these requests may read what was loaded
             self.attempt(self._apply_events)
+        if self._has_new_weights:  # an arrival has a number, too: later than the update
+            self.attempt(self._tell_device_of_weights)
         forward = self.arrivals.note(arrivals)
         self.owes_copy = True
         self._launched_between = self._event_here()
@@ -464,7 +466,20 @@ class CanaryManager:
         if not (self.checking and self.armed):
             return False
         self.settle_slots()
-        return self.attempt(write_records, self.launcher, prefix, self.forward_ct)
+        return self.attempt(write_records, self.launcher, prefix, self.loads_ct)
+
+    @property
+    def loads_ct(self) -> int:
+        """The forward that records of what is loaded now name. It is none of the time before the last weight update."""
+        return max(self.forward_ct, self.weights_since + 1) if self.weights_ct else self.forward_ct
+
+    def note_failed_update(self) -> None:
+        """Weights may have been replaced in part, or not at all. So reads are not reported as STALE_WEIGHTS for it.
+
+        What is computed from now on has no name, and is not stored as that of the weights before.
+        """
+        self.weights_ct += 1
+        self.weights_name, self.weights_since = None, self.forward_ct
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from ..from_0_5_17.weights import update_hooks
+from ..from_0_5_17.weights import SESSION_HOOK, update_hooks
+from ..hook_spec import HookSpec
 
-HOOKS = update_hooks("load_weights_from_distributed")
+
+def _session_hooks() -> tuple[HookSpec, ...]:
+    """0.5.22 has no sessions of updates."""
+    from sglang.srt.managers import io_struct
+
+    return (SESSION_HOOK,) if hasattr(io_struct, "EndWeightUpdateReqInput") else ()
+
+
+HOOKS = (*update_hooks("load_weights_from_distributed"), *_session_hooks())
