@@ -16,7 +16,7 @@ from sglang_kv_canary.kernels import reference
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.single_forward_manager import content_can_wait
 from sglang_kv_canary.state import TagCounter
-from sglang_kv_canary.wiring import late_work
+from sglang_kv_canary.wiring import collect_hooks, late_work
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.kernel_cases import ContentShape, make_group
 from sglang_kv_canary_rigs.overlap_rig import LONG, SHORT, OverlapScheduler
@@ -193,6 +193,18 @@ def test_senders_wait_for_the_steps_whose_results_have_arrived(scheduler: Overla
     late_work.await_content()
     assert (first.waits, second.waits) == (1, 0)
     assert not context.late_contents
+
+
+def test_memory_is_given_back_when_the_fingerprints_are_made(scheduler: OverlapScheduler) -> None:
+    """SGLang unmaps the pool as soon as the last result has been taken up."""
+    (release_memory,) = [
+        hook.fn for hook in collect_hooks() if hook.target.endswith(".release_memory_occupation")
+    ]
+    event, batch = Event(False), scheduler.run(1, LONG)
+    context.late_contents[batch.forward_iter] = event
+    scheduler.process(batch)
+    release_memory(scheduler, None)
+    assert event.waits == 1
 
 
 if __name__ == "__main__":

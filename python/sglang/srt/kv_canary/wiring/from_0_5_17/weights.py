@@ -26,7 +26,7 @@ def _after_session(_: None, updater: Any, *, run_post_load: bool) -> None:
         manager.note_weight_update()
 
 
-_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 
@@ -41,7 +41,7 @@ def update_hooks(from_distributed: str) -> tuple[HookSpec, ...]:
     return (
         *(
             HookSpec(
-                f"{_SCHEDULER}.update_weights_from_{way}", around_request, HookType.AROUND, STALE
+                f"{SCHEDULER}.update_weights_from_{way}", around_request, HookType.AROUND, STALE
             )
             for way in ("disk", "tensor", "distributed", "ipc")
         ),

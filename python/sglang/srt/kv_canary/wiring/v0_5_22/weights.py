@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..from_0_5_17.weights import SESSION_HOOK, update_hooks
+from ..from_0_5_17.weights import SCHEDULER, SESSION_HOOK, update_hooks
 from ..hook_spec import HookSpec
+from ..released_memory import release_hooks
 
 
 def _session_hooks() -> tuple[HookSpec, ...]:
@@ -13,4 +14,8 @@ def _session_hooks() -> tuple[HookSpec, ...]:
     return (SESSION_HOOK,) if hasattr(io_struct, "EndWeightUpdateReqInput") else ()
 
 
-HOOKS = (*update_hooks("load_weights_from_distributed"), *_session_hooks())
+HOOKS = (
+    *update_hooks("load_weights_from_distributed"),
+    *_session_hooks(),
+    *release_hooks(SCHEDULER),
+)
