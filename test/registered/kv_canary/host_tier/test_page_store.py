@@ -77,19 +77,50 @@ def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> N
     assert not rig.found
 
 
-def test_pages_of_the_weights_that_have_just_come_are_not_stale(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Another server has stored them. No forward runs between the update and their use."""
-    rig = HiCacheRig(monkeypatch, stale_weights=StaleWeights.REPORT)
+def _fetched_after_update(rig: HiCacheRig, folder: Path) -> tuple[PageStore, torch.Tensor]:
+    """A store whose pages are in host memory again, before the first forward after an update. And their slots."""
     rig.extend(1, TOKENS)
     host = rig.write_back(1, 20)
-    store = store_in(tmp_path, rig)
+    store = store_in(folder, rig)
     store.claim(KEYS, host, nothing)
     rig.manager.note_weight_update("new")
     store.begin("r", 0, 0)
     for number, key in enumerate(KEYS):
         assert store.accept("r", key, TOKENS, host[number * PAGE :][:PAGE])
+    return store, host
+
+
+def test_pages_that_are_loaded_twice_before_a_forward_are_not_written_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rig = HiCacheRig(monkeypatch)
+    _, host = _fetched_after_update(rig, tmp_path)
+    spare = rig.allocator.alloc(rig.allocator.available_size() - 20)
+    slots = rig.load(2, host)
+    rig.manager.settle_slots()
+    rig.controller.evict_device(slots)
+    rig.lengths[2] = 0
+    assert sorted(rig.load(3, host).tolist()) == sorted(slots.tolist())
+    rig.allocator.free(spare[:8])
+    rig.decode([3])
+    rig.decode([3])
+    assert not rig.settle()
+
+
+def test_pages_that_came_right_after_an_update_are_revoked_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, host = _fetched_after_update(HiCacheRig(monkeypatch), tmp_path)
+    store.revoke()
+    assert store.claim([f"again{i}" for i in range(5)], host, nothing) == ([], [])
+
+
+def test_pages_of_the_weights_that_have_just_come_are_not_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another server has stored them. No forward runs between the update and their use."""
+    rig = HiCacheRig(monkeypatch, stale_weights=StaleWeights.REPORT)
+    _, host = _fetched_after_update(rig, tmp_path)
     rig.load(2, host)
     rig.decode([2])
     assert not rig.settle()

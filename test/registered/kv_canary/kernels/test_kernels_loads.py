@@ -20,6 +20,7 @@ NUM_SLOTS = 300
 # Forwards around the last one that had begun when the bytes were there
 AFTER = (0, 7, FORWARD_MASK - 2)
 FORWARDS = (-2, -1, 0, 1, 2, (1 << 31) - 1, 1 << 31)
+MODES = (Mode.EXTEND, Mode.LOADED)
 STATES = (State.LIVE, State.FREED, State.ALLOCATED, State.UNFILLED)
 
 Records = dict[str, list[list[int]]]  # by side
@@ -45,7 +46,7 @@ def loads(draw: st.DrawFn) -> Load:
     def writers() -> st.SearchStrategy[int]:
         forward = st.sampled_from(FORWARDS).map(lambda ahead: (after + ahead) & FORWARD_MASK)
         packed = st.builds(
-            pack_writer, forward, st.just(1), st.just(Mode.EXTEND), st.sampled_from(STATES)
+            pack_writer, forward, st.just(1), st.sampled_from(MODES), st.sampled_from(STATES)
         )
         return st.one_of(st.just(0), packed)
 
@@ -101,7 +102,8 @@ class Oracle:
         known = self._known(list(zip(self.load.words, before, strict=True)))
         for slot, (of_halves, last) in known:
             ahead = (last - self.load.complete_after) & FORWARD_MASK
-            if not last or not 0 < ahead < 1 << 31:
+            loaded = (last >> 52) & 15 == Mode.LOADED
+            if not last or not 0 < ahead < 1 << 31 or loaded:
                 continue
             for half, words in zip(self.load.halves.lower(), of_halves, strict=True):
                 for name in (f"{half}_head", f"{half}_tail"):

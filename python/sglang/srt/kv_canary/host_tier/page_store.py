@@ -168,7 +168,7 @@ class PageStore:
         Raises OSError if the name cannot be revoked. It is tried again with the next one.
         """
         with self._lock:
-            self._revoked_at = self._server.forward_ct
+            self._revoked_at = self._server.loads_ct
             if self._has_stored:
                 self._names_to_revoke.append(self._own_name)
                 self._own_name, self._has_stored = os.urandom(NAME_BYTES), False

@@ -85,6 +85,7 @@ class CanaryContext:
     content_written: Any | None = None  # that event, of the last result that has arrived
     names: RequestNames = field(default_factory=RequestNames)  # of requests of the last steps
     weight_version: str | None = None  # name of the weights in the current update
+    failed_load: bool = False  # of weights, in the current session of updates
     row_owners: RowOwners = field(default_factory=RowOwners)
     session_rows: SessionRows = field(default_factory=SessionRows)
     # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.

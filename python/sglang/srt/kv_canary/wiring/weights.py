@@ -16,30 +16,39 @@ def around_request(
     """AROUND the scheduler's update. The request may name the new weights; model runners do not receive the name."""
     context.weight_version = getattr(recv_req, "weight_version", None)
     try:
-        return original(scheduler, recv_req, *args, **kwargs)
+        returned = original(scheduler, recv_req, *args, **kwargs)
     finally:
         context.weight_version = None
+    context.failed_load = context.failed_load or getattr(returned, "success", None) is False
+    return returned
+
+
+# In messages of updates that fail when weights may have been replaced. What SGLang rolls back to is not what was there:
+# it has named the new path before it reads anything.
+_REPLACED = ("partially updated", "Rolling back")
 
 
 @guarded_aside
 def after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER a model runner's update that puts the old weights back where it fails."""
+    """AFTER a model runner's update, which may have failed."""
     manager = context.manager_of(model_runner)
-    success, _ = result
-    if success and manager is not None:
+    success, message = result
+    if manager is None:
+        return
+    if success:
         manager.note_weight_update(context.weight_version)
+    elif any(words in message for words in _REPLACED):
+        manager.note_failed_update()
 
 
 @guarded_aside
-def after_partial_update(
+def after_ipc_update(
     result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """AFTER a model runner's update that may leave a part of the new weights where it fails."""
-    success, _ = result
-    if success:
-        after_update(result, model_runner)
-    elif (manager := context.manager_of(model_runner)) is not None:
-        manager.note_failed_update()
+    """AFTER an update whose message says only what was raised, wherever that was."""
+    success, message = result
+    never_began = not success and "ImportError" in message
+    after_update((success, message if success or never_began else _REPLACED[0]), model_runner)
 
 
 STALE = "reads of KV that other weights wrote"
@@ -48,11 +57,11 @@ STALE = "reads of KV that other weights wrote"
 def update_hooks(scheduler: str, runner: str) -> tuple[HookSpec, ...]:
     """The hooks on the classes that update weights: of a request, and of one model runner."""
     methods = [f"update_weights_from_{way}" for way in ("disk", "tensor", "distributed", "ipc")]
-    after = {methods[0]: after_update}
+    after = {"update_weights_from_ipc": after_ipc_update}
     return (
         *(HookSpec(f"{scheduler}.{m}", around_request, HookType.AROUND, STALE) for m in methods),
         *(
-            HookSpec(f"{runner}.{m}", after.get(m, after_partial_update), HookType.AFTER, STALE)
+            HookSpec(f"{runner}.{m}", after.get(m, after_update), HookType.AFTER, STALE)
             for m in methods
         ),
     )

@@ -43,6 +43,8 @@ def expose_late_writes(
     last = array(before)[known]
     ahead = (last - int(complete_after)) & record.FORWARD_MASK
     late = (last != 0) & (ahead > 0) & (ahead < record.FORWARDS_AHEAD)
+    # The load before it named a forward that had not run
+    late &= (last >> record.WRITER_MODE_SHIFT) & record.WRITER_MODE_MASK != Mode.LOADED
     allocated = record.pack_writer(0, 0, Mode.FREE, State.ALLOCATED)
     for index, half in enumerate(group.halves):
         loaded = array(words)[known, index, record.WORD_WRITER]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..from_0_5_17.weights import SCHEDULER, SESSION_HOOK, update_hooks
+from ..from_0_5_17.weights import SCHEDULER, SESSION_HOOKS, update_hooks
 from ..hook_spec import HookSpec
 from ..released_memory import release_hooks
 
@@ -11,7 +11,7 @@ def _session_hooks() -> tuple[HookSpec, ...]:
     """0.5.22 has no sessions of updates."""
     from sglang.srt.managers import io_struct
 
-    return (SESSION_HOOK,) if hasattr(io_struct, "EndWeightUpdateReqInput") else ()
+    return SESSION_HOOKS if hasattr(io_struct, "EndWeightUpdateReqInput") else ()
 
 
 HOOKS = (

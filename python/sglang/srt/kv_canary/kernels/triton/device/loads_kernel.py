@@ -7,9 +7,22 @@ import triton.language as tl
 from .... import record
 from ....record import Mode, State
 from ..jit import jit
-from .record import ALLOCATED, CHAIN, CONTENT, FORWARD_MASK, FREED, LIVE, WORDS, WRITER, raw_state
+from .record import (
+    ALLOCATED,
+    CHAIN,
+    CONTENT,
+    FORWARD_MASK,
+    FREED,
+    LIVE,
+    MODE_MASK,
+    MODE_SHIFT,
+    WORDS,
+    WRITER,
+    raw_state,
+)
 
 FORWARDS_AHEAD = tl.constexpr(record.FORWARDS_AHEAD)
+LOADED = tl.constexpr(int(Mode.LOADED))
 ALLOCATED_WORD = tl.constexpr(record.pack_writer(0, 0, Mode.FREE, State.ALLOCATED))
 
 
@@ -90,6 +103,8 @@ def expose_late_writes_kernel(
     last = tl.load(before + at, mask=usable, other=0)
     ahead = (last - tl.load(complete_after)) & FORWARD_MASK
     late = usable & (last != 0) & (ahead > 0) & (ahead < FORWARDS_AHEAD)
+    # The load before it named a forward that had not run
+    late = late & ((last >> MODE_SHIFT) & MODE_MASK != LOADED)
     of_slot = words + at * (HALVES * WORDS) + WRITER
     loaded = tl.load(of_slot, mask=late, other=0)
     _expose(k_head, slots, loaded, last, late)
