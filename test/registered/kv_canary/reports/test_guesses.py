@@ -1875,14 +1875,20 @@ def test_one_record_is_concluded_only_where_others_were_checked(
     assert found.in_one_record is one
 
 
-@pytest.mark.parametrize(("forwards_ago", "one"), [(0, False), (1, True)])
+@pytest.mark.parametrize(
+    ("mode", "forwards_ago", "one"),
+    [("EXTEND", 0, False), ("EXTEND", 1, True), ("LOADED", 0, True)],
+)
 def test_one_record_is_not_concluded_while_the_slot_is_being_written(
-    forwards_ago: int, one: bool
+    mode: str, forwards_ago: int, one: bool
 ) -> None:
-    """One launch checks K and V and writes, so on a GPU it may check K before another request's write and V after."""
+    """One launch checks K and V and writes, so on a GPU it may check K before another request's write and V after.
+
+    No forward writes what is loaded, although it may name the next one.
+    """
     found = replace(evidence_of(damaged_record(CHAIN, 8)), tags=("HEAD_K_FULL",))
     first = found.first
-    writer = replace(first.writer, forward=first.reader.forward - forwards_ago)
+    writer = replace(first.writer, forward=first.reader.forward - forwards_ago, mode=mode)
     assert replace(found, first=replace(first, writer=writer)).in_one_record is one
 
 

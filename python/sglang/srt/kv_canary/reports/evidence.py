@@ -133,8 +133,11 @@ class Evidence:
     def forwards_ago(self) -> int | None:
         """Forwards from the write to the read. None: not known. A prefill server counts alone."""
         v = self.first
-        is_unknown = v.writer is None or self.history.is_of_peer
-        return None if is_unknown else v.reader.forward - v.writer.forward
+        if v.writer is None or self.history.is_of_peer:
+            return None
+        ago = v.reader.forward - v.writer.forward
+        # What is loaded before the first forward after a weight update names that forward
+        return 1 if ago == 0 and v.writer.mode == Mode.LOADED.name else ago
 
     @property
     def read_between(self) -> bool:
