@@ -226,6 +226,11 @@ def main() -> None:
     )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = bench_churn.parse(parser)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if options.gpus_each and len(visible) < 2 * options.gpus_each and not options.serve:
+        parser.error(
+            f"--gpus-each {options.gpus_each} needs CUDA_VISIBLE_DEVICES with {2 * options.gpus_each} GPUs"
+        )
     if options.serve:
         _serve_turns(options)
         return

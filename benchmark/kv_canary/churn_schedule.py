@@ -174,17 +174,19 @@ class Schedule:
 def _means_by_kind(
     steps: list[_Step], lengths: list[float], waits: list[float]
 ) -> dict[str, dict[str, float]]:
-    """Of decodes and of other steps: how many, us from result to result, us waited for the GPU."""
-    kinds = {}
-    for kind, extends in (("decodes", False), ("prefills", True)):
-        of_kind = [i for i, step in enumerate(steps) if step.extends == extends]
-        if of_kind:
-            kinds[kind] = {
-                "steps": len(of_kind),
-                "us": round(1e6 * statistics.mean(lengths[i] for i in of_kind)),
-                "waited_us": round(1e6 * statistics.mean(waits[i] for i in of_kind)),
-            }
-    return kinds
+    """By kind of a step, and of the next one, which is launched in it: us from result to result, and us waited."""
+    kinds: dict[str, list[int]] = {}
+    for i, (step, launched) in enumerate(itertools.pairwise(steps)):
+        names = ["prefill" if each.extends else "decode" for each in (step, launched)]
+        kinds.setdefault(" launching ".join(names), []).append(i)
+    return {
+        kind: {
+            "steps": len(of_kind),
+            "us": round(1e6 * statistics.mean(lengths[i] for i in of_kind)),
+            "waited_us": round(1e6 * statistics.mean(waits[i] for i in of_kind)),
+        }
+        for kind, of_kind in kinds.items()
+    }
 
 
 def follow(scheduler: Any, schedule: Schedule) -> Schedule:

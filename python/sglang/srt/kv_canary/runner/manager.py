@@ -478,13 +478,15 @@ class CanaryManager:
 
         What is computed from now on has no name, and is not stored as that of the weights before.
         """
+        self._rename_weights(None)
+
+    def _rename_weights(self, name: str | None) -> None:
         self.weights_ct += 1
-        self.weights_name, self.weights_since = None, self.forward_ct
+        self.weights_name, self.weights_since = name, self.forward_ct
 
     def note_weight_update(self, name: str | None = None) -> None:
         """From the next forward on, the model has other weights. `name`: SGLang's weight_version, if one was given."""
-        self.weights_ct += 1
-        self.weights_name, self.weights_since = name, self.forward_ct
+        self._rename_weights(name)
         if self.config.stale_weights is StaleWeights.REPORT:
             self.recorder.weights.note_update(self.forward_ct, name)
             self._has_new_weights = True

@@ -28,17 +28,22 @@ def around_request(
 _REPLACED = ("partially updated", "Rolling back")
 
 
-@guarded_aside
-def after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER a model runner's update, which may have failed."""
+def _note(model_runner: Any, success: bool, may_be_replaced: bool) -> None:
+    """An update of a model runner has ended. `may_be_replaced`: if it has failed, weights may still be new ones."""
     manager = context.manager_of(model_runner)
-    success, message = result
     if manager is None:
         return
     if success:
         manager.note_weight_update(context.weight_version)
-    elif any(words in message for words in _REPLACED):
+    elif may_be_replaced:
         manager.note_failed_update()
+
+
+@guarded_aside
+def after_update(result: tuple[bool, str], model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER a model runner's update, which may have failed."""
+    success, message = result
+    _note(model_runner, success, any(words in message for words in _REPLACED))
 
 
 @guarded_aside
@@ -47,8 +52,7 @@ def after_ipc_update(
 ) -> None:
     """AFTER an update whose message says only what was raised, wherever that was."""
     success, message = result
-    never_began = not success and "ImportError" in message
-    after_update((success, message if success or never_began else _REPLACED[0]), model_runner)
+    _note(model_runner, success, "ImportError" not in message)
 
 
 STALE = "reads of KV that other weights wrote"
