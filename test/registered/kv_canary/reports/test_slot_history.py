@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import sglang_kv_canary
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind
@@ -18,6 +21,7 @@ from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.reports import slot_history, violation_reporter
 from sglang_kv_canary.reports.slot_history import MAX_SHOWN, SlotHistory, SlotMoment
 from sglang_kv_canary.slot_event import CallSite, SlotCalls, SlotEvent, SlotEventKind
+from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
 from sglang_kv_canary.wiring import call_site
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
@@ -224,6 +228,23 @@ def retract_decode(req: Req, allocator: Any, slots: torch.Tensor) -> None:
 )
 def test_purposes(functions: tuple[str, ...], purpose: str) -> None:
     assert call_site._purpose_of(functions) == purpose
+
+
+LINKED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from sglang_kv_canary.wiring import call_site, guard
+assert guard.__file__.startswith(sys.argv[1]), guard.__file__
+print(*[call_site._is_inner(each.__code__) for each in (guard.guarded(len), lambda: 0)])
+"""
+
+
+def test_our_own_functions_are_no_call_site_where_the_package_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "sglang_kv_canary").symlink_to(Path(sglang_kv_canary.__file__).parent)
+    command = [sys.executable, "-W", "ignore", "-c", LINKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ Four frames are looked at: a retraction frees four calls down.
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..slot_event import CallSite, SlotCalls
 MAX_STACKS = 4096  # distinct ones that are kept
 GROUP_END = "free_group_end"
 
-_OURS = str(Path(__file__).resolve().parents[1])
+# As the paths of code have it, through whatever links the package was imported
+_OURS = os.path.join(Path(__file__).parents[1], "")
 _HOOKS = "/sglang/srt/plugins/"
 # Parts of function names. The first one that any function of the stack has decides.
 _PURPOSES = (
