@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from sglang_kv_canary.capacities import CanaryLaunchCapacities
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.kernels import triton as triton_backend
 from sglang_kv_canary.kernels.layout import content_slots_per_forward
-from sglang_kv_canary.kernels.triton import content, forward, sweep
+from sglang_kv_canary.kernels.triton import content, forward, slots, sweep
 from sglang_kv_canary.plan.plan_input import ForwardPlan, SweepVerifyPlan, VerifyPlan, WritePlan
 from sglang_kv_canary.record import PREV_ANCHOR, SECTOR_BYTES, Mode
 from sglang_kv_canary.slot_event import SlotEventKind
@@ -143,6 +144,21 @@ def cold_time(runs: list[Callable[[], None]]) -> float:
             junk.fill_(1)
 
     return graph_time(flushed, 10, 15) - graph_time(flushes, 10, 15)
+
+
+def cold_launch_time(run: Callable[[], None], times: int = 40) -> float:
+    """Median microseconds of a launch after the L2 cache was flushed. Not in a graph: each launch has new arguments."""
+    junk = torch.empty(48 << 20, dtype=torch.int32, device=DEVICE)
+    took = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        junk.fill_(1)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        took.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(took)
 
 
 def repeated_time(
@@ -537,6 +553,28 @@ def bench_slots(report: Report, args) -> None:
             report.expect_clean(name, state)
 
 
+def bench_runs(report: Report, args) -> None:
+    """What a step has freed and handed out, in one launch. Its records are not in the cache."""
+    group, state = make_group(POOL_SLOTS), make_state(DEFAULT_VERIFY_BUDGET)
+    word = record.pack_writer(1, 1, 1, record.State.LIVE)
+    for records in (group.k_head, group.k_tail, group.v_head, group.v_tail):
+        records[:, record.WORD_WRITER] = word
+    for count, page in ((8, 1), (256, 1), (1024, 1), (2048, 1), (1024, PAGE)):
+        half = shuffled_slots(count // 2, POOL_SLOTS)
+        listed = torch.cat([half, half])
+        runs = [(SlotEventKind.FREE, count // 2), (SlotEventKind.ALLOC, count // 2)]
+
+        def launch(runs=runs, listed=listed, page=page) -> None:
+            triton_backend.apply_slot_runs(runs, listed, group, state, page)
+
+        name = f"FREE and ALLOC, {count} slots in all, pages of {page}, cold"
+        report.add(name, cold_launch_time(launch))
+        if args.tune:
+            for label in variants(slots, RUNS_VARIANTS, state):
+                report.add(f"{name} {label}", cold_launch_time(launch))
+    report.expect_clean("runs", state)
+
+
 def bench_events(report: Report, args) -> None:
     group, state = make_group(POOL_SLOTS), make_state(DEFAULT_VERIFY_BUDGET)
     for kind, count, page in (
@@ -599,6 +637,13 @@ LIST_VARIANTS: list[Variant] = [
     {"BLOCK": 512, "NUM_WARPS": 8, "PROGRAMS_PER_SM": 2},
     {"NUM_WARPS": 8},
 ]
+RUNS_VARIANTS: list[Variant] = [
+    {"RUNS_BLOCK": 256, "RUNS_WARPS": 4},
+    {"RUNS_BLOCK": 512, "RUNS_WARPS": 8},
+    {"RUNS_BLOCK": 512, "RUNS_WARPS": 16},
+    {"RUNS_BLOCK": 1024, "RUNS_WARPS": 32},
+    {"RUNS_BLOCK": 2048, "RUNS_WARPS": 32},
+]
 CONTENT_VARIANTS: dict[ContentMode, list[Variant]] = {
     ContentMode.ALL: [
         {"PROGRAMS_PER_SM": 16},
@@ -654,6 +699,7 @@ BENCHES = {
     "content": bench_content,
     "slots": bench_slots,
     "events": bench_events,
+    "runs": bench_runs,
 }
 
 

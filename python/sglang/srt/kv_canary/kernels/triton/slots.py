@@ -19,6 +19,8 @@ from .launch import dense, grid_of, prepared, record_arguments, report_arguments
 BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
+# One program works on all runs of a step, while nothing else runs. Its loads wait for memory, so it has many at once.
+RUNS_BLOCK, RUNS_WARPS = 1024, 16
 ONE_PROGRAM_SLOTS = 2048  # a FREE, or several runs, of at most so many slots in all are one launch
 COPY_SLOTS = 2048  # moved in one launch, at most
 RUNS = int(runs_in_one.RUNS)  # in one launch, at most
@@ -97,7 +99,7 @@ def _fixed_arguments(
     mode, written = _WRITES[kind]
     return {
         **report_arguments(state, group, Side.HEAD),
-        **_slot_arguments(group, page_size),
+        **_slot_arguments(group, page_size, BLOCK),
         "mode": int(mode),
         "state": int(written),
         "KIND": int(kind),
@@ -190,7 +192,7 @@ def _apply_in_one(
         lambda: FixedArguments(
             {
                 **report_arguments(state, group, Side.HEAD),
-                **_slot_arguments(group, page_size),
+                **_slot_arguments(group, page_size, RUNS_BLOCK),
             }
         ),
     )
@@ -200,7 +202,7 @@ def _apply_in_one(
         "runs": packed_runs(runs),
         "number": group.free_marks.take(RUNS * (MOST_CALLS if by_call else 1)),
     }
-    _launch_runs((1,), NUM_WARPS, arguments, fixed)
+    _launch_runs((1,), RUNS_WARPS, arguments, fixed)
 
 
 def _refuse_split_slots(group: CanaryBufferGroup, page_size: int) -> None:
@@ -210,15 +212,15 @@ def _refuse_split_slots(group: CanaryBufferGroup, page_size: int) -> None:
         )
 
 
-def _slot_arguments(group: CanaryBufferGroup, page_size: int) -> dict[str, Any]:
-    """Arguments, by name, of every kernel that applies events."""
+def _slot_arguments(group: CanaryBufferGroup, page_size: int, block: int) -> dict[str, Any]:
+    """Arguments, by name, of every kernel that applies events. `block`: listed slots at a time."""
     return {
         **record_arguments(group),
         "marks": group.free_marks.marks,
         "page_size": page_size,
         "SINGLE": page_size == 1,
         "STRIDE": group.stride,
-        "BLOCK": BLOCK,
+        "BLOCK": block,
     }
 
 
