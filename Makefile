@@ -41,12 +41,12 @@ $(error FULL=$(FULL) is neither 1 nor 0: use FULL=1 for all requests and example
 endif
 VOLUME_ENV = $(if $(filter 1,$(FULL)),KV_CANARY_TEST_FULL_VOLUME=1)
 
-.PHONY: help demo test hooks mutants lint format docs wheel setup deps prometheus transport clean
+.PHONY: help demo test hooks mutants sanitize lint format docs wheel setup deps prometheus transport clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo 'also: make hooks SGLANG=FOLDER; make setup | lint | format | docs | mutants | wheel | prometheus | transport | clean'
+	@echo 'also: make hooks SGLANG=FOLDER; make setup | lint | format | docs | mutants | sanitize | wheel | prometheus | transport | clean'
 
 demo: $(READY_STAMP)
 	@$(ENGINE_ENV) $(VENV)/bin/kv-canary demo $(ARGS)
@@ -58,6 +58,12 @@ test: $(READY_STAMP)
 # Not a part of `make test`: about 20 minutes on 2 cores. ARGS="--only NAME" takes the mutants of some files only.
 mutants: $(READY_STAMP)
 	@$(ENGINE_ENV) PYTHONPATH=tools $(VENV)/bin/python -W ignore -m mutation_testing --jobs $(JOBS) $(ARGS)
+
+# Not a part of `make test`: the C code under gcc's sanitizers in real servers, too. ARGS="FILE ..." takes other tests.
+SANITIZED = $(addprefix test/registered/kv_canary/,runner/test_host_code.py wiring/test_direct_hooks.py \
+	$(patsubst %,e2e/test_e2e_%.py,mha_raise sweep sessions hicache disaggregation_nixl))
+sanitize: $(READY_STAMP)
+	@$(ENGINE_ENV) tools/sanitized.sh $(VENV)/bin/python -m pytest -q -p no:cacheprovider $(or $(ARGS),$(SANITIZED))
 
 # SGLANG is a folder here, which holds sglang/: for example an unzipped wheel. Its source is read, never imported.
 hooks: $(READY_STAMP)

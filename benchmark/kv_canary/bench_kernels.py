@@ -640,7 +640,7 @@ LIST_VARIANTS: list[Variant] = [
 RUNS_VARIANTS: list[Variant] = [
     {"RUNS_BLOCK": 256, "RUNS_WARPS": 4},
     {"RUNS_BLOCK": 512, "RUNS_WARPS": 8},
-    {"RUNS_BLOCK": 512, "RUNS_WARPS": 16},
+    {"RUNS_BLOCK": 1024, "RUNS_WARPS": 16},
     {"RUNS_BLOCK": 1024, "RUNS_WARPS": 32},
     {"RUNS_BLOCK": 2048, "RUNS_WARPS": 32},
 ]

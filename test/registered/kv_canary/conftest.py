@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 if not torch.cuda.is_available():
@@ -27,6 +28,10 @@ PYTEST_OWN = "PYTEST_CURRENT_TEST"
 # That of a GPU machine may be another version than the pinned one, and draw other examples anyway.
 if hasattr(providers, "_local_constants"):
     providers._get_local_constants = lambda constants=providers._local_constants: constants
+
+# How long an example takes says how busy the machine is, and a failure for it is shrunk for minutes.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,7 +20,7 @@ BLOCK = 256
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 8
 # One program works on all runs of a step, while nothing else runs. Its loads wait for memory, so it has many at once.
-RUNS_BLOCK, RUNS_WARPS = 1024, 16
+RUNS_BLOCK, RUNS_WARPS = 512, 16
 ONE_PROGRAM_SLOTS = 2048  # a FREE, or several runs, of at most so many slots in all are one launch
 COPY_SLOTS = 2048  # moved in one launch, at most
 RUNS = int(runs_in_one.RUNS)  # in one launch, at most

@@ -1,0 +1,75 @@
+"""The C code under AddressSanitizer and UndefinedBehaviorSanitizer: an error of memory there would end a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
+
+register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
+
+ROOT = Path(__file__).resolve().parents[4]
+SANITIZED = ROOT / "tools" / "sanitized.sh"
+MISSING = 3  # what the script ends with where gcc has no sanitizers
+BEYOND = """
+from triton.runtime.build import compile_module_from_src
+SOURCE = '''
+#include <Python.h>
+static PyObject *read_beyond(PyObject *self, PyObject *size) {
+  Py_ssize_t n = PyLong_AsSsize_t(size);
+  char *bytes = malloc(n);
+  long found = bytes[n];
+  free(bytes);
+  return PyLong_FromLong(found);
+}
+static PyObject *add_one(PyObject *self, PyObject *number) { return PyLong_FromLong(1 + (int)PyLong_AsLong(number)); }
+static PyMethodDef methods[] = {{"read_beyond", read_beyond, METH_O, NULL}, {"add_one", add_one, METH_O, NULL}, {0}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "beyond", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_beyond(void) { return PyModule_Create(&definition); }
+'''
+module = compile_module_from_src(SOURCE, "beyond")
+print(module.add_one(1), flush=True)
+"""
+
+
+def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [SANITIZED, sys.executable, "-W", "ignore", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_TIMEOUT_S,
+        cwd=ROOT,
+        env={**os.environ, "SANITIZED_CACHE": str(cache)},
+    )
+    if done.returncode == MISSING and not os.environ.get("CI"):
+        pytest.skip(done.stderr.strip())
+    return done
+
+
+def test_its_own_tests_find_no_error(tmp_path: Path) -> None:
+    file = str(Path(__file__).with_name("test_host_code.py"))
+    without = "not a_process and not a_compiler"  # those compile again, in other processes
+    done = _run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", without)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ("module.read_beyond(40)", "heap-buffer-overflow"),
+        ("module.add_one(2**31 - 1)", "signed integer overflow"),
+    ],
+)
+def test_an_error_is_noticed(tmp_path: Path, call: str, named: str) -> None:
+    clean = _run(tmp_path, "-c", BEYOND)
+    assert (clean.returncode, clean.stdout) == (0, "2\n"), clean.stderr
+    broken = _run(tmp_path, "-c", f"{BEYOND}\n{call}")
+    assert broken.returncode != 0
+    assert named in broken.stderr
