@@ -239,9 +239,19 @@ print(*[call_site._is_inner(each.__code__) for each in (guard.guarded(len), lamb
 """
 
 
-def test_our_own_functions_are_no_call_site_where_the_package_is_a_link(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slash", ["/", "//"])
+def test_our_own_functions_are_no_call_site_where_the_package_is_a_link(
+    tmp_path: Path, slash: str
+) -> None:
     (tmp_path / "sglang_kv_canary").symlink_to(Path(sglang_kv_canary.__file__).parent)
-    command = [sys.executable, "-W", "ignore", "-c", LINKED, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        LINKED,
+        f"{tmp_path.parent}{slash}{tmp_path.name}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "False"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -18,8 +17,8 @@ from ..slot_event import CallSite, SlotCalls
 MAX_STACKS = 4096  # distinct ones that are kept
 GROUP_END = "free_group_end"
 
-# As the paths of code have it, through whatever links the package was imported
-_OURS = os.path.join(Path(__file__).parents[1], "")
+# As paths of code have it, which keep links and doubled slashes
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _HOOKS = "/sglang/srt/plugins/"
 # Parts of function names. The first one that any function of the stack has decides.
 _PURPOSES = (

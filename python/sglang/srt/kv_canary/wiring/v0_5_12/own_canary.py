@@ -34,7 +34,7 @@ def _foreign_package_folders() -> list[str]:
     """Folders in SGLang's tree, other than ours, that `OLD_NAME` could be imported from."""
     import sglang.srt
 
-    ours = Path(__file__).resolve().parent.parent.parent
+    ours = Path(__file__).parents[2].resolve()  # files may be links, too
     candidates = [Path(folder) / "kv_canary" for folder in sglang.srt.__path__]
     foreign = {c.resolve() for c in candidates if any(c.glob("*.py")) and c.resolve() != ours}
     return sorted(str(folder) for folder in foreign)
