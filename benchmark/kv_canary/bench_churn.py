@@ -19,6 +19,7 @@ The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
+In runs without the canary its hooks are still there, and return at their first lines. `--count-hooks N` counts them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ OUTPUT = (32, 256)
 STREAM_INTERVAL = 8
 
 _BY_STEP = ("step_lengths", "step_waits", "step_extends")
+COUNTED = {
+    "count": "all",
+    "count-hooks": "off",
+}  # states of the canary in runs that count its calls
 BLOCK = 20  # steps
 FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 
@@ -120,7 +125,7 @@ class Meter:
         self.schedule: Schedule | None = None
 
     def to(self, scheduler: Any, state: str, path: str) -> None:
-        """Write what was measured to `path`, then switch. `profile` is `all` with samples, `count` with counts."""
+        """Write what was measured to `path`, then switch. `profile` is `all` with samples, COUNTED are with counts."""
         if self._samples is not None:
             self._samples.stop()
         steps = scheduler.forward_ct - self._forward_ct
@@ -143,13 +148,13 @@ class Meter:
             del scheduler.recv_requests, scheduler.process_batch_result
         if scheduler.tp_rank == 0:
             Path(path).write_text(json.dumps(line))
-        self._switch.to("all" if state in ("profile", "count") else state)
+        self._switch.to("all" if state == "profile" else COUNTED.get(state, state))
         self._forward_ct, self._spent = scheduler.forward_ct, self._manager.clock.spent_ns
         self._retractions = Meter.retractions
         self._samples = HostSamples() if state == "profile" else None
         if self._samples is not None:
             self._samples.start()
-        self._counts = own_code.OwnCode() if state == "count" else None
+        self._counts = own_code.OwnCode() if state in COUNTED else None
         if self._counts is not None:
             self._counts.start()
 
@@ -331,6 +336,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--count", type=int, default=0, help="runs that count calls")
+    parser.add_argument("--count-hooks", type=int, default=0, help="the same without the canary")
     options = parse(parser)
     engine = serving_engine(options)
     with tempfile.TemporaryDirectory() as folder:
@@ -344,8 +350,8 @@ def main() -> None:
             pairs.append((lines["off"], lines["all"]))
         if options.profile:
             _measure(engine, "profile", SEED, options, path)
-        for _ in range(options.count):
-            _measure(engine, "count", SEED, options, path)
+        for state in ("count",) * options.count + ("count-hooks",) * options.count_hooks:
+            _measure(engine, state, SEED, options, path)
     engine.shutdown()
     if pairs:
         _table(pairs)
