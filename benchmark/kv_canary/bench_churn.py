@@ -56,10 +56,8 @@ OUTPUT = (32, 256)
 STREAM_INTERVAL = 8
 
 _BY_STEP = ("step_lengths", "step_waits", "step_extends")
-COUNTED = {
-    "count": "all",
-    "count-hooks": "off",
-}  # states of the canary in runs that count its calls
+# States of the canary in runs that count its calls
+COUNTED = {"count": "all", "count-hooks": "off"}
 BLOCK = 20  # steps
 FIGURES = ("tokens_per_s", "step_p50", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90")
 

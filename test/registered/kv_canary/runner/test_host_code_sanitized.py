@@ -69,6 +69,11 @@ def test_its_own_tests_find_no_error(tmp_path: Path) -> None:
     assert " passed" in done.stdout
 
 
+def test_what_is_right_is_let_through(tmp_path: Path) -> None:
+    clean = _run(tmp_path, "-c", BEYOND)
+    assert (clean.returncode, clean.stdout) == (0, "2\n"), clean.stderr
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -78,8 +83,7 @@ def test_its_own_tests_find_no_error(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_noticed(tmp_path: Path, call: str, named: str) -> None:
-    clean = _run(tmp_path, "-c", BEYOND)
-    assert (clean.returncode, clean.stdout) == (0, "2\n"), clean.stderr
     broken = _run(tmp_path, "-c", f"{BEYOND}\n{call}")
     assert broken.returncode != 0
+    assert broken.stdout == "2\n", broken.stderr  # what came before
     assert named in broken.stderr
