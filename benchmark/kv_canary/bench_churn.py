@@ -19,7 +19,8 @@ The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.
 With `--count N`, N more runs count every call and the time of each of the canary's functions there (`own_code.py`).
-In runs without the canary its hooks are still there, and return at their first lines. `--count-hooks N` counts them.
+In runs without the canary its hooks are taken out, as in a server without `--kv-canary`. `--count-hooks N` counts what
+is still called.
 """
 
 from __future__ import annotations

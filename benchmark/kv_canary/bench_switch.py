@@ -5,8 +5,8 @@
 
 Two servers that differ in nothing differ by up to 1 % in run time (where their memory lies), which is more than the
 canary costs. Here `off`, each content mode and `off2` are states of one scheduler process: same weights, same pool,
-same buffers; decode graphs are captured once for each state. While it is off, hooks return at their first lines and
-`model.forward` is SGLang's own. What is left is that SGLang's plugin framework calls the hooks. `off2` is `off` with
+same buffers; decode graphs are captured once for each state. While it is off, methods and `model.forward` are SGLang's
+own, as in a server without `--kv-canary`. `off2` is `off` with
 graphs captured again: how far it is from `off` is the noise. Per repetition every state runs once, in rotating order,
 on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
 Prints one JSON line per case and, last, a table of the cost in per cent and microseconds a step.
@@ -40,8 +40,7 @@ class _Graphs:
     output_buffers: dict[Any, Any]
 
 
-# Of the hooks' context: without them every hook returns at its first lines. The farewell stays, because the main
-# process waits for it: a look at the clock for each result.
+# Of the hooks' context: without them a hook that is still there returns at its first lines.
 _PARTS = ("managers", "by_runner", "allocator_kinds", "history", "host_tier", "host_slots_of")
 
 
@@ -118,8 +117,13 @@ class CanarySwitch:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
+        from sglang_kv_canary.wiring.unused_hooks import take_hooks_out
         from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
+        if on:
+            self._context.registration.put_hooks_back()
+        else:
+            take_hooks_out()
         absent = type(self._context)()
         for name, value in self._installed.items():
             setattr(self._context, name, value if on else getattr(absent, name))

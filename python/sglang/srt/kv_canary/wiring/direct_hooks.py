@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -21,7 +22,7 @@ from .guard import taken_apart
 from .hook_spec import HookSpec, HookType
 from .startup_check import hook_layers
 
-__all__ = ["call_directly", "call_hooks_directly"]
+__all__ = ["HookedMethod", "below_hooks", "call_directly", "call_hooks_directly"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,17 @@ _IN_EACH_STEP = (
     f"{_SRT}speculative.",
 )
 _KINDS = {HookType.BEFORE: BEFORE, HookType.AFTER: AFTER, HookType.AROUND: AROUND}
+
+
+@dataclass(frozen=True, slots=True)
+class HookedMethod:
+    """A method as it is now, and what it is below our hooks."""
+
+    owner: type
+    name: str
+    attribute: Callable[..., Any]
+    hooks: tuple[HookSpec, ...]  # outermost first
+    original: Callable[..., Any]
 
 
 def call_hooks_directly() -> list[str]:
@@ -73,21 +85,32 @@ def _attempt(target: str, hooks: Sequence[HookSpec]) -> bool:
 
 def call_directly(target: str, hooks: Sequence[HookSpec]) -> bool:
     """Replace the wrappers of `hooks`, all of which have this target. False: they are not the only ones there."""
+    found = below_hooks(target, hooks)
+    if found is None:
+        return False
+    hooked = found.original
+    for hook in reversed(found.hooks):
+        hooked = functools.update_wrapper(_hooked(hook, hooked), hooked)
+    setattr(found.owner, found.name, hooked)
+    return True
+
+
+def below_hooks(target: str, hooks: Sequence[HookSpec]) -> HookedMethod | None:
+    """The method `target`, all of whose hooks of ours are `hooks`. None: it is no plain method of a class, or another
+    plugin's hook is above or among ours.
+    """
     owner_path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
     attribute = vars(owner).get(name) if isinstance(owner, type) else None
     if not callable(attribute) or isinstance(attribute, staticmethod):
-        return False
+        return None
     known = {id(hook.fn): hook for hook in hooks}
     layers = list(hook_layers(attribute))
     ours = [known[id(fn)] for _, fn in takewhile(lambda layer: id(layer[1]) in known, layers)]
-    if len(ours) != len(hooks):  # another plugin's is among them
-        return False
-    hooked, _ = layers[len(ours)]
-    for hook in reversed(ours):
-        hooked = functools.update_wrapper(_hooked(hook, hooked), hooked)
-    setattr(owner, name, hooked)
-    return True
+    if len(ours) != len(hooks):
+        return None
+    original, _ = layers[len(ours)]
+    return HookedMethod(owner, name, attribute, tuple(ours), original)
 
 
 def _hooked(hook: HookSpec, original: Any) -> Any:

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .hook_spec import HookSpec
 
-__all__ = ["Registration", "SchedulerStart"]
+__all__ = ["Registration", "SchedulerStart", "TakenOut"]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOut:
+    """A method whose hooks were taken out."""
+
+    owner: type
+    name: str
+    hooked: Callable[..., Any]
+    original: Callable[..., Any]
 
 
 @dataclass(slots=True)
 class Registration:
-    """Written once by `plugin.register()`, read by `startup_check.verify_hooks_applied()`."""
+    """Written by `plugin.register()`, read by `startup_check.verify_hooks_applied()`."""
 
     started: bool = False
     hooks: tuple[HookSpec, ...] | None = None  # None until all are registered with SGLang
     left_out: tuple[HookSpec, ...] = ()  # they are not needed, by the environment of that time
     failure: str = ""  # why register() failed; "" if it did not
+    # By target, what a scheduler without the canary has taken out
+    taken_out: dict[str, TakenOut] = field(default_factory=dict)
+
+    def put_hooks_back(self) -> None:
+        """Undo what took hooks out. What somebody else has hooked since stays as it is."""
+        while self.taken_out:
+            _, out = self.taken_out.popitem()
+            if vars(out.owner).get(out.name) is out.original:
+                setattr(out.owner, out.name, out.hooked)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from .question_desk import install_question_desk
 from .releases import release
 from .request_names import RequestNames
 from .startup_check import set_active_summary, verify_hooks_applied
+from .unused_hooks import take_unused_hooks_out
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
             context.late_work = context.target.late
         install_farewell()
         install_question_desk(scheduler.server_args)
+    take_unused_hooks_out(scheduler.server_args)
 
 
 def active_line(description: dict[str, Any]) -> str:

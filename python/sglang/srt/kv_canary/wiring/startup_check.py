@@ -62,9 +62,13 @@ def set_active_summary(summary: dict[str, Any]) -> None:
 
 
 def verify_hooks_applied() -> None:
-    """Raises `CanaryStartupError` with every hook target that does not call our hook in this process."""
+    """Raises `CanaryStartupError` with every hook target that does not call our hook in this process.
+
+    Hooks that a scheduler without the canary has taken out of this process are put back before.
+    """
     if context.registration.hooks is None:
         raise startup_error(_why_not_registered(), _EVERYTHING)
+    context.registration.put_hooks_back()
     if missing := AppliedHooks().missing():
         targets = ", ".join(dict.fromkeys(hook.target for hook in missing))
         lost = "; ".join(dict.fromkeys(hook.protects for hook in missing))

@@ -1,0 +1,183 @@
+"""A scheduler without `--kv-canary` runs SGLang's own methods. Who asks for the canary later has the hooks again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.testing import MODES
+from sglang_kv_canary.testing.mode_config import server_args_of
+from sglang_kv_canary.testing.serving import free_port
+from sglang_kv_canary.testing.tiny_models import write_tiny_llama
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+
+register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
+
+LOADED = """
+import json, logging, pkgutil
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
+load_plugins()
+from sglang.srt.managers.scheduler import Scheduler
+from sglang_kv_canary.wiring import unused_hooks
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.startup_check import AppliedHooks, hook_layers, verify_hooks_applied
+from sglang_kv_canary.wiring.unused_hooks import take_unused_hooks_out
+
+OURS = {id(hook.fn) for hook in context.registration.hooks}
+OFF, LOG = (SimpleNamespace(kv_canary=mode) for mode in ("none", "log"))
+def has_ours(target):
+    return any(id(fn) in OURS for _, fn in hook_layers(pkgutil.resolve_name(target)))
+def hooked():
+    return sorted(target for target in {h.target for h in context.registration.hooks} if has_ours(target))
+def is_method(target):
+    return isinstance(pkgutil.resolve_name(target.rpartition(".")[0]), type)
+everything = hooked()
+"""
+# What runs while a process or a scheduler starts
+AT_THE_START = {
+    "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+    "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+    "sglang.srt.entrypoints.engine.Engine.shutdown",
+    "sglang.srt.managers.scheduler.Scheduler.__init__",
+    "sglang.srt.server_args.ServerArgs.check_server_args",
+}
+RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+
+
+def _run(code: str, *argv: str) -> object:
+    done = FreshProcesses().run(LOADED + code, *argv)
+    assert done.returncode == 0, done.stderr
+    return done.result
+
+
+def test_no_method_that_serves_is_hooked_without_the_canary() -> None:
+    code = """
+taken = take_unused_hooks_out(OFF)
+print(json.dumps([taken, everything, [t for t in hooked() if is_method(t)]]))
+"""
+    taken, everything, left = _run(code)
+    assert RUN_BATCH in taken
+    assert len(taken) > 60
+    assert set(taken) < set(everything)
+    assert set(left) <= AT_THE_START
+
+
+def test_all_hooks_stay_where_the_canary_is_asked_for() -> None:
+    code = """
+print(json.dumps([take_unused_hooks_out(LOG), hooked() == everything]))
+"""
+    assert _run(code) == [[], True]
+
+
+def test_all_hooks_stay_while_a_scheduler_of_the_process_has_the_canary() -> None:
+    code = """
+context.managers = [object()]
+print(json.dumps([take_unused_hooks_out(OFF), hooked() == everything]))
+"""
+    assert _run(code) == [[], True]
+
+
+def test_whoever_asks_later_has_all_hooks_again() -> None:
+    code = """
+before = {target: pkgutil.resolve_name(target) for target in everything if is_method(target)}
+twice = [len(take_unused_hooks_out(OFF)) for _ in range(2)]
+lost = len(AppliedHooks().missing())
+verify_hooks_applied()
+print(json.dumps([
+    twice[0] == twice[1],
+    lost > twice[0],
+    AppliedHooks().missing() == [],
+    all(pkgutil.resolve_name(target) == method for target, method in before.items()),
+    context.registration.taken_out,
+]))
+"""
+    assert _run(code) == [True, True, True, True, {}]
+
+
+def test_what_another_plugin_has_hooked_too_stays_as_it_is() -> None:
+    code = """
+Scheduler.run_batch = theirs = _wrap_fn(Scheduler.run_batch, lambda *_: None, HookType.BEFORE)
+taken = take_unused_hooks_out(OFF)
+print(json.dumps(["RUN_BATCH" in taken, Scheduler.run_batch is theirs, len(taken) > 60]))
+""".replace("RUN_BATCH", RUN_BATCH)
+    assert _run(code) == [False, True, True]
+
+
+def test_what_another_plugin_hooks_afterwards_is_not_replaced() -> None:
+    """Then our hook is missing, and who asks for the canary is refused."""
+    code = """
+take_unused_hooks_out(OFF)
+Scheduler.run_batch = theirs = _wrap_fn(Scheduler.run_batch, lambda *_: None, HookType.BEFORE)
+try:
+    verify_hooks_applied()
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error), Scheduler.run_batch is theirs]))
+"""
+    name, text, kept = _run(code)
+    assert (name, kept) == ("CanaryStartupError", True)
+    assert f"did not apply the hooks on {RUN_BATCH}." in text
+
+
+def test_an_error_does_not_reach_a_server_without_the_canary() -> None:
+    code = """
+def fails(*_):
+    raise RuntimeError("broken")
+unused_hooks.below_hooks = fails
+said = []
+unused_hooks.logger.warning = lambda text, *values: said.append(text % values)
+print(json.dumps([take_unused_hooks_out(OFF), hooked() == everything, said]))
+"""
+    taken, unchanged, said = _run(code)
+    assert (taken, unchanged) == ([], True)
+    assert said == ["kv-canary is off, but some of its hooks stay in place: RuntimeError: broken"]
+
+
+# A real scheduler, up to where its loop begins.
+SCHEDULER = """
+import inspect, sys
+from sglang.srt.managers import scheduler as module
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+class Loops(BaseException):
+    pass
+
+def loop(*_):
+    raise Loops
+
+Scheduler.run_event_loop = loop
+server_args = ServerArgs(**json.loads(sys.argv[1]))
+values = {
+    "server_args": server_args, "port_args": PortArgs.init_new(server_args), "dp_rank": None,
+    "pipe_writer": SimpleNamespace(send=lambda _: None),
+}
+parameters = inspect.signature(module.run_scheduler_process).parameters.values()
+try:
+    module.run_scheduler_process(**{p.name: values.get(p.name, 0) for p in parameters if p.default is p.empty})
+except Loops:
+    pass
+print(json.dumps([has_ours("RUN_BATCH"), len(context.registration.taken_out) > 60, context.active]))
+""".replace("RUN_BATCH", RUN_BATCH)
+
+
+@pytest.mark.parametrize("mode", ["none", "log"])
+def test_a_real_scheduler_takes_them_out_unless_it_has_the_canary(
+    mode: str, tmp_path: Path
+) -> None:
+    args = {
+        **server_args_of(MODES["mha"]),
+        "model_path": write_tiny_llama(tmp_path),
+        "nccl_port": free_port(),
+        "kv_canary": mode,
+    }
+    on = mode == "log"
+    assert _run(SCHEDULER, json.dumps(args)) == [on, not on, on]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
