@@ -117,13 +117,13 @@ class CanarySwitch:
         return [_Graphs(runner.graphs, runner.output_buffers) for runner in self._graph_runners]
 
     def _install(self, on: bool) -> None:
-        from sglang_kv_canary.wiring.unused_hooks import take_hooks_out
+        from sglang_kv_canary.wiring.startup_check import verify_hooks_applied
         from sglang_kv_canary.wiring.v0_5_12.swa_location import use_running_translation
 
-        if on:
-            self._context.registration.put_hooks_back()
-        else:
-            take_hooks_out()
+        if not on:
+            _take_hooks_out()
+        elif self._context.registration.hooks is not None:
+            verify_hooks_applied()  # puts them back
         absent = type(self._context)()
         for name, value in self._installed.items():
             setattr(self._context, name, value if on else getattr(absent, name))
@@ -131,6 +131,14 @@ class CanarySwitch:
             runner.model.forward = bracketed if on else innermost(bracketed)
             if on:
                 use_running_translation(runner.token_to_kv_pool)
+
+
+def _take_hooks_out() -> None:
+    try:
+        from sglang_kv_canary.wiring.unused_hooks import take_hooks_out
+    except ImportError:  # an older version, for `bench_turns.py --base`: hooks stay
+        return
+    take_hooks_out()
 
 
 def _checked(manager: Any) -> int:

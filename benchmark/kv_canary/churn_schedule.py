@@ -190,7 +190,7 @@ def _means_by_kind(
 
 
 def follow(scheduler: Any, schedule: Schedule) -> Schedule:
-    """Until its own `recv_requests` and `process_batch_result` are deleted. The class's are hooked by the canary."""
+    """Until its own `recv_requests` and `process_batch_result` are deleted. The class's may be hooked by the canary."""
     receive, process = scheduler.recv_requests, scheduler.process_batch_result
 
     def process_batch_result(batch: Any, result: Any) -> None:

@@ -18,6 +18,7 @@ from sglang_kv_canary.testing import consts
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -108,6 +109,36 @@ def test_the_canary_leaves_hicache_and_comes_back(monkeypatch: pytest.MonkeyPatc
     host = rig.write_back(4, 20)
     rig.host_pool.k_buffer[0][host[3]] += 1
     assert rig.tier.usable(host) == 3
+
+
+SWITCH = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang_kv_canary.wiring.context import context
+from sglang_kv_canary.wiring.startup_check import AppliedHooks
+sys.path.insert(0, sys.argv[1])
+from bench_switch import CanarySwitch
+
+switch = object.__new__(CanarySwitch)  # it would take its parts from a scheduler
+switch._context, switch._installed, switch._runners, switch._forwards = context, {}, [], []
+seen = []
+for on in (False, True):
+    switch._install(on)
+    seen.append([hasattr(TokenToKVPoolAllocator.free, "__wrapped__"), len(AppliedHooks().missing())])
+print(json.dumps(seen))
+"""
+
+
+@first_release
+def test_a_server_whose_canary_is_out_has_no_hooks() -> None:
+    ended = FreshProcesses().run(SWITCH, str(REPO / "benchmark" / "kv_canary"))
+    assert ended.returncode == 0, ended.stderr
+    (is_hooked_while_out, missing_while_out), back = ended.result
+    assert not is_hooked_while_out
+    assert missing_while_out > 60
+    assert back == [True, 0]
 
 
 WORK = dict.fromkeys(

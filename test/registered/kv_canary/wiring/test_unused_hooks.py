@@ -124,23 +124,61 @@ except Exception as error:
     assert f"did not apply the hooks on {RUN_BATCH}." in text
 
 
-def test_an_error_does_not_reach_a_server_without_the_canary() -> None:
+def test_an_error_leaves_one_method_hooked_and_does_not_reach_the_server() -> None:
     code = """
-def fails(*_):
-    raise RuntimeError("broken")
-unused_hooks.below_hooks = fails
-said = []
+below_hooks, said = unused_hooks.below_hooks, []
+def fails_once(target, hooks):
+    if target == "RUN_BATCH":
+        raise RuntimeError("broken")
+    return below_hooks(target, hooks)
+unused_hooks.below_hooks = fails_once
 unused_hooks.logger.warning = lambda text, *values: said.append(text % values)
-print(json.dumps([take_unused_hooks_out(OFF), hooked() == everything, said]))
+taken = take_unused_hooks_out(OFF)
+print(json.dumps([len(taken) > 60, [t for t in hooked() if t in taken or t == "RUN_BATCH"], said]))
+""".replace("RUN_BATCH", RUN_BATCH)
+    assert _run(code) == [
+        True,
+        [RUN_BATCH],
+        [
+            f"kv-canary is off, and its hooks stay on 1 methods, such as {RUN_BATCH}: RuntimeError: broken"
+        ],
+    ]
+
+
+def test_an_inherited_method_is_inherited_again() -> None:
+    code = """
+import sys
+from types import ModuleType
+from sglang_kv_canary.wiring.hook_spec import HookSpec
+
+class Base:
+    def of_base(self):
+        return 1
+class Holds(Base):
+    def own(self):
+        return 2
+
+sys.modules["holds"] = ModuleType("holds")
+sys.modules["holds"].Holds = Holds
+specs = [HookSpec(f"holds.Holds.{name}", lambda *_: None, HookType.BEFORE) for name in ("of_base", "own")]
+for spec in specs:
+    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
+HookRegistry.apply_hooks()
+context.registration.hooks = tuple(specs)
+where = [[name in vars(Holds) for name in ("of_base", "own")]]
+unused_hooks.take_hooks_out()
+where.append([name in vars(Holds) for name in ("of_base", "own")])
+lost = len(AppliedHooks().missing())
+context.registration.put_hooks_back()
+print(json.dumps([where, lost, AppliedHooks().missing(), Holds().of_base(), Holds().own()]))
 """
-    taken, unchanged, said = _run(code)
-    assert (taken, unchanged) == ([], True)
-    assert said == ["kv-canary is off, but some of its hooks stay in place: RuntimeError: broken"]
+    assert _run(code) == [[[True, True], [False, True]], 2, [], 1, 2]
 
 
-# A real scheduler, up to where its loop begins.
-SCHEDULER = """
+# Real schedulers of one process, up to where their loops begin. All arguments are made before the first of them.
+SCHEDULERS = """
 import inspect, sys
+from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.managers import scheduler as module
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -151,32 +189,59 @@ def loop(*_):
     raise Loops
 
 Scheduler.run_event_loop = loop
-server_args = ServerArgs(**json.loads(sys.argv[1]))
-values = {
-    "server_args": server_args, "port_args": PortArgs.init_new(server_args), "dp_rank": None,
-    "pipe_writer": SimpleNamespace(send=lambda _: None),
-}
 parameters = inspect.signature(module.run_scheduler_process).parameters.values()
-try:
-    module.run_scheduler_process(**{p.name: values.get(p.name, 0) for p in parameters if p.default is p.empty})
-except Loops:
-    pass
-print(json.dumps([has_ours("RUN_BATCH"), len(context.registration.taken_out) > 60, context.active]))
+seen = []
+for server_args in [ServerArgs(**each) for each in json.loads(sys.argv[1])]:
+    values = {
+        "server_args": server_args, "port_args": PortArgs.init_new(server_args), "dp_rank": None,
+        "pipe_writer": SimpleNamespace(send=lambda _: None),
+    }
+    try:
+        module.run_scheduler_process(**{p.name: values.get(p.name, 0) for p in parameters if p.default is p.empty})
+    except Loops:
+        pass
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    seen.append([has_ours("RUN_BATCH"), len(context.registration.taken_out) > 60, context.active])
+print(json.dumps(seen))
 """.replace("RUN_BATCH", RUN_BATCH)
+WITHOUT, WITH = [False, True, False], [True, False, True]
 
 
-@pytest.mark.parametrize("mode", ["none", "log"])
-def test_a_real_scheduler_takes_them_out_unless_it_has_the_canary(
-    mode: str, tmp_path: Path
+@pytest.mark.parametrize("modes", [["none"], ["log"], ["none", "log"]], ids="-then-".join)
+def test_real_schedulers_take_hooks_out_unless_they_have_the_canary(
+    modes: list[str], tmp_path: Path
 ) -> None:
+    model = write_tiny_llama(tmp_path)
+    args = [
+        {
+            **server_args_of(MODES["mha"]),
+            "model_path": model,
+            "nccl_port": free_port(),
+            "kv_canary": mode,
+        }
+        for mode in modes
+    ]
+    seen = _run(SCHEDULERS, json.dumps(args))
+    assert seen == [WITH if mode == "log" else WITHOUT for mode in modes]
+
+
+def test_a_scheduler_that_asks_and_has_no_canary_is_refused(tmp_path: Path) -> None:
+    """Whatever the reason. Here the function that installs it does nothing."""
     args = {
         **server_args_of(MODES["mha"]),
         "model_path": write_tiny_llama(tmp_path),
         "nccl_port": free_port(),
-        "kv_canary": mode,
+        "kv_canary": "log",
     }
-    on = mode == "log"
-    assert _run(SCHEDULER, json.dumps(args)) == [on, not on, on]
+    # As in a server's process; SGLang would send a signal to this one otherwise.
+    lose = """
+context.install = lambda **_: None
+context.scheduler_start.guarded = True
+"""
+    done = FreshProcesses().run(LOADED + lose + SCHEDULERS, json.dumps([args]))
+    assert done.returncode == 1
+    assert "the scheduler is made, but the canary was never installed in it" in done.stderr
 
 
 if __name__ == "__main__":

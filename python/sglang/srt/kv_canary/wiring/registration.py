@@ -37,7 +37,8 @@ class Registration:
         """Undo what took hooks out. What somebody else has hooked since stays as it is."""
         while self.taken_out:
             _, out = self.taken_out.popitem()
-            if vars(out.owner).get(out.name) is out.original:
+            # Its own, or inherited
+            if getattr(out.owner, out.name, None) is out.original:
                 setattr(out.owner, out.name, out.hooked)
 
 

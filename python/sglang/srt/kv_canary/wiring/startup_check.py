@@ -288,9 +288,12 @@ def _end_the_launch(main_pid: int, pipe: Any) -> None:
 
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.__init__: pass refusals during installation to the main process."""
+    """AROUND Scheduler.__init__: hooks are there before. Pass refusals during installation to the main process."""
     context.scheduler_start.begun = True
+    server_args = kwargs.get("server_args") or args[1]
     try:
+        if is_asked_for(server_args):
+            verify_hooks_applied()
         return original(*args, **kwargs)
     except (CanaryStartupError, CanaryConfigError) as error:
         if context.scheduler_start.guarded:
