@@ -11,11 +11,13 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
+from sglang_kv_canary_rigs.volume import FULL_VOLUME
 
 register_cpu_ci(est_time=60, suite="stage-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[4]
 SANITIZED = ROOT / "tools" / "sanitized.sh"
+PROFILE = "untimed" if FULL_VOLUME else "few"
 MISSING = 77  # what the script ends with where gcc has no sanitizers
 BEYOND = """
 from triton.runtime.build import compile_module_from_src
@@ -64,7 +66,8 @@ def _run(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_its_own_tests_find_no_error(tmp_path: Path) -> None:
     file = str(Path(__file__).with_name("test_host_code.py"))
     without = "not a_process and not a_compiler"  # those compile again, in other processes
-    done = _run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", without)
+    options = "-q", "-p", "no:cacheprovider", f"--hypothesis-profile={PROFILE}"
+    done = _run(tmp_path, "-m", "pytest", *options, file, "-k", without)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
 
