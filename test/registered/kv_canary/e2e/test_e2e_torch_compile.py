@@ -30,14 +30,14 @@ SIZES = next(
 
 
 class TestTorchCompile(CanaryE2EBase):
-    """Batches of 2 and 4 are compiled, one and three are padded to them, and larger ones run eagerly."""
+    """Batches of 4 are compiled, smaller ones are padded to them, and larger ones run eagerly."""
 
     flags: ClassVar = {
         "kv_canary": "log",
         "kv_canary_real_data": "all",
         "kv_canary_sweep_interval": 1,
         "enable_torch_compile": True,
-        SIZES: [2, 4],
+        SIZES: [4],  # each takes up to a minute to compile
         "torch_compile_max_bs": 4,
     }
     env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
