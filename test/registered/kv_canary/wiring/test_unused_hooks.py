@@ -185,6 +185,17 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 class Loops(BaseException):
     pass
 
+class Refused(BaseException):
+    pass
+
+class Quiet(module.psutil.Process):
+    def parent(self):
+        return self  # SGLang would end this one's parent
+    def send_signal(self, _):
+        raise Refused
+
+module.psutil.Process = Quiet
+
 def loop(*_):
     raise Loops
 
@@ -208,7 +219,9 @@ print(json.dumps(seen))
 WITHOUT, WITH = [False, True, False], [True, False, True]
 
 
-@pytest.mark.parametrize("modes", [["none"], ["log"], ["none", "log"]], ids="-then-".join)
+@pytest.mark.parametrize(
+    "modes", [["none"], ["log"], ["none", "log"], ["log", "log"]], ids="-then-".join
+)
 def test_real_schedulers_take_hooks_out_unless_they_have_the_canary(
     modes: list[str], tmp_path: Path
 ) -> None:
@@ -226,22 +239,54 @@ def test_real_schedulers_take_hooks_out_unless_they_have_the_canary(
     assert seen == [WITH if mode == "log" else WITHOUT for mode in modes]
 
 
-def test_a_scheduler_that_asks_and_has_no_canary_is_refused(tmp_path: Path) -> None:
-    """Whatever the reason. Here the function that installs it does nothing."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_scheduler_that_asks_and_has_no_canary_is_refused(number: int, tmp_path: Path) -> None:
+    """Whatever the reason, and whether or not another one has. Here what installs it does nothing any more."""
     args = {
         **server_args_of(MODES["mha"]),
         "model_path": write_tiny_llama(tmp_path),
-        "nccl_port": free_port(),
         "kv_canary": "log",
     }
-    # As in a server's process; SGLang would send a signal to this one otherwise.
-    lose = """
-context.install = lambda **_: None
-context.scheduler_start.guarded = True
+    lose = f"""
+install, installed = context.install, []
+def installs_some(**arguments):
+    installed.append(arguments)
+    return install(**arguments) if len(installed) <= {number} else None
+context.install = installs_some
 """
-    done = FreshProcesses().run(LOADED + lose + SCHEDULERS, json.dumps([args]))
+    all_args = [{**args, "nccl_port": free_port()} for _ in range(number + 1)]
+    done = FreshProcesses().run(LOADED + lose + SCHEDULERS, json.dumps(all_args))
     assert done.returncode == 1
     assert "the scheduler is made, but the canary was never installed in it" in done.stderr
+
+
+def test_a_class_that_inherits_a_hooked_method_is_not_hooked_by_its_base() -> None:
+    code = """
+import sys
+from types import ModuleType
+from sglang_kv_canary.wiring.hook_spec import HookSpec
+
+class Base:
+    def method(self):
+        return 1
+class Sub(Base):
+    pass
+
+called = []
+sys.modules["holds"] = ModuleType("holds")
+sys.modules["holds"].Base, sys.modules["holds"].Sub = Base, Sub
+specs = [HookSpec(f"holds.{name}.method", lambda *_, name=name: called.append(name), HookType.BEFORE)
+         for name in ("Base", "Sub")]
+for spec in specs:
+    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
+HookRegistry.apply_hooks()
+context.registration.hooks = tuple(specs)
+Sub().method()
+unused_hooks.take_hooks_out()
+answers = [Base().method(), Sub().method()]
+print(json.dumps([called, answers]))
+"""
+    assert _run(code) == [["Sub", "Base"], [1, 1]]
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..config import is_asked_for
 from ..environ import PERTURB_DIR, TOKEN_ORACLE
-from ..errors import CanaryPhaseError, startup_error
+from ..errors import CanaryPhaseError
 from ..host_code import begin_to_compile
 from ..reports.flight_recorder import StepRecord
 from .context import context
@@ -181,9 +180,6 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
         begin_to_compile().join(HOST_CODE_S)
         call_hooks_directly()
         identity = process_identity(release().settled(scheduler.server_args))
-    elif is_asked_for(scheduler.server_args):
-        problem = "the scheduler is made, but the canary was never installed in it."
-        raise startup_error(problem, "any KV slot of this scheduler")
     for manager in context.managers:
         manager.mark_init_finished()
         description = manager.describe()

@@ -288,13 +288,17 @@ def _end_the_launch(main_pid: int, pipe: Any) -> None:
 
 
 def _turn_error_into_refusal(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.__init__: hooks are there before. Pass refusals during installation to the main process."""
+    """AROUND Scheduler.__init__: hooks before it, managers after it. Pass refusals to the main process."""
     context.scheduler_start.begun = True
-    server_args = kwargs.get("server_args") or args[1]
+    asks = is_asked_for(kwargs.get("server_args") or args[1])
+    of_others = len(context.managers)
     try:
-        if is_asked_for(server_args):
+        if asks:
             verify_hooks_applied()
-        return original(*args, **kwargs)
+        original(*args, **kwargs)
+        if asks and len(context.managers) == of_others:
+            problem = "the scheduler is made, but the canary was never installed in it."
+            raise startup_error(problem, "any KV slot of this scheduler")
     except (CanaryStartupError, CanaryConfigError) as error:
         if context.scheduler_start.guarded:
             raise _SchedulerRefusal(error) from error
