@@ -6,10 +6,9 @@
 Two servers that differ in nothing differ by up to 1 % in run time (where their memory lies), which is more than the
 canary costs. Here `off`, each content mode and `off2` are states of one scheduler process: same weights, same pool,
 same buffers; decode graphs are captured once for each state. While it is off, methods and `model.forward` are SGLang's
-own, as in a server without `--kv-canary`. `off2` is `off` with
-graphs captured again: how far it is from `off` is the noise. Per repetition every state runs once, in rotating order,
-on the same prompts. A case is BATCHxINPUTxOUTPUT tokens.
-Prints one JSON line per case and, last, a table of the cost in per cent and microseconds a step.
+own, as in a server without `--kv-canary`. `off2` is `off` with graphs captured again: how far it is from `off` is the
+noise. Per repetition every state runs once, in rotating order, on the same prompts. A case is BATCHxINPUTxOUTPUT
+tokens. Prints one JSON line per case and, last, a table of the cost in per cent and microseconds a step.
 """
 
 from __future__ import annotations

@@ -150,10 +150,8 @@ print(json.dumps(["{RUN_BATCH}" in targets, type(Scheduler.run_batch).__name__, 
 
 def test_static_and_class_methods_stay_as_they_are() -> None:
     code = """
-import sys
-from types import ModuleType
 from sglang_kv_canary.wiring.direct_hooks import call_directly
-from sglang_kv_canary.wiring.hook_spec import HookSpec
+from sglang_kv_canary_rigs.hooked_classes import hook_methods
 
 class Holds:
     @staticmethod
@@ -165,13 +163,7 @@ class Holds:
     def method(self, number):
         return number
 
-sys.modules["holds"] = ModuleType("holds")
-sys.modules["holds"].Holds = Holds
-names = "static", "of_class", "method"
-specs = [HookSpec(f"holds.Holds.{name}", lambda *_: None, HookType.BEFORE) for name in names]
-for spec in specs:
-    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
-HookRegistry.apply_hooks()
+specs = hook_methods([], (Holds, "static"), (Holds, "of_class"), (Holds, "method"))
 replaced = [call_directly(spec.target, [spec]) for spec in specs]
 one = Holds()
 called = one.static(3), one.of_class(4), one.method(5), Holds.static(6), Holds.of_class(7)

@@ -140,16 +140,14 @@ print(json.dumps([len(taken) > 60, [t for t in hooked() if t in taken or t == "R
         True,
         [RUN_BATCH],
         [
-            f"kv-canary is off, and its hooks stay on 1 methods, such as {RUN_BATCH}: RuntimeError: broken"
+            f"kv-canary is off, but hooks of it stay (targets: 1), such as on {RUN_BATCH}: RuntimeError: broken"
         ],
     ]
 
 
 def test_an_inherited_method_is_inherited_again() -> None:
     code = """
-import sys
-from types import ModuleType
-from sglang_kv_canary.wiring.hook_spec import HookSpec
+from sglang_kv_canary_rigs.hooked_classes import hook_methods
 
 class Base:
     def of_base(self):
@@ -158,13 +156,7 @@ class Holds(Base):
     def own(self):
         return 2
 
-sys.modules["holds"] = ModuleType("holds")
-sys.modules["holds"].Holds = Holds
-specs = [HookSpec(f"holds.Holds.{name}", lambda *_: None, HookType.BEFORE) for name in ("of_base", "own")]
-for spec in specs:
-    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
-HookRegistry.apply_hooks()
-context.registration.hooks = tuple(specs)
+context.registration.hooks = tuple(hook_methods([], (Holds, "of_base"), (Holds, "own")))
 where = [[name in vars(Holds) for name in ("of_base", "own")]]
 unused_hooks.take_hooks_out()
 where.append([name in vars(Holds) for name in ("of_base", "own")])
@@ -219,34 +211,25 @@ print(json.dumps(seen))
 WITHOUT, WITH = [False, True, False], [True, False, True]
 
 
+def _arguments(folder: Path, modes: list[str]) -> str:
+    """Of one scheduler for each of `modes`, as SCHEDULERS takes them."""
+    shared = {**server_args_of(MODES["mha"]), "model_path": write_tiny_llama(folder)}
+    return json.dumps([{**shared, "nccl_port": free_port(), "kv_canary": mode} for mode in modes])
+
+
 @pytest.mark.parametrize(
     "modes", [["none"], ["log"], ["none", "log"], ["log", "log"]], ids="-then-".join
 )
 def test_real_schedulers_take_hooks_out_unless_they_have_the_canary(
     modes: list[str], tmp_path: Path
 ) -> None:
-    model = write_tiny_llama(tmp_path)
-    args = [
-        {
-            **server_args_of(MODES["mha"]),
-            "model_path": model,
-            "nccl_port": free_port(),
-            "kv_canary": mode,
-        }
-        for mode in modes
-    ]
-    seen = _run(SCHEDULERS, json.dumps(args))
+    seen = _run(SCHEDULERS, _arguments(tmp_path, modes))
     assert seen == [WITH if mode == "log" else WITHOUT for mode in modes]
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_scheduler_that_asks_and_has_no_canary_is_refused(number: int, tmp_path: Path) -> None:
     """Whatever the reason, and whether or not another one has. Here what installs it does nothing any more."""
-    args = {
-        **server_args_of(MODES["mha"]),
-        "model_path": write_tiny_llama(tmp_path),
-        "kv_canary": "log",
-    }
     lose = f"""
 install, installed = context.install, []
 def installs_some(**arguments):
@@ -254,17 +237,15 @@ def installs_some(**arguments):
     return install(**arguments) if len(installed) <= {number} else None
 context.install = installs_some
 """
-    all_args = [{**args, "nccl_port": free_port()} for _ in range(number + 1)]
-    done = FreshProcesses().run(LOADED + lose + SCHEDULERS, json.dumps(all_args))
+    arguments = _arguments(tmp_path, ["log"] * (number + 1))
+    done = FreshProcesses().run(LOADED + lose + SCHEDULERS, arguments)
     assert done.returncode == 1
     assert "the scheduler is made, but the canary was never installed in it" in done.stderr
 
 
 def test_a_class_that_inherits_a_hooked_method_is_not_hooked_by_its_base() -> None:
     code = """
-import sys
-from types import ModuleType
-from sglang_kv_canary.wiring.hook_spec import HookSpec
+from sglang_kv_canary_rigs.hooked_classes import hook_methods
 
 class Base:
     def method(self):
@@ -273,20 +254,16 @@ class Sub(Base):
     pass
 
 called = []
-sys.modules["holds"] = ModuleType("holds")
-sys.modules["holds"].Base, sys.modules["holds"].Sub = Base, Sub
-specs = [HookSpec(f"holds.{name}.method", lambda *_, name=name: called.append(name), HookType.BEFORE)
-         for name in ("Base", "Sub")]
-for spec in specs:
-    HookRegistry.register(spec.target, spec.fn, spec.hook_type)
-HookRegistry.apply_hooks()
-context.registration.hooks = tuple(specs)
+context.registration.hooks = tuple(hook_methods(called, (Base, "method"), (Sub, "method")))
 Sub().method()
 unused_hooks.take_hooks_out()
 answers = [Base().method(), Sub().method()]
-print(json.dumps([called, answers]))
+while_out = list(called)
+context.registration.put_hooks_back()
+Sub().method()
+print(json.dumps([while_out, answers, called]))
 """
-    assert _run(code) == [["Sub", "Base"], [1, 1]]
+    assert _run(code) == [["Sub", "Base"], [1, 1], ["Sub", "Base", "Sub", "Base"]]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -20,9 +19,10 @@ from ..host_code.twins import AFTER, AROUND, BEFORE
 from .context import context
 from .guard import taken_apart
 from .hook_spec import HookSpec, HookType
+from .registration import HookedMethod
 from .startup_check import hook_layers
 
-__all__ = ["HookedMethod", "below_hooks", "call_directly", "call_hooks_directly"]
+__all__ = ["below_hooks", "call_directly", "call_hooks_directly"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,6 @@ _IN_EACH_STEP = (
 _KINDS = {HookType.BEFORE: BEFORE, HookType.AFTER: AFTER, HookType.AROUND: AROUND}
 
 
-@dataclass(frozen=True, slots=True)
-class HookedMethod:
-    """A method as it is now, and what it is below our hooks."""
-
-    owner: type
-    name: str
-    attribute: Callable[..., Any]
-    hooks: tuple[HookSpec, ...]  # outermost first
-    original: Callable[..., Any]
-
-
 def call_hooks_directly() -> list[str]:
     """Replace SGLang's wrappers of such hooks. Returns the targets. None where the host code runs in Python.
 
@@ -62,11 +51,11 @@ def call_hooks_directly() -> list[str]:
     """
     if not HOST.in_c:
         return []
-    by_target: dict[str, list[HookSpec]] = {}
-    for hook in context.registration.hooks or ():
-        if hook.target.startswith(_IN_EACH_STEP):
-            by_target.setdefault(hook.target, []).append(hook)
-    return [target for target, hooks in by_target.items() if _attempt(target, hooks)]
+    return [
+        target
+        for target, hooks in context.registration.hooks_by_target().items()
+        if target.startswith(_IN_EACH_STEP) and _attempt(target, hooks)
+    ]
 
 
 def _attempt(target: str, hooks: Sequence[HookSpec]) -> bool:

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .hook_spec import HookSpec
 
-__all__ = ["Registration", "SchedulerStart", "TakenOut"]
+__all__ = ["HookedMethod", "Registration", "SchedulerStart"]
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOut:
-    """A method whose hooks were taken out."""
+class HookedMethod:
+    """A method with our hooks, and what it is below them."""
 
     owner: type
     name: str
     hooked: Callable[..., Any]
+    hooks: tuple[HookSpec, ...]  # outermost first
     original: Callable[..., Any]
 
 
@@ -31,7 +32,14 @@ class Registration:
     left_out: tuple[HookSpec, ...] = ()  # they are not needed, by the environment of that time
     failure: str = ""  # why register() failed; "" if it did not
     # By target, what a scheduler without the canary has taken out
-    taken_out: dict[str, TakenOut] = field(default_factory=dict)
+    taken_out: dict[str, HookedMethod] = field(default_factory=dict)
+
+    def hooks_by_target(self) -> dict[str, list[HookSpec]]:
+        """In the order in which they are registered."""
+        by_target: dict[str, list[HookSpec]] = {}
+        for hook in self.hooks or ():
+            by_target.setdefault(hook.target, []).append(hook)
+        return by_target
 
     def put_hooks_back(self) -> None:
         """Undo what took hooks out. What somebody else has hooked since stays as it is."""

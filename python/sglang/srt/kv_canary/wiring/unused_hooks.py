@@ -12,9 +12,8 @@ from typing import Any
 
 from ..config import is_asked_for
 from .context import context
-from .direct_hooks import HookedMethod, below_hooks
-from .hook_spec import HookSpec
-from .registration import TakenOut
+from .direct_hooks import below_hooks
+from .registration import HookedMethod
 
 __all__ = ["take_hooks_out", "take_unused_hooks_out"]
 
@@ -39,18 +38,15 @@ def take_unused_hooks_out(server_args: Any) -> list[str]:
 
 def take_hooks_out() -> list[str]:
     """The same, whether or not the canary is on."""
-    by_target: dict[str, list[HookSpec]] = {}
-    for hook in context.registration.hooks or ():
-        if not hook.target.startswith(_STARTS):
-            by_target.setdefault(hook.target, []).append(hook)
     taken, failed = context.registration.taken_out, {}
     # Classes that inherit a hooked method before the class that has it: SGLang hooks them in their order.
-    for target, hooks in sorted(by_target.items(), reverse=True):
-        if target in taken:
+    for target, hooks in sorted(context.registration.hooks_by_target().items(), reverse=True):
+        if target in taken or target.startswith(_STARTS):
             continue
         try:
             if (found := below_hooks(target, hooks)) is not None:
-                taken[target] = _taken_out(found)
+                _take_out(found)
+                taken[target] = found
         except (ImportError, AttributeError):  # not to be had here: SGLang could not hook it either
             continue
         except Exception as error:
@@ -58,7 +54,7 @@ def take_hooks_out() -> list[str]:
     if failed:
         target, error = next(iter(failed.items()))
         logger.warning(
-            "kv-canary is off, and its hooks stay on %d methods, such as %s: %s: %s",
+            "kv-canary is off, but hooks of it stay (targets: %d), such as on %s: %s: %s",
             len(failed),
             target,
             type(error).__name__,
@@ -67,11 +63,10 @@ def take_hooks_out() -> list[str]:
     return list(taken)
 
 
-def _taken_out(found: HookedMethod) -> TakenOut:
-    owner, name, original = found.owner, found.name, found.original
+def _take_out(method: HookedMethod) -> None:
+    owner, name, original = method.owner, method.name, method.original
     bases = (vars(base) for base in owner.__mro__[1:])
     if next((base[name] for base in bases if name in base), None) is original:
         delattr(owner, name)  # SGLang's registry had put the wrapper of an inherited method there
     else:
         setattr(owner, name, original)
-    return TakenOut(owner, name, found.attribute, original)
