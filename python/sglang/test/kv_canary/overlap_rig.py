@@ -36,6 +36,8 @@ class _Request:
     req_pool_idx: int
     rid: str
     tokens: list[int] = field(default_factory=list)
+    to_come: int = 0  # tokens of its prompt in later chunks
+    output_ids: tuple[int, ...] = ()  # all of it is prompt
     on_read: Callable[[], None] = lambda: None
     extra_key: None = None
     cache_salt: None = None
@@ -49,7 +51,7 @@ class _Request:
 
     @property
     def origin_input_ids(self) -> list[int]:
-        return self.tokens
+        return [*self.tokens, *range(self.to_come)]
 
     @property
     def fill_ids(self) -> list[int]:

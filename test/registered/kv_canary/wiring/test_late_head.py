@@ -1,4 +1,4 @@
-"""HEAD of a long prefill without prefixes comes after the layers, on the inputs as they were before them."""
+"""HEAD of a long prefill comes after the layers, on the inputs as they were before them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import ContentMode, TokenCheck
+from sglang_kv_canary.load_back import LoadBack
 from sglang_kv_canary.page_table import PageTable
 from sglang_kv_canary.perturb.observer import _HeadDamage
 from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait
+from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import Header
+from sglang_kv_canary.wiring import scheduler as hooks
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.model_runner import _around_forward, wrap_model_forward
 from sglang_kv_canary_rigs.kernel_cases import make_group
@@ -83,9 +87,41 @@ def test_a_short_prefill_has_it_before(scheduler: OverlapScheduler) -> None:
     assert order_of(scheduler, 1, SHORT) == EARLY
 
 
-def test_a_prefill_with_a_prefix_has_it_before(scheduler: OverlapScheduler) -> None:
+def test_the_last_chunk_behind_a_prefix_has_it_after_the_layers(
+    scheduler: OverlapScheduler,
+) -> None:
     scheduler.process(scheduler.run(1, SHORT))
+    assert order_of(scheduler, 1, LONG) == LATE
+    scheduler.process(scheduler.decode(1))
+    assert scheduler.rig.settle() == []
+
+
+def test_an_earlier_chunk_behind_a_prefix_has_it_before(scheduler: OverlapScheduler) -> None:
+    """SGLang may re-point its row to equal slots of the prefix cache before its result is there."""
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.request(1).to_come = 1
     assert order_of(scheduler, 1, LONG) == EARLY
+
+
+def test_the_first_chunk_of_several_has_it_after_the_layers(scheduler: OverlapScheduler) -> None:
+    scheduler.request(1).to_come = 1
+    assert order_of(scheduler, 1, LONG) == LATE
+
+
+def test_requests_that_do_not_match_the_batch_have_it_before(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose prefix it is, and whether more is to come, is not known."""
+    scheduler.process(scheduler.run(1, SHORT))
+    begin_step = hooks._begin_step
+
+    def begin(batch: Any) -> Any:
+        step = begin_step(batch)
+        context.requests = []
+        return step
+
+    monkeypatch.setattr(hooks, "_begin_step", begin)
+    assert order_of(scheduler, 1, LONG) == ["head", "model"]
 
 
 def test_where_no_work_may_wait_it_comes_before(
@@ -113,6 +149,164 @@ def test_a_batch_that_is_larger_than_usual_has_it_before(
     memory.words = memory.words[: words_of_inputs(LONG)]
     assert order_of(scheduler, 1, LONG) == LATE
     assert order_of(scheduler, 2, LONG + 1)[-1] == "model"
+
+
+# Events of the allocators
+
+
+def applied_in(scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens in later prefills, in order."""
+    order: list[str] = []
+    ledger = scheduler.rig.manager.ledger
+    apply = ledger.apply
+
+    def noted(*arguments: Any) -> int:
+        if ledger.due:
+            order.append("events")
+        return apply(*arguments)
+
+    monkeypatch.setattr(ledger, "apply", noted)
+    scheduler.rig.in_model = lambda _: order.append("model")
+    return order
+
+
+def free_a_request(scheduler: OverlapScheduler, row: int, record: bool = True) -> torch.Tensor:
+    """Its slots and its row are given back. Returns the slots."""
+    rig = scheduler.rig
+    slots = scheduler.slots_of(row)
+    rig.allocator.free(slots)
+    if record:
+        note(rig, SlotEventKind.FREE, slots)
+    context.row_released(row)
+    rig.lengths[row] = 0
+    scheduler.requests.pop(row)
+    return slots
+
+
+def note(rig: Any, kind: SlotEventKind, slots: torch.Tensor) -> None:
+    rig.manager.ledger.record(kind, PoolKind.FULL, slots.clone(), 1)
+
+
+def test_events_come_with_head(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in (1, 2):
+        scheduler.process(scheduler.run(row, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    free_a_request(scheduler, 1)
+    scheduler.process(scheduler.run(2, LONG))
+    free_a_request(scheduler, 2)
+    scheduler.process(scheduler.run(3, SHORT))
+    assert order == ["model", "events", "events", "model"]
+    scheduler.process(scheduler.decode(3))
+    assert scheduler.rig.settle() == []
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_a_prefix_that_was_freed_is_found(scheduler: OverlapScheduler, tokens: int) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    note(scheduler.rig, SlotEventKind.FREE, scheduler.slots_of(1)[5:6])
+    scheduler.process(scheduler.run(1, tokens))
+    found = scheduler.rig.settle()
+    assert {(v.reasons, v.expected_position) for v in found} == {(("USE_AFTER_FREE",), 5)}
+    assert {v.tag for v in found} >= {"HEAD_K_FULL", "HEAD_V_FULL"}
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+def test_slots_that_go_from_one_request_to_the_next_are_no_fault(
+    scheduler: OverlapScheduler, tokens: int
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.process(scheduler.run(2, SHORT))
+    freed = free_a_request(scheduler, 1)
+    rig = scheduler.rig
+    rig._alloc_extend = lambda row, count: torch.cat(
+        [freed, rig.allocator.alloc(count - len(freed))] if count > len(freed) else [freed[:count]]
+    )
+    note(rig, SlotEventKind.ALLOC, freed)
+    scheduler.process(scheduler.run(2, tokens))
+    scheduler.process(scheduler.decode(2))
+    assert rig.settle() == []
+
+
+def test_records_that_are_loaded_come_before_the_layers(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiCache asks which forward has begun, and its loads must know it then."""
+    scheduler.process(scheduler.run(1, SHORT))
+    group, slots = scheduler.rig.manager.groups[0], scheduler.slots_of(1)
+    words = torch.stack([records[slots] for records in (group.k_tail, group.v_tail)], dim=1)
+    complete_after = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    order = applied_in(scheduler, monkeypatch)
+    ledger = scheduler.rig.manager.ledger
+    ledger.record_load_back(LoadBack(group, slots, words, complete_after))
+    scheduler.process(scheduler.run(1, LONG))
+    assert order == ["events", "model"]
+    free_a_request(scheduler, 1)
+    scheduler.process(scheduler.run(2, LONG))  # what has landed is exposed before its layers
+    assert order == ["events", "model", "events", "model"]
+    assert scheduler.rig.settle() == []
+
+
+def test_new_weights_are_told_after_what_was_freed_under_the_old_ones(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    scheduler.rig.manager._has_new_weights = True
+    free_a_request(scheduler, 1)
+    scheduler.process(scheduler.run(2, LONG))
+    assert order == ["events", "model"]
+
+
+def test_a_graph_that_is_replayed_instead_comes_after_the_events(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    free_a_request(scheduler, 1)
+    rig, manager = scheduler.rig, scheduler.rig.manager
+
+    def replay(*_: Any) -> None:
+        manager.note_replay("EXTEND")
+        order.append("replay")
+
+    rig._forward = lambda batch, *_: _around_forward(replay, rig, batch)
+    scheduler.run(2, LONG)
+    assert order == ["events", "replay"]
+
+
+def test_events_of_a_forward_that_raises_come_with_the_next_one(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    free_a_request(scheduler, 1)
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the model failed")
+
+    scheduler.rig.in_model = fail
+    with pytest.raises(RuntimeError, match="the model failed"):
+        scheduler.run(2, LONG)
+    assert order == []
+    scheduler.rig.in_model = lambda _: order.append("model")
+    scheduler.process(scheduler.run(3, SHORT))
+    scheduler.process(scheduler.decode(3))
+    assert order[:2] == ["events", "model"]
+    assert scheduler.rig.settle() == []
+
+
+def test_events_that_cannot_be_applied_end_the_checks_before_head(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    free_a_request(scheduler, 1)
+    monkeypatch.setattr(scheduler.rig.manager.ledger, "_apply_in_order", broken)
+    assert order_of(scheduler, 2, LONG) == ["model", "tokens"]
+    manager = scheduler.rig.manager
+    assert (manager.checking, manager.errors.total) == (False, 1)
+    assert scheduler.rig.settle() == []
 
 
 # What it finds

@@ -515,7 +515,7 @@ class CanaryManager:
     ) -> bool:
         """The first half of `with_ops_outside_graph`. Returns whether the forwards are bracketed."""
         with self.clock:
-            self._before_forwards()
+            self._before_forwards(callable(expected))
             if not self.checking:
                 return False
             try:
@@ -550,7 +550,7 @@ class CanaryManager:
     def _forwards_done(self) -> int:
         return int(self.state.summary[Header.FORWARD_DONE])
 
-    def _before_forwards(self) -> None:
+    def _before_forwards(self, head_may_wait: bool) -> None:
         self.step_ct += 1
         if self._blind or self._tracking.losses != self._losses_seen:  # as it asks: a call less
             self._follow_tracking()
@@ -558,10 +558,20 @@ class CanaryManager:
                 self._remind_of_blindness()
         if self.late.content.due is not None:  # the step before has raised after its forward
             self._timed_attempt(self.late.content.write)
+        self.late.events = None
         if self.ledger.may_apply or self.arrivals is not None:
-            self._apply_events()
+            if head_may_wait and self._events_can_wait:
+                self.late.events = self.ledger.apply
+            else:
+                self._apply_events()
         if self._has_new_weights:
             self._timed_attempt(self._tell_device_of_weights)
+
+    @property
+    def _events_can_wait(self) -> bool:
+        """Whether they may come right before HEAD, after the layers. Nothing else may depend on their order."""
+        in_order = self.arrivals is None and not self._has_new_weights
+        return in_order and self.checking and self.ledger.can_wait
 
     def _apply_events(self) -> None:
         """On the stream of the forwards.

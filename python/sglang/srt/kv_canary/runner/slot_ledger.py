@@ -124,6 +124,11 @@ class SlotLedger:
         return bool(must) or len(self._events) >= MAX_WAITING_ALLOCS
 
     @property
+    def can_wait(self) -> bool:
+        """Whether the next forward's layers may come before `apply`. What is loaded must be known when they begin."""
+        return not (self.loads_wait or self._moves_wait or self._landed)
+
+    @property
     def due(self) -> bool:
         """Whether `apply` has work to do."""
         must = self._must_apply or bool(self._landed)

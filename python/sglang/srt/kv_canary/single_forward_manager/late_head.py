@@ -1,11 +1,11 @@
-"""HEAD of long prefills after their layers, where no request has a prefix.
+"""HEAD of long prefills after their layers.
 
-Until the layers begin, the GPU waits for the host. Once they are queued, the host has time. Such a HEAD verifies no
-slot. It compares inputs and writes records, from copies of the inputs that are made before the layers.
+Until the layers begin, the GPU waits for the host. Once they are queued, the host has time. Such a HEAD reads copies of
+the inputs that are made before the layers, and prefixes as they are after the layers.
 
-Slots and rows may be given back and handed out again while the forward runs, by the schedule stream. A late HEAD reads
-neither rows nor tables of SGLang's. Records of such slots change on the forward stream only, with the next forward. So
-they change after this HEAD, as after its TAIL.
+Slots and rows may be given back and handed out again while the forward runs, by the schedule stream. Records of such
+slots change on the forward stream only, with the next forward. So they change after this HEAD, as after its TAIL. A
+late HEAD reads no table of SGLang's, and only rows that stay: see `LateWork.may_take_head`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ class LateHead:
 
     def take(self, batch: ForwardBatch) -> KeptInputs | None:
         """What HEAD and TAIL of `batch` need after the layers. None: HEAD must run now."""
-        prefixes = batch.extend_prefix_lens_cpu
-        if batch.extend_seq_lens is None or prefixes is None or any(prefixes):
+        if batch.extend_seq_lens is None or batch.extend_prefix_lens_cpu is None:
             return None
         return self._memory.keep(batch)
 
 
 def head_can_wait(launcher: Launcher) -> bool:
-    """Whether a HEAD without prefixes reads nothing that the schedule stream changes while a forward runs."""
+    """Whether HEAD reads nothing but rows that the schedule stream changes while a forward runs."""
     return all(map(_can_wait, launcher.groups))
 
 

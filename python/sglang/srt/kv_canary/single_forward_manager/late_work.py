@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..launch.launcher import Launcher
@@ -21,18 +21,32 @@ MIN_TOKENS = 512
 
 
 class LateWork:
-    """Of one runner. While it is `open`, a step runs that will write what content is due."""
+    """Of one runner. While it is `open`, a step runs that will write what content is due.
+
+    `events`: applies what the allocators have done since the last forward, which must come before HEAD. None: it has
+    been applied.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self.open = False
+        self.events: Callable[[], object] | None = None
         self.content = LateContent(launcher)
         self._head = LateHead(launcher)
 
-    def may_take_head(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
-        """Whether HEAD of such a prefill may come after the layers, as far as the host knows."""
-        if not (self.open and self._head.can_wait) or any(prefix_lens):
-            return False
-        return sum(new_lens) >= MIN_TOKENS
+    def may_take_head(self, new_lens: Sequence[int]) -> bool:
+        """Whether HEAD of such a prefill may come after the layers, as far as the host knows.
+
+        If a request has a prefix, its row must keep it while the forward runs. That holds for a prompt's last chunk.
+        The row of an earlier one may be re-pointed to equal slots of the prefix cache before its result is there. Then
+        HEAD would not see what attention has read.
+        """
+        return self.open and self._head.can_wait and sum(new_lens) >= MIN_TOKENS
+
+    def apply_events(self) -> None:
+        """Right before HEAD, wherever that is."""
+        events, self.events = self.events, None
+        if events is not None:
+            events()
 
     def take_head(self, batch: ForwardBatch) -> KeptInputs | None:
         """Leave HEAD of `batch` for after the layers, if `may_take_head`. None: it must run now. Not for captures."""

@@ -101,6 +101,8 @@ class SingleForwardManager:
 
     def _launch_head(self, plan: ForwardPlan, mode: str, capturing: bool = False) -> ForwardPlan:
         """Or leave it for the branch. Returns the plan for what follows."""
+        if self._late.events is not None:
+            self._late.apply_events()
         if not capturing and Part.NUMBER in plan.parts(Side.HEAD):
             self._on_launch(mode)
         # Disarmed forwards run before a capture, and compile the kernels that it will hold.
@@ -199,6 +201,8 @@ class SingleForwardManager:
 
     def note_replay(self, mode: str) -> None:
         """A graph with this forward's launches is replayed."""
+        if self._late.events is not None:
+            self._late.apply_events()
         if self._is_numbered:
             self._on_launch(mode)
         self._phases.replayed()

@@ -51,9 +51,24 @@ def expected_tokens_of(
     noted = attempt_aside(_noted, requests, prefix_lens, lengths, has_tokens)
     read = partial(_lists_on_device, manager, noted, len(prefix_lens), has_tokens)
     may_wait = forward_batch.forward_mode._name_ == "EXTEND"
-    if may_wait and manager.late.may_take_head(prefix_lens, lengths):
+    if may_wait and manager.late.may_take_head(lengths) and _keep_prefixes(prefix_lens, noted):
         return read
     return read()
+
+
+def _keep_prefixes(prefix_lens: list[int], noted: list[_Request] | None) -> bool:
+    """Whether no row with a prefix may be re-pointed while the forward runs. That of a prompt's last chunk stays."""
+    if not any(prefix_lens):
+        return True
+    if noted is None:
+        return False
+    return all(_is_last_chunk(each) for each in noted if each.prefix)
+
+
+def _is_last_chunk(noted: _Request) -> bool:
+    request = noted.request
+    known = len(request.origin_input_ids) + len(request.output_ids)
+    return noted.prefix + noted.length >= known
 
 
 def _noted(
