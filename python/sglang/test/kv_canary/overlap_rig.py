@@ -37,7 +37,7 @@ class _Request:
     rid: str
     tokens: list[int] = field(default_factory=list)
     to_come: int = 0  # tokens of its prompt in later chunks
-    output_ids: tuple[int, ...] = ()  # all of it is prompt
+    output_ids: tuple[int, ...] | None = ()  # all of it is prompt
     on_read: Callable[[], None] = lambda: None
     extra_key: None = None
     cache_salt: None = None

@@ -21,7 +21,7 @@ from sglang_kv_canary.perturb.observer import _HeadDamage
 from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
-from sglang_kv_canary.single_forward_manager import Phase, head_can_wait
+from sglang_kv_canary.single_forward_manager import Phase, head_can_wait, late_work
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring import scheduler as hooks
@@ -101,6 +101,37 @@ def test_an_earlier_chunk_behind_a_prefix_has_it_before(scheduler: OverlapSchedu
     scheduler.process(scheduler.run(1, SHORT))
     scheduler.request(1).to_come = 1
     assert order_of(scheduler, 1, LONG) == EARLY
+
+
+def test_an_earlier_chunk_of_a_request_that_was_retracted_has_it_before(
+    scheduler: OverlapScheduler,
+) -> None:
+    """Its answer so far is computed again behind its prompt."""
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.request(1).output_ids = (7,)
+    assert order_of(scheduler, 1, LONG) == EARLY
+
+
+def test_decodes_that_run_as_a_prefill_have_it_before(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may have ended. Its row is given away then, while the prefix cache keeps its slots."""
+    monkeypatch.setattr(late_work, "MIN_TOKENS", 1)
+    scheduler.process(scheduler.run(1, SHORT))
+    assert order_of(scheduler, 1, 1) == EARLY
+    assert order_of(scheduler, 1, 2) == LATE
+
+
+def test_a_request_whose_length_cannot_be_read_has_it_before(scheduler: OverlapScheduler) -> None:
+    """The row is known to have a new owner all the same."""
+    scheduler.process(scheduler.run(1, LONG))
+    scheduler.requests.clear()  # another request gets the row, with a cached prefix
+    scheduler.rig.lengths[1] = SHORT
+    context.row_owners.forget(1)
+    scheduler.request(1).tokens, scheduler.request(1).output_ids = list(range(SHORT)), None
+    assert order_of(scheduler, 1, LONG) == EARLY
+    assert scheduler.rig.settle() == []
+    assert scheduler.rig.manager.errors.total == 1
 
 
 def test_the_first_chunk_of_several_has_it_after_the_layers(scheduler: OverlapScheduler) -> None:
@@ -442,6 +473,31 @@ def test_slots_and_row_that_are_given_back_meanwhile_are_the_next_ones(
     for _ in range(2):
         scheduler.process(scheduler.run(1, LONG))
         scheduler.process(scheduler.decode(1))
+    assert rig.settle() == []
+
+
+def test_what_is_found_of_a_request_that_is_preempted_meanwhile_is_moot(
+    scheduler: OverlapScheduler,
+) -> None:
+    """Behind a prefix HEAD reads the row, which another request has by then."""
+    rig = scheduler.rig
+    scheduler.process(scheduler.run(1, SHORT))
+    scheduler.process(scheduler.run(2, SHORT))
+
+    def preempt(_: Any) -> None:
+        rig.allocator.free(rig.rows.req_to_token[1, : SHORT + LONG].long())
+        rig.rows.req_to_token[1, :SHORT] = rig.rows.req_to_token[2, :SHORT].flip(0)
+        rig.rows.req_to_token[1, SHORT:] = 0
+        context.row_released(1)
+
+    rig.in_model = preempt
+    preempted = scheduler.run(1, LONG)
+    rig.in_model, rig.lengths[1] = (lambda batch: None), 0
+    scheduler.requests.pop(1)
+    scheduler.process(preempted)
+    for row in (1, 2):
+        scheduler.process(scheduler.run(row, LONG))
+        scheduler.process(scheduler.decode(row))
     assert rig.settle() == []
 
 

@@ -21,6 +21,7 @@ from ..slot_event import CallSite, SlotEvent, SlotEventKind, slots_of
 from .safe_text import safe_text
 
 MAX_EVENTS = 16384
+MOST_COPIES = 4  # under way that have an event of their own
 MAX_SHOWN = 6  # newest moments of a slot
 MAX_FUNCTIONS = 4  # of a call site, in a report
 MAX_REQUEST_ID = 1024  # characters of a request id in an event
@@ -104,10 +105,10 @@ class SlotHistory:
         self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
         self._written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
-        self._done = torch.cuda.Event() if self._cuda else None
-        self._copied: int | None = (
-            None  # slots by the copy under way that `_done` ends; None: there is none
-        )
+        # Copies under way: (event after it, slots by then). A prefill's copy is over when its layers are, so the next
+        # step's is queued meanwhile
+        self._copies: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._spare: list[torch.cuda.Event] = []  # to be recorded again
         self._index: _Index | None = None
         # Makes the ledger that keeps it tell the events that wait there
         self.catch_up: Callable[[], None] = lambda: None
@@ -152,21 +153,22 @@ class SlotHistory:
     def _note_copy(self, slots: torch.Tensor) -> None:
         if not self._cuda:
             self._arrived = self._written
-        elif self._has_arrived():
-            record(self._done, slots)
-            self._copied = self._written
+            return
+        self._take_arrived()
+        if len(self._copies) < MOST_COPIES:
+            done = self._spare.pop() if self._spare else torch.cuda.Event()
+            record(done, slots)
+            self._copies.append((done, self._written))
 
-    def _has_arrived(self) -> bool:
-        """Whether no copy that has an event is under way."""
-        if self._copied is not None:
-            if not self._done.query():
-                return False
-            self._copied, self._arrived = None, self._copied
-        return True
+    def _take_arrived(self) -> None:
+        """Take up the copies that are over. Never waits."""
+        while self._copies and self._copies[0][0].query():
+            done, self._arrived = self._copies.popleft()
+            self._spare.append(done)
 
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
         """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""
-        self._has_arrived()
+        self._take_arrived()
         index = self._current_index()
         kept, starts = index.events, index.starts
         if not kept:

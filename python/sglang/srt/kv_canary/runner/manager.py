@@ -536,7 +536,7 @@ class CanaryManager:
         """An exception passes through. HEAD may have assigned a number that TAIL did not confirm."""
         self.abandoned_ct += 1
         try:
-            self.late.content.forget()
+            self.late.forget()
             for single in self._single_forwards.values():
                 single.abandon()
             # The device assigns the number again. Waiting is fine here: an exception is not a hot path.
@@ -705,7 +705,7 @@ class CanaryManager:
         was_blind, self._blind, self.armed = self._blind, True, False
         self.checking = self._capturing
         self.ledger.forget()
-        self.late.content.forget()
+        self.late.forget()
         for single in self._single_forwards.values():
             single.abandon()
         if not was_blind:

@@ -5,7 +5,8 @@ the inputs that are made before the layers, and prefixes as they are after the l
 
 Slots and rows may be given back and handed out again while the forward runs, by the schedule stream. Records of such
 slots change on the forward stream only, with the next forward. So they change after this HEAD, as after its TAIL. A
-late HEAD reads no table of SGLang's, and only rows that stay: see `LateWork.may_take_head`.
+late HEAD reads no table of SGLang's. It reads rows with a prefix only where they keep it until the result is there. The
+exception is a request that is preempted and whose slots are freed: what HEAD finds of it is moot.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LateHead:
 
 
 def head_can_wait(launcher: Launcher) -> bool:
-    """Whether HEAD reads nothing but rows that the schedule stream changes while a forward runs."""
+    """Whether HEAD reads no table that the schedule stream changes while a forward runs, but rows."""
     return all(map(_can_wait, launcher.groups))
 
 

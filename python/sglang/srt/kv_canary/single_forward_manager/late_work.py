@@ -23,8 +23,8 @@ MIN_TOKENS = 512
 class LateWork:
     """Of one runner. While it is `open`, a step runs that will write what content is due.
 
-    `events`: applies what the allocators have done since the last forward, which must come before HEAD. None: it has
-    been applied.
+    `events`: applies what the allocators have done since the last forward, right before HEAD. None: nothing waits for
+    HEAD.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -34,16 +34,10 @@ class LateWork:
         self._head = LateHead(launcher)
 
     def may_take_head(self, new_lens: Sequence[int]) -> bool:
-        """Whether HEAD of such a prefill may come after the layers, as far as the host knows.
-
-        If a request has a prefix, its row must keep it while the forward runs. That holds for a prompt's last chunk.
-        The row of an earlier one may be re-pointed to equal slots of the prefix cache before its result is there. Then
-        HEAD would not see what attention has read.
-        """
+        """Whether HEAD of such a prefill may come after the layers, if all rows keep their prefixes until then."""
         return self.open and self._head.can_wait and sum(new_lens) >= MIN_TOKENS
 
     def apply_events(self) -> None:
-        """Right before HEAD, wherever that is."""
         events, self.events = self.events, None
         if events is not None:
             events()
@@ -60,3 +54,8 @@ class LateWork:
             return False
         self.content.due = plan
         return True
+
+    def forget(self) -> None:
+        """The forward has raised, or records are out of date. Events wait in their list for the next forward."""
+        self.content.forget()
+        self.events = None

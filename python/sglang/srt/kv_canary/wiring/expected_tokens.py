@@ -50,19 +50,20 @@ def expected_tokens_of(
     has_tokens = forward_batch.input_embeds is None  # otherwise placeholders
     noted = attempt_aside(_noted, requests, prefix_lens, lengths, has_tokens)
     read = partial(_lists_on_device, manager, noted, len(prefix_lens), has_tokens)
-    may_wait = forward_batch.forward_mode._name_ == "EXTEND"
-    if may_wait and manager.late.may_take_head(lengths) and _keep_prefixes(prefix_lens, noted):
-        return read
-    return read()
+    may_wait = forward_batch.forward_mode._name_ == "EXTEND" and manager.late.may_take_head(lengths)
+    if may_wait and any(prefix_lens):
+        may_wait = noted is not None and attempt_aside(_keep_prefixes, noted)
+    return read if may_wait else read()
 
 
-def _keep_prefixes(prefix_lens: list[int], noted: list[_Request] | None) -> bool:
-    """Whether no row with a prefix may be re-pointed while the forward runs. That of a prompt's last chunk stays."""
-    if not any(prefix_lens):
-        return True
-    if noted is None:
-        return False
-    return all(_is_last_chunk(each) for each in noted if each.prefix)
+def _keep_prefixes(noted: list[_Request]) -> bool:
+    """Whether rows with a prefix keep it until the result is there, as far as they belong to a living request.
+
+    The row of a chunk before the last one may be re-pointed to equal slots of the prefix cache. Then HEAD would not see
+    what attention has read. That of a decode, which SGLang may run as a prefill of one token, may be given away while
+    the prefix cache keeps the slots. Then HEAD would write a wrong chain.
+    """
+    return all(each.length > 1 and _is_last_chunk(each) for each in noted if each.prefix)
 
 
 def _is_last_chunk(noted: _Request) -> bool:
