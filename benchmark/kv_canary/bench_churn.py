@@ -45,7 +45,7 @@ import own_code
 import without_kernels
 from churn_schedule import Schedule, Waits, follow
 from paired_ratios import interval_of_few
-from turns import Turns
+from turns import Turns, take_core
 
 SAMPLE_S = 0.001
 SEED = 1  # of the prompts of all runs but those that warm up
@@ -170,6 +170,7 @@ def run_metered_scheduler(*args: Any, **kwargs: Any) -> None:
     def begin_schedule(self: Any, total: int, clients: int) -> None:
         # Of several ranks the first one decides when requests come. The others follow it.
         turns = Turns.of_environment() if self.tp_rank == 0 else None
+        take_core(self.tp_rank)
         self._canary_meter.schedule = follow(self, Schedule(total, clients, turns))
 
     _count_retractions()

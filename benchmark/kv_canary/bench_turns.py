@@ -70,7 +70,7 @@ class Server:
 
     @classmethod
     def start(cls, place: int, folder: Path, options: argparse.Namespace) -> Server:
-        environment = {**os.environ, turns.ENV: f"{folder}:{place}:{options.block}:{options.core}"}
+        environment = {**os.environ, turns.ENV: f"{folder}:{place}:{options.block}:{options.cores}"}
         if options.gpus_each:
             visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
             own = visible[place * options.gpus_each : (place + 1) * options.gpus_each]
@@ -236,7 +236,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         turns.make_folder(Path(folder))
-        options.core = turns.keep_a_core()
+        options.cores = turns.keep_cores(json.loads(options.engine).get("tp_size", 1))
         servers = [Server.start(place, Path(folder), options) for place in (0, 1)]
         for server in servers:
             server.answer()

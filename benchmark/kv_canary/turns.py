@@ -2,7 +2,7 @@
 
 Each server has a FIFO, into which the other one writes. A server that has had its steps waits for its GPU, hands over,
 and waits. Its clock, `now`, stands still in that time. Both schedulers have one core, on which nothing else runs: they
-never need it at once.
+never need it at once. With several ranks, those of equal number share one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ENV = "KV_CANARY_BENCH_TURNS"  # folder, place, steps of a turn and core, of this server
-FEWEST_CORES = 6  # with fewer, no core is kept for schedulers
-NO_CORE = -1
+# Of this server: folder, place, steps of a turn, and core of each rank, with commas between them
+ENV = "KV_CANARY_BENCH_TURNS"
+FEWEST_CORES = 4  # left for all else; with fewer, no core is kept for schedulers
 TIMEOUT_S = 240.0  # a start of the other server is over long before
 
 _READY, _TURN, _LEFT = b"r", b"t", b"l"
@@ -42,10 +42,8 @@ class Turns:
         """The same one each time. None: this server is alone."""
         if not (text := os.environ.get(ENV)):
             return None
-        folder, place, block, core = text.rsplit(":", 3)
+        folder, place, block, _ = text.rsplit(":", 3)
         turns = cls(Path(folder), int(place), int(block))
-        if int(core) != NO_CORE:
-            os.sched_setaffinity(0, {int(core)})  # of the scheduler's thread
         # For reading and writing: to open one end of a FIFO would wait for the other one.
         turns._mine = os.open(turns.folder / str(turns.place), os.O_RDWR)
         turns._other = os.open(turns.folder / str(1 - turns.place), os.O_RDWR)
@@ -99,20 +97,37 @@ def make_folder(folder: Path) -> None:
         os.mkfifo(folder / str(place))
 
 
-def keep_a_core() -> int:
-    """For schedulers. This process and those that it starts leave it alone, and what shares its caches."""
-    cores = os.sched_getaffinity(0)
-    if len(cores) < FEWEST_CORES:
-        return NO_CORE
-    core = max(cores)
+def keep_cores(ranks: int) -> str:
+    """For schedulers, one for each of `ranks`, as ENV has them. This process and those that it starts leave them alone,
+    and what shares their caches. "" with too few cores."""
+    free, kept = os.sched_getaffinity(0), []
+    for _ in range(ranks):
+        if not free:
+            return ""
+        kept.append(max(free))
+        free -= _sharing(kept[-1])
+    if len(free) < FEWEST_CORES:
+        return ""
+    os.sched_setaffinity(0, free)
+    return ",".join(map(str, kept))
+
+
+def take_core(rank: int) -> None:
+    """The calling thread is the scheduler's, of this rank. It runs on the core that is kept for it, if one is."""
+    cores = os.environ.get(ENV, "").rpartition(":")[2]
+    if cores:
+        os.sched_setaffinity(0, {int(cores.split(",")[rank])})
+
+
+def _sharing(core: int) -> set[int]:
+    """The logical cores that share the caches of `core`, itself among them."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
     text = siblings.read_text().strip() if siblings.exists() else str(core)
     shared = {core}
     for part in text.split(","):
         first, _, last = part.partition("-")
         shared |= set(range(int(first), int(last or first) + 1))
-    os.sched_setaffinity(0, cores - shared)
-    return core
+    return shared
 
 
 def _synchronize() -> None:

@@ -20,6 +20,7 @@ from sglang_kv_canary.cli.report import main
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
+from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
 
@@ -306,13 +307,14 @@ def test_events_that_are_in_no_file_are_counted(folder: Path, capsys) -> None:
 
 
 def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
-    """10,000 causes on each of two ranks, five findings each; then what is left out is said."""
+    """10,000 causes on each of two ranks, or fewer, five findings each; then what is left out is said."""
+    causes = volume(2_000, 10_000)
     folder = write_folder(tmp_path / "events", ranks=1)
     found = [json.loads(x) for x in (folder / "events.tp0.jsonl").read_text().splitlines()]
     violation = next(event for event in found if event["event"] == "violation")
     for rank in range(2):
         with (folder / f"events.tp{rank}.jsonl").open("w") as file:
-            for cause in range(1, 10_001):
+            for cause in range(1, causes + 1):
                 for i in range(5):
                     event = {
                         **violation,
@@ -325,9 +327,9 @@ def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
                     file.write(json.dumps(event) + "\n")
     page = _page(folder, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 3 << 20
-    assert "100000 findings" in page
-    assert "1000 of 9800 further causes" in page
-    assert "the first 1000 of 9973" in page
+    assert f"{10 * causes} findings" in page
+    assert f"1000 of {causes - 200} further causes" in page
+    assert f"the first 1000 of {min(causes, 9973)}" in page
 
 
 # The command

@@ -115,12 +115,13 @@ def wait_until(done):
 """
 
 
-FEW = PREPARE.replace("LARGE_ONES = True", "LARGE_ONES = False")
+if not FULL_VOLUME:
+    PREPARE = PREPARE.replace("LARGE_ONES = True", "LARGE_ONES = False")
 
 
-def run(program: str, tmp_path: Path, prepare: str = PREPARE) -> list[str]:
+def run(program: str, tmp_path: Path) -> list[str]:
     ended = FreshProcesses().run(
-        prepare + textwrap.dedent(program),
+        PREPARE + textwrap.dedent(program),
         env={"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)},
         for_imports={COMPILES_ENV: "1"},
     )
@@ -190,7 +191,7 @@ def test_what_nobody_predicted_is_compiled_by_the_server_too(tmp_path) -> None:
     server.stop()
     print("done")
     """
-    assert run(program, tmp_path, PREPARE if FULL_VOLUME else FEW) == ["done"]
+    assert run(program, tmp_path) == ["done"]
 
 
 FAULTS = [
@@ -220,7 +221,7 @@ def test_threads_compile_what_the_server_does_not(fault, why, tmp_path) -> None:
     triton_backend.finish_compiling()
     server.stop()
     """
-    lines = run(program, tmp_path, PREPARE if FULL_VOLUME else FEW)
+    lines = run(program, tmp_path)
     assert len(lines) == 1, lines
     assert why in lines[0]
     assert lines[0].startswith("WARNING kv-canary compiles its kernels in threads: "), lines
@@ -237,7 +238,7 @@ def test_a_server_that_is_gone_is_not_asked(tmp_path) -> None:
     triton_backend.finish_compiling()
     print("done")
     """
-    assert run(program, tmp_path, PREPARE if FULL_VOLUME else FEW) == ["done"]
+    assert run(program, tmp_path) == ["done"]
 
 
 def test_the_driver_says_what_gpu_it_compiles_for() -> None:

@@ -21,6 +21,7 @@ from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.volume import FULL_VOLUME
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
@@ -174,6 +175,9 @@ def test_a_load_back_is_timed_only_if_the_canary_did_what_it_should(
 
 
 @first_release
+@pytest.mark.skipif(
+    not FULL_VOLUME, reason="three fresh processes; set KV_CANARY_TEST_FULL_VOLUME=1"
+)
 def test_load_backs_of_one_server_are_timed_with_the_canary_in_and_out(tmp_path: Path) -> None:
     script = REPO / "benchmark" / "kv_canary" / "bench_load_back.py"
     command = [sys.executable, "-W", "ignore", str(script), "--rounds=1", "--requests=6"]

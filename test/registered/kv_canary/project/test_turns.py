@@ -53,7 +53,7 @@ def servers(
     turns.make_folder(tmp_path)
     both = []
     for place in (0, 1):
-        monkeypatch.setenv(turns.ENV, f"{tmp_path}:{place}:{BLOCK}:{turns.NO_CORE}")
+        monkeypatch.setenv(turns.ENV, f"{tmp_path}:{place}:{BLOCK}:")
         turns.Turns.of_environment.cache_clear()
         both.append(turns.Turns.of_environment())
     yield both
@@ -139,6 +139,37 @@ def test_a_server_that_is_alone_has_no_turns(
     monkeypatch.delenv(turns.ENV, raising=False)
     turns.Turns.of_environment.cache_clear()
     assert turns.Turns.of_environment() is None
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores; lifted where there are two"
+)
+def test_ranks_have_cores_that_nobody_else_has(
+    turns: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(turns, "FEWEST_CORES", 0)
+    monkeypatch.setattr(turns, "_sharing", lambda core: {core})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
+    kept = turns.keep_cores(2)
+    monkeypatch.undo()
+    assert kept == ",".join(map(str, sorted(before)[:-3:-1]))
+    monkeypatch.setenv(turns.ENV, f"/tmp/folder:1:20:{kept}")
+    with ThreadPoolExecutor(1) as pool:  # as the scheduler's thread
+        for rank, core in enumerate(kept.split(",")):
+            pool.submit(turns.take_core, rank).result()
+            assert pool.submit(os.sched_getaffinity, 0).result() == {int(core)}
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(1, 4), (3, 6), (5, 5)])
+def test_with_too_few_cores_none_is_kept(
+    ranks: int, cores: int, turns: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(turns, "_sharing", lambda core: {core})
+    assert turns.keep_cores(ranks) == ""
+    monkeypatch.setenv(turns.ENV, "/tmp/folder:1:20:")
+    turns.take_core(0)
 
 
 # Schedules
