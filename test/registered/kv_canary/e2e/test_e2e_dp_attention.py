@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=120, suite="stage-a-test-cpu")
@@ -65,6 +66,7 @@ class TestDPAttention(CanaryE2EBase):
         assert sorted((e["dp_rank"], e["rank"]) for e in active) == [(0, 0), (1, 1)]
         assert len(self.serving.get("/server_info")["kv_canary_active"]) == 2
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("requests", [2, 5], ids=["even", "padded"])
     @pytest.mark.parametrize("rank", RANKS)
     def test_damaged_bytes_are_found_on_their_rank(self, rank: int, requests: int) -> None:
@@ -76,6 +78,7 @@ class TestDPAttention(CanaryE2EBase):
         assert {(e["rank"], e["dp_rank"]) for e in self.violations()} == {(rank, rank)}
         self.assert_all_explained(done)
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("rank", RANKS)
     def test_other_requests_slot(self, rank: int) -> None:
         injection = self.inject("other_requests_slot", rank, **DECODE)
@@ -86,6 +89,7 @@ class TestDPAttention(CanaryE2EBase):
         assert {e["rank"] for e in self.violations()} == {rank}
         self.assert_all_explained(done)
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("rank", RANKS)
     def test_live_slot_freed(self, rank: int) -> None:
         injection = self.inject("free_live_slot", rank, **DECODE)

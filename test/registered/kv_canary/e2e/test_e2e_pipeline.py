@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
 from sglang_kv_canary_rigs.cpu_cores import bind_each_rank
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=110, suite="stage-a-test-cpu")
@@ -31,6 +32,7 @@ ALL_TAGS = {"HEAD_K_FULL", "HEAD_V_FULL", "TAIL_K_FULL", "TAIL_V_FULL"}
 BIND = bind_each_rank(2)
 
 
+@long_on_newer_releases
 class TestPipelineAsyncDepthClean(CanaryE2EBase):
     """One more micro-batch in flight than there are stages; running requests are retracted."""
 

@@ -30,6 +30,7 @@ from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.swa_divergence_asserts import SwaDivergenceMixin
 from sglang_kv_canary_rigs.volume import volume
 
@@ -268,6 +269,7 @@ class TestSWASweep(CanaryE2EBase):
         )
 
 
+@long_on_newer_releases
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the tests above run Triton attention on a GPU"
 )

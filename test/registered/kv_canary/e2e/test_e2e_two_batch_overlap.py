@@ -13,6 +13,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import TrafficShape, random_tokens
+from sglang_kv_canary_rigs.on_releases import long_on_newer_releases
 from sglang_kv_canary_rigs.overlap_serving import OVERLAPS, Overlapping, split_batches
 from sglang_kv_canary_rigs.volume import volume
 
@@ -45,6 +46,7 @@ class TestTwoBatchOverlap(Overlapping, CanaryE2EBase):
         split = split_batches(self.serving.stderr)
         assert min(split[of] for of in ("EXTEND", "DECODE", "two chunks")) > 0
 
+    @long_on_newer_releases
     @pytest.mark.parametrize("half", [0, 1])
     @pytest.mark.parametrize("rank", RANKS)
     def test_damaged_bytes_are_found_on_their_rank(self, rank: int, half: int) -> None:

@@ -223,6 +223,7 @@ def test_the_hooks_of_a_step_are_timed_one_by_one_and_find_nothing(
     assert rows["free"][4] < rows["run_batch"][4] == 1
 
 
+@pytest.mark.skipif(not FULL_VOLUME, reason="a fresh process; set KV_CANARY_TEST_FULL_VOLUME=1")
 def test_launches_without_kernels_are_prepared(tmp_path: Path) -> None:
     """In a process of its own: the kernels are defined for a GPU there."""
     script = REPO / "benchmark" / "kv_canary" / "bench_host_step.py"
