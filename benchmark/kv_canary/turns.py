@@ -2,7 +2,7 @@
 
 Each server has a FIFO, into which the other one writes. A server that has had its steps waits for its GPU, hands over,
 and waits. Its clock, `now`, stands still in that time. Both schedulers have one core, on which nothing else runs: they
-never need it at once. With several ranks, those of equal number share one.
+never need it at once. With several ranks, those of equal number share one, and hardly ever need it at once.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def make_folder(folder: Path) -> None:
 
 
 def keep_cores(ranks: int) -> str:
-    """For schedulers, one for each of `ranks`, as ENV has them. This process and those that it starts leave them alone,
-    and what shares their caches. "" with too few cores."""
+    """For schedulers, one for each of `ranks`, as ENV has them. "" with too few cores.
+
+    This process and those that it starts leave them alone, and what shares their caches.
+    """
     free, kept = os.sched_getaffinity(0), []
     for _ in range(ranks):
         if not free:

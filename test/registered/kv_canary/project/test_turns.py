@@ -150,10 +150,12 @@ def test_ranks_have_cores_that_nobody_else_has(
     before = os.sched_getaffinity(0)
     monkeypatch.setattr(turns, "FEWEST_CORES", 0)
     monkeypatch.setattr(turns, "_sharing", lambda core: {core})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
+    left: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: left.append(cores))
     kept = turns.keep_cores(2)
     monkeypatch.undo()
     assert kept == ",".join(map(str, sorted(before)[:-3:-1]))
+    assert left == [before - set(map(int, kept.split(",")))]
     monkeypatch.setenv(turns.ENV, f"/tmp/folder:1:20:{kept}")
     with ThreadPoolExecutor(1) as pool:  # as the scheduler's thread
         for rank, core in enumerate(kept.split(",")):
@@ -161,7 +163,16 @@ def test_ranks_have_cores_that_nobody_else_has(
             assert pool.submit(os.sched_getaffinity, 0).result() == {int(core)}
 
 
-@pytest.mark.parametrize(("ranks", "cores"), [(1, 4), (3, 6), (5, 5)])
+def test_with_just_enough_cores_they_are_kept(
+    turns: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
+    monkeypatch.setattr(turns, "_sharing", lambda core: {core})
+    assert turns.keep_cores(1) == "4"
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(1, 4), (3, 6), (5, 5), (6, 5)])
 def test_with_too_few_cores_none_is_kept(
     ranks: int, cores: int, turns: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

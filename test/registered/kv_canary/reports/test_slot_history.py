@@ -148,8 +148,10 @@ def test_each_copy_is_known_once_it_is_over_also_if_the_next_one_is_queued(
         assert told(history.of(PoolKind.FULL, step - 1)) == [(FREE, step - 1)][: step - 1]
     for step in range(20, 40):  # the device stands still
         history.keep([event(FREE, step, [step])])
+    assert len(history._copies) == slot_history.MOST_COPIES
     DeviceEvent.reached = DeviceEvent.recorded
     assert told(history.of(PoolKind.FULL, 22)) == [(FREE, 22)]
+    assert told(history.of(PoolKind.FULL, 39)) == []
     history.keep([event(FREE, 40, [40])])
     DeviceEvent.reached = DeviceEvent.recorded
     assert told(history.of(PoolKind.FULL, 39)) == [(FREE, 39)]

@@ -22,7 +22,7 @@ from sglang_kv_canary.perturb.scene import Outcome
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens
 from sglang_kv_canary.plan.kept_inputs import InputMemory, words_of_inputs
 from sglang_kv_canary.single_forward_manager import Phase, head_can_wait, late_work
-from sglang_kv_canary.slot_event import SlotEventKind
+from sglang_kv_canary.slot_event import RecordMove, SlotEventKind
 from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring import scheduler as hooks
 from sglang_kv_canary.wiring.context import context
@@ -153,6 +153,7 @@ def test_requests_that_do_not_match_the_batch_have_it_before(
 
     monkeypatch.setattr(hooks, "_begin_step", begin)
     assert order_of(scheduler, 1, LONG) == ["head", "model"]
+    assert scheduler.rig.manager.errors.total == 0
 
 
 def test_where_no_work_may_wait_it_comes_before(
@@ -201,13 +202,12 @@ def applied_in(scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch) -> 
     return order
 
 
-def free_a_request(scheduler: OverlapScheduler, row: int, record: bool = True) -> torch.Tensor:
+def free_a_request(scheduler: OverlapScheduler, row: int) -> torch.Tensor:
     """Its slots and its row are given back. Returns the slots."""
     rig = scheduler.rig
     slots = scheduler.slots_of(row)
     rig.allocator.free(slots)
-    if record:
-        note(rig, SlotEventKind.FREE, slots)
+    note(rig, SlotEventKind.FREE, slots)
     context.row_released(row)
     rig.lengths[row] = 0
     scheduler.requests.pop(row)
@@ -276,6 +276,31 @@ def test_records_that_are_loaded_come_before_the_layers(
     free_a_request(scheduler, 1)
     scheduler.process(scheduler.run(2, LONG))  # what has landed is exposed before its layers
     assert order == ["events", "model", "events", "model"]
+    assert scheduler.rig.settle() == []
+
+
+def test_pages_that_have_moved_are_known_before_the_layers(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    moved = torch.tensor([int(scheduler.slots_of(1)[-1])], device=DEVICE)
+    order = applied_in(scheduler, monkeypatch)
+    scheduler.rig.manager.ledger.record_move(RecordMove(PoolKind.FULL, moved, moved))
+    scheduler.process(scheduler.run(2, LONG))
+    assert order == ["events", "model"]
+    assert scheduler.rig.settle() == []
+
+
+def test_events_come_before_the_layers_if_the_inputs_do_not_fit(
+    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = scheduler.rig.manager.state.inputs
+    memory.words = memory.words[: words_of_inputs(LONG)]
+    scheduler.process(scheduler.run(1, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    free_a_request(scheduler, 1)
+    scheduler.process(scheduler.run(2, LONG + 1))
+    assert order == ["events", "model"]
     assert scheduler.rig.settle() == []
 
 
@@ -485,7 +510,9 @@ def test_what_is_found_of_a_request_that_is_preempted_meanwhile_is_moot(
     scheduler.process(scheduler.run(2, SHORT))
 
     def preempt(_: Any) -> None:
-        rig.allocator.free(rig.rows.req_to_token[1, : SHORT + LONG].long())
+        new = rig.rows.req_to_token[1, SHORT : SHORT + LONG].long()
+        rig.allocator.free(new)  # the prefix cache keeps the rest
+        note(rig, SlotEventKind.FREE, new)
         rig.rows.req_to_token[1, :SHORT] = rig.rows.req_to_token[2, :SHORT].flip(0)
         rig.rows.req_to_token[1, SHORT:] = 0
         context.row_released(1)
@@ -495,6 +522,8 @@ def test_what_is_found_of_a_request_that_is_preempted_meanwhile_is_moot(
     rig.in_model, rig.lengths[1] = (lambda batch: None), 0
     scheduler.requests.pop(1)
     scheduler.process(preempted)
+    assert rig.settle() == []
+    assert rig.manager.violations.moot > 0  # HEAD was late, and has seen the other request's slots
     for row in (1, 2):
         scheduler.process(scheduler.run(row, LONG))
         scheduler.process(scheduler.decode(row))

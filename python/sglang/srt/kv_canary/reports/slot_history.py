@@ -161,7 +161,7 @@ class SlotHistory:
             self._copies.append((done, self._written))
 
     def _take_arrived(self) -> None:
-        """Take up the copies that are over. Never waits."""
+        """Take up the copies that are over, which are all on the forward stream. Never waits."""
         while self._copies and self._copies[0][0].query():
             done, self._arrived = self._copies.popleft()
             self._spare.append(done)

@@ -5,8 +5,9 @@ the inputs that are made before the layers, and prefixes as they are after the l
 
 Slots and rows may be given back and handed out again while the forward runs, by the schedule stream. Records of such
 slots change on the forward stream only, with the next forward. So they change after this HEAD, as after its TAIL. A
-late HEAD reads no table of SGLang's. It reads rows with a prefix only where they keep it until the result is there. The
-exception is a request that is preempted and whose slots are freed: what HEAD finds of it is moot.
+late HEAD reads no table of SGLang's. It reads rows with a prefix only where they keep it until the result is there. A
+request that is preempted gives its row back, so findings of it are moot, and its new slots are freed. What is wrong in
+a row only until the layers have run is not seen.
 """
 
 from __future__ import annotations

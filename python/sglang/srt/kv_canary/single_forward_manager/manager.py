@@ -101,7 +101,7 @@ class SingleForwardManager:
 
     def _launch_head(self, plan: ForwardPlan, mode: str, capturing: bool = False) -> ForwardPlan:
         """Or leave it for the branch. Returns the plan for what follows."""
-        if self._late.events is not None:
+        if self._late.events is not None and not capturing:  # a graph would apply them each time
             self._late.apply_events()
         if not capturing and Part.NUMBER in plan.parts(Side.HEAD):
             self._on_launch(mode)

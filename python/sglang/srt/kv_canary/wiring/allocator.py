@@ -101,7 +101,10 @@ def _kept(slots: torch.Tensor) -> torch.Tensor:
 
 
 def noting_allocations(inside: str = "") -> Callable[..., None]:
-    """A hook after methods of allocators that hand out slots. `inside`: see `call_of`."""
+    """A hook after methods of allocators that hand out slots. `inside`: see `call_of`.
+
+    What they hand out is kept as it is: a tensor of its own, which SGLang reads and never writes.
+    """
 
     @guarded
     def after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
