@@ -279,40 +279,35 @@ def test_records_that_are_loaded_come_before_the_layers(
     assert scheduler.rig.settle() == []
 
 
-def test_pages_that_have_moved_are_known_before_the_layers(
-    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler.process(scheduler.run(1, SHORT))
+def pages_have_moved(scheduler: OverlapScheduler) -> None:
     moved = torch.tensor([int(scheduler.slots_of(1)[-1])], device=DEVICE)
-    order = applied_in(scheduler, monkeypatch)
     scheduler.rig.manager.ledger.record_move(RecordMove(PoolKind.FULL, moved, moved))
-    scheduler.process(scheduler.run(2, LONG))
-    assert order == ["events", "model"]
-    assert scheduler.rig.settle() == []
 
 
-def test_events_come_before_the_layers_if_the_inputs_do_not_fit(
-    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def inputs_do_not_fit(scheduler: OverlapScheduler) -> None:
     memory = scheduler.rig.manager.state.inputs
-    memory.words = memory.words[: words_of_inputs(LONG)]
-    scheduler.process(scheduler.run(1, SHORT))
-    order = applied_in(scheduler, monkeypatch)
+    memory.words = memory.words[: words_of_inputs(LONG - 1)]
     free_a_request(scheduler, 1)
-    scheduler.process(scheduler.run(2, LONG + 1))
-    assert order == ["events", "model"]
-    assert scheduler.rig.settle() == []
 
 
-def test_new_weights_are_told_after_what_was_freed_under_the_old_ones(
-    scheduler: OverlapScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler.process(scheduler.run(1, SHORT))
-    order = applied_in(scheduler, monkeypatch)
+def weights_are_new(scheduler: OverlapScheduler) -> None:
+    """They are told after what was freed under the old ones."""
     scheduler.rig.manager._has_new_weights = True
     free_a_request(scheduler, 1)
+
+
+@pytest.mark.parametrize("reason", [pages_have_moved, inputs_do_not_fit, weights_are_new])
+def test_events_come_before_the_layers_where_there_is_a_reason(
+    reason: Callable[[OverlapScheduler], None],
+    scheduler: OverlapScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler.process(scheduler.run(1, SHORT))
+    order = applied_in(scheduler, monkeypatch)
+    reason(scheduler)
     scheduler.process(scheduler.run(2, LONG))
     assert order == ["events", "model"]
+    assert scheduler.rig.settle() == []
 
 
 def test_a_graph_that_is_replayed_instead_comes_after_the_events(

@@ -38,9 +38,9 @@ class LateWork:
         return self.open and self._head.can_wait and sum(new_lens) >= MIN_TOKENS
 
     def apply_events(self) -> None:
+        """Those that wait. Only while `events` is not None."""
         events, self.events = self.events, None
-        if events is not None:
-            events()
+        events()
 
     def take_head(self, batch: ForwardBatch) -> KeptInputs | None:
         """Leave HEAD of `batch` for after the layers, if `may_take_head`. None: it must run now. Not for captures."""
