@@ -6,12 +6,13 @@ for that whether there is CUDA at all. Those are fifteen functions of Python, ab
 
 from __future__ import annotations
 
+from collections import deque
 from types import TracebackType
 from typing import Any
 
 import torch
 
-__all__ = ["OnStream", "current_stream", "keep_until_read", "record"]
+__all__ = ["EventQueue", "OnStream", "current_stream", "keep_until_read", "record"]
 
 # Streams are few: torch hands out 32 of each priority, again and again.
 MOST_KEPT = 256
@@ -46,6 +47,29 @@ def keep_until_read(*tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(current_stream(tensor.get_device()))
+
+
+class EventQueue:
+    """Values in order, each until the stream that is current at its `add` has run what is queued then. Never waits."""
+
+    def __init__(self) -> None:
+        # For others to read, oldest first
+        self.waiting: deque[tuple[torch.cuda.Event, Any]] = deque()
+        self._spare: list[torch.cuda.Event] = []  # to be recorded again: making one takes longer
+
+    def add(self, value: Any, tensor: torch.Tensor) -> None:
+        """`tensor`: any of the stream's device."""
+        done = self._spare.pop() if self._spare else torch.cuda.Event()
+        record(done, tensor)
+        self.waiting.append((done, value))
+
+    def take_done(self) -> Any | None:
+        """Let go of the values whose time is over. Returns the last of them, None without one."""
+        value = None
+        while self.waiting and self.waiting[0][0].query():
+            done, value = self.waiting.popleft()
+            self._spare.append(done)
+        return value
 
 
 class OnStream:

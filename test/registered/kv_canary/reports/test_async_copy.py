@@ -107,17 +107,17 @@ def test_events_of_borrowed_tensors_are_recorded_again(device: Device) -> None:
     assert device.calls.count("new event") == 2
     _end(borrowed, 0)
     borrowed.keep(tensors[2])
-    borrowed.give_back()
-    assert [kept for _, kept in borrowed.kept] == tensors[1:3]
+    borrowed.take_done()
+    assert [kept for _, kept in borrowed.waiting] == tensors[1:3]
     assert device.calls.count("new event") == 2
     borrowed.keep(tensors[3])
     assert device.calls.count("new event") == 3  # the others are under way
 
 
 def _end(borrowed: BorrowedTensors, index: int) -> None:
-    event: Any = borrowed.kept[index][0]
+    event: Any = borrowed.waiting[index][0]
     event.is_over = True
-    borrowed.give_back()
+    borrowed.take_done()
 
 
 if __name__ == "__main__":

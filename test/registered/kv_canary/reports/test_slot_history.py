@@ -16,6 +16,7 @@ import torch
 import sglang_kv_canary
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary import cuda_streams
 from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.reports import slot_history, violation_reporter
@@ -139,7 +140,7 @@ def test_each_copy_is_known_once_it_is_over_also_if_the_next_one_is_queued(
     history = SlotHistory(64, "cpu", SITES)
     history._cuda = True
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
-    monkeypatch.setattr(slot_history, "record", lambda event, _: event.record())
+    monkeypatch.setattr(cuda_streams, "record", lambda event, _: event.record())
     DeviceEvent.reached = DeviceEvent.recorded = 0
     for step in range(1, 20):
         history.keep([event(FREE, step, [step])])
@@ -148,7 +149,7 @@ def test_each_copy_is_known_once_it_is_over_also_if_the_next_one_is_queued(
         assert told(history.of(PoolKind.FULL, step - 1)) == [(FREE, step - 1)][: step - 1]
     for step in range(20, 40):  # the device stands still
         history.keep([event(FREE, step, [step])])
-    assert len(history._copies) == slot_history.MOST_COPIES
+    assert len(history._copies.waiting) == slot_history.MOST_COPIES
     DeviceEvent.reached = DeviceEvent.recorded
     assert told(history.of(PoolKind.FULL, 22)) == [(FREE, 22)]
     assert told(history.of(PoolKind.FULL, 39)) == []

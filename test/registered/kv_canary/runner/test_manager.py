@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary import record
+from sglang_kv_canary import cuda_streams, record
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
@@ -27,7 +27,6 @@ from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.slot_history import SlotHistory
-from sglang_kv_canary.runner import borrowed_tensors
 from sglang_kv_canary.runner.slot_ledger import SlotLedger
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.single_forward_manager import Phase
@@ -556,7 +555,7 @@ class _StreamEvent:
 @pytest.mark.parametrize("count", [1, 3])
 def test_slots_of_events_stay_allocated_until_they_are_read(count: int, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _StreamEvent)
-    monkeypatch.setattr(borrowed_tensors, "record", lambda *_: None)
+    monkeypatch.setattr(cuda_streams, "record", lambda *_: None)
     monkeypatch.setattr(_StreamEvent, "has_run", False)
     groups = (SimpleNamespace(allocator_kind=PoolKind.FULL),)
     ledger = SlotLedger(SimpleNamespace(apply_slot_runs=lambda *_: None), groups, None)

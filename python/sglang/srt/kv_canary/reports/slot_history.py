@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..buffer_group import PoolKind
-from ..cuda_streams import record
+from ..cuda_streams import EventQueue
 from ..slot_event import CallSite, SlotEvent, SlotEventKind, slots_of
 from .safe_text import safe_text
 
@@ -105,10 +105,8 @@ class SlotHistory:
         self._kept: deque[_Kept] = deque(maxlen=MAX_EVENTS)
         self._written = 0  # slots so far; the ring has the newest ones
         self._arrived = 0  # of them, slots whose copy is known to be complete
-        # Copies under way: (event after it, slots by then). A prefill's copy is over when its layers are, so the next
-        # step's is queued meanwhile
-        self._copies: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._spare: list[torch.cuda.Event] = []  # to be recorded again
+        # Copies under way: slots by then. A prefill's copy ends with its layers, after the next step has queued its own
+        self._copies = EventQueue()
         self._index: _Index | None = None
         # Makes the ledger that keeps it tell the events that wait there
         self.catch_up: Callable[[], None] = lambda: None
@@ -155,16 +153,14 @@ class SlotHistory:
             self._arrived = self._written
             return
         self._take_arrived()
-        if len(self._copies) < MOST_COPIES:
-            done = self._spare.pop() if self._spare else torch.cuda.Event()
-            record(done, slots)
-            self._copies.append((done, self._written))
+        if len(self._copies.waiting) < MOST_COPIES:
+            self._copies.add(self._written, slots)
 
     def _take_arrived(self) -> None:
         """Take up the copies that are over, which are all on the forward stream. Never waits."""
-        while self._copies and self._copies[0][0].query():
-            done, self._arrived = self._copies.popleft()
-            self._spare.append(done)
+        arrived = self._copies.take_done()
+        if arrived is not None:
+            self._arrived = arrived
 
     def of(self, kind: PoolKind, slot: int) -> tuple[SlotMoment, ...]:
         """The newest MAX_SHOWN events of a slot of the allocator of `kind`, oldest first. Never waits."""

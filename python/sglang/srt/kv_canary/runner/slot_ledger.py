@@ -120,7 +120,7 @@ class SlotLedger:
     @property
     def may_apply(self) -> bool:
         """Whether `apply` has anything to do. Allocations alone wait, so in many steps it has nothing."""
-        must = self._must_apply or self._landed or self._borrowed.kept
+        must = self._must_apply or self._landed or self._borrowed.waiting
         return bool(must) or len(self._events) >= MAX_WAITING_ALLOCS
 
     @property
@@ -151,7 +151,7 @@ class SlotLedger:
 
     def apply(self, at_once: bool = False) -> int:
         """Apply due events on the current stream, or `at_once` all of them. Returns the number of launches."""
-        self._borrowed.give_back()
+        self._borrowed.take_done()
         if not self.due and not (at_once and self._events and self.complete):
             return 0
         if self._told:
