@@ -14,7 +14,8 @@ All runs have the same prompts. So each block of 20 steps has as many lengths as
 without it. On machines whose CPU is now fast and now slow, whole runs differ by tens of per cent. The fastest lengths
 of each block differ less: their sums are compared as well, and again with each pair left out. (Single steps do not
 serve for this: a result that comes late in one comes early in the next.)
-Each line has mean steps by kind, and by what was launched in them: from result to result, and the wait for the GPU.
+Each line has mean steps by kind, and by what was launched in them: from result to result, the wait for the GPU, and
+page faults of the scheduler's thread.
 The host's share is the time in the canary's own code in the
 scheduler's thread, per step. With `--profile`, one more run samples that thread's stack every millisecond, and says
 where this time goes.

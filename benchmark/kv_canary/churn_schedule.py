@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class _Step:
 
     at: float  # seconds
     waited: float  # seconds, see `Waits`
+    faults: int  # page faults of this thread since its start
     extends: bool
     names: list[str]  # of the requests that got a token
     chunks: list[str]  # of those of which a part was computed
@@ -109,7 +111,14 @@ class Schedule:
         names = [req.rid for req in gets]
         extends = batch.forward_mode.is_extend()
         step = _Step(
-            self._now(), Waits.seconds, extends, names, chunks, len(self._begun), self._ended
+            self._now(),
+            Waits.seconds,
+            resource.getrusage(resource.RUSAGE_THREAD).ru_minflt,
+            extends,
+            names,
+            chunks,
+            len(self._begun),
+            self._ended,
         )
         self._steps.append(step)
         if self.turns is not None:
@@ -136,6 +145,7 @@ class Schedule:
         kept = self._steps[first : last + 1]
         lengths = [round(b.at - a.at, 6) for a, b in itertools.pairwise(kept)]
         waits = [round(b.waited - a.waited, 6) for a, b in itertools.pairwise(kept)]
+        faults = [b.faults - a.faults for a, b in itertools.pairwise(kept)]
         ttft, itl = self._latencies(first, last)
         return {
             "seconds": round(took, 5),
@@ -149,7 +159,7 @@ class Schedule:
             "step_lengths": lengths,
             "step_waits": waits,
             "step_extends": [step.extends for step in steps],
-            **_means_by_kind(steps, lengths, waits),
+            **_means_by_kind(steps, lengths, waits, faults),
         }
 
     def _latencies(self, first: int, last: int) -> tuple[list[float], list[float]]:
@@ -172,9 +182,9 @@ class Schedule:
 
 
 def _means_by_kind(
-    steps: list[_Step], lengths: list[float], waits: list[float]
+    steps: list[_Step], lengths: list[float], waits: list[float], faults: list[int]
 ) -> dict[str, dict[str, float]]:
-    """By kind of a step, and of the next one, which is launched in it: us from result to result, and us waited."""
+    """By kind of a step, and of the next one, which is launched in it: us from result to result, us waited, faults."""
     kinds: dict[str, list[int]] = {}
     for i, (step, launched) in enumerate(itertools.pairwise(steps)):
         names = ["prefill" if each.extends else "decode" for each in (step, launched)]
@@ -184,6 +194,7 @@ def _means_by_kind(
             "steps": len(of_kind),
             "us": round(1e6 * statistics.mean(lengths[i] for i in of_kind)),
             "waited_us": round(1e6 * statistics.mean(waits[i] for i in of_kind)),
+            "faults": round(statistics.mean(faults[i] for i in of_kind), 1),
         }
         for kind, of_kind in kinds.items()
     }

@@ -30,7 +30,7 @@ import psutil
 from ..config import is_asked_for
 from ..environ import ENV_PREFIX
 from ..errors import CanaryConfigError, CanaryStartupError, startup_error
-from ..host_code import HOST
+from ..host_code import HOST, with_room_for_frames
 from .context import context
 from .hook_spec import HookSpec, HookType
 from .releases import release
@@ -221,7 +221,7 @@ def run_guarded_scheduler_process(
     try:
         _load_and_verify()
         call.arguments["pipe_writer"] = _GuardedPipe(pipe, launch.folder, rank)
-        run(*call.args, **call.kwargs)
+        with_room_for_frames(run, *call.args, **call.kwargs)
     except (CanaryStartupError, _SchedulerRefusal) as error:
         logger.error("%s: %s", rank, error)
         _Report(rank, refusal=str(error)).write(launch.folder)

@@ -1,0 +1,31 @@
+"""Room for the frames of a thread, so that a call among them never asks the system for memory.
+
+CPython 3.11 and newer keep frames in chunks of 16 KiB. A call that no longer fits gets a chunk from the system, and
+gives it back when it returns. A loop that calls across such a boundary pays two system calls and a page fault each
+time (https://github.com/python/cpython/issues/142183). Hooks are frames below SGLang's loop over layers. They move it
+to other places in the chunks, and may move it onto a boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["ROOM_BYTES", "with_room_for_frames"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A chunk is twice as large until its first frame fits (`push_chunk` of CPython's pystate.c). A frame of a little more
+# than half of 256 KiB gets one of that size, and leaves the rest to what it calls.
+_CHUNK_BYTES = 256 * 1024
+_SLOTS = _CHUNK_BYTES // 2 // 8 + 64  # of 8 bytes each; none of them is touched
+ROOM_BYTES = _CHUNK_BYTES // 2 - 4096  # at least
+
+
+def with_room_for_frames(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """`call(...)`, with `ROOM_BYTES` for the frames below it in one chunk."""
+    return call(*args, **kwargs)
+
+
+with_room_for_frames.__code__ = with_room_for_frames.__code__.replace(co_stacksize=_SLOTS)
