@@ -330,7 +330,7 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pages: list[int] = []
 
     def note(allocator, kind, slots, *_) -> None:
-        if kind is SlotEventKind.FREE and id(allocator) in context.allocator_kinds:
+        if kind is SlotEventKind.FREE and allocator in context.allocator_kinds:
             pages.extend(sorted({int(slot) // allocator.page_size for slot in slots}))
 
     monkeypatch.setattr(type(context), "slot_event", staticmethod(note))

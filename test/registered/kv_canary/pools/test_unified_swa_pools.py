@@ -522,7 +522,7 @@ def test_what_is_handed_out_is_seen_in_both_parts(page_size, lazy, monkeypatch) 
 
     def note(part, kind, slots, *_) -> None:
         assert kind is SlotEventKind.ALLOC
-        seen[context.allocator_kinds[id(part)]].update(slots.tolist())
+        seen[context.allocator_kinds[part]].update(slots.tolist())
 
     allocator = make_unified_swa_pool(page_size, lazy=lazy).allocator
     watch_allocator(allocator)

@@ -237,6 +237,20 @@ def test_a_call_is_told_by_the_code_of_four_frames(code: ModuleType) -> None:
 
 
 @BOTH
+def test_a_caller_is_told_by_its_level(code: ModuleType) -> None:
+    here = sys._getframe()
+    assert code.caller(0) == (here, here.f_code)
+    assert _middle(lambda: code.caller(3), None) == (here, here.f_code)
+    assert _middle(lambda: code.caller(2), None)[1] is _middle.__code__
+    depth = len(inspect.stack(context=0))
+    assert code.caller(depth - 1)[0].f_back is None
+    assert code.caller(depth) is None
+    assert code.caller(10**9) is None
+    with pytest.raises(TypeError):
+        code.caller("2")
+
+
+@BOTH
 def test_a_call_with_fewer_frames_is_not_told(code: ModuleType) -> None:
     frames = [sys._getframe()]
     while frames[-1].f_back is not None:
@@ -677,6 +691,7 @@ def test_c_refuses_arguments_of_other_types() -> None:
         lambda: C.chain_of_tokens(3, 0, 0, -1),
         lambda: C.pack_lists((), 0, 0),
         lambda: C.pack_lists([3], *_memory()),
+        lambda: C.caller(None),
         lambda: C.call_from(3, 5, {}, None),
         lambda: C.call_from(None, 5, {}),
         lambda: C.call_from(None, 5, [], None),
@@ -1034,6 +1049,8 @@ def _calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "launch is not known", lambda: C.launch(shape[:5], known, 10**9, 4, unknown)
     request, bad_stack = SimpleNamespace(rid="one"), (10**9, 9, ())
     code = _middle.__code__  # held by the frames that are looked at
+    yield "caller", lambda: C.caller(2)
+    yield "no caller", lambda: C.caller(10**9)
     yield "call", lambda: (code, _call_from(C, (10**9, 1, ()), request))
     yield "call fails", lambda: _call_from(C, bad_stack, request)
     yield "call without an id", lambda: _call_from(C, (10**9, 1, ()), tokens)

@@ -571,7 +571,7 @@ def _batch_of(row: int = 1) -> Any:
 def test_each_hook_that_runs_while_serving_is_guarded(in_context: Any, caplog: Any) -> None:
     """BEFORE and AFTER hooks are called with nothing that they expect: in mode log none of them raises."""
     rig = in_context(ManagerRig())
-    context.allocator_kinds[id(None)] = PoolKind.FULL
+    context.allocator_kinds[None] = PoolKind.FULL
     started = ("startup_check", "last_words", "memory")  # main process and start-up
     at_start = {"_install", "_after_pools_exist", "_attach_radix_cache", "_mark_init_finished"}
     at_start |= {"_after_tree", "_refuse_tree"}  # of HiCache

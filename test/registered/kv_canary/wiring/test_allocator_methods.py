@@ -130,7 +130,7 @@ def freed_by_kind(monkeypatch: pytest.MonkeyPatch) -> dict[PoolKind, list[int]]:
     def note(allocator, kind, slots, *_) -> None:
         if kind is SlotEventKind.FREE:
             found = {int(slot) // allocator.page_size for slot in slots}
-            pages[context.allocator_kinds[id(allocator)]].extend(sorted(found))
+            pages[context.allocator_kinds[allocator]].extend(sorted(found))
 
     monkeypatch.setattr(type(context), "slot_event", staticmethod(note))
     return pages

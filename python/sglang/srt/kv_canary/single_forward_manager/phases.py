@@ -7,6 +7,7 @@ from enum import Enum
 from types import CodeType
 
 from ..errors import CanaryPhaseError
+from ..host_code import HOST
 
 
 class Phase(Enum):
@@ -49,8 +50,8 @@ class PhaseTracker:
 
     def enter(self, phase: Phase) -> None:
         """Raises CanaryPhaseError, and returns to IDLE, if `phase` may not follow the current one."""
-        frame = sys._getframe(2)
-        caller = frame.f_code, frame.f_lasti
+        frame, code = HOST.caller(2)
+        caller = code, frame.f_lasti
         if self.phase not in phase.may_follow:
             message = (
                 f"kv-canary: {phase.value} entered by {_words(caller)} while in {self.phase.value}, "

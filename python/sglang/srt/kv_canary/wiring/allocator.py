@@ -87,7 +87,7 @@ def before_free(allocator: Any, free_index: Any, *_: Any, **__: Any) -> None:
     call = call_of(free_index.numel()) if context.history else None
     if release().queues_frees(allocator):
         context.queued_frees.queue(call)
-    elif id(allocator) in context.allocator_kinds:
+    elif allocator in context.allocator_kinds:
         context.slot_event(allocator, SlotEventKind.FREE, _kept(free_index), call)
 
 
@@ -108,7 +108,7 @@ def noting_allocations(inside: str = "") -> Callable[..., None]:
 
     @guarded
     def after_alloc(slots: Any, allocator: Any, *_: Any, **__: Any) -> None:
-        if slots is not None and id(allocator) in context.allocator_kinds and slots.numel():
+        if slots is not None and allocator in context.allocator_kinds and slots.numel():
             call = call_of(slots.numel(), inside) if context.history else None
             context.slot_event(allocator, SlotEventKind.ALLOC, slots, call)
 
@@ -118,7 +118,7 @@ def noting_allocations(inside: str = "") -> Callable[..., None]:
 @guarded
 def after_clear(_: Any, allocator: Any) -> None:
     """A flush takes sessions their rows without giving them back."""
-    if id(allocator) not in context.allocator_kinds:
+    if allocator not in context.allocator_kinds:
         return
     context.session_rows.forget_all()
     for row in context.recorder.owners():

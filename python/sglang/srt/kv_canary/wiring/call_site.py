@@ -6,7 +6,6 @@ Four frames are looked at: a retraction frees four calls down.
 from __future__ import annotations
 
 import os
-import sys
 from functools import cache
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -58,13 +57,14 @@ def call_of(count: int, inside: str = "") -> SlotCalls | None:
 
     `inside`: a part of the paths of files whose functions only pass the call on.
     """
-    try:
-        frame: FrameType | None = sys._getframe(2)  # of what calls the hook
-    except ValueError:
+    caller = HOST.caller(2)  # what calls the hook
+    if caller is None:
         return None
-    # Its guard, and the plugin framework's wrapper, where hooks are not called directly
-    while frame is not None and _is_inner(frame.f_code):
-        frame = frame.f_back
+    frame: FrameType | None = caller[0]
+    if _is_inner(caller[1]):
+        # Its guard, and the plugin framework's wrapper, where hooks are not called directly
+        while frame is not None and _is_inner(frame.f_code):
+            frame = frame.f_back
     if inside:
         frame = _caller_of(frame, inside)
     return HOST.call_from(frame, count, _stacks, _learn)

@@ -57,8 +57,8 @@ class CanaryContext:
     # Scheduler process
     managers: list[CanaryManager] = field(default_factory=list)
     by_runner: dict[int, CanaryManager] = field(default_factory=dict)  # id(ModelRunner)
-    allocator_kinds: dict[int, PoolKind] = field(default_factory=dict)  # id(allocator)
-    allocators: list[Any] = field(default_factory=list)  # kept alive: their ids are keys
+    # Not by their ids: each `id()` is an event for audit hooks, of which libraries install some.
+    allocator_kinds: dict[Any, PoolKind] = field(default_factory=dict)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     tracking: Tracking = field(default_factory=Tracking)
     # Calls of an allocator's free() with slots, including those that a free group defers
@@ -166,9 +166,7 @@ class CanaryContext:
         return [m for m in self.managers if m.identity.role == "draft"]
 
     def watch_allocator(self, allocator: Any, kind: PoolKind) -> None:
-        if id(allocator) not in self.allocator_kinds:
-            self.allocator_kinds[id(allocator)] = kind
-            self.allocators.append(allocator)
+        self.allocator_kinds.setdefault(allocator, kind)
 
     def slot_event(
         self,
@@ -180,7 +178,7 @@ class CanaryContext:
         """Pass an allocator's event to every manager whose pools it serves. `call`: who called the allocator."""
         if self.due_arrivals:
             self.check_due_arrivals()
-        pool_kind = self.allocator_kinds.get(id(allocator))
+        pool_kind = self.allocator_kinds.get(allocator)
         if pool_kind is None:
             return
         step = self.recorder.step_count
@@ -202,7 +200,7 @@ class CanaryContext:
     ) -> None:
         """The bytes of slots `sources` int64[n] of `allocator` go by `targets` from now on, and `sources` are free."""
         self.check_due_arrivals()
-        pool_kind = self.allocator_kinds.get(id(allocator))
+        pool_kind = self.allocator_kinds.get(allocator)
         if pool_kind is None:
             return
         for manager in self.managers:

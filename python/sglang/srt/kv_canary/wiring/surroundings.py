@@ -29,7 +29,8 @@ class SchedulerSurroundings:
         return RequestNow(tokens, owner.cached, owner.prefix, owner.length)
 
     def page_size(self) -> int:
-        return context.allocators[0].page_size if context.allocators else 1
+        allocator = next(iter(context.allocator_kinds), None)
+        return 1 if allocator is None else allocator.page_size
 
     def _tokens_of(self, request: Any) -> Sequence[int]:
         """Prompt and answer. Empty where embeddings came instead of tokens."""

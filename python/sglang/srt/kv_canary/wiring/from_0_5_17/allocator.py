@@ -17,7 +17,7 @@ from ..hook_spec import HookSpec, HookType
 @guarded
 def _before_release(allocator: Any, *page_ids: torch.Tensor) -> None:
     """Pages become free, whichever method frees them, at once or at the end of a free group."""
-    if id(allocator) not in context.allocator_kinds:
+    if allocator not in context.allocator_kinds:
         return
     for pages in page_ids:
         first_slots = pages.detach() * allocator.page_size

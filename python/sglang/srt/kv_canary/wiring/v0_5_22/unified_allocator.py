@@ -35,7 +35,7 @@ _CACHE_FILES = "/sglang/srt/mem_cache/unified_cache/"  # the same of the prefix 
 
 @guarded
 def _before_free(part: Any, free_index: Any, *, _pages: torch.Tensor | None = None) -> None:
-    if free_index is None or not free_index.numel() or id(part) not in context.allocator_kinds:
+    if free_index is None or not free_index.numel() or part not in context.allocator_kinds:
         return
     context.frees += 1
     call = call_of(free_index.numel(), _FILES) if context.history else None
@@ -70,7 +70,7 @@ def _before_free_segment(_: Any, free_index: Any, *, start_pos: int) -> None:
 @guarded
 def _after_alloc_with_virtual(_: Any, part: Any, virtual_pages: torch.Tensor) -> None:
     """Pages are bound to virtual pages int64[n], which another part has handed out."""
-    if id(part) not in context.allocator_kinds or not virtual_pages.numel():
+    if part not in context.allocator_kinds or not virtual_pages.numel():
         return
     size = part.page_size
     places = torch.arange(size, device=virtual_pages.device)
@@ -97,7 +97,7 @@ def _before_transfer(
 @guarded
 def _before_mapping(allocator: Any, full_indices: torch.Tensor, swa_indices: torch.Tensor) -> None:
     """SWA pages that came from elsewhere get virtual slots. There are no records of them."""
-    if full_indices.numel() and id(allocator.swa_attn_allocator) in context.allocator_kinds:
+    if full_indices.numel() and allocator.swa_attn_allocator in context.allocator_kinds:
         raise RuntimeError(
             "SWA pages of a unified pool were filled from elsewhere (HiCache or a cache linker), without records"
         )
