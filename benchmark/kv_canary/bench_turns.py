@@ -70,7 +70,8 @@ class Server:
 
     @classmethod
     def start(cls, place: int, folder: Path, options: argparse.Namespace) -> Server:
-        environment = {**os.environ, turns.ENV: f"{folder}:{place}:{options.block}:{options.cores}"}
+        setting = turns.Setting(folder, place, options.block, options.cores)
+        environment = {**os.environ, **setting.environment()}
         if options.gpus_each:
             visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
             own = visible[place * options.gpus_each : (place + 1) * options.gpus_each]

@@ -14,21 +14,42 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Of this server: folder, place, steps of a turn, and core of each rank, with commas between them
-ENV = "KV_CANARY_BENCH_TURNS"
+ENV = "KV_CANARY_BENCH_TURNS"  # what `Setting` has
 FEWEST_CORES = 4  # left for all else; with fewer, no core is kept for schedulers
 TIMEOUT_S = 240.0  # a start of the other server is over long before
 
 _READY, _TURN, _LEFT = b"r", b"t", b"l"
 
 
-@dataclass(slots=True)
-class Turns:
-    """`place`: 0 runs first in each round, 1 second. Raises RuntimeError where the other server does not answer."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a server is told. `place`: 0 runs first in each round, 1 second."""
 
     folder: Path
     place: int
-    block: int  # steps
+    block: int  # steps of a turn
+    cores: tuple[int, ...]  # of each rank's scheduler; none: no core is kept for it
+
+    def environment(self) -> dict[str, str]:
+        cores = ",".join(map(str, self.cores))
+        return {ENV: f"{self.folder}:{self.place}:{self.block}:{cores}"}
+
+    @classmethod
+    def of_environment(cls) -> Setting | None:
+        """None: this server is alone."""
+        if not (text := os.environ.get(ENV)):
+            return None
+        folder, place, block, cores = text.rsplit(":", 3)
+        return cls(
+            Path(folder), int(place), int(block), tuple(map(int, cores.split(",") if cores else ()))
+        )
+
+
+@dataclass(slots=True)
+class Turns:
+    """Raises RuntimeError where the other server does not answer."""
+
+    setting: Setting
     _mine: int = -1
     _other: int = -1
     _steps: int = 0
@@ -40,13 +61,12 @@ class Turns:
     @cache
     def of_environment(cls) -> Turns | None:
         """The same one each time. None: this server is alone."""
-        if not (text := os.environ.get(ENV)):
+        if (setting := Setting.of_environment()) is None:
             return None
-        folder, place, block, _ = text.rsplit(":", 3)
-        turns = cls(Path(folder), int(place), int(block))
+        turns = cls(setting)
         # For reading and writing: to open one end of a FIFO would wait for the other one.
-        turns._mine = os.open(turns.folder / str(turns.place), os.O_RDWR)
-        turns._other = os.open(turns.folder / str(1 - turns.place), os.O_RDWR)
+        turns._mine = os.open(setting.folder / str(setting.place), os.O_RDWR)
+        turns._other = os.open(setting.folder / str(1 - setting.place), os.O_RDWR)
         return turns
 
     def now(self) -> float:
@@ -60,13 +80,13 @@ class Turns:
         while self._read() != _READY:
             pass  # what was left of the run before
         self._steps, self._other_left, self._left = 0, False, False
-        if self.place == 1:
+        if self.setting.place == 1:
             self._other_left = self._read() == _LEFT
         self._away += time.perf_counter() - began
 
     def after_step(self) -> None:
         self._steps += 1
-        if self._left or self._other_left or self._steps % self.block:
+        if self._left or self._other_left or self._steps % self.setting.block:
             return
         _synchronize()
         began = time.perf_counter()
@@ -82,7 +102,7 @@ class Turns:
         _synchronize()
         began = time.perf_counter()
         os.write(self._other, _LEFT)
-        while self.place == 0 and not self._other_left:
+        while self.setting.place == 0 and not self._other_left:
             self._other_left = self._read() == _LEFT
         self._away += time.perf_counter() - began
 
@@ -97,28 +117,28 @@ def make_folder(folder: Path) -> None:
         os.mkfifo(folder / str(place))
 
 
-def keep_cores(ranks: int) -> str:
-    """For schedulers, one for each of `ranks`, as ENV has them. "" with too few cores.
+def keep_cores(ranks: int) -> tuple[int, ...]:
+    """For schedulers, one for each of `ranks`. None with too few cores.
 
     This process and those that it starts leave them alone, and what shares their caches.
     """
     free, kept = os.sched_getaffinity(0), []
     for _ in range(ranks):
         if not free:
-            return ""
+            return ()
         kept.append(max(free))
         free -= _sharing(kept[-1])
     if len(free) < FEWEST_CORES:
-        return ""
+        return ()
     os.sched_setaffinity(0, free)
-    return ",".join(map(str, kept))
+    return tuple(kept)
 
 
 def take_core(rank: int) -> None:
     """The calling thread is the scheduler's, of this rank. It runs on the core that is kept for it, if one is."""
-    cores = os.environ.get(ENV, "").rpartition(":")[2]
-    if cores:
-        os.sched_setaffinity(0, {int(cores.split(",")[rank])})
+    setting = Setting.of_environment()
+    if setting is not None and setting.cores:
+        os.sched_setaffinity(0, {setting.cores[rank]})
 
 
 def _sharing(core: int) -> set[int]:

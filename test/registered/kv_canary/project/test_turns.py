@@ -45,6 +45,12 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     turns.Turns.of_environment.cache_clear()
 
 
+def _tell(monkeypatch: pytest.MonkeyPatch, setting: Any) -> None:
+    for name, text in setting.environment().items():
+        monkeypatch.setenv(name, text)
+    assert type(setting).of_environment() == setting
+
+
 @pytest.fixture
 def servers(
     turns: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,7 +59,7 @@ def servers(
     turns.make_folder(tmp_path)
     both = []
     for place in (0, 1):
-        monkeypatch.setenv(turns.ENV, f"{tmp_path}:{place}:{BLOCK}:")
+        _tell(monkeypatch, turns.Setting(tmp_path, place, BLOCK, ()))
         turns.Turns.of_environment.cache_clear()
         both.append(turns.Turns.of_environment())
     yield both
@@ -68,12 +74,12 @@ def _run(server: Any, steps: int, log: list[str]) -> tuple[float, float, float]:
     server.meet()
     for _ in range(steps):
         step = time.perf_counter()
-        log.append(str(server.place))
+        log.append(str(server.setting.place))
         time.sleep(STEP_S)
         busy += time.perf_counter() - step
         server.after_step()
     server.leave()
-    if server.place == 0:
+    if server.setting.place == 0:
         log.append("|")
     clock = server.now() - clock
     return clock, time.perf_counter() - began, busy
@@ -154,13 +160,13 @@ def test_ranks_have_cores_that_nobody_else_has(
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: left.append(cores))
     kept = turns.keep_cores(2)
     monkeypatch.undo()
-    assert kept == ",".join(map(str, sorted(before)[:-3:-1]))
-    assert left == [before - set(map(int, kept.split(",")))]
-    monkeypatch.setenv(turns.ENV, f"/tmp/folder:1:20:{kept}")
+    assert kept == tuple(sorted(before)[:-3:-1])
+    assert left == [before - {*kept}]
+    _tell(monkeypatch, turns.Setting(Path("/tmp/fol:der"), 1, 20, kept))
     with ThreadPoolExecutor(1) as pool:  # as the scheduler's thread
-        for rank, core in enumerate(kept.split(",")):
+        for rank, core in enumerate(kept):
             pool.submit(turns.take_core, rank).result()
-            assert pool.submit(os.sched_getaffinity, 0).result() == {int(core)}
+            assert pool.submit(os.sched_getaffinity, 0).result() == {core}
 
 
 def test_with_just_enough_cores_they_are_kept(
@@ -169,7 +175,7 @@ def test_with_just_enough_cores_they_are_kept(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
     monkeypatch.setattr(turns, "_sharing", lambda core: {core})
-    assert turns.keep_cores(1) == "4"
+    assert turns.keep_cores(1) == (4,)
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(1, 4), (3, 6), (5, 5), (6, 5)])
@@ -178,8 +184,9 @@ def test_with_too_few_cores_none_is_kept(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(turns, "_sharing", lambda core: {core})
-    assert turns.keep_cores(ranks) == ""
-    monkeypatch.setenv(turns.ENV, "/tmp/folder:1:20:")
+    assert turns.keep_cores(ranks) == ()
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("no core is kept"))
+    _tell(monkeypatch, turns.Setting(Path("/tmp/folder"), 1, 20, ()))
     turns.take_core(0)
 
 
@@ -225,7 +232,7 @@ def _request(number: int, tokens: int) -> SimpleNamespace:
 def _serve(turns: Any, log: list[int]) -> dict[str, Any]:
     from churn_schedule import Schedule, follow
 
-    scheduler = Scheduler(turns.place, log)
+    scheduler = Scheduler(turns.setting.place, log)
     schedule = follow(scheduler, Schedule(REQUESTS, 4, turns))
     mode = SimpleNamespace(is_extend=lambda: False)
     running: list[SimpleNamespace] = []
