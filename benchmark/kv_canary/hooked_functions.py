@@ -102,7 +102,7 @@ class Hooked:
         return self._do("process_batch_result", "result, after")
 
 
-@dataclass
+@dataclass(eq=False)
 class HookedAllocator:
     """A slot allocator whose calls are hooked and timed."""
 
