@@ -417,8 +417,8 @@ def call_from(
 def caller(levels: int) -> tuple[FrameType, CodeType] | None:
     """The frame `levels` above the function that calls this, and its code. None: there are fewer."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(levels):
-        frame = None if frame is None else frame.f_back
+    while levels > 0 and frame is not None:
+        frame, levels = frame.f_back, levels - 1
     return None if frame is None else (frame, frame.f_code)
 
 
