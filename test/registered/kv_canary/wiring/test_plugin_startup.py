@@ -496,7 +496,7 @@ def test_scheduler_with_the_canary_becomes_ready(fresh):
 
 
 def test_a_scheduler_has_room_for_frames(fresh):
-    """So hooks never move a call of SGLang's onto a boundary of CPython's chunks."""
+    """Up to there hooks move no call of SGLang's onto a boundary of CPython's chunks."""
     below = "import sys; print(sys._getframe(1).f_code.co_name); set_active_summary({})"
     ended = fresh.run(script(LOAD, SCHEDULER.format(install=below)))
     assert "with_room_for_frames" in ended.stdout.splitlines(), ended.stderr
