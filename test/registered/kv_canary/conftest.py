@@ -182,9 +182,11 @@ ON_NEWER_RELEASES = (
     "wiring/test_seam.py",
     "wiring/test_small_pool.py",
     "wiring/test_swa_location.py",
+    "wiring/test_unseen_forwards.py",
     "wiring/test_unused_hooks.py",
     "wiring/test_weights.py",
     "wiring/test_without_scheduler.py",
+    "wiring/test_wrong_settings.py",
 )
 
 

@@ -379,6 +379,30 @@ def test_a_device_that_hands_over_no_counters_is_unhealthy(
     assert "unhealthy on the draft runner: no counters have arrived" in caplog.text
 
 
+def test_forwards_that_nobody_has_seen_are_told_once_a_minute(events: str, caplog: Any) -> None:
+    rig = WatchedRig(sweep=False, event_file=events)
+    rig.steps(2)
+    for _ in range(3):
+        rig.manager.unseen_results = 65
+        rig.manager.say_unseen()
+    assert not rig.health.healthy
+    problems = ["no forward was seen before the last 65 results"]
+    assert [e["problems"] for e in _health_events(events) if not e["healthy"]] == [problems]
+    assert caplog.text.count("no forward was seen") == 1
+    rig.steps(3 * PERIOD)
+    assert rig.health.healthy
+    assert rig.manager.unseen_results == 0
+
+
+def test_forwards_that_nobody_has_seen_end_a_server_in_raise_mode() -> None:
+    rig = WatchedRig(sweep=False, mode=CanaryMode.RAISE)
+    rig.steps(2)
+    with rig.manager.disarmed():
+        rig.manager.say_unseen()
+    with pytest.raises(CanaryHealthError, match="no forward was seen"):
+        rig.manager.say_unseen()
+
+
 def test_nothing_is_expected_before_the_manager_is_armed(monkeypatch: Any) -> None:
     rig = WatchedRig(mode=CanaryMode.RAISE)
     with rig.manager.disarmed():

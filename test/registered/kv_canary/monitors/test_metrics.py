@@ -17,6 +17,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.kernels import reference
+from sglang_kv_canary.monitors import health as health_module
 from sglang_kv_canary.monitors import metrics as metrics_module
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.monitors.metrics import (
@@ -27,6 +28,7 @@ from sglang_kv_canary.monitors.metrics import (
     metric_labels,
 )
 from sglang_kv_canary.monitors.violation_pairs import violation_pairs
+from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
@@ -76,6 +78,8 @@ def test_values_of_a_clean_run(monkeypatch: Any) -> None:
         assert rig.value("slots_checked_total", launch_tag=tag) == sum(range(30, 50))
         assert rig.value("slots_written_total", launch_tag=tag) == 50
         assert rig.value("coverage_ratio", launch_tag=tag) == 1.0
+        is_reread = tag.startswith("TAIL")
+        assert rig.value("content_coverage_ratio", launch_tag=tag) == (1.0 if is_reread else None)
     assert rig.value("slots_checked_total", launch_tag="SWEEP_K_FULL") > 0
     assert rig.value("content_checked_total", launch_tag="SWEEP_V_FULL") > 0
     assert rig.value("sweep_passes_total") == rig.sweep.sweep_passes > 0
@@ -105,6 +109,29 @@ def test_violations_are_counted_by_reason_and_launch_tag(monkeypatch: Any) -> No
     rig.idle(12)  # a sweep of clean slots
     assert rig.value("last_violation_timestamp_seconds", **pair) == found_at
     assert rig.value("violations_total", reason="CONTENT", launch_tag="SWEEP_K_FULL") == 0
+
+
+def test_content_coverage_is_the_share_that_its_budget_lets_through(monkeypatch: Any) -> None:
+    rig = MeasuredRig(monkeypatch, content_budget_bytes=1)
+    rig.serve(list(range(100, 130)), range(20))
+    rig.settle()
+    rig.idle(5)
+    for tag in ("TAIL_K_FULL", "TAIL_V_FULL"):
+        assert rig.value("coverage_ratio", launch_tag=tag) == 1.0
+        assert 0 < rig.value("content_coverage_ratio", launch_tag=tag) < 0.5
+
+
+def test_a_server_whose_counters_stop_is_unhealthy_at_once(monkeypatch: Any) -> None:
+    """What is published comes with counters, as a rule."""
+    monkeypatch.setattr(health_module, "MIN_SILENT_STEPS", 16)
+    rig = MeasuredRig(monkeypatch, health_check_interval=1)
+    rig.serve(list(range(100, 130)), range(5))
+    rig.settle()
+    rig.idle(5)
+    assert (rig.value("healthy"), rig.value("health_failures_total")) == (1, 0)
+    monkeypatch.setattr(FutureTensors, "ready", lambda self: False)
+    rig.serve(list(range(200, 230)), range(30))
+    assert (rig.value("healthy"), rig.value("health_failures_total")) == (0, 1)
 
 
 def test_every_series_of_violations_exists_before_the_first_step(monkeypatch: Any) -> None:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 UNHEALTHY = "kv-canary unhealthy"  # so begins the text of an error
 SILENT_PERIODS = 2  # without counters from the device; only steps with forwards count
 MIN_SILENT_STEPS = 64
+UNSEEN_AGAIN_S = 60.0  # between reports of forwards that nobody has told the canary of
 MAX_UNDER_WAY = 1  # forwards whose HEAD has run and TAIL has not, at the time of the copy
 
 
@@ -72,11 +73,14 @@ class HealthCheck(StepObserver):
         )  # in steps with forwards
         self._unheard_steps = 0  # steps with forwards since the last counters; idle ticks copy none
         self._heard = time.monotonic()  # time of the last counters
+        self._unseen_again = 0.0  # time.monotonic()
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
         self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
         self.checks = 0
         self.failures = 0
+        # Called when a check has failed. Counters, with which others come, may have stopped
+        self.listeners: list[Callable[[Observed], object]] = []
 
     def after_forwards(self, manager: Observed) -> None:
         self._ticks += 1
@@ -85,7 +89,16 @@ class HealthCheck(StepObserver):
             return
         if time.monotonic() - self._heard > 2 * self._config.copy_every_s:
             silent, self._unheard_steps = self._unheard_steps, 0
-            self._conclude([f"no counters have arrived from the device for {silent} steps"], ())
+            problem = f"no counters have arrived from the device for {silent} steps"
+            self._conclude(manager, [problem], ())
+
+    def on_unseen_forwards(self, manager: Observed, results: int) -> None:
+        now = time.monotonic()
+        if not manager.armed or now < self._unseen_again:
+            return
+        self._unseen_again = now + UNSEEN_AGAIN_S
+        problem = f"no forward was seen before the last {results} results"
+        self._conclude(manager, [problem, *self._lost_hooks()], ())
 
     def on_idle(self, manager: Observed) -> bool:
         self._ticks += 1
@@ -105,7 +118,7 @@ class HealthCheck(StepObserver):
             between = CountsBetween(self._last, summary)
             expected = {k: n - self._sweeps_checked.get(k, 0) for k, n in issued.items()}
             self._start_period(summary)
-            self._check(between, expected)
+            self._check(manager, between, expected)
 
     def _start_period(self, summary: Summary) -> None:
         self._last, self._checked_tick = summary, self._ticks
@@ -114,7 +127,9 @@ class HealthCheck(StepObserver):
     def _sweeps_now(self) -> dict[PoolKind, int]:
         return dict(self._sweep.launches) if self._sweep else {}
 
-    def _check(self, between: CountsBetween, sweeps: dict[PoolKind, int]) -> None:
+    def _check(
+        self, manager: Observed, between: CountsBetween, sweeps: dict[PoolKind, int]
+    ) -> None:
         problems: list[str] = []
         silent: list[str] = []
         forwards = between.forwards_launched
@@ -128,7 +143,7 @@ class HealthCheck(StepObserver):
         silent += self._silent_sweeps(between, sweeps)
         if silent:
             problems.insert(0, f"did not run: {', '.join(silent)}")
-        self._conclude(problems, tuple(silent), between)
+        self._conclude(manager, problems, tuple(silent), between)
 
     def _miscounted(self, summary: Summary) -> list[str]:
         """Whether the counts of device and host differ. A difference that a late copy explains may occur once."""
@@ -198,7 +213,11 @@ class HealthCheck(StepObserver):
         ]
 
     def _conclude(
-        self, problems: list[str], tags: tuple[str, ...], between: CountsBetween | None = None
+        self,
+        manager: Observed,
+        problems: list[str],
+        tags: tuple[str, ...],
+        between: CountsBetween | None = None,
     ) -> None:
         was_healthy, self.healthy = self.healthy, not problems
         self.checks += 1
@@ -212,8 +231,14 @@ class HealthCheck(StepObserver):
         text = self._text(problems, between)
         if self._config.mode is CanaryMode.RAISE:
             leave_last_words(text)
-            raise CanaryHealthError(text)
-        logger.error("%s", text)
+        else:
+            logger.error("%s", text)
+        try:
+            for listener in self.listeners:
+                listener(manager)
+        finally:
+            if self._config.mode is CanaryMode.RAISE:
+                raise CanaryHealthError(text)
 
     def _text(self, problems: list[str], between: CountsBetween | None) -> str:
         since = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, Side
+from ..endpoint import CanaryLaunchTag
 from ..runner.arrival_desk import OUTCOMES
 from ..runner.damage_desk import AFFECTED, ALLOCATOR_KINDS, DamageDesk
 from ..runner.ranks import Ranks
@@ -71,6 +72,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "coverage_ratio",
         "Share of the slots read by forwards that was checked since the last update; the rest is over budget.",
+        ("launch_tag",),
+    ),
+    Metric(
+        "content_coverage_ratio",
+        "Share of them whose K/V bytes were re-read since the last update; the rest is over the content budget.",
         ("launch_tag",),
     ),
     Metric(
@@ -159,6 +165,12 @@ class MetricsExporter(StepObserver):
     ) -> None:
         self._per_forward = tags_of(groups, PER_FORWARD)
         self._all_tags = tags_of(groups, tuple(Side))
+        self._with_content = {
+            CanaryLaunchTag(group.kind, half, Side.TAIL)
+            for group in groups
+            for half in group.halves
+            if group.content(half)
+        }
         self._labels = labels
         self._families = families
         self._health = health
@@ -168,6 +180,8 @@ class MetricsExporter(StepObserver):
         self._latest: Summary | None = None
         self._next = 0.0
         sides = PER_FORWARD if sweep is None else tuple(Side)
+        if health is not None:
+            health.listeners.append(self.publish)
         self._count("forwards_total", 0)  # from the start on: KVCanaryStopped needs to see it grow
         for tag, reason in violation_pairs(groups, sides):
             self._count("violations_total", 0, reason=reason, launch_tag=tag)
@@ -244,6 +258,9 @@ class MetricsExporter(StepObserver):
             share = between.share((tag,), TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
             if share is not None:
                 self._set("coverage_ratio", share, launch_tag=tag.name)
+            if share is not None and tag in self._with_content:
+                share = between.share((tag,), TagCounter.CONTENT_CHECKED, of=TagCounter.ELIGIBLE)
+                self._set("content_coverage_ratio", share, launch_tag=tag.name)
 
     def _set(self, name: str, value: float, **labels: str) -> None:
         self._families.child(name, {**self._labels, **labels}).set(value)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMIND_EVERY_S = 600.0  # while forwards are not checked
+MOST_UNSEEN = 64  # results since the last forward that was seen; pipelines and overlap have a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class CanaryManager:
         self.rearmed_at = 0  # see `Observed`
         self.abandoned_ct = 0  # how often the model raised between HEAD and TAIL, or around them
         self.step_ct = 0
+        self.unseen_results = 0  # that were taken up since the last forward
         self.clock: HostClock = HOST.HostClock()
         self.schedule_stream: Any | None = None  # SGLang allocates and frees on it; None: current
         self.serving = False  # start-up is over
@@ -526,6 +528,10 @@ class CanaryManager:
                 return False
             return True
 
+    def say_unseen(self) -> None:
+        """Forwards have run, and nobody has told this manager. What its observers know comes from forwards."""
+        self._tell_observers("on_unseen_forwards", self, self.unseen_results)
+
     def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
         name = mode if self.identity.role == "target" else f"{self.identity.role} {mode}"
@@ -552,6 +558,7 @@ class CanaryManager:
 
     def _before_forwards(self, head_may_wait: bool) -> None:
         self.step_ct += 1
+        self.unseen_results = 0
         if self._blind or self._tracking.losses != self._losses_seen:  # as it asks: a call less
             self._follow_tracking()
             if self._blind:

@@ -112,6 +112,9 @@ class StepObserver:
     def on_summary(self, manager: Observed, summary: Summary) -> None:
         """A copy of the counters arrived, with new violations, or awaited, or `copy_every_s` after the last one."""
 
+    def on_unseen_forwards(self, manager: Observed, results: int) -> None:
+        """The scheduler has taken up `results` results of forwards since the last one that the manager has seen."""
+
     def on_idle(self, manager: Observed) -> bool:
         """The scheduler has nothing to run. Returns whether device work was launched that must be copied back."""
         return False

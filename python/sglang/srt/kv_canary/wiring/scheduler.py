@@ -11,6 +11,7 @@ from ..environ import PERTURB_DIR, TOKEN_ORACLE
 from ..errors import CanaryPhaseError
 from ..host_code import begin_to_compile
 from ..reports.flight_recorder import StepRecord
+from ..runner.manager import MOST_UNSEEN
 from .context import context
 from .direct_hooks import call_hooks_directly
 from .farewell import install_farewell
@@ -30,6 +31,7 @@ HOST_CODE_S = 10.0  # its compilation began long before, and takes less than one
 IDLE_TICK_S = 0.01
 REST_S = 0.005  # about as long as KV of a long prompt is on its way
 MAX_UNATTENDED_S = 1.0  # however busy a prefill server is
+WITHOUT_FORWARD = ("PREBUILT", "IDLE")  # modes of batches that may run none
 
 
 def _around_run_batch(
@@ -104,6 +106,13 @@ def _rests() -> bool:
 
 def _result_arrived(batch: Any) -> None:
     context.recorder.result_arrived(_step_of(batch))
+    target = context.target
+    if target is None:
+        return
+    target.unseen_results += 1
+    # Another plugin may have replaced the hooked forward. Without it no counters come, and no check of the health.
+    if target.unseen_results > MOST_UNSEEN and batch.forward_mode._name_ not in WITHOUT_FORWARD:
+        target.say_unseen()
 
 
 def _step_of(batch: Any) -> StepRecord:
