@@ -53,6 +53,24 @@ def test_nothing_more_is_named_where_a_process_is_killed(fresh: FreshProcesses) 
     assert len(NAMED.findall(ended.stderr)) == 20
 
 
+def test_files_of_a_long_run_look_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services remove what nobody has touched in TMPDIR for ten days. Those of others are theirs to touch."""
+    farewell = Farewell(lambda: None, tmp_path)
+    mine, others = tmp_path / f"{os.getpid()}.pid", tmp_path / "1.pid"
+    socket = tmp_path / f"{os.getpid()}.sock"
+    for path in (others, socket):
+        path.touch()
+    for path in (mine, socket, others, tmp_path):
+        os.utime(path, (0, 0))
+    farewell.attend()
+    assert mine.stat().st_mtime == 0  # not yet
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    farewell._next_look = farewell._next_touch = 0.0
+    farewell.attend()
+    assert all(path.stat().st_mtime > 1e9 for path in (mine, socket, tmp_path))
+    assert others.stat().st_mtime == 0
+
+
 @pytest.mark.parametrize(
     "safe_point",
     [

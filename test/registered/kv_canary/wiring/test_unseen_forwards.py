@@ -14,7 +14,7 @@ from sglang_kv_canary.runner.manager import MOST_UNSEEN
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.wiring import scheduler
 from sglang_kv_canary.wiring.context import context
-from sglang_kv_canary_rigs.tree_rig import TreeRig
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -28,8 +28,8 @@ class _Told(StepObserver):
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> TreeRig:
-    rig = TreeRig()
+def rig(monkeypatch: pytest.MonkeyPatch) -> ManagerRig:
+    rig = ManagerRig()
     rig.told = _Told()
     rig.manager.observers.append(rig.told)
     monkeypatch.setattr(context, "managers", [rig.manager])
@@ -37,7 +37,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> TreeRig:
     return rig
 
 
-def _take_up(rig: TreeRig, mode: ForwardMode, count: int = 1) -> None:
+def _take_up(rig: ManagerRig, mode: ForwardMode, count: int = 1) -> None:
     """Results of such batches. They stand for SGLang's, of which only these two attributes are read."""
     for _ in range(count):
         batch = SimpleNamespace(forward_iter=rig.recorder.step_count, forward_mode=mode)
@@ -46,7 +46,7 @@ def _take_up(rig: TreeRig, mode: ForwardMode, count: int = 1) -> None:
         scheduler._result_arrived(batch)
 
 
-def test_results_without_a_forward_are_told(rig: TreeRig) -> None:
+def test_results_without_a_forward_are_told(rig: ManagerRig) -> None:
     _take_up(rig, ForwardMode.DECODE, MOST_UNSEEN)
     assert rig.told.results == []
     _take_up(rig, ForwardMode.EXTEND)
@@ -54,15 +54,15 @@ def test_results_without_a_forward_are_told(rig: TreeRig) -> None:
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.PREBUILT, ForwardMode.IDLE])
-def test_batches_that_run_no_forward_are_not_told(rig: TreeRig, mode: ForwardMode) -> None:
+def test_batches_that_run_no_forward_are_not_told(rig: ManagerRig, mode: ForwardMode) -> None:
     """Requests of one token on a decode server: what has arrived is all of their answer."""
     _take_up(rig, mode, 3 * MOST_UNSEEN)
     assert rig.told.results == []
 
 
-def test_each_forward_begins_the_count_again(rig: TreeRig) -> None:
-    for prompt in range(3):
-        rig.serve(list(range(100 * prompt, 100 * prompt + 10)))
+def test_each_forward_begins_the_count_again(rig: ManagerRig) -> None:
+    for row in (1, 2, 3):
+        rig.result(rig.extend(row, list(range(10))))
         _take_up(rig, ForwardMode.DECODE, MOST_UNSEEN)
     assert rig.told.results == []
 

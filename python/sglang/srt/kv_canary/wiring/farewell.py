@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _NOTE = "the-server-ends"
 WAIT_S = 3.0  # for the main process: a scheduler process answers between two steps
 FINISH_S = 1.0  # for a scheduler process, to copy from the device
 LOOK_EVERY_S = 0.25  # a look is a call of the system
+TOUCH_EVERY_S = 3600.0  # services remove files in TMPDIR that nobody has touched for days
 
 
 # In the main process
@@ -79,6 +81,13 @@ def _is_running(path: Path) -> bool:
 # In a scheduler process
 
 
+def _touch(folder: Path) -> None:
+    """The folder and what this process has in it: its mark, and the socket for live questions."""
+    with suppress(FileNotFoundError):  # the server ends, or somebody has removed it
+        for path in (folder, *folder.glob(f"{os.getpid()}.*")):
+            os.utime(path)
+
+
 class Farewell:
     """Names waiting findings when this process has to end. `attend` is called between steps and while idle."""
 
@@ -88,6 +97,7 @@ class Farewell:
         self._mine = None if folder is None else folder / f"{os.getpid()}.pid"
         self._note = "" if folder is None else str(folder / _NOTE)
         self._next_look = 0.0
+        self._next_touch = time.monotonic() + TOUCH_EVERY_S
         self._terminated = False
         self._saying = threading.Lock()
         if self._mine is not None and folder.is_dir():
@@ -104,6 +114,9 @@ class Farewell:
         if os.path.exists(self._note):  # faster than Path.exists
             self._folder = None
             self.say()
+        elif now >= self._next_touch:
+            self._next_touch = now + TOUCH_EVERY_S
+            _touch(self._folder)
 
     def say(self) -> None:
         """Name waiting findings, and let the main process continue."""
