@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _text(path: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    capsys.readouterr()
     assert main(["--text", str(path), *argv]) == 0
     return capsys.readouterr().out
 
@@ -217,6 +218,193 @@ def test_what_was_done_is_told(folder: Path, tmp_path: Path, capsys) -> None:
     assert '<h2 id="contained">' in _page(folder, tmp_path / "page.html")
 
 
+# The requests that read damage
+
+TITLE = "Requests that read damage"
+NAMES_NOT_ALL = "do not name all readers"
+
+
+def _templates(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A `violation` event and a `cause` event of rank 0, as a server writes them."""
+    events = [json.loads(x) for x in (folder / "events.tp0.jsonl").read_text().splitlines()]
+    return tuple(  # type: ignore[return-value]
+        next(e for e in events if e["event"] == kind) for kind in ("violation", "cause")
+    )
+
+
+def _finding(violation: dict[str, Any], cause: int, **reader: Any) -> dict[str, Any]:
+    """One of a cause of its own, by a reader with these fields."""
+    slot = 1 + cause % 500
+    read = {**violation["reader"], **reader}
+    return {**violation, "cause": cause, "slot": slot, "reader": read}
+
+
+def _listed(shown: str) -> list[list[str]]:
+    """The cells of the rows of the text's section, oldest first, without header and notes."""
+    (section,) = re.findall(rf"^{TITLE}\n(.*?)(?:\n\n|\Z)", shown, re.DOTALL | re.MULTILINE)
+    cells = [re.split(r" {2,}", line) for line in section.splitlines()]
+    return [line for line in cells if len(line) == 7][2:]
+
+
+def _section(page: str) -> str:
+    """The page's section, as a reader sees it."""
+    _, _, rest = page.partition('<h2 id="readers">')
+    return html.unescape(rest.partition("<h2 ")[0])
+
+
+def test_each_request_that_read_damage_is_listed_once(folder: Path, tmp_path: Path, capsys) -> None:
+    """More than the text shows causes, and more than one table of the page has rows."""
+    violation, _ = _templates(folder)
+    names = [f"victim-{i:04}" for i in range(2500)]
+    found = [_finding(violation, 1 + i % 30, request_id=name) for i, name in enumerate(names)]
+    path = write_events(tmp_path / "many.jsonl", [active(0), *found])
+    shown = _text(path, capsys)
+    assert "30 causes" in shown
+    assert f"{len(names)} requests read damage" in shown.splitlines()[0]
+    assert [row[-1] for row in _listed(shown)] == [f'"{name}"' for name in names]
+    section = _section(_page(path, tmp_path / "page.html"))
+    assert [section.count(f'"{name}"') for name in names] == [1] * len(names)
+    assert section.count("<details>") == 3  # none is open
+    assert NAMES_NOT_ALL not in shown
+
+
+def test_a_request_is_listed_with_what_finds_it(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, _ = _templates(folder)
+    late = _finding(violation, 2, request_id="ada", step=40)
+    early = _finding(violation, 1, request_id="ada", step=12)
+    other = {**_finding(violation, 1, request_id="ada", step=12), "rank": 1, "run": "run1"}
+    events = [{**late, "time": 100.0}, {**early, "time": 50.0}, {**other, "time": 51.0}]
+    events += [{**_finding(violation, 3, request_id="bob", step=None), "time": 60.0}]
+    events += [{**_finding(violation, 4, request_id="cleo"), "time": 60.0, "runner": "draft"}]
+    path = write_events(tmp_path / "few.jsonl", events)
+    ada, bob, cleo = _listed(_text(path, capsys))
+    first, last = "1970-01-01 00:00:50", "1970-01-01 00:01:40"
+    assert ada == [first, last, "12 to 40", "2", "-", "tp0, tp1", '"ada"']
+    assert bob[2:] == ["-", "1", "-", "tp0", '"bob"']
+    assert cleo[2] == str(violation["reader"]["step"])
+    assert cleo[-2:] == ["tp0 draft", '"cleo"']
+    page = _section(_page(path, tmp_path / "page.html"))
+    assert re.search(r'<td>tp0, tp1</td><td class="text">"ada"</td>', page)
+    assert "<details open>" in page
+
+
+def test_a_reader_without_a_finding_of_its_own_is_listed(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    """At most 64 findings of a cause are written. Events about the cause name further readers."""
+    _, cause = _templates(folder)
+    readers = [{**cause["readers"][0], "row": 1 + i, "request_id": f"r{i:02}"} for i in range(60)]
+    told = [{**cause, "readers": readers[:n], "time": 10.0 * n} for n in (1, 2, 60)]
+    path = write_events(tmp_path / "told.jsonl", told)
+    shown = _text(path, capsys)
+    assert [row[-1] for row in _listed(shown)] == [f'"r{i:02}"' for i in range(60)]
+    times = [row[:2] for row in _listed(shown)]
+    assert times[0] == ["1970-01-01 00:00:10"] * 2  # of the first event that names it
+    assert times[1] == ["1970-01-01 00:00:20"] * 2
+    joined = " ".join(shown.split())
+    assert f'"r06", "r07" and 52 more; see "{TITLE}"' in joined
+    assert f'"r07" and 52 more; see "{TITLE}"' in html.unescape(_page(path, tmp_path / "page.html"))
+
+
+def test_a_request_without_a_row_is_listed(folder: Path, tmp_path: Path, capsys) -> None:
+    """It takes a damaged state from the prefix cache, before it has a row. The sweep has neither row nor id."""
+    violation, _ = _templates(folder)
+    hit = {"row": 0, "mode": "prefix hit", "request_id": "ada"}
+    state = {"tag": "STATE_K_FULL", "tier": "state", "cause": 1}
+    path = write_events(tmp_path / "state.jsonl", [{**_finding(violation, 1, **hit), **state}])
+    shown = _text(path, capsys)
+    assert [row[-1] for row in _listed(shown)] == ['"ada"']
+    assert 'read by "ada"' in shown
+    page = html.unescape(_page(path, tmp_path / "page.html"))
+    assert "no request (row 0)" not in page
+
+    swept = _finding(violation, 1, row=0, mode="DECODE", request_id=None)
+    write_events(path, [{**swept, "tag": "SWEEP_K_FULL"}])
+    shown = _text(path, capsys)
+    assert _listed(shown) == []
+    assert "; 0 requests read damage" in shown.splitlines()[0]
+    assert f"{TITLE}\nNone on record" in shown
+
+
+@pytest.mark.parametrize("why", ["listed", "state", "id", "clean"])
+def test_readers_that_no_event_names_are_not_passed_over(
+    why: str, folder: Path, tmp_path: Path, capsys
+) -> None:
+    violation, cause = _templates(folder)
+    finding, told = _finding(violation, 1, request_id="ada"), {**cause, "cause": 1}
+    if why == "listed":  # 64 of them are remembered
+        told = {**told, "more_readers": True}
+    elif why == "state":  # such causes remember none
+        finding |= {"tag": "STATE_K_FULL", "tier": "state"}
+        told = {**told, "tags": ["STATE_K_FULL"], "tier": "state", "readers": [], "findings": 65}
+    elif why == "id":
+        told = {**told, "readers": [{**told["readers"][0], "row": 3, "request_id": None}]}
+    path = write_events(tmp_path / "some.jsonl", [active(0), finding, told])
+    shown = _text(path, capsys)
+    page = _section(_page(path, tmp_path / "page.html"))
+    for text in (shown, page):
+        assert ("tp0: the files do not name all readers of 1 cause." in text) == (why != "clean")
+    assert ("; at least " in shown.splitlines()[0]) == (why != "clean")
+    others = "and others that the files do not name" in " ".join(shown.split())
+    assert others == (why != "clean")
+
+
+def test_requests_without_ids_are_not_counted_as_none(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, _ = _templates(folder)
+    path = write_events(tmp_path / "no_id.jsonl", [_finding(violation, 1, request_id=None)])
+    shown = _text(path, capsys)
+    assert shown.splitlines()[0].endswith("; requests without a known id read damage")
+    assert NAMES_NOT_ALL in shown
+    assert "None on record" not in shown
+
+
+def test_lost_events_make_the_list_doubtful(folder: Path, capsys) -> None:
+    warning = "Events are missing or could not be read"
+    assert warning not in _text(folder, capsys)
+    first, _ = sorted(folder.iterdir())
+    first.write_text(first.read_text() + "{half a line")
+    assert warning in _text(folder, capsys)
+
+
+def test_requests_that_were_ended_are_listed_with_what_was_done(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    violation, _ = _templates(folder)
+    finding = _finding(violation, 1, request_id="late")
+    stamp = {k: v for k, v in active(0).items() if k in ("schema", "rank", "pp_rank", "dp_rank")}
+    done = {
+        **stamp,
+        "run": "run0",
+        "runner": "target",
+        "time": violation["time"],
+        "event": "containment",
+        "aborted": [f"ended-{i:02}" for i in range(20)],
+        "answered": ["late"],
+        "dropped": 412,
+        "withheld": [],
+    }
+    path = write_events(tmp_path / "done.jsonl", [finding, done])
+    shown = _text(path, capsys)
+    rows = {row[-1]: row[3:5] for row in _listed(shown)}
+    assert rows.pop('"late"') == ["1", "already answered"]
+    assert rows == {f'"ended-{i:02}"': ["-", "ended"] for i in range(20)}
+    assert '"ended-07" and 12 more' in shown
+
+
+def test_an_id_is_listed_whole_and_never_raw(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, _ = _templates(folder)
+    names = [HOSTILE + "x" * 900 + str(i) for i in range(2)]
+    found = [_finding(violation, 1, request_id=name) for name in names]
+    path = write_events(tmp_path / "hostile.jsonl", found)
+    shown = _text(path, capsys)
+    page = _page(path, tmp_path / "page.html")
+    for text in (shown, _section(page)):
+        assert [f'{"x" * 900}{i}"' in text for i in range(2)] == [True, True]
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "<script" not in page
+
+
 def test_servers_are_shown_beside_each_other(folder: Path, tmp_path: Path, capsys) -> None:
     """The two sides of a disaggregated server. Equal slots of the two are not the same slots."""
     peer = folder.rename(tmp_path / "prefill")
@@ -335,10 +523,30 @@ def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
 # The command
 
 
+def test_what_is_not_shown_is_counted_with_the_option_that_shows_it(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    violation, _ = _templates(folder)
+    found = [_finding(violation, 1 + i) for i in range(23)]
+    path = write_events(tmp_path / "many.jsonl", [active(0), *found])
+    out = tmp_path / "page.html"
+    hint = "kv-canary report --causes 23 shows all"
+    assert f"... and 3 more: {hint}" in _text(path, capsys)
+    assert hint not in _text(path, capsys, "--causes", "23")
+    for shown in (0, 20):
+        assert main([str(path), "-o", str(out), "--causes", str(shown)]) == 0
+        page = out.read_text()
+        assert f"Not in detail here: {23 - shown} more. {hint}." in page
+        assert page.count('<section class="cause"') == shown
+        assert '<p class="verdict bad">' in page
+    assert hint not in _page(path, out)
+
+
 def test_causes_limits_what_is_shown(folder: Path, capsys) -> None:
     shown = _text(folder, capsys, "--causes", "1")
     assert "NEVER_WRITTEN on" in shown
-    assert "... and 1 more: raise --causes" in shown
+    assert "... and 1 more: kv-canary report --causes 2 shows all" in shown
+    assert "shows all" not in _text(folder, capsys, "--causes", "2")
 
 
 def test_colours_only_where_they_are_wanted(folder: Path) -> None:
@@ -381,7 +589,7 @@ def test_a_missing_library_is_named_with_what_installs_it(
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert 'the page needs matplotlib: pip install "sglang-kv-canary[report]"' in shown
-    assert "2 causes" in _text(folder, capsys)  # text needs nothing
+    assert "2 causes" in _text(folder, capsys)  # text needs neither
 
 
 if __name__ == "__main__":

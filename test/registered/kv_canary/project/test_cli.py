@@ -94,13 +94,15 @@ def test_settings_name_every_flag_and_variable(capsys):
     shown = capsys.readouterr().out
     assert "--kv-canary-sweep-interval" in shown
     assert "SGLANG_KV_CANARY_EVENT_FILE" in shown
+    assert "SGLANG_KV_CANARY_USE_BUILTIN" in shown
 
 
-def test_without_sglang_says_what_to_install(tmp_path):
+@pytest.mark.parametrize("argv", [["pools"], ["report", "--text", "."]], ids=str)
+def test_without_sglang_says_what_to_install(argv, tmp_path):
     folder = tmp_path / "sglang" / "srt" / "kv_canary"
     shutil.copytree(Path(package.__file__).parent, folder)
     shutil.copy(kv_canary_cli.__file__, tmp_path)
-    run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', 'pools']; "
+    run = f"import sys, runpy; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['kv_canary', *{argv}]; "
     run += f"runpy.run_module({package.__name__!r}, run_name='__main__', alter_sys=True)"
     ended = subprocess.run(
         [sys.executable, "-I", "-S", "-c", run],

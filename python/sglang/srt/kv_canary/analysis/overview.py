@@ -25,6 +25,7 @@ from ..reports.event_loader import (
 from ..reports.rank_file import rank_name
 from ..reports.violation import Actor
 from .families import Family, family_of
+from .readers import ANSWERED, ENDED, DamageReader, Sighting, UnnamedReaders, damage_readers
 
 # Name of its server, run, and ranks: tensor, pipeline, data parallel
 ProcessKey = tuple[str, str, int, int | None, int | None]
@@ -88,13 +89,18 @@ class Process:
 
 @dataclass(frozen=True)
 class KnownCause:
-    """A cause in one process: its findings, and the last that was told of it."""
+    """A cause in one process: its findings, and what was told of it."""
 
     process: Process
     runner: str
     number: int | None  # old files have none
     found: tuple[Found, ...]  # at most 64 are written
-    told: CauseTold | None  # None if the server was killed first
+    tellings: tuple[CauseTold, ...]  # oldest first
+
+    @property
+    def told(self) -> CauseTold | None:
+        """The last that was told of it. None if the server was killed first."""
+        return self.tellings[-1] if self.tellings else None
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -130,10 +136,15 @@ class KnownCause:
         return min(seen), max(seen)
 
     @cached_property
+    def times(self) -> tuple[float, float]:
+        """Unix time of the first and the last event about it, in seconds."""
+        times = [event.stamp.time for event in (*self.found, *self.tellings)]
+        return min(times), max(times)
+
+    @property
     def time(self) -> float:
-        """Unix time of the first event about it."""
-        events = [*self.found, *((self.told,) if self.told else ())]
-        return min(event.stamp.time for event in events)
+        """Unix time of the first event about it, in seconds."""
+        return self.times[0]
 
     @property
     def sentence(self) -> str:
@@ -159,11 +170,31 @@ class KnownCause:
         return told.extent.text(told.tags) if told is not None and told.extent else ""
 
     @cached_property
+    def reads(self) -> tuple[tuple[float, Actor], ...]:
+        """(Unix time of the event, reader) of each finding, and of the first event that lists a reader."""
+        listed: dict[object, tuple[float, Actor]] = {}
+        for told in self.tellings:
+            for actor in told.readers:
+                listed.setdefault((actor.row, actor.request_id), (told.stamp.time, actor))
+        found = [(each.stamp.time, each.violation.reader) for each in self.found]
+        return tuple(read for read in (*listed.values(), *found) if _is_request(read[1]))
+
+    @cached_property
     def readers(self) -> tuple[Actor, ...]:
         """Each request once. The sweep and the allocator are none."""
-        told = self.told.readers if self.told else ()
-        actors = [*told, *(f.violation.reader for f in self.found)]
-        return _requests(actors)
+        return _requests(actor for _, actor in self.reads)
+
+    @property
+    def names_all_readers(self) -> bool:
+        """Whether each request that read it has its id in some event."""
+        if not all(actor.request_id for actor in self.readers):
+            return False
+        told = self.told
+        if told is None:
+            return True
+        # A cause about a state lists no readers: only its findings name them.
+        unlisted = bool(self.readers) and not told.readers and told.findings > len(self.found)
+        return not (told.more_readers or unlisted)
 
     @cached_property
     def writers(self) -> tuple[Actor, ...]:
@@ -171,10 +202,14 @@ class KnownCause:
         return _requests(f.violation.writer for f in self.found)
 
     @property
-    def name(self) -> str:
-        number = "" if self.number is None else f" #{self.number}"
+    def place(self) -> str:
+        """The process, and its runner if that is a draft model's."""
         draft = "" if self.runner == "target" else f" {self.runner}"
-        return f"{self.process.label}{draft}{number}"
+        return f"{self.process.label}{draft}"
+
+    @property
+    def name(self) -> str:
+        return self.place + ("" if self.number is None else f" #{self.number}")
 
 
 @dataclass(frozen=True)
@@ -190,6 +225,16 @@ class SameCause:
     @property
     def findings(self) -> int:
         return sum(cause.findings for cause in self.causes)
+
+    @cached_property
+    def readers(self) -> tuple[Actor, ...]:
+        """Each request once."""
+        return _requests(actor for cause in self.causes for actor in cause.readers)
+
+    @property
+    def names_all_readers(self) -> bool:
+        """Whether each request that read it has its id in some event."""
+        return all(cause.names_all_readers for cause in self.causes)
 
 
 @dataclass(frozen=True)
@@ -240,6 +285,43 @@ class Overview:
             groups[what, seen[what, cause.process.key]].append(cause)
             seen[what, cause.process.key] += 1
         return tuple(SameCause(tuple(group)) for group in groups.values())
+
+    @cached_property
+    def readers(self) -> tuple[DamageReader, ...]:
+        """All requests that read damage, or were ended because of it, in the order of their first events."""
+        return damage_readers((*self._readers_of_causes(), *self._readers_of_actions()))
+
+    def _readers_of_causes(self) -> Iterator[Sighting]:
+        for number, same in enumerate(self.same_causes):
+            for cause in same.causes:
+                for time, actor in cause.reads:
+                    if actor.request_id:
+                        who = str(actor.request_id)
+                        yield Sighting(who, time, cause.place, actor.step, number)
+
+    def _readers_of_actions(self) -> Iterator[Sighting]:
+        for process in self.processes:
+            for event in process.contained:
+                for done, requests in ((ENDED, event.aborted), (ANSWERED, event.answered)):
+                    for who in requests:
+                        yield Sighting(str(who), event.stamp.time, process.label, done=done)
+
+    @cached_property
+    def unnamed_readers(self) -> tuple[UnnamedReaders, ...]:
+        """One for each process whose events do not name all readers."""
+        causes: dict[str, list[KnownCause]] = defaultdict(list)
+        for cause in self.causes:
+            if not cause.names_all_readers:
+                causes[cause.place].append(cause)
+        return tuple(
+            UnnamedReaders(
+                place,
+                len(found),
+                (min(c.forwards[0] for c in found), max(c.forwards[1] for c in found)),
+                (min(c.times[0] for c in found), max(c.times[1] for c in found)),
+            )
+            for place, found in sorted(causes.items())
+        )
 
     @cached_property
     def findings(self) -> int:
@@ -306,20 +388,27 @@ def _homes(events: Iterable[Event]) -> Iterator[tuple[str, str]]:
 
 def _causes(process: Process, events: Iterable[Event]) -> Iterator[KnownCause]:
     found: dict[object, list[Found]] = defaultdict(list)
-    told: dict[object, CauseTold] = {}
+    told: dict[object, list[CauseTold]] = defaultdict(list)
     for event in events:
         runner = event.stamp.runner or "target"
         if isinstance(event, CauseTold):
-            told[runner, event.cause, None] = event
+            told[runner, event.cause, None].append(event)
         elif isinstance(event, Found):
             v = event.violation
             other = None if event.cause is not None else (v.tag, v.slot, v.reasons)
             found[runner, event.cause, other].append(event)
     for key in dict.fromkeys((*found, *told)):
         runner, number, _ = key  # type: ignore[misc]
-        yield KnownCause(process, runner, number, tuple(found.get(key, ())), told.get(key))
+        mine, said = tuple(found.get(key, ())), tuple(told.get(key, ()))
+        yield KnownCause(process, runner, number, mine, said)
 
 
 def _requests(actors: Iterable[Actor | None]) -> tuple[Actor, ...]:
-    known = (actor for actor in actors if actor is not None and actor.row > 0)
-    return tuple({(actor.row, actor.request_id): actor for actor in known}.values())
+    """Each request once: by its id, or without one by its row."""
+    known = (actor for actor in actors if actor is not None and _is_request(actor))
+    return tuple({actor.request_id or actor.row: actor for actor in known}.values())
+
+
+def _is_request(actor: Actor) -> bool:
+    """A request that takes a state from the prefix cache has no row yet."""
+    return actor.row > 0 or bool(actor.request_id)

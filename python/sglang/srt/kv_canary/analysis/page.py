@@ -39,6 +39,7 @@ def page_of(overview: Overview, most_causes: int) -> str:
         autoescape=True, undefined=StrictUndefined, finalize=_finalize, trim_blocks=True
     )
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        found=bool(overview.causes),
         headline=text.headline(overview),
         span=span and (text.utc(span[0]), text.utc(span[1])),
         events=overview.events,
@@ -46,6 +47,7 @@ def page_of(overview: Overview, most_causes: int) -> str:
         causes=[_cause(same, ids[id(same.first)]) for same in shown],
         further=_further(left),
         left_out=len(left),
+        hint=text.hint_at_causes(overview),
         timeline=_markup(plots.timeline(overview, links)) if overview.causes else None,
         pools=[_markup(plots.pool_map(overview, pool, links)) for pool in overview.pools],
         slots=slots,
@@ -53,6 +55,7 @@ def page_of(overview: Overview, most_causes: int) -> str:
         processes=text.process_rows(overview),
         by_reason=text.reason_rows(overview),
         contained=text.contained_rows(overview),
+        readers=_readers(overview),
         cost=_markup(plots.cost(overview)),
         cost_rows=text.cost_rows(overview),
         no_statistics=text.NO_STATISTICS,
@@ -85,8 +88,8 @@ def _cause(same: SameCause, anchor: str) -> dict[str, Any]:
     facts = [
         ("guess", cause.guess),
         ("extent", cause.extent or f"forwards {first} to {last}, {cause.findings} findings"),
-        ("read by", text.requests_text(cause)),
-        ("written by", "; ".join(actor.text() for actor in cause.writers[:OWNERS])),
+        ("read by", text.requests_text(same)),
+        ("written by", text.first_of([a.text() for a in cause.writers], OWNERS, "; ")),
         *text.named_once(cause.details),
         ("since", f"{text.utc(cause.time)} UTC"),
         ("runbook", runbook_section(cause.reasons[0])),
@@ -101,6 +104,15 @@ def _cause(same: SameCause, anchor: str) -> dict[str, Any]:
         "reports": [render(found.violation).splitlines() for found in cause.found[:REPORTS]],
         "details": f"{min(REPORTS, len(cause.found))} of {cause.findings} findings in detail",
     }
+
+
+def _readers(overview: Overview) -> dict[str, Any] | None:
+    """All of them, in tables of at most MOST_LINES rows."""
+    if not text.has_readers(overview):
+        return None
+    head, *rows = text.reader_rows(overview)
+    tables = [[head, *rows[i : i + MOST_LINES]] for i in range(0, len(rows), MOST_LINES)]
+    return {"title": text.READERS, "tables": tables, "notes": list(text.reader_notes(overview))}
 
 
 def _further(left: Sequence[SameCause]) -> list[tuple[str, ...]]:
@@ -138,8 +150,7 @@ def _slots(overview: Overview, links: dict[int, str]) -> tuple[list[Any], int]:
 
 
 def _names(actors: Any) -> str:
-    names = list(dict.fromkeys(_name(actor) for actor in actors))
-    return ", ".join(names[:OWNERS]) + (", ..." if len(names) > OWNERS else "")
+    return text.first_of(list(dict.fromkeys(_name(actor) for actor in actors)), OWNERS)
 
 
 def _name(actor: Actor) -> str:

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from ..reports.safe_text import printable_text, safe_text
-from ..reports.violation import runbook_section
-from .overview import KnownCause, Overview, Process, SameCause
+from ..reports.violation import MAX_REQUEST_ID, runbook_section
+from .overview import Overview, Process, SameCause
+from .readers import DamageReader, UnnamedReaders
 
-READERS_SHOWN = 8
+READERS = "Requests that read damage"
+READERS_SHOWN = 8  # of one cause or action; the section of that name has all
+PLACES_SHOWN = 4  # of one request
+LONGEST_ESCAPE = 10  # characters, of one character
 PROBLEMS_SHOWN = 10
 INDENT = " " * 5
 
@@ -29,11 +33,13 @@ def as_text(overview: Overview, *, most_causes: int, width: int, colour: bool) -
             yield from _cause(same, width, paint)
         left = len(overview.same_causes) - most_causes
         if left > 0:
-            yield f"... and {left} more: raise --causes"
+            yield f"... and {left} more: {hint_at_causes(overview)}"
         yield from ("", paint.bold("Causes by reason and process"), *table(reason_rows(overview)))
     contained = contained_rows(overview)
     if len(contained) > 1:
         yield from ("", paint.bold("What was done"), *table(contained))
+    if has_readers(overview):
+        yield from ("", paint.bold(READERS), *_readers(overview))
     cost = cost_rows(overview)
     yield from ("", paint.bold("Coverage and cost"))
     yield from table(cost) if len(cost) > 1 else [NO_STATISTICS]
@@ -51,8 +57,21 @@ def headline(overview: Overview) -> str:
         return f"no violation in {_count(processes, 'process', 'es')}"
     return (
         f"{_count(len(overview.same_causes), 'cause')}, {_count(overview.findings, 'finding')}, "
-        f"in {len(overview.affected)} of {_count(processes, 'process', 'es')}"
+        f"in {len(overview.affected)} of {_count(processes, 'process', 'es')}; "
+        f"{_number_of_readers(overview)} read damage"
     )
+
+
+def _number_of_readers(overview: Overview) -> str:
+    known = _count(len(overview.readers), "request")
+    if not overview.unnamed_readers:
+        return known
+    return f"at least {known}" if overview.readers else "requests without a known id"
+
+
+def hint_at_causes(overview: Overview) -> str:
+    """The option that shows all causes in detail."""
+    return f"kv-canary report --causes {len(overview.same_causes)} shows all"
 
 
 def process_rows(overview: Overview) -> list[tuple[str, ...]]:
@@ -111,8 +130,68 @@ def contained_rows(overview: Overview) -> list[tuple[str, ...]]:
 
 
 def _ids(requests: Sequence[str]) -> str:
-    shown = ", ".join(f'"{safe_text(request)}"' for request in requests[:READERS_SHOWN])
-    return shown + (", ..." if len(requests) > READERS_SHOWN else "")
+    return first_of([f'"{safe_text(request)}"' for request in requests], READERS_SHOWN)
+
+
+def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """At most `most` of them, and how many more there are."""
+    left = len(names) - most
+    return between.join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def has_readers(overview: Overview) -> bool:
+    """Whether there is anything to say about requests that read damage."""
+    return bool(overview.causes or overview.readers)
+
+
+def reader_rows(overview: Overview) -> list[tuple[str, ...]]:
+    """One row for each request that read damage. The last cell has the whole id, which may be long."""
+    head = ("first event, UTC", "last event, UTC", "steps", "causes", "done", "process", "request")
+    return [head, *map(_reader_row, overview.readers)]
+
+
+def _reader_row(reader: DamageReader) -> tuple[str, ...]:
+    # An id is never cut: it is what the request is found by.
+    request = safe_text(reader.request_id, LONGEST_ESCAPE * MAX_REQUEST_ID)
+    return (
+        utc(reader.first),
+        utc(reader.last),
+        _steps(reader),
+        str(reader.causes or "-"),
+        reader.done or "-",
+        first_of(reader.places, PLACES_SHOWN),
+        f'"{request}"',
+    )
+
+
+def _steps(reader: DamageReader) -> str:
+    if reader.steps is None:
+        return "-"
+    first, last = reader.steps
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def reader_notes(overview: Overview) -> Iterator[str]:
+    """Who may be missing in the rows."""
+    if not (overview.readers or overview.unnamed_readers):
+        yield "None on record: no request's forward has found the damage."
+    yield from map(_unnamed_text, overview.unnamed_readers)
+    if overview.missing or overview.problems:
+        yield "Events are missing or could not be read, and with them possibly more requests."
+
+
+def _unnamed_text(unnamed: UnnamedReaders) -> str:
+    (first, last), (since, until) = unnamed.forwards, map(utc, unnamed.times)
+    return (
+        f"{unnamed.process}: the files do not name all readers of {_count(unnamed.causes, 'cause')}. Any request of "
+        f"forwards {first} to {last} ({since} to {until} UTC) may be one."
+    )
+
+
+def _readers(overview: Overview) -> Iterator[str]:
+    if overview.readers:
+        yield from table(reader_rows(overview))
+    yield from map(printable_text, reader_notes(overview))
 
 
 def named_once(details: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -161,10 +240,15 @@ def utc(time: float) -> str:
         return str(time)
 
 
-def requests_text(cause: KnownCause) -> str:
-    names = [f'"{safe_text(a.request_id)}"' if a.request_id else "?" for a in cause.readers]
-    more = len(names) > READERS_SHOWN or (cause.told is not None and cause.told.more_readers)
-    return ", ".join(names[:READERS_SHOWN]) + (", ..." if more else "")
+def requests_text(same: SameCause) -> str:
+    """The first readers, how many more are known, and where they are listed."""
+    names = [f'"{safe_text(a.request_id)}"' if a.request_id else "?" for a in same.readers]
+    text = first_of(names, READERS_SHOWN)
+    if not same.names_all_readers:
+        text += ", and others that the files do not name"
+    elif len(names) <= READERS_SHOWN:
+        return text
+    return f'{text}; see "{READERS}"'
 
 
 def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
@@ -174,8 +258,8 @@ def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
     first, last = cause.forwards
     extent = cause.extent or f"forwards {first} to {last}; {_count(cause.findings, 'finding')}"
     lines = [cause.sentence, cause.guess and f"guess: {cause.guess}", extent]
-    if cause.readers:
-        lines.append(f"read by {requests_text(cause)}")
+    if same.readers:
+        lines.append(f"read by {requests_text(same)}")
     lines += [f"{name}: {text}" for name, text in cause.details]
     lines.append(f"since {utc(cause.time)} UTC; {runbook_section(cause.reasons[0])}")
     for line in filter(None, lines):

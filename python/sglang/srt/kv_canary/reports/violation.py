@@ -40,7 +40,7 @@ class Actor:
             if self.request_id
             else "a request not on record"
         )
-        if self.row == 0:
+        if self.row == 0 and not self.request_id:
             who = "no request"
         step = "" if self.step is None else f", step {self.step}"
         origin = "" if self.origin is None else f", KV from {safe_text(self.origin, MAX_ORIGIN)}"
