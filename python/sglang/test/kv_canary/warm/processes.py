@@ -34,6 +34,8 @@ READ_BY_LIBRARIES = (
     "TORCH_",
 )
 POLL_S = 0.01
+# Without a GPU kernels run interpreted or not at all. So all processes may have it, and come from one host.
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 def _for_libraries(env: Mapping[str, str]) -> dict[str, str]:
@@ -132,10 +134,11 @@ class WarmProcesses:
         self, args: Sequence[str], *, stdout: IO, stderr: IO, env: Mapping[str, str]
     ) -> WarmProcess | subprocess.Popen:
         """As subprocess.Popen of this interpreter with `-W ignore -m MODULE ...` or `-W ignore -c CODE ...`."""
+        env = {**INTERPRETED, **env}
         host = self._host_for(env)
         if host is None:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr, env=env)
-        order = Order(_after_options(args), dict(env), os.getcwd(), [1, 2])
+        order = Order(_after_options(args), env, os.getcwd(), [1, 2])
         return host.start(order, [stdout.fileno(), stderr.fileno()])
 
     def run_snippet(
@@ -151,8 +154,9 @@ class WarmProcesses:
 
         Where nothing can be forked, it is a fresh one, and what it imports has read `env`, too.
         """
-        host = self._host_for({**os.environ, **for_imports})
-        environment = {**os.environ, **for_imports, **env}
+        imported = {**INTERPRETED, **os.environ, **for_imports}
+        host = self._host_for(imported)
+        environment = {**imported, **env}
         if host is None:
             command = [sys.executable, "-W", "ignore", "-c", code, *argv]
             return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
