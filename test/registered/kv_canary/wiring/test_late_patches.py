@@ -82,7 +82,10 @@ class TestWhileBusy(_Monitored):
         assert found[0] == f"no forward was seen before the last {MOST_UNSEEN + 1} results"
         assert FORWARD in found[1]
         assert f"unhealthy on the target runner: {found[0]}" in self.serving.stderr
-        assert not self._state()["healthy"]
+        state = self._state()
+        assert (state["checking"], state["healthy"]) == (False, False)
+        (stopped,) = self.serving.events("checking")
+        assert f"got {MOST_UNSEEN + 1} results without one" in stopped["reason"]
 
 
 if __name__ == "__main__":

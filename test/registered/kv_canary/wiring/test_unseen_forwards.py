@@ -10,6 +10,7 @@ import pytest
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.errors import CanaryPhaseError
 from sglang_kv_canary.runner.manager import MOST_UNSEEN
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.wiring import scheduler
@@ -49,8 +50,15 @@ def _take_up(rig: ManagerRig, mode: ForwardMode, count: int = 1) -> None:
 def test_results_without_a_forward_are_told(rig: ManagerRig) -> None:
     _take_up(rig, ForwardMode.DECODE, MOST_UNSEEN)
     assert rig.told.results == []
-    _take_up(rig, ForwardMode.EXTEND)
+    with pytest.raises(CanaryPhaseError):
+        _take_up(rig, ForwardMode.EXTEND)
     assert rig.told.results == [MOST_UNSEEN + 1]
+
+
+def test_nothing_is_told_while_forwards_are_not_checked(rig: ManagerRig) -> None:
+    with rig.manager.disarmed():
+        _take_up(rig, ForwardMode.DECODE, 2 * MOST_UNSEEN)
+    assert rig.told.results == []
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.PREBUILT, ForwardMode.IDLE])

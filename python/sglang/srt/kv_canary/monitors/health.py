@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 UNHEALTHY = "kv-canary unhealthy"  # so begins the text of an error
 SILENT_PERIODS = 2  # without counters from the device; only steps with forwards count
 MIN_SILENT_STEPS = 64
-UNSEEN_AGAIN_S = 60.0  # between reports of forwards that nobody has told the canary of
 MAX_UNDER_WAY = 1  # forwards whose HEAD has run and TAIL has not, at the time of the copy
 
 
@@ -73,7 +72,6 @@ class HealthCheck(StepObserver):
         )  # in steps with forwards
         self._unheard_steps = 0  # steps with forwards since the last counters; idle ticks copy none
         self._heard = time.monotonic()  # time of the last counters
-        self._unseen_again = 0.0  # time.monotonic()
         self._sweeps_issued: dict[PoolKind, int] = {}  # as of the previous summary
         self._sweeps_checked: dict[PoolKind, int] = {}  # as of the last check
         self.healthy = True
@@ -93,10 +91,6 @@ class HealthCheck(StepObserver):
             self._conclude(manager, [problem], ())
 
     def on_unseen_forwards(self, manager: Observed, results: int) -> None:
-        now = time.monotonic()
-        if not manager.armed or now < self._unseen_again:
-            return
-        self._unseen_again = now + UNSEEN_AGAIN_S
         problem = f"no forward was seen before the last {results} results"
         self._conclude(manager, [problem, *self._lost_hooks()], ())
 

@@ -529,8 +529,16 @@ class CanaryManager:
             return True
 
     def say_unseen(self) -> None:
-        """Forwards have run, and nobody has told this manager. What its observers know comes from forwards."""
+        """Forwards have run, and nobody has told this manager. What its observers know comes from forwards.
+
+        Raises CanaryPhaseError: what those have written has no records.
+        """
         self._tell_observers("on_unseen_forwards", self, self.unseen_results)
+        raise CanaryPhaseError(
+            f"kv-canary: expected a forward of the {self.identity.role} runner before each result, got "
+            f"{self.unseen_results} results without one. Another plugin may have replaced a function that the canary "
+            "hooks; remove it, or start without --kv-canary"
+        )
 
     def _note_launch(self, mode: str) -> int:
         self.forward_ct += 1
