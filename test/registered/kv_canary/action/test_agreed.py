@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -285,6 +286,21 @@ def test_one_rank_alone_cannot_hang_a_bell(tmp_path: Any) -> None:
         memory_module.tempfile.tempdir = str(tmp_path)
         with replaced(memory_module, "_mapped", there):
             return Bell.hang(ranks) is None
+
+    assert on_ranks(work) == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_room_hangs_no_bell(tmp_path: Any) -> None:
+    """Files can be made there, and no byte be written, as on a full disk."""
+
+    def work(group: Any) -> Any:
+        memory_module.tempfile.tempdir = str(tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        try:
+            return Bell.hang(RankGroup(group)) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
     assert on_ranks(work) == [True, True]
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.record import Column, Reason
-from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
 from sglang_kv_canary.runner.slot_ledger import MAX_WAITING_ALLOCS
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import Header, TagCounter
@@ -237,6 +237,18 @@ def test_an_abandoned_forwards_number_is_given_out_again() -> None:
     rig.result(rig.decode([1]))
     assert {v.reader.request_id for v in rig.settle()} == {"req-1"}
     assert {v.reader.forward for v in rig.reported} == {3}
+
+
+def test_arrivals_whose_requests_end_at_once_are_not_counted_for_ever() -> None:
+    """With requests of one token a row is given back right after its check. Each result looks at those that count."""
+    steps = Steps()
+    recorder = FlightRecorder(steps=steps)
+    for _ in range(100):
+        step = recorder.begin_step([(1, "a")], origins={})
+        recorder.end_step()
+        step.is_complete = lambda: True
+        recorder.row_released(1)
+    assert (len(steps.in_flight), steps.without_result) == (0, 0)
 
 
 if __name__ == "__main__":

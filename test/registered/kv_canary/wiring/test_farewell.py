@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -158,6 +159,22 @@ def test_asking_ends_when_the_last_process_has_answered(tmp_path: Path) -> None:
 def test_a_process_that_does_not_answer_is_not_waited_for_ever(tmp_path: Path) -> None:
     (tmp_path / f"{os.getpid()}.pid").touch()
     ask_for_farewell(tmp_path, 0.05)
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system without room, which a test cannot have."""
+
+    def touch(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / f"{os.getpid()}.pid").touch()
+    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setitem(context.farewell_folders, os.getpid(), tmp_path)
+    module._before_kill(None)
+    assert "cannot ask for findings that wait" in caplog.text
+    assert not tmp_path.exists()
 
 
 def test_a_dead_process_is_not_waited_for(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sglang.version
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.import_alias import OLD_NAME
 from sglang_kv_canary.wiring import collect_hooks, hook_targets, releases
+from sglang_kv_canary.wiring.guard import taken_apart
 from sglang_kv_canary.wiring.hook_spec import HookType
 from sglang_kv_canary.wiring.hook_targets import (
     MovedTarget,
@@ -122,6 +123,14 @@ def test_source_that_cannot_be_read_is_no_second_error(root) -> None:
     hook_targets._parsed.cache_clear()
     recorded = RecordedTargets("1", {"sglang.pool.f": "()"})
     assert describe_moved(root, recorded) == "Its source cannot be compared with 1: SyntaxError."
+
+
+def test_no_error_at_the_start_of_a_scheduler_is_contained() -> None:
+    """Another hook there says that the start is over, and a guard would then go on without what has failed."""
+    target = "sglang.srt.managers.scheduler.Scheduler.__init__"
+    hooks = [hook.fn for hook in collect_hooks() if hook.target == target]
+    assert len(hooks) > 1
+    assert [taken_apart(hook)[1] for hook in hooks] == [None] * len(hooks)
 
 
 def test_no_target_has_two_hooks_around_it() -> None:

@@ -186,6 +186,7 @@ class FlightRecorder:
         for step in [s for s in self._steps.in_flight if not s.has_result and s.is_complete()]:
             step.in_flight = False
             self._steps.in_flight.remove(step)
+            self._steps.without_result -= 1
 
     def row_released(self, row: int) -> None:
         """The host gave a request row back. What forwards in flight see of it is moot."""

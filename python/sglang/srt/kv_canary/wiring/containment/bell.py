@@ -36,7 +36,7 @@ class Bell:
 
     @classmethod
     def hang(cls, ranks: RankGroup) -> Bell | None:
-        """All ranks must ask. None, on all of them: they share no memory, because they are on several hosts."""
+        """All ranks must ask. None, on all of them: they share no memory."""
         memory = shared_memory(ranks, memory_size(ranks.size))
         return None if memory is None else cls(ranks, memory)
 

@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 _REPORTED = "findings are reported only, because"
 SEVERAL_HOSTS = f"{_REPORTED} the tensor-parallel ranks are on several hosts"
+NO_SHARED_MEMORY = (
+    f"{_REPORTED} the ranks share no memory: they are on several hosts, or the folder for temporary files (TMPDIR) has "
+    "no room"
+)
 
 
 def is_asked_for() -> bool:
@@ -45,11 +49,11 @@ def install_containment(
     if why is None and _shares_requests(args):
         ranks = RankGroup(scheduler.tp_cpu_group)
         if (bell := Bell.hang(ranks)) is None:
-            why = SEVERAL_HOSTS
+            why = NO_SHARED_MEMORY
     if why is None and args.pp_size > 1:
         ranks = RankGroup(scheduler.pp_group.cpu_group)
         if (mailbox := Mailbox.hang(ranks)) is None:
-            why = f"{_REPORTED} the pipeline stages are on several hosts"
+            why = NO_SHARED_MEMORY
     if why is not None:
         logger.warning("kv-canary: SGLANG_KV_CANARY_ACTION=abort: %s", why)
         return

@@ -14,7 +14,7 @@ __all__ = ["shared_memory"]
 def shared_memory(ranks: RankGroup, size: int) -> mmap.mmap | None:
     """`size` bytes of zeros, at least one for each rank. All ranks must ask.
 
-    None, on all of them: they share no memory, because they are on several hosts.
+    None, on all of them: they share no memory, because they are on several hosts, or TMPDIR has no room for it.
     """
     path = _new_file(size) if ranks.rank == 0 else ""
     path = ranks.gather(path)[0]
@@ -36,12 +36,15 @@ def shared_memory(ranks: RankGroup, size: int) -> mmap.mmap | None:
 
 def _new_file(size: int) -> str:
     """ "" if there is no place for it."""
+    path = ""
     try:
         handle, path = tempfile.mkstemp(prefix="kv_canary_bell_")
-    except OSError:
+        with os.fdopen(handle, "wb") as file:
+            file.write(bytes(size))
+    except OSError:  # a file can be made on a full disk, and not be written
+        if path:
+            os.unlink(path)
         return ""
-    with os.fdopen(handle, "wb") as file:
-        file.write(bytes(size))
     return path
 
 

@@ -29,8 +29,8 @@ from .prefixes import prefixes_of_server
 from .session_prefixes import session_of
 
 
-@guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Without a guard: the start is not over, and other ranks would wait for one that goes on without the action."""
     if is_asked_for():
         prefixes = prefixes_of_server(scheduler, _requests_of)
         terms = for_server_of(scheduler, TERMS)

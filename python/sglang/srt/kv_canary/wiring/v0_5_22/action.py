@@ -17,15 +17,15 @@ from ..containment.install import install_containment, is_asked_for
 from ..containment.pair_hooks import hold_sends
 from ..containment.terms import Terms
 from ..context import context
-from ..guard import attempt_aside, guarded, guarded_aside
+from ..guard import attempt_aside, guarded_aside
 from ..hook_spec import HookSpec, HookType
 from ..releases import release
 from .namespaces import Namespaces, prefixes_of
 from .pairs import for_server_of
 
 
-@guarded
 def _after_scheduler_init(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Without a guard: the start is not over, and other ranks would wait for one that goes on without the action."""
     terms = for_server_of(
         scheduler, TERMS
     )  # chains of a pair begin alike, with and without the action
