@@ -1,4 +1,4 @@
-"""The one table of `SGLANG_KV_CANARY_*` environment variables: type, default, help, allowed values.
+"""The tables of `SGLANG_KV_CANARY_*` environment variables: type, default, help, allowed values.
 
 SGLang's own `EnvField.get()` warns about a value that does not parse, then uses the default. The canary must not
 silently run with other settings than the operator wrote. So it reads its variables with `read_settings()`, which
@@ -17,15 +17,17 @@ from sglang.srt.environ import EnvBool, EnvField, EnvFloat, EnvInt, Envs, EnvStr
 
 from .builtin_settings import check_builtin_settings, is_builtin
 from .errors import CanaryConfigError
-from .seam_guard import BUILTIN_ENV
+from .seam_guard import BUILTIN_ENV, yes_or_no
 
 __all__ = [
     "COMPILE_SERVER",
+    "EARLY_SETTINGS",
     "ENV_PREFIX",
     "PERTURB_DIR",
     "SETTINGS",
     "TOKEN_ORACLE",
     "EnvSetting",
+    "EnvYesNo",
     "default_of",
     "given_names",
     "install_env_fields",
@@ -34,8 +36,16 @@ __all__ = [
 ]
 
 ENV_PREFIX = "SGLANG_KV_CANARY_"
-# They are read before SGLang is patched.
-_READ_ELSEWHERE = (BUILTIN_ENV, f"{ENV_PREFIX}ALLOW_UNTESTED_RELEASE")
+
+
+class EnvYesNo(EnvBool):
+    """SGLang's field with the canary's words, some of which are read before SGLang is there."""
+
+    def parse(self, value: str) -> bool:
+        said = yes_or_no(value)
+        if said is None:
+            raise ValueError(f"{value!r} is neither yes nor no")
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class EnvSetting:
     @property
     def default_text(self) -> str:
         """The default as written in the environment."""
-        return str(int(self.default) if self.field_type is EnvBool else self.default)
+        return str(int(self.default) if self.field_type is EnvYesNo else self.default)
 
     def new_field(self) -> EnvField:
         """SGLang's own field type for this variable, ready to be set on `Envs`."""
@@ -82,7 +92,7 @@ class EnvSetting:
             return "an existing folder in which files can be created, or empty for off"
         if self.path_kind == "file":
             return "the path of a regular file in an existing folder, or empty for off"
-        if self.field_type is EnvBool:
+        if self.field_type is EnvYesNo:
             return "0 or 1"
         kind = "a whole number" if self.field_type is EnvInt else "a number"
         return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
@@ -135,13 +145,13 @@ PERTURB_DIR = EnvSetting(
 
 COMPILE_SERVER = EnvSetting(
     "COMPILE_SERVER",
-    EnvBool,
+    EnvYesNo,
     True,
     "1 compiles the kernels in processes of their own while SGLang starts, 0 in threads of the scheduler process.",
 )
 TOKEN_ORACLE = EnvSetting(
     "TOKEN_ORACLE",
-    EnvBool,
+    EnvYesNo,
     False,
     "Tests only: the tokens of every answer are a hash of request id and position, not the model's. Each new token "
     "is compared with it; see docs/testing.md.",
@@ -224,7 +234,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
     ),
     EnvSetting(
         "SNAPSHOT_KV",
-        EnvBool,
+        EnvYesNo,
         False,
         "Snapshots in SGLANG_KV_CANARY_EVENTS_DIR also hold the slot's K and V bytes, with --kv-canary-real-data.",
     ),
@@ -322,6 +332,23 @@ SETTINGS: tuple[EnvSetting, ...] = (
     COMPILE_SERVER,
 )
 
+# They choose the canary, before there is a `CanaryConfig`. Wrong values are refused together with all others.
+EARLY_SETTINGS: tuple[EnvSetting, ...] = (
+    EnvSetting(
+        BUILTIN_ENV.removeprefix(ENV_PREFIX),
+        EnvYesNo,
+        False,
+        "1 leaves the flags to SGLang's own canary, where it has one: from 0.5.13 on. See docs/versions.md.",
+    ),
+    EnvSetting(
+        "ALLOW_UNTESTED_RELEASE",
+        EnvYesNo,
+        False,
+        "1 tries a release of SGLang that is not supported. Nobody has tried it: false alarms and gaps are possible.",
+    ),
+)
+_EARLY_NAMES = tuple(setting.name for setting in EARLY_SETTINGS)
+
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
 
@@ -343,7 +370,7 @@ def install_env_fields() -> None:
 
 
 def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
-    """`CanaryConfig` field name -> typed value, for the whole table.
+    """`CanaryConfig` field name -> typed value, for all of SETTINGS.
 
     Raises `CanaryConfigError` for a value that is not allowed. Also for a variable that does not exist, but has the
     canary's prefix or almost the name of one: a misspelt one would otherwise be ignored.
@@ -351,6 +378,8 @@ def read_settings(environ: dict[str, str] | None = None) -> dict[str, Any]:
     environ = os.environ if environ is None else environ
     check_builtin_settings(environ)
     _refuse_unknown_names(environ)
+    for setting in EARLY_SETTINGS:
+        _read(setting, environ)
     return {s.config_field: _read(s, environ) for s in SETTINGS}
 
 
@@ -363,11 +392,11 @@ def given_names(environ: dict[str, str] | None = None) -> list[str]:
     """Variables that somebody has set to change what the canary does, known or not."""
     environ = os.environ if environ is None else environ
     ours = (n for n in environ if n == ENV_PREFIX[:-1] or n.startswith(ENV_PREFIX))
-    return sorted(n for n in ours if environ[n] and n not in _READ_ELSEWHERE)
+    return sorted(n for n in ours if environ[n] and n not in _EARLY_NAMES)
 
 
 def _refuse_unknown_names(environ: Any) -> None:
-    known = {*_READ_ELSEWHERE, *(setting.name for setting in SETTINGS)}
+    known = {*_EARLY_NAMES, *(setting.name for setting in SETTINGS)}
     by_letters = {_letters(name): name for name in known}
     unknown = sorted(n for n in set(environ) - known if _is_ours(n, by_letters, environ))
     if not unknown:

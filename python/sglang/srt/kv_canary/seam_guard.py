@@ -15,21 +15,39 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["BUILTIN_ENV", "SEAM", "guard_seam", "is_set", "says_yes", "wants_builtin"]
+__all__ = [
+    "BUILTIN_ENV",
+    "SEAM",
+    "guard_seam",
+    "is_set",
+    "says_yes",
+    "wants_builtin",
+    "yes_or_no",
+]
 
 SEAM = "sglang.srt.kv_canary.api.install_canary"
 BUILTIN_ENV = "SGLANG_KV_CANARY_USE_BUILTIN"
 _MODULE, _, _FUNCTION = SEAM.rpartition(".")
-_ON = ("1", "true", "yes", "on")
+# All variables of the canary that are on or off take these words.
+_YES = ("1", "true", "yes", "y", "on")
+_NO = ("0", "false", "no", "n", "off")
+
+
+def yes_or_no(value: str) -> "bool | None":
+    """What the value of an environment variable says. None: neither."""
+    word = value.strip().lower()
+    if word in _YES:
+        return True
+    return False if word in _NO else None
 
 
 def says_yes(value: str) -> bool:
     """Whether the value of an environment variable says yes."""
-    return value.strip().lower() in _ON
+    return yes_or_no(value) is True
 
 
 def is_set(variable: str) -> bool:
-    """Whether an environment variable says yes."""
+    """Whether an environment variable says yes. A word that says neither is refused when a server starts."""
     import os
 
     return says_yes(os.environ.get(variable, ""))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import StaleWeights
-from sglang_kv_canary.host_tier.page_store import ABANDONED_S, PageStore
+from sglang_kv_canary.host_tier.page_store import ABANDONED_S, Claim, PageStore
 from sglang_kv_canary.host_tier.record_files import RecordFiles
 from sglang_kv_canary.host_tier.stored_records import (
     NAME_BYTES,
@@ -58,7 +61,7 @@ def nothing(_: str) -> bool:
 
 def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> None:
     store = store_in(tmp_path, rig)
-    assert store.claim(KEYS, rig.host, nothing) == ([*range(5)], KEYS)
+    assert store.claim(KEYS, rig.host, nothing)[:2] == ([*range(5)], KEYS)
     assert store.recorded([*KEYS, "page5"]) == 5
     rig.tier.records.clear(rig.host)
     store.begin("r", 0, 0)
@@ -112,7 +115,7 @@ def test_pages_that_came_right_after_an_update_are_revoked_too(
 ) -> None:
     store, host = _fetched_after_update(HiCacheRig(monkeypatch), tmp_path)
     store.revoke()
-    assert store.claim([f"again{i}" for i in range(5)], host, nothing) == ([], [])
+    assert store.claim([f"again{i}" for i in range(5)], host, nothing)[:2] == ([], [])
 
 
 def test_pages_of_the_weights_that_have_just_come_are_not_stale(
@@ -215,14 +218,14 @@ def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> 
 def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path) -> None:
     """Who creates the records stores the page. So they fit each other."""
     first, second = store_in(tmp_path, rig), store_in(tmp_path, rig)
-    assert first.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing) == ([0, 1], KEYS[:2])
-    assert second.claim(KEYS, rig.host, nothing) == ([2, 3, 4], KEYS[2:])
-    assert second.claim(KEYS, rig.host, lambda key: key in KEYS) == ([*range(5)], [])
+    assert first.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)[:2] == ([0, 1], KEYS[:2])
+    assert second.claim(KEYS, rig.host, nothing)[:2] == ([2, 3, 4], KEYS[2:])
+    assert second.claim(KEYS, rig.host, lambda key: key in KEYS)[:2] == ([*range(5)], [])
     first.settle(KEYS[:2], lambda key: key == KEYS[0])
     assert second.recorded(KEYS) == 1
     old = time.time() - ABANDONED_S - 1
     os.utime(first.files.path(KEYS[0]), (old, old))  # its page never came
-    assert second.claim(KEYS[:1], rig.host[:PAGE], nothing) == ([0], KEYS[:1])
+    assert second.claim(KEYS[:1], rig.host[:PAGE], nothing)[:2] == ([0], KEYS[:1])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"kvc:{key}.bin" for key in (KEYS[0], *KEYS[2:])
     )
@@ -233,11 +236,11 @@ def test_pages_of_older_weights_or_without_records_are_not_stored(
 ) -> None:
     store = store_in(tmp_path, rig)
     rig.tier.records.clear(rig.host[PAGE : PAGE + 1])
-    assert store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing) == ([0], KEYS[:1])
+    assert store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)[:2] == ([0], KEYS[:1])
     rig.manager.note_weight_update()
-    assert store.claim(KEYS[2:3], rig.host[2 * PAGE : 3 * PAGE], nothing) == ([], [])
+    assert store.claim(KEYS[2:3], rig.host[2 * PAGE : 3 * PAGE], nothing)[:2] == ([], [])
     rig.extend(3, TOKENS[:PAGE])
-    assert store.claim(KEYS[3:4], rig.write_back(3, PAGE), nothing) == ([0], KEYS[3:4])
+    assert store.claim(KEYS[3:4], rig.write_back(3, PAGE), nothing)[:2] == ([0], KEYS[3:4])
 
 
 def page_files(folder: Path) -> set[str]:
@@ -246,7 +249,7 @@ def page_files(folder: Path) -> set[str]:
 
 def test_a_forgotten_page_leaves_no_file(rig: HiCacheRig, tmp_path: Path) -> None:
     store = store_in(tmp_path, rig)
-    _, ours = store.claim(KEYS, rig.host, nothing)
+    ours = store.claim(KEYS, rig.host, nothing).ours
     for key in KEYS:
         (tmp_path / f"{key}.bin").touch()
     store.settle(ours, lambda key: True)
@@ -259,7 +262,7 @@ def test_a_page_that_is_forgotten_while_it_is_stored_leaves_no_file(
     rig: HiCacheRig, tmp_path: Path
 ) -> None:
     store = store_in(tmp_path, rig)
-    _, ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)
+    ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing).ours
     store.forget(KEYS[:1])  # before the backend writes it
     for key in KEYS[:2]:
         (tmp_path / f"{key}.bin").touch()
@@ -276,7 +279,7 @@ def test_a_page_is_not_stored_once_its_records_are_cleared(rig: HiCacheRig, tmp_
         store.forget(KEYS)
         return False
 
-    assert store.claim(KEYS, rig.host, exists) == ([], [])
+    assert store.claim(KEYS, rig.host, exists)[:2] == ([], [])
     assert page_files(tmp_path) == set()
 
 
@@ -286,7 +289,7 @@ def test_a_page_that_is_forgotten_while_it_is_fetched_is_not_used(
 ) -> None:
     """Not even if it was stored again meanwhile: the bytes that were read are the old ones."""
     store = store_in(tmp_path, rig)
-    store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing)[1], lambda key: True)
+    store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours, lambda key: True)
     store.begin("r", 0, 0)
     stored = store.files.read(KEYS[0])
     put = rig.tier.records.put
@@ -310,7 +313,7 @@ def test_a_page_that_is_forgotten_while_it_is_fetched_is_not_used(
 def test_what_is_stored_again_is_used_again(rig: HiCacheRig, tmp_path: Path) -> None:
     store = store_in(tmp_path, rig)
     for _ in range(2):
-        store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing)[1], lambda key: True)
+        store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours, lambda key: True)
         store.begin("r", 0, 0)
         assert store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
         store.forget(KEYS[:1])
@@ -339,7 +342,7 @@ def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
 ) -> None:
     """It was forgotten while it was being stored. The other pages of its batch are settled all the same."""
     store = store_in(tmp_path, rig)
-    _, ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)
+    ours = store.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing).ours
     written = {key: store.files.read(key) for key in ours}
     store.forget(ours)
     for key in ours:
@@ -363,7 +366,7 @@ def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
 def stored_and_revoked(rig: HiCacheRig, folder: Path) -> PageStore:
     """A server that has stored all pages, and has found damage then."""
     store = store_in(folder, rig)
-    store.settle(store.claim(KEYS, rig.host, nothing)[1], lambda key: True)
+    store.settle(store.claim(KEYS, rig.host, nothing).ours, lambda key: True)
     for key in KEYS:
         (folder / f"{key}.bin").touch()
     store.revoke()
@@ -382,14 +385,14 @@ def test_revoked_pages_are_used_by_no_server_and_can_be_stored_again(
     assert not (tmp_path / f"{KEYS[0]}.bin").exists()
     assert "has found damage since" in caplog.text
     assert not rig.found  # no finding: it was reported when it was found
-    assert other.claim(KEYS[:1], rig.host[:PAGE], nothing) == ([0], KEYS[:1])
+    assert other.claim(KEYS[:1], rig.host[:PAGE], nothing)[:2] == ([0], KEYS[:1])
     other.begin("r", 0, 0)
     assert other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_pages_of_other_servers_are_not_revoked(rig: HiCacheRig, tmp_path: Path) -> None:
     other = store_in(tmp_path, rig)
-    other.settle(other.claim(KEYS, rig.host, nothing)[1], lambda key: True)
+    other.settle(other.claim(KEYS, rig.host, nothing).ours, lambda key: True)
     store = store_in(tmp_path, rig)
     store.claim(["mine"], rig.host[:PAGE], nothing)
     store.revoke()
@@ -400,10 +403,10 @@ def test_pages_of_other_servers_are_not_revoked(rig: HiCacheRig, tmp_path: Path)
 def test_what_was_computed_before_is_not_stored_afterwards(rig: HiCacheRig, tmp_path: Path) -> None:
     """It may wait for the thread that stores pages. What comes later is stored under another name."""
     store = stored_and_revoked(rig, tmp_path)
-    assert store.claim(["late"], rig.host[:PAGE], nothing) == ([], [])
+    assert store.claim(["late"], rig.host[:PAGE], nothing)[:2] == ([], [])
     rig.extend(3, TOKENS[:PAGE])
     host = rig.write_back(3, PAGE)
-    assert store.claim(["new"], host, nothing) == ([0], ["new"])
+    assert store.claim(["new"], host, nothing)[:2] == ([0], ["new"])
     store.begin("r", 0, 0)
     assert store.accept("r", "new", TOKENS, host)
 
@@ -418,7 +421,7 @@ def test_a_page_that_is_being_stored_meanwhile_is_revoked_too(
             store.revoke()
         return False
 
-    assert store.claim(KEYS, rig.host, exists) == ([*range(5)], KEYS)
+    assert store.claim(KEYS, rig.host, exists)[:2] == ([*range(5)], KEYS)
     for number, key in enumerate(KEYS):
         store.begin("r", number * PAGE, 0)
         assert not store.accept("r", key, TOKENS, rig.host[:PAGE])
@@ -450,13 +453,130 @@ def test_sglang_evicts_no_revoked_name(rig: HiCacheRig, tmp_path: Path) -> None:
     assert list(tmp_path.glob("kvc-revoked-*")) == [revoked]
 
 
-@pytest.mark.parametrize("name", ["v2", None])
-def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch) -> None:
+# A folder that cannot be written to
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files can be created, and no byte fits in."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def errors_in(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelname == "ERROR"]
+
+
+def test_a_full_disk_leaves_pages_out_and_no_file(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path, rig)
+    with full_disk():
+        for _ in range(2):
+            assert store.claim(KEYS, rig.host, nothing) == Claim([], [], is_whole=False)
+    assert page_files(tmp_path) == set()
+    assert (store.unwritable, store.stored, store._storing) == (10, 0, {})
+    (said,) = errors_in(caplog)  # once a minute
+    assert f"in {tmp_path}: [Errno 27] File too large" in said
+    assert "The page is left out of the storage" in said
+
+
+def test_a_disk_that_has_room_again_is_used_again(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    with full_disk():
+        store.claim(KEYS, rig.host, nothing)
+    assert store.claim(KEYS, rig.host, nothing) == Claim([*range(5)], KEYS, is_whole=True)
+    store.begin("r", 0, 0)
+    for number, key in enumerate(KEYS):
+        assert store.accept("r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
+    assert not rig.found
+
+
+def test_records_that_cannot_replace_abandoned_ones_leave_no_file(
+    rig: HiCacheRig, tmp_path: Path
+) -> None:
+    store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
+    old = time.time() - ABANDONED_S - 1
+    os.utime(tmp_path / f"kvc:{KEYS[0]}.bin", (old, old))
+    store = store_in(tmp_path, rig)
+    with full_disk():
+        store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
+    assert store._storing == {}
+    (tmp_path / f"kvc:{KEYS[0]}.bin").unlink()
+    (tmp_path / f"kvc:{KEYS[0]}.bin").mkdir()  # which no file replaces
+    with pytest.raises(OSError, match="directory"):
+        store.files.replace(KEYS[0], b"records")
+    assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
+
+
+def test_a_page_without_records_ends_the_prefix_and_raises_no_alarm(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path, rig)
+    create = store.files.create
+
+    def no_room_for_the_third(key: str, data: bytes) -> bool:
+        if key == KEYS[2]:
+            raise OSError("no room")
+        return create(key, data)
+
+    monkeypatch.setattr(store.files, "create", no_room_for_the_third)
+    left = [0, 1, 3, 4]
+    claim = store.claim(KEYS, rig.host, nothing)
+    assert claim == Claim(left, [KEYS[n] for n in left], is_whole=False)
+    store.settle(claim.ours, lambda key: True)
+    assert store._storing == {}
+    assert store.recorded(KEYS) == 2
+    store.begin("r", 0, 0)
+    used = [
+        store.accept("r", key, TOKENS, rig.host[n * PAGE :][:PAGE]) for n, key in enumerate(KEYS)
+    ]
+    assert used[:3] == [True, True, False]
+    assert not rig.found
+
+
+def test_a_full_disk_is_no_error_of_the_canary(
+    rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own controller and backend, hooked as in a server. They hear that the pages are not stored."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
+    rig.controller.storage_backend = HiCacheFile(config, str(tmp_path))
+    rig.controller.storage_backend_type = "file"
+    monkeypatch.setattr(context, "page_stores", [])
+    rig.manager.errors.serving = True
+    keys = [f"page{slot}" for slot in range(len(rig.host))]  # this pool's pages hold one token
+    with full_disk():
+        assert not rig.controller._generic_page_set(keys, rig.host)
+    assert rig.manager.errors.total == 0
+    assert page_files(tmp_path) == set()
+    assert rig.controller._generic_page_set(keys, rig.host)
+    assert page_files(tmp_path) == {f"{p}{key}_m_0_1.bin" for p in ("", "kvc:") for key in keys}
+    (store,) = context.page_stores
+    assert (store.unwritable, store.stored, store._storing) == (20, 20, {})
+
+
+@pytest.fixture
+def server_args(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Those that the identity of stored pages is made of."""
     from sglang.srt import server_args
 
     args: dict[str, Any] = dict.fromkeys(("revision", "quantization", "load_format"))
     args |= {"model_path": "m", "weight_version": "v1", "dtype": "auto", "kv_cache_dtype": "auto"}
     monkeypatch.setattr(server_args, "get_global_server_args", lambda: SimpleNamespace(**args))
+    return args
+
+
+@pytest.mark.parametrize("name", ["v2", None])
+def test_a_weight_update_changes_the_identity(
+    name: str | None, rig: HiCacheRig, server_args: dict[str, Any]
+) -> None:
     backend = SimpleNamespace(config_suffix="_m")
     controller = SimpleNamespace(mem_pool_host=rig.host_pool, storage_backend=backend)
     assert context.target is rig.manager
@@ -466,7 +586,7 @@ def test_a_weight_update_changes_the_identity(name, rig: HiCacheRig, monkeypatch
         seen.append(hicache_storage.identity_now(controller))
     assert seen[0] != seen[1]
     assert (seen[1] == seen[2]) == (name is not None)
-    args["weight_version"] = "v1"
+    server_args["weight_version"] = "v1"
     backend.config_suffix = "_m_1_2"
     assert hicache_storage.identity_now(controller) not in seen
 

@@ -1,14 +1,16 @@
-"""Variables of SGLang's own canary: those that mean the same are accepted, others name what to use instead."""
+"""Variables of SGLang's own canary and of the choice between the two: accepted, refused, and documented."""
 
 import sys
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.environ import read_settings
+from sglang_kv_canary.builtin_settings import _TABLE
+from sglang_kv_canary.environ import EARLY_SETTINGS, EnvYesNo, read_settings
 from sglang_kv_canary.errors import CanaryConfigError
-from sglang_kv_canary.seam_guard import BUILTIN_ENV
+from sglang_kv_canary.seam_guard import BUILTIN_ENV, is_set
 from sglang_kv_canary.wiring.releases import UNTESTED_ENV
+from sglang_kv_canary_rigs.checkout import REPO
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
 
@@ -46,6 +48,56 @@ def test_ours_stay_ours(tmp_path) -> None:
     assert settings["perturb_dir"] == str(tmp_path)
     with pytest.raises(CanaryConfigError, match="there is no such variable"):
         read_settings({f"{PREFIX}ENABLE_MHA_W": "1"})
+
+
+# Words for on and off
+
+YES = ("1", "true", "YES", "y", "On", " 1 ")
+NO = ("0", "False", "no", "N", "off")
+NEITHER = ("maybe", "2", "", "enabled")
+EARLY = (BUILTIN_ENV, UNTESTED_ENV)
+
+
+def test_variables_that_are_read_early_are_checked_with_the_others() -> None:
+    assert tuple(setting.name for setting in EARLY_SETTINGS) == EARLY
+
+
+@pytest.mark.parametrize("word", [*YES, *NO])
+def test_all_variables_know_the_same_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_yes = word in YES
+    assert read_settings({f"{PREFIX}SNAPSHOT_KV": word})["snapshot_kv"] is is_yes
+    assert EnvYesNo(not is_yes).parse(word.strip()) is is_yes
+    for name in EARLY:
+        monkeypatch.setenv(name, word)
+        assert is_set(name) is is_yes
+        read_settings({name: word})
+    if is_yes:
+        read_settings({f"{PREFIX}ENABLE_MHA_V": word})
+
+
+@pytest.mark.parametrize("word", NEITHER)
+@pytest.mark.parametrize("name", [*EARLY, f"{PREFIX}SNAPSHOT_KV"])
+def test_a_word_that_says_neither_is_refused(name: str, word: str) -> None:
+    with pytest.raises(CanaryConfigError, match=f"{name}='{word}' is refused: expected 0 or 1"):
+        read_settings({name: word})
+
+
+@pytest.mark.parametrize("word", NEITHER)
+def test_a_word_that_says_neither_chooses_nothing(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be refused yet."""
+    monkeypatch.setenv(BUILTIN_ENV, word)
+    assert not is_set(BUILTIN_ENV)
+
+
+@pytest.mark.skipif(not (REPO / "docs").is_dir(), reason="no source tree: docs/ is not here")
+def test_variables_of_sglangs_own_canary_are_documented() -> None:
+    page = (REPO / "docs" / "settings.md").read_text()
+    for setting in _TABLE:
+        name = f"`{PREFIX}{setting.key}{'*' * setting.key.endswith('_')}`"
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        assert ("`1`" in row) is setting.means_on
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import pytest
 
-from sglang.srt.environ import EnvBool, EnvFloat, EnvInt, envs
+from sglang.srt.environ import EnvFloat, EnvInt, envs
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import (
@@ -17,7 +17,7 @@ from sglang_kv_canary.config import (
     TokenCheck,
     parse_interval,
 )
-from sglang_kv_canary.environ import ENV_PREFIX, SETTINGS, EnvSetting, install_env_fields
+from sglang_kv_canary.environ import ENV_PREFIX, SETTINGS, EnvSetting, EnvYesNo, install_env_fields
 from sglang_kv_canary.errors import CanaryConfigError
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
@@ -61,7 +61,7 @@ def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
     if setting.path_kind:
         path = str(folder if "folder" in setting.path_kind else folder / "events.jsonl")
         return path, path
-    if setting.field_type is EnvBool:
+    if setting.field_type is EnvYesNo:
         return ("0", False) if setting.default else ("1", True)
     if setting.field_type is EnvInt:
         number = int(max(7, setting.minimum or 0))

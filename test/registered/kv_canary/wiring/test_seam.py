@@ -93,7 +93,7 @@ def seam(tmp_path: Path) -> Any:
 
 
 def test_the_seam_refuses_while_the_plugin_is_not_in_place(seam) -> None:
-    refused = seam(MODE="log", SGLANG_PLUGINS="another")
+    refused = seam(MODE="log", SGLANG_PLUGINS="another", **{BUILTIN_ENV: "maybe"})
     assert "SGLANG_PLUGINS='another' must name kv_canary" in refused
     assert f"{BUILTIN_ENV}=1" in refused
     assert "remove --kv-canary" in refused
@@ -103,10 +103,12 @@ def test_the_seam_refuses_while_the_plugin_is_not_in_place(seam) -> None:
     ("environment", "answer"),
     [
         ({"MODE": "none"}, "theirs"),
+        ({"MODE": "none", BUILTIN_ENV: "maybe"}, "theirs"),
         ({"MODE": "log", BUILTIN_ENV: "1"}, "theirs"),
+        ({"MODE": "log", BUILTIN_ENV: "y"}, "theirs"),
         ({"MODE": "raise", "PLUGIN": "1"}, "ours"),
     ],
-    ids=["off", "builtin", "plugin"],
+    ids=["off", "off in any case", "builtin", "builtin in another word", "plugin"],
 )
 def test_the_seam_answers(seam, environment, answer) -> None:
     assert seam(**environment) == answer

@@ -45,7 +45,9 @@ AT_THE_START = {
     "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
     "sglang.srt.entrypoints.engine.Engine.shutdown",
     "sglang.srt.managers.scheduler.Scheduler.__init__",
+    "sglang.srt.server_args.ServerArgs.__post_init__",
     "sglang.srt.server_args.ServerArgs.check_server_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
 }
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 

@@ -16,12 +16,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .. import record
 from ..record import Mode, State
+from ..reports.complaints import Complaints
 from ..reports.tier_finding import Finding
 from .host_records import SlotRecords
 from .host_tier import HostTier
@@ -67,6 +68,14 @@ class _Start:
     token: int = 0  # index in the prefetch's own tokens
 
 
+class Claim(NamedTuple):
+    """The pages of one batch that this server stores."""
+
+    pages: list[int]  # to pass on to the backend
+    ours: list[str]  # keys whose records are new: for `settle`
+    is_whole: bool  # False: records of some pages could not be written, so these pages are left out
+
+
 class PageStore:
     """Beside one storage backend. Host slots are those of whole pages, int64 on the CPU."""
 
@@ -86,10 +95,14 @@ class PageStore:
         self.page_size = page_size
         self.stored = 0  # pages
         self.fetched = 0
+        self.unwritable = (
+            0  # pages that were not stored, because their records could not be written
+        )
         self.unusable: Counter[Unusable] = Counter()  # pages
         self._tier = tier
         self._server = server
         self._identity = identity
+        self._complaints = Complaints()
         self._starts: OrderedDict[str, _Start] = OrderedDict()
         self._lock = threading.Lock()  # of what follows
         self._forgets = 0
@@ -105,13 +118,13 @@ class PageStore:
 
     def claim(
         self, keys: Sequence[str], host_slots: torch.Tensor, page_exists: Callable[[str], bool]
-    ) -> tuple[list[int], list[str]]:
+    ) -> Claim:
         """Store the records of pages that are about to be stored.
 
-        Returns which pages to pass on to the backend, and the keys whose records are new. A page is left out if it has
-        no record, or if another server is storing it. Call `settle` with the keys when the backend is done.
+        A page is left out if it has no record, if another server is storing it, or if its records cannot be written.
+        Call `settle` with the claim's keys when the backend is done.
         """
-        pages, ours, identity = [], [], self._identity()
+        pages, ours, unwritable, identity = [], [], self.unwritable, self._identity()
         with self._lock:
             name, since = self._own_name, max(self._server.weights_since, self._revoked_at)
             self._has_stored = True
@@ -120,21 +133,43 @@ class PageStore:
         ):
             if page_exists(key):
                 pages.append(number)  # the backend keeps what it has
-                continue
-            with (
-                self._lock
-            ):  # before its records are read: whoever forgets a page clears them first
-                self._storing[key] = True
-            records = self._tier.records.get(slots)
-            storable = _are_written_after(since, records)
-            if storable and self._create(key, pack(records, identity, name)):
+            elif self._claim_page(key, slots, since, (identity, name)):
                 pages.append(number)
                 ours.append(key)
-            else:
+        self.stored += len(ours)
+        return Claim(pages, ours, is_whole=self.unwritable == unwritable)
+
+    def _claim_page(
+        self,
+        key: str,
+        slots: torch.Tensor,
+        since: int,  # forward: only what later ones have computed is stored
+        whose: tuple[bytes, bytes],  # identity, and the name under which it is stored
+    ) -> bool:
+        """Whether this server stores the page. Its records are in the folder then."""
+        is_claimed = False
+        with self._lock:  # before its records are read: whoever forgets a page clears them first
+            self._storing[key] = True
+        try:
+            records = self._tier.records.get(slots)
+            if _are_written_after(since, records):
+                is_claimed = self._create(key, pack(records, *whose))
+        except OSError as error:
+            self._lose(error)
+        finally:
+            if not is_claimed:
                 with self._lock:
                     del self._storing[key]
-        self.stored += len(ours)
-        return pages, ours
+        return is_claimed
+
+    def _lose(self, error: OSError) -> None:
+        """The page is not stored. Without records nobody would use it, and SGLang never replaces a stored page."""
+        self.unwritable += 1
+        self._complaints.log(
+            f"cannot store the records of a page in {self.files.folder}: {error}. The page is left out of the storage, "
+            f"{self.unwritable} pages so far, and SGLang computes it again. No check is lost. Make room in the folder, "
+            "or let the server write to it"
+        )
 
     def settle(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
         """The backend has stored these pages, or has failed to. Raises OSError as `forget` does."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 KEY_PREFIX = "kvc:"  # before the page's key
@@ -22,8 +22,12 @@ class RecordFiles:
     def __init__(self, path_of: Callable[[str], str]) -> None:
         self._path_of = path_of
 
+    @property
+    def folder(self) -> Path:
+        return Path(self._path_of("")).parent
+
     def _of_revoked(self, name: bytes) -> Path:
-        return Path(self._path_of("")).parent / f"{REVOKED_PREFIX}{name.hex()}"
+        return self.folder / f"{REVOKED_PREFIX}{name.hex()}"
 
     def revoke(self, name: bytes) -> None:
         """No server uses what was stored under `name`, from now on. Stays as long as the folder."""
@@ -53,20 +57,18 @@ class RecordFiles:
             return 0.0
 
     def create(self, key: str, data: bytes) -> bool:
-        """False if there is one already."""
+        """False if there is one already. Raises OSError if the folder cannot be written to."""
         path = self.path(key)
-        whole = _written_beside(path, data)
-        try:
+        with _written_beside(path, data) as whole, suppress(FileExistsError):
             os.link(whole, path)
-        except FileExistsError:
-            return False
-        finally:
-            whole.unlink()
-        return True
+            return True
+        return False
 
     def replace(self, key: str, data: bytes) -> None:
+        """Raises OSError if the folder cannot be written to."""
         path = self.path(key)
-        _written_beside(path, data).replace(path)
+        with _written_beside(path, data) as whole:
+            whole.replace(path)
 
     def remove(self, key: str) -> None:
         with suppress(FileNotFoundError):
@@ -78,7 +80,14 @@ class RecordFiles:
             Path(self._path_of(key)).unlink()
 
 
-def _written_beside(path: Path, data: bytes) -> Path:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-        file.write(data)
-    return Path(file.name)
+@contextmanager
+def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """A file with `data` in the folder of `path`. It is removed in the end, also if it could not be written."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        yield Path(name)
+    finally:
+        with suppress(FileNotFoundError):  # it was renamed
+            os.unlink(name)

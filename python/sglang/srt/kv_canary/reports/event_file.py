@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import stat
 import time
 from pathlib import Path
 
 from ..errors import CanaryConfigError
+from .complaints import Complaints
 
-logger = logging.getLogger(__name__)
-
-LOG_LOST_EVERY_S = 60.0
 LOOK_EVERY_S = 1.0  # how often to check that the path still leads to the open file
 
 
@@ -36,7 +33,7 @@ class EventFile:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._fd, self._is_torn = self._open()
         self._next_look = time.monotonic() + LOOK_EVERY_S
-        self._next_log = 0.0
+        self._complaints = Complaints()
         self.lost = 0  # lines
 
     @property
@@ -89,10 +86,7 @@ class EventFile:
 
     def complain(self, problem: str) -> None:
         """Log `problem`, unless another was logged within the last minute."""
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + LOG_LOST_EVERY_S
-            logger.error("kv-canary %s", problem)
+        self._complaints.log(problem)
 
     def _reopen_if_moved(self) -> None:
         now = time.monotonic()

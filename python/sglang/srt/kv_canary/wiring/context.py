@@ -50,6 +50,7 @@ class CanaryContext:
     # Main process, by pid: a forked child has no entry. Callers of `Engine` may restore the environment.
     farewell_folders: dict[int, Path] = field(default_factory=dict)
     last_words: dict[int, Path] = field(default_factory=dict)
+    of_command_line: Any = None  # the ServerArgs that the command line has given; None: a program's
     said_at_the_end: str = ""  # last words of an engine that is being shut down
     is_exiting: bool = False  # the interpreter
     compile_server: CompileServerProcess | None = None  # while schedulers are being launched

@@ -103,14 +103,14 @@ def _around_page_set(
     claimed = attempt_aside(store.claim, hash_values, host_indices, exists)
     if claimed is None:
         return False
-    pages, ours = claimed
-    if not pages:
-        return True
-    slots = host_indices.view(-1, store.page_size)[pages].flatten()
+    if not claimed.pages:
+        return claimed.is_whole
+    keys = [hash_values[page] for page in claimed.pages]
+    slots = host_indices.view(-1, store.page_size)[claimed.pages].flatten()
     try:
-        return original(controller, [hash_values[page] for page in pages], slots, extra_info)
+        return original(controller, keys, slots, extra_info) and claimed.is_whole
     finally:
-        attempt_aside(store.settle, ours, exists)
+        attempt_aside(store.settle, claimed.ours, exists)
 
 
 # Storage to host

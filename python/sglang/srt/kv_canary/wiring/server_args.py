@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 from ..config import (
     FLAG_MODE,
@@ -26,6 +27,7 @@ __all__ = [
     "FIELDS",
     "add_canary_args",
     "check_request",
+    "end_command_line",
     "refused_setups",
     "warn_of_settings_without_mode",
 ]
@@ -111,3 +113,9 @@ def check_request(server_args: Any) -> None:
             f"{GO_ON_WITHOUT}"
         )
     verify_hooks_applied()
+
+
+def end_command_line(error: CanaryConfigError | CanaryStartupError) -> NoReturn:
+    """End the process with one line, as for any bad flag."""
+    print(f"sglang: error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 from ...config import CanaryConfig
 from ...errors import CanaryConfigError, CanaryStartupError
-from ..server_args import FIELDS, add_canary_args, check_request
+from ..server_args import FIELDS, add_canary_args, check_request, end_command_line
 
 __all__ = ["add_fields", "install_server_args", "is_ours"]
 
@@ -87,8 +86,7 @@ def _wrapped_methods(cls: type) -> dict[str, Any]:
         try:
             return from_cli_args(cls, args)
         except (CanaryConfigError, CanaryStartupError) as error:
-            print(f"sglang: error: {error}", file=sys.stderr)
-            sys.exit(2)
+            end_command_line(error)
 
     # Runs again just before the launch: fields can change after construction.
     @functools.wraps(check)

@@ -78,6 +78,7 @@ RELEASE = Release(
         "scheduler",
         "until_0_5_17.rows",
         "from_0_5_17.server_args",
+        "v0_5_17.server_args",
         "from_0_5_17.speculative",
         "from_0_5_17.swa_location",
         "token_oracle",

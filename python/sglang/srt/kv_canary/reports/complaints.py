@@ -1,0 +1,24 @@
+"""Problems of the machine that come back, such as a full disk: in the log at most once a minute."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
+
+
+class Complaints:
+    """Those about one file or folder."""
+
+    def __init__(self) -> None:
+        self._next_log = 0.0  # time.monotonic()
+
+    def log(self, problem: str) -> None:
+        """Log `problem`, unless another was logged within the last minute."""
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + LOG_EVERY_S
+            logger.error("kv-canary %s", problem)
