@@ -58,7 +58,9 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
     try:
         ask_for_farewell(folder, WAIT_S)
     except Exception as error:  # nothing here may stop the kill
-        logger.error("kv-canary cannot ask for findings that wait, so they are not named: %s", error)
+        logger.error(
+            "kv-canary cannot ask for findings that wait, so they are not named: %s", error
+        )
     shutil.rmtree(folder, ignore_errors=True)
 
 
