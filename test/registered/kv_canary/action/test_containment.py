@@ -20,6 +20,8 @@ from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.scheduler import _begin_step
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_swa_pool
 from sglang_kv_canary_rigs.radix_fixtures import POOL_SLOTS
 
 if release().has_own_canary:
@@ -187,16 +189,99 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> N
     assert rig.manager.errors.total == 1
 
 
-def test_what_cannot_be_resolved_is_tried_again(rig: ContainmentRig) -> None:
-    request = rig.request("chat", 1)
-    rig.desk._pending.append(Damage((read(request, rig.forward(request)),)))
-    groups, rig.manager.groups = rig.manager.groups, ()
-    with pytest.raises(StopIteration):
+def test_readers_end_when_it_cannot_be_worked_out_what_they_have_damaged(
+    rig: ContainmentRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error is not met again in each step. Nothing says who shares with them: the whole cache is dropped."""
+    rig.tree.insert(range(50, 58))
+    reader, gone, other = (rig.request(rid, row) for row, rid in enumerate(("a", "b", "c"), 1))
+    forward = rig.forward(reader, gone, other)
+    rig.finish(gone)
+    rig.desk._pending.append(Damage((read(reader, forward), read(gone, forward))))
+    rig.manager.groups = ()  # as an error on the device
+    for _ in range(2):
         rig.containment.between_steps()
-    rig.manager.groups = groups
+        assert (rig.desk.is_waiting, rig.manager.errors.total) == (False, 1)
+    assert (reader.to_finish is not None, other.to_finish) == (True, None)
+    assert +rig.desk.outcomes == {"aborted": 1, "answered": 1}
+    assert len(rig.tree.match(range(50, 58)).device_indices) == 0
+    assert "after an internal error, only the readers of damage end" in caplog.text
+
+
+def test_a_retracted_reader_ends_when_damage_cannot_be_worked_out(rig: ContainmentRig) -> None:
+    request = rig.request("chat", 1)
+    found = read(request, rig.forward(request))
+    rig.containment.note_finished(request)
+    rig.scheduler.running_batch.reqs.remove(request)
+    request.reset_for_retract()
+    request.req_pool_idx = None
+    rig.scheduler.waiting_queue.append(request)
+    verdict = rig.containment._unjudged(Damage((found,), bad_memory=(("FULL", 7),)))
+    assert [*verdict.waiting] == ["chat"]
+    assert verdict.bad_memory == (("FULL", 7),)  # found once only
+    assert rig.containment._retracted().keys() == {"chat"}
+
+
+OUTSIDE = 1_000_000
+
+
+@pytest.mark.parametrize("entry", [OUTSIDE, 513, -7, 512])  # 512: the last slot
+def test_a_reader_whose_row_leads_out_of_the_pool_ends(rig: ContainmentRig, entry: int) -> None:
+    reader = rig.request("ada", 1, [21, 22, 23, 24, 25, 26, 27, entry])
+    other = rig.request("bob", 2, range(31, 39))
+    forward = rig.forward(reader, other)
+    found = Reader("ada", 1, forward, 7, ("SLOT_OUT_OF_RANGE",))
+    rig.desk._pending.append(Damage((found,)))
     rig.containment.between_steps()
-    assert request.to_finish is not None
-    assert not rig.desk.is_waiting
+    assert (rig.desk.is_waiting, rig.manager.errors.total) == (False, 0)
+    assert (reader.to_finish is not None, other.to_finish) == (True, None)
+
+
+def test_what_the_cache_has_of_a_row_that_led_out_of_the_pool_is_dropped(
+    rig: ContainmentRig,
+) -> None:
+    reader = rig.request("ada", 1)
+    forward = rig.forward(reader)
+    rig.finish(reader)
+    rig.tree.insert(range(8))  # its tokens
+    next(iter(rig.tree.cache.root_node.children.values())).value[3] = OUTSIDE
+    found = Reader("ada", 1, forward, 0, ("SLOT_OUT_OF_RANGE",))
+    rig.desk._pending.append(Damage((found,)))
+    rig.containment.between_steps()
+    assert (rig.manager.errors.total, +rig.desk.outcomes) == (0, {"answered": 1})
+    assert len(rig.tree.match(range(8)).device_indices) == 0
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_wrong_row_of_a_pool_with_a_sliding_window_ends_its_reader(
+    rig: ContainmentRig, is_damaged: bool
+) -> None:
+    """From the finding on: pools, manager and desk are those of a server."""
+    swa = ManagerRig(real=make_swa_pool(size=128, size_swa=96), sliding_window_size=16)
+    containment, desk = rig.containment, swa.manager.expect_action()
+    containment.manager, containment.desk = swa.manager, desk
+    swa.result(swa.extend(1, range(100, 112)))
+    if is_damaged:
+        swa.rows.req_to_token[1, 5] = OUTSIDE
+    reader = rig.request("req-1", 1, [])
+    reader.kv_allocated_len = 13
+    swa.result(swa.decode([1]))
+    assert bool(swa.settle()) is desk.is_waiting is is_damaged
+    assert desk.peek().slots == ()
+    containment.between_steps()
+    assert (rig.manager.errors.total, desk.is_waiting) == (0, False)
+    assert (reader.to_finish is not None) is is_damaged
+
+
+def test_who_ends_because_findings_were_lost_is_told_so(rig: ContainmentRig) -> None:
+    """What was not seen may be a wrong row."""
+    reader, other = rig.request("ada", 1), rig.request("bob", 2)
+    rig.desk.note_lost([rig.forward(reader)])
+    rig.forward(other)
+    rig.containment.between_steps()
+    assert "SGLANG_KV_CANARY_RING_CAPACITY" in reader.to_finish.message
+    assert rig.containment.has_wrong_row(reader)
+    assert other.to_finish is None
 
 
 def test_a_request_whose_transfer_is_about_to_fail_is_not_listed_as_answered(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.origin import Origin
 from sglang_kv_canary.runner.arrival_desk import ArrivalDesk
 from sglang_kv_canary.runner.damage_desk import (
+    LOST,
     MAX_CHANGES,
     Damage,
     DamageDesk,
@@ -149,7 +151,7 @@ def test_who_waits_for_its_arrival_has_read_nothing(receiving: DamageDesk) -> No
     """Unless the prefix is wrong that its row has from the cache: others have it, too."""
     arrivals = ArrivalDesk(None, None, None)
     receiving.are_awaited = arrivals.are_awaited
-    arrivals.await_findings(ARRIVAL, first=12)
+    arrivals.await_findings(ARRIVAL, first=12, row=1)
     rows = [
         finding(READER_FORWARD=ARRIVAL, STORED_POSITION=12),
         finding(READER_FORWARD=ARRIVAL, EXPECTED_POSITION=13, STORED_POSITION=3),
@@ -163,9 +165,67 @@ def test_who_waits_for_its_arrival_has_read_nothing(receiving: DamageDesk) -> No
     cached = finding(READER_FORWARD=ARRIVAL, STORED_POSITION=11)
     assert [r.request_id for r in found(receiving, cached).readers] == ["ada"]
     arrivals.forget(ARRIVAL)
-    arrivals.await_findings(ARRIVAL, first=12)
+    arrivals.await_findings(ARRIVAL, first=12, row=1)
     arrivals.note_findings(cached[None])
     assert arrivals.verdict(ARRIVAL) == set()
+
+
+@pytest.mark.parametrize(("slot", "exists"), [(15, True), (16, False), (1_000_000, False)])
+def test_only_slots_of_the_pool_are_looked_up(slot: int, exists: bool, desk: DamageDesk) -> None:
+    """A finding in the SWA pool names the row's entry, whatever it is."""
+    buffers = torch.zeros(4, 16, 4, dtype=torch.int64)
+    desk.groups = (
+        CanaryBufferGroup(PoolKind.FULL, *buffers[:2]),
+        CanaryBufferGroup(PoolKind.SWA, *buffers[2:]),
+    )
+    reasons = Reason.TOKEN if exists else Reason.SLOT_OUT_OF_RANGE
+    row = finding(kind=PoolKind.SWA, REASONS=reasons, SLOT=UNKNOWN, FULL_SLOT=slot)
+    damage = found(desk, row)
+    assert [each.slot for each in damage.slots] == ([slot] if exists else [])
+    assert [reader.request_id for reader in damage.readers] == ["ada"]
+
+
+def test_where_findings_were_lost_all_requests_of_their_forwards_have_read_damage(
+    desk: DamageDesk,
+) -> None:
+    """Not one that was dead in its forward."""
+    heard: list[int] = []
+    desk.on_found = lambda: heard.append(1)
+    desk.recorder.step_of(3).released.add(2)
+    desk.note_lost([3, 77])  # 77 is not on record
+    assert desk.take().readers == (Reader("ada", 1, 3, 42, (LOST,)),)
+    desk.note_lost([2, 3])
+    assert [(r.request_id, r.forward) for r in desk.take().readers] == [("ada", 2), ("bob", 2)]
+    assert len(heard) == 2
+    desk.note_lost([77])
+    assert (len(heard), desk.is_waiting, desk.take()) == (2, False, Damage())
+
+
+def test_a_reader_has_all_reasons_of_its_forwards(desk: DamageDesk) -> None:
+    """The first one alone would say that its row is right."""
+    desk.note_findings(finding()[None])
+    desk.note_findings(finding(READER_FORWARD=2, REASONS=Reason.CHAIN)[None])
+    desk.note_lost([3])
+    ada, bob = desk.take().readers
+    assert (ada.forward, ada.start, ada.reasons) == (1, 40, ("CONTENT", "CHAIN", LOST))
+    assert (bob.forward, bob.reasons) == (3, (LOST,))
+
+
+def test_an_arrival_whose_findings_were_lost_is_not_known_to_be_right(
+    receiving: DamageDesk,
+) -> None:
+    arrivals = ArrivalDesk(None, None, None)
+    receiving.awaits = arrivals.awaits
+    for forward in (ARRIVAL, ARRIVAL + 1):
+        arrivals.await_findings(forward, first=12, row=1)
+    arrivals.note_known(ARRIVAL + 1)
+    for note_lost in (arrivals.note_lost, receiving.note_lost):
+        note_lost([ARRIVAL, ARRIVAL + 2])
+    assert (arrivals.verdict(ARRIVAL), arrivals.has_lost(ARRIVAL)) == ({1}, True)
+    assert (arrivals.verdict(ARRIVAL + 1), arrivals.has_lost(ARRIVAL + 1)) == (set(), False)
+    assert not receiving.is_waiting  # its transfer fails, which is enough
+    arrivals.forget(ARRIVAL)
+    assert (arrivals._lost, arrivals.awaits(ARRIVAL)) == (set(), False)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +259,7 @@ def test_findings_are_put_together(desk: DamageDesk):
     ada = Reader("ada", 1, 1, 40, ("CHAIN",))
     other = Damage((ada,), (DamagedSlot(9, 5, False),), (("SWA", 3),), (31, 30))
     both = Damage.of_all([mine, other])
-    assert both.readers == other.readers
+    assert both.readers == (replace(ada, reasons=("CONTENT", "CHAIN")),)
     assert both.slots == (*mine.slots, *other.slots)
     assert both.bad_memory == (("SWA", 3),)
     assert both.tainted == (30, 31)

@@ -224,7 +224,7 @@ def test_a_request_that_fails_while_it_waits_for_its_check_leaves_nothing_behind
     context.managers.append(rig.manager)
     receiver = FakeKVReceiver(None, "", 7)
     held_arrivals.hold(None, SimpleNamespace(kv_receiver=receiver, req=_request(7)), lambda poll: 0)
-    rig.manager.arrivals.await_findings(5, 0)
+    rig.manager.arrivals.await_findings(5, 0, 7)
     receiver._kv_canary_held = 5
     with pytest.raises(Exception, match="Fake"):
         receiver.failure_exception()
@@ -232,6 +232,21 @@ def test_a_request_that_fails_while_it_waits_for_its_check_leaves_nothing_behind
     assert arrivals._firsts == {5: 0}  # what it still finds has no other owner
     arrivals.note_known(5)
     assert (arrivals._damaged, arrivals._firsts, arrivals._forgotten) == ({}, {}, set())
+    assert arrivals._rows == {}
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_arrival_of_which_findings_were_lost_says_why_it_fails(is_lost: bool) -> None:
+    rig, receiver = ManagerRig(), SimpleNamespace(_kv_canary_held=5)
+    rig.manager.expect_arrivals(1)
+    context.managers.append(rig.manager)
+    arrivals = rig.manager.arrivals
+    arrivals.await_findings(5, 0, 7)
+    arrivals.note_lost([5] if is_lost else [4, 6])
+    arrivals.note_known(5)
+    verdict = held_arrivals._verdict(None, _request(7), receiver)
+    assert verdict == (held_arrivals._NOT_KNOWN if is_lost else "")
+    assert "SGLANG_KV_CANARY_RING_CAPACITY" in held_arrivals._NOT_KNOWN
 
 
 def test_failed_transfers_of_one_look_through_a_queue_share_the_time(

@@ -125,6 +125,15 @@ def test_an_idle_servers_free_list_is_all_that_is_neither_cached_nor_withheld(pa
     assert not slots.disturbed
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_cached_index_outside_the_pool_ends_no_repair(page: int) -> None:
+    """The cache may have taken it from a wrong row."""
+    slots = owned(page=page)
+    bob = slots.rows[2, :8]
+    outside = torch.tensor([POOL_SLOTS + page, 1_000_000, -9], dtype=torch.int32)
+    assert slots.restore(torch.cat([bob, outside]), []) == (8, 0)  # ada's come back
+
+
 @pytest.mark.skipif(not FREES_PARTS, reason="of newer releases; lifted by make test SGLANG=0.5.23")
 @pytest.mark.parametrize(("kind", "page"), [("mha", 1), ("mha", 4), ("swa", 1), ("swa", 4)])
 def test_what_newer_releases_free_as_parts_of_rows_is_checked_like_the_rest(

@@ -158,17 +158,37 @@ def test_memory_is_withheld_on_no_stage() -> None:
     assert pipeline.states[0][2] == free + 8  # the cached prefix
 
 
+def _errors() -> int:
+    return sum(manager.errors.total for manager in context.managers)
+
+
 def test_an_error_of_the_first_stage_loses_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline()
     last, first = pipeline.stages[2], pipeline.stages[0]
+    before = _errors()
     last.find(last.requests[1])
     pipeline.step()
+    first.find(first.requests[0])
     with monkeypatch.context() as broken:
-        broken.setattr(type(first.rig.containment), "judge", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            first.staged.between_steps()
+        broken.setattr(type(first.rig.containment), "_judge", lambda *_: 1 / 0)
+        pipeline.step()
+        assert [ended for ended, *_ in pipeline.states] == [["ada", "bob"]] * STAGES
+        pipeline.step()
+    assert _errors() == before + 1
+
+
+def test_an_error_of_a_later_stage_loses_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline()
+    last = pipeline.stages[2]
+    before = _errors()
+    last.find(last.requests[1])
+    with monkeypatch.context() as broken:
+        broken.setattr(type(last.rig.containment), "resolved", lambda *_: 1 / 0)
+        pipeline.step()
+        assert not last.rig.desk.is_waiting
     pipeline.step()
     assert [ended for ended, *_ in pipeline.states] == [["bob"]] * STAGES
+    assert _errors() == before + 1
 
 
 def test_the_hook_sends_a_verdict_with_the_requests_and_nothing_else() -> None:

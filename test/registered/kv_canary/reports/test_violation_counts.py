@@ -136,6 +136,72 @@ def test_rows_that_come_while_the_ring_is_copied_are_counted_as_overwritten() ->
     assert ring.manager._fetched == 4
 
 
+class _Lost:
+    """Forwards 1 to 5 run a request each. `told`: forwards of which findings were lost."""
+
+    def __init__(self) -> None:
+        self.ring, self.told = Ring(), []
+        self.ring.manager.lost_listeners.append(lambda forwards: self.told.extend(forwards))
+        recorder = self.ring.manager._recorder
+        self.steps = [None]
+        for forward in range(1, 6):
+            self.steps.append(recorder.begin_step([(1, "chat")]))
+            recorder.note_forward(forward, "DECODE")
+            recorder.end_step()
+        for forward in (1, 2, 3, 5):
+            recorder.result_arrived(self.steps[forward])
+
+    def flood(self, rows: int, forward: int) -> None:
+        for _ in range(rows):
+            self.ring.append(0, Reason.TOKEN, forward=forward)
+
+
+def test_forwards_whose_findings_were_overwritten_are_told() -> None:
+    """Forward 1 is known, and of forward 3 some are left."""
+    lost = _Lost()
+    lost.flood(3, 1)
+    lost.ring.step(1)
+    lost.flood(2, 2)
+    lost.flood(CAPACITY, 3)
+    lost.ring.step(3)
+    assert lost.told == [2, 3]
+    assert lost.ring.manager.handed_over() == 3
+    lost.ring.step(5)
+    assert lost.told == [2, 3]
+
+
+def test_a_full_ring_has_lost_nothing() -> None:
+    lost = _Lost()
+    lost.flood(CAPACITY, 2)
+    lost.ring.step(2)
+    assert (lost.told, lost.ring.manager.overwritten) == ([], 0)
+
+
+def test_lost_findings_are_told_when_it_is_known_who_was_dead() -> None:
+    """Until then nobody may take the forward for right."""
+    lost = _Lost()
+    manager = lost.ring.manager
+    lost.ring.step(2)
+    lost.flood(1, 3)
+    lost.flood(1, 4)  # its result is not in
+    lost.flood(CAPACITY, 5)
+    lost.ring.step(5)
+    assert (lost.told, manager.handed_over(), manager.busy) == ([3, 5], 3, True)
+    manager._recorder.result_arrived(lost.steps[4])
+    manager.step()
+    assert (lost.told, manager.handed_over(), manager.busy) == ([3, 5, 4], 5, False)
+
+
+def test_forwards_are_told_when_no_row_of_them_is_left() -> None:
+    lost = _Lost()
+    manager = lost.ring.manager
+    manager._recorder.result_arrived(lost.steps[4])
+    rows = lost.ring.log.rows.clone()
+    manager._on_rows((torch.tensor([2]), rows, torch.tensor([2 + CAPACITY])), None)
+    manager.step()
+    assert lost.told == [1, 2, 3, 4, 5]
+
+
 def test_floods_that_take_turns_hide_nothing() -> None:
     """Two floods of an even number of parts: what is new on a slot that is damaged already stays among the repeats."""
     ring, floods = Ring(1024), [list(range(1, 401)), list(range(501, 901))]

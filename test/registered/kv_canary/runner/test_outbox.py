@@ -20,6 +20,7 @@ from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.record import Column
 from sglang_kv_canary.reports.outbox import Outbox
+from sglang_kv_canary.runner.damage_desk import LOST
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import NOT_PUBLISHED, Header
@@ -252,6 +253,53 @@ def test_a_copy_from_another_stream_tells_of_no_forward_that_still_runs() -> Non
         launch(*arguments)
     rig.manager.drain()
     assert desk.verdict(forward) == {1}
+
+
+def _flooded(capacity: int) -> ManagerRig:
+    """Rows 1 and 2 hold 20 and 40 tokens. One slot of row 1 is damaged."""
+    rig = ManagerRig(copy_every_s=SELDOM, ring_capacity=capacity)
+    rig.manager.expect_arrivals(page_size=1)
+    rig.manager.expect_action()
+    rig.result(rig.extend(1, range(20)))
+    rig.result(rig.extend(2, range(40)))
+    rig.settle()
+    rig.pool.v_buffer[0][rig.slot(1, 7)] += 1
+    return rig
+
+
+@pytest.mark.parametrize(("capacity", "is_lost"), [(32, True), (1024, False)])
+def test_an_arrival_whose_findings_a_flood_overwrites_is_not_taken_for_right(
+    capacity: int, is_lost: bool
+) -> None:
+    rig, queued = _flooded(capacity), []
+    desk = rig.manager.arrivals
+    desk.attempt = lambda *launch: queued.append(launch) or True  # the device comes to it later
+    arrivals = [Arrival(1, 0, list(range(20)), 0), Arrival(2, 0, list(range(1000, 1040)), 0)]
+    first, second = (rig.manager.note_arrivals([each], awaited=True) for each in arrivals)
+    for launch, *arguments in queued:
+        launch(*arguments)
+    rig.manager.drain()
+    assert (desk.verdict(first), desk.verdict(second)) == ({1}, {2})
+    assert desk.has_lost(first) is is_lost
+    assert bool(rig.manager.violations.overwritten) is is_lost
+
+
+@pytest.mark.parametrize(("capacity", "is_lost"), [(32, True), (1024, False)])
+def test_a_reader_whose_findings_a_flood_overwrites_is_named(capacity: int, is_lost: bool) -> None:
+    rig = _flooded(capacity)
+    drain, rig.manager._drain = rig.manager._drain, lambda wait=False: None  # the host is late
+    first = rig.decode([1])
+    rig.rows.req_to_token[2, :40] = rig.rows.req_to_token[2, :40].flip(0)
+    second = rig.decode([2])
+    third = rig.decode([3])
+    rig.manager._drain = drain
+    for step in (first, second, third):
+        rig.recorder.result_arrived(step)
+    rig.manager.drain()
+    readers = {r.request_id: r.reasons for r in rig.manager.damage.take().readers}
+    assert readers.keys() == {"req-1", "req-2"}
+    assert readers["req-1"] == ((LOST,) if is_lost else ("CONTENT",))
+    assert (LOST in readers["req-2"]) is is_lost
 
 
 @pytest.mark.parametrize("times", [1, 2])

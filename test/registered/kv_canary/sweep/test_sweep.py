@@ -260,6 +260,20 @@ def test_a_slot_handed_out_while_the_tree_holds_it_is_found() -> None:
     assert ("SWEEP_K_FULL", "POSITION", slot, 9) in _found(rig)
 
 
+def test_a_flood_of_the_sweep_ends_no_request_that_runs_beside_it() -> None:
+    """Its findings overwrite each other, and none of a forward."""
+    rig = SweptRig(ring_capacity=8)
+    desk = rig.manager.expect_action()
+    rig.serve(PROMPT, ANSWER)
+    rig.manager.groups[0].k_head[5:60, 1] ^= 1
+    rig.result(rig.extend(2, range(10)))
+    for _ in range(3):
+        rig.result(rig.decode([2]))
+    rig.passes(1)
+    assert rig.manager.violations.overwritten > 0
+    assert desk.take().readers == ()
+
+
 def test_raise_ends_with_the_sweeps_finding() -> None:
     rig = SweptRig(mode=CanaryMode.RAISE)
     rig.serve(PROMPT, ANSWER)

@@ -216,6 +216,10 @@ class FlightRecorder:
     def find(self, forward: int) -> ForwardRecord | None:
         return self._forwards.get(forward)
 
+    def on_record(self, first: int, last: int) -> list[int]:
+        """The forwards on record from number `first` to `last`. Looks through all of them."""
+        return [forward for forward in self._forwards if first <= forward <= last]
+
     def step_of(self, forward: int) -> StepRecord | None:
         """The scheduler step that asked for `forward`. None: no step did, or it is not on record."""
         found = self._forwards.get(forward)

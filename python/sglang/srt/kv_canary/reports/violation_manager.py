@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -52,6 +52,10 @@ class ViolationManager:
         )  # outside the device pool, by any thread
         # Called with rows int64[n, len(Column)] that are no longer moot
         self.listeners: list[Callable[[np.ndarray], None]] = []
+        # Called with forwards that may have found more than the ring has kept
+        self.lost_listeners: list[Callable[[Sequence[int]], None]] = []
+        # Such forwards, until it is known which requests of them were dead
+        self._lost: list[int] = []
         # Whether `step` or `name_waiting` has something to do. A flag: each step asks twice, and nearly never there is.
         self.has_work = False
         self.reported = 0
@@ -74,12 +78,17 @@ class ViolationManager:
 
         Findings of later forwards do not matter, so who waits for it does not wait for their readers.
         """
+        fetched_of = self._follow_fetched()
+        first = min(self._lost, default=fetched_of + 1)
+        if len(self._unsettled):
+            first = min(first, int(self._unsettled[:, Column.READER_FORWARD].min()))
+        return min(fetched_of, first - 1)
+
+    def _follow_fetched(self) -> int:
+        """The forward up to which all rows have been fetched."""
         while self._totals and self._totals[0][1] <= self._fetched:
             self._fetched_of = self._totals.popleft()[0]
-        if not len(self._unsettled):
-            return self._fetched_of
-        first = int(self._unsettled[:, Column.READER_FORWARD].min())
-        return min(self._fetched_of, first - 1)
+        return self._fetched_of
 
     def found(self, finding: Finding | StateFinding, forward: int) -> None:
         """Something is wrong outside the device pool. `forward`: the last one launched. Any thread may call this."""
@@ -89,7 +98,7 @@ class ViolationManager:
     @property
     def busy(self) -> bool:
         """Whether rows wait to be fetched or to be settled."""
-        waits = len(self._unsettled) > 0 or len(self._found) > 0
+        waits = len(self._unsettled) > 0 or len(self._found) > 0 or len(self._lost) > 0
         return waits or self._fetched < self._seen_total
 
     def note_work_left(self) -> None:
@@ -146,10 +155,18 @@ class ViolationManager:
         if lost:
             oldest = fetched[:, Column.READER_FORWARD].min(initial=self._recorder.newest)
             self._reporter.lost_until = max(self._reporter.lost_until, int(oldest))
+            self._note_lost(int(oldest))
         waits, self.has_work = len(self._unsettled) > 0, True
         self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
+
+    def _note_lost(self, last: int) -> None:
+        """Rows behind those fetched so far were overwritten unread. `last`: forward of the oldest one that is left."""
+        if self.lost_listeners:
+            known = set(self._lost)
+            forwards = self._recorder.on_record(self._follow_fetched() + 1, last)
+            self._lost += [forward for forward in forwards if forward not in known]
 
     def _report_found(self) -> None:
         findings = [self._found.popleft() for _ in range(len(self._found))]
@@ -163,6 +180,8 @@ class ViolationManager:
             self._reporter.log_or_raise_found(violations, self._recorder)
 
     def _settle(self) -> None:
+        if self._lost:
+            self._pass_on_lost()
         if not len(self._unsettled):
             return
         settled = are_settled(self._unsettled, self._recorder)
@@ -175,6 +194,13 @@ class ViolationManager:
             listener(rows)
         if len(rows):
             self._reporter.log_or_raise_violation(rows, self._recorder)
+
+    def _pass_on_lost(self) -> None:
+        settled = [forward for forward in self._lost if self._recorder.is_settled(forward)]
+        if settled:
+            self._lost = sorted(set(self._lost).difference(settled))
+            for listener in self.lost_listeners:
+                listener(settled)
 
     def _count(self, rows: np.ndarray) -> None:
         for tag_id, reasons, count in HOST.count_pairs(rows, Column.TAG, Column.REASONS):

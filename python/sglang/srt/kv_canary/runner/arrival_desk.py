@@ -31,6 +31,9 @@ class ArrivalDesk:
     _damaged: dict[int, set[int]] = field(default_factory=dict)  # forward -> rows, of awaited ones
     # Of the same forwards, the first position that has arrived. What lies before it was in the prefix cache.
     _firsts: dict[int, int] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)  # of the same forwards, the awaited row
+    # Of them, those that may have found more than is known
+    _lost: set[int] = field(default_factory=set)
     _forgotten: set[int] = field(default_factory=set)  # forwards, until they are known
     _known: int = 0  # everything that forwards up to this one have found has been handed over
 
@@ -55,10 +58,15 @@ class ArrivalDesk:
             self.outcomes["checked" if part[0].has_records else "taken_over"] += len(part)
         return forward
 
-    def await_findings(self, forward: int, first: int) -> None:
-        """Keep what `forward` finds from position `first` on, for `verdict`."""
+    def await_findings(self, forward: int, first: int, row: int) -> None:
+        """Keep what `forward`, which checks `row`, finds from position `first` on, for `verdict`."""
         self._damaged.setdefault(forward, set())
         self._firsts[forward] = first
+        self._rows[forward] = row
+
+    def awaits(self, forward: int) -> bool:
+        """Whether somebody asks for the verdict on `forward`."""
+        return forward in self._rows
 
     def are_awaited(self, rows: np.ndarray) -> np.ndarray:
         """bool[n]: which `rows` int64[n, len(Column)] count for a verdict that somebody asks for."""
@@ -80,16 +88,25 @@ class ArrivalDesk:
         for forward, row in readers.tolist():
             self._damaged[forward].add(row)
 
+    def note_lost(self, forwards: Sequence[int]) -> None:
+        """Findings of `forwards` may have been overwritten unread. What they have checked is not known to be right."""
+        self._lost.update(filter(self.awaits, forwards))
+
+    def has_lost(self, forward: int) -> bool:
+        """Whether the awaited `forward` may have found more than is known."""
+        return forward in self._lost
+
     def note_known(self, forward: int) -> None:
         """Everything that forwards up to `forward` have found has been handed to `note_findings`."""
         self._known = max(self._known, forward)
         self._drop_forgotten()
 
     def verdict(self, forward: int) -> frozenset[int] | None:
-        """Rows in which the awaited `forward` found damage. None: not known yet."""
+        """Rows in which the awaited `forward` found damage, or may have found some. None: not known yet."""
         if forward > self._known:
             return None
-        return frozenset(self._damaged.get(forward, ()))
+        found = frozenset(self._damaged.get(forward, ()))
+        return found | {self._rows[forward]} if forward in self._lost else found
 
     def forget(self, forward: int) -> None:
         """Nobody asks for the verdict on `forward` any more. What it still finds has no other owner."""
@@ -101,6 +118,8 @@ class ArrivalDesk:
             self._forgotten.discard(forward)
             self._damaged.pop(forward, None)
             self._firsts.pop(forward, None)
+            self._rows.pop(forward, None)
+            self._lost.discard(forward)
 
     def copy_out(self, row: int, length: int) -> list[torch.Tensor]:
         """The records of the row's first tokens, in host memory. Waits for the device, as the copy of their KV does."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +18,9 @@ from ..record import UNKNOWN, Column, Reason, is_writer_intact
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.violation import reason_names
 
-__all__ = ["Damage", "DamageDesk", "DamagedSlot", "Reader"]
+__all__ = ["LOST", "Damage", "DamageDesk", "DamagedSlot", "Reader"]
+
+logger = logging.getLogger(__name__)
 
 # No request reads through a double free, and stale weights are a choice of the operator.
 _REPORTED_ONLY = Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS
@@ -24,6 +29,9 @@ _COVERED = (PoolKind.FULL, PoolKind.SWA, PoolKind.INDEXER)
 AFFECTED = ("aborted", "answered")  # what becomes of requests that read damage
 ALLOCATOR_KINDS = ("FULL", "SWA")  # pool kinds whose slots can be withheld
 MAX_CHANGES = 8  # of a slot that are remembered: the second one of a half decides
+# Reason of a reader: what its forward found may have been overwritten unread
+LOST = "FINDINGS_LOST"
+SAY_EVERY_S = 60.0
 MAX_REMEMBERED = 65536  # slots with findings; the oldest are forgotten
 
 
@@ -58,7 +66,7 @@ class Damage:
 
     @classmethod
     def of_all(cls, parts: Iterable[Damage]) -> Damage:
-        """What `parts` have found together. Of each reader, the first forward counts."""
+        """What `parts` have found together. Of each reader, the first forward counts, and all reasons."""
         readers: dict[tuple[str, int], Reader] = {}
         slots: dict[tuple[int, int], DamagedSlot] = {}
         bad: dict[tuple[str, int], None] = {}
@@ -67,8 +75,8 @@ class Damage:
             tainted.update(part.tainted)
             for reader in part.readers:
                 known = readers.get((reader.request_id, reader.row))
-                if known is None or reader.forward < known.forward:
-                    readers[reader.request_id, reader.row] = reader
+                together = reader if known is None else _together(known, reader)
+                readers[reader.request_id, reader.row] = together
             for slot in part.slots:
                 known_slot = slots.get((slot.slot, slot.writer))
                 if known_slot is None or slot.changed:
@@ -83,18 +91,21 @@ class Damage:
 class DamageDesk:
     """Belongs to the target runner's manager. Used from the scheduler's thread.
 
-    `note_findings` takes what is reported. Between two steps, `peek` shows it and `clear` ends it.
+    `note_findings` takes what is reported. Between two steps, `take` hands it out.
     """
 
     recorder: FlightRecorder
     # bool[n] for rows of the ring: found in arrivals whose requests wait for it. Damage fails their transfers.
     are_awaited: Callable[[np.ndarray], np.ndarray] | None = None
+    # Whether a request waits for what this forward finds
+    awaits: Callable[[int], bool] = lambda forward: False
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by one of AFFECTED
     quarantined: int = 0  # cached tokens that a request still holds, and that nobody else can read
     withheld: Counter[str] = field(default_factory=Counter)  # slots, by pool kind
     groups: Sequence[CanaryBufferGroup] = ()  # of the runner
     on_found: Callable[[], None] = lambda: None  # called when something waits
     _pending: list[Damage] = field(default_factory=list)
+    _say_again: float = 0.0
     # (slot, writer word): a finding may come again when the slot has another owner
     _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
     # (pool kind, slot) -> its changes, each as (half, writer word, fingerprint of the bytes)
@@ -121,6 +132,38 @@ class DamageDesk:
             self._pending.append(found)
             self.on_found()
 
+    def note_lost(self, forwards: Sequence[int]) -> None:
+        """Findings of `forwards` may have been overwritten unread. All their requests count as readers of damage."""
+        readers = tuple(self._all_readers(forwards))
+        if readers:
+            self._pending.append(Damage(readers))
+            self._say_lost(forwards, len({reader.request_id for reader in readers}))
+            self.on_found()
+
+    def _all_readers(self, forwards: Sequence[int]) -> Iterable[Reader]:
+        for forward in forwards:
+            step = self.recorder.step_of(forward)
+            if step is None or self.awaits(forward):
+                continue
+            for row, request in step.requests.items():
+                if row not in step.moot_rows:
+                    start = self.recorder.start_of(forward, row)
+                    yield Reader(request, row, forward, start, (LOST,))
+
+    def _say_lost(self, forwards: Sequence[int], requests: int) -> None:
+        now = time.monotonic()
+        if now < self._say_again:
+            return
+        self._say_again = now + SAY_EVERY_S
+        logger.error(
+            "kv-canary action: findings of forwards %d to %d were overwritten before they were read. What the %d "
+            "requests of these forwards have read is not known to be right, so they end. "
+            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept",
+            min(forwards),
+            max(forwards),
+            requests,
+        )
+
     @property
     def is_waiting(self) -> bool:
         return bool(self._pending)
@@ -128,6 +171,11 @@ class DamageDesk:
     def peek(self) -> Damage:
         """Everything that was found since `clear`."""
         return Damage.of_all(self._pending)
+
+    def take(self) -> Damage:
+        """The same, once. What fails to be dealt with is not found again in each step."""
+        pending, self._pending = self._pending, []
+        return Damage.of_all(pending)
 
     def clear(self) -> None:
         """What `peek` returned is dealt with."""
@@ -165,7 +213,7 @@ class DamageDesk:
             Column.WRITER,
             Column.EXPECTED_CONTENT,
         )
-        slots, bad = {}, {}
+        slots, bad, end = {}, {}, self._num_full_slots()
         for tag_id, reasons, slot, full_slot, writer, content in np.unique(
             rows[:, columns], axis=0
         ).tolist():
@@ -174,7 +222,7 @@ class DamageDesk:
             # A SWA slot is damage to those only whose window holds it.
             alone = changed and tag.kind is not PoolKind.SWA
             for full in self._full_slots(tag, slot, full_slot):
-                if full <= 0 or (full, writer) in self._acted:
+                if not 0 < full < end or (full, writer) in self._acted:
                     continue
                 before = slots.get((full, writer))
                 if before is None or alone:
@@ -191,6 +239,11 @@ class DamageDesk:
         for full, writer in slots:
             self._remember(self._acted, (full, writer), None)
         return tuple(slots.values()), tuple(bad)
+
+    def _num_full_slots(self) -> int:
+        """A row may hold an index that is not in the pool."""
+        full = (group.num_slots for group in self.groups if group.kind is PoolKind.FULL)
+        return next(full, sys.maxsize)
 
     def _full_slots(self, tag: CanaryLaunchTag, slot: int, full_slot: int) -> Sequence[int]:
         """The FULL slots that a finding is about. A sweep lists SWA slots in their own space."""
@@ -223,6 +276,13 @@ class DamageDesk:
         memory[key] = value
         if len(memory) > MAX_REMEMBERED:
             memory.popitem(last=False)
+
+
+def _together(one: Reader, other: Reader) -> Reader:
+    first = one if one.forward <= other.forward else other
+    if one.reasons == other.reasons:
+        return first
+    return replace(first, reasons=tuple(dict.fromkeys((*one.reasons, *other.reasons))))
 
 
 def _allocator_kind(kind: PoolKind) -> str:

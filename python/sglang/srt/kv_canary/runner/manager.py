@@ -379,18 +379,23 @@ class CanaryManager:
         )
         self.arrivals = ArrivalDesk(launcher, self.attempt, self._note_launch)
         self.violations.listeners.append(self.arrivals.note_findings)
+        self.violations.lost_listeners.append(self.arrivals.note_lost)
         self.recorder.receives = True
 
     def expect_action(self) -> DamageDesk:
         """Findings are asked for at step boundaries, to act on them."""
-        self.damage = DamageDesk(self.recorder, self._are_awaited, groups=self.groups)
+        self.damage = DamageDesk(self.recorder, self._are_awaited, self._awaits, groups=self.groups)
         self.violations.listeners.append(self.damage.note_findings)
+        self.violations.lost_listeners.append(self.damage.note_lost)
         return self.damage
 
     def _are_awaited(self, rows: np.ndarray) -> np.ndarray:
         if self.arrivals is None:
             return np.zeros(len(rows), dtype=bool)
         return self.arrivals.are_awaited(rows)
+
+    def _awaits(self, forward: int) -> bool:
+        return self.arrivals is not None and self.arrivals.awaits(forward)
 
     def has_handed_over(self, forward: int) -> bool:
         """Whether everything that forwards up to `forward` have found has been handed to the listeners."""
@@ -427,7 +432,8 @@ class CanaryManager:
         self.owes_copy = True
         self._launched_between = self._event_here()
         if awaited:
-            self.arrivals.await_findings(forward, self._first_awaited(arrivals[0]))
+            first = self._first_awaited(arrivals[0])
+            self.arrivals.await_findings(forward, first, arrivals[0].row)
             self._start_copy(at_once=True)
         self._tell_observers("after_late_launches", self)
         return forward

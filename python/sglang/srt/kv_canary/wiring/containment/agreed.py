@@ -46,7 +46,7 @@ class _Opinion:
     """Of one rank, about what all have found."""
 
     newest: int
-    verdict: Verdict | None  # None: working it out has failed
+    verdict: Verdict
     layout: bytes | None  # digest of page tables and prefix cache; None: unknown
 
 
@@ -133,7 +133,7 @@ class AgreedContainment:
 
     def _agree(self) -> None:
         alone = self.alone
-        found, newest = alone.desk.peek(), alone.manager.recorder.newest
+        found, newest = alone.desk.take(), alone.manager.recorder.newest
         mine = _Found(newest, found.readers, found != Damage(), alone.owned.disturbed)
         everything = self.ranks.gather(mine)
         was_disturbed = any(part.disturbed for part in everything)
@@ -152,19 +152,18 @@ class AgreedContainment:
 
     def _act(self, found: Damage, newest: int) -> None:
         alone = self.alone
-        verdict = attempt_aside(alone.judge, found)
+        verdict = attempt_aside(alone.judge, found) or Verdict(is_whole=False)
         layout = attempt_aside(self._layout)
         opinions = self.ranks.gather(_Opinion(newest, verdict, layout))
-        verdicts = [_renumbered(o.verdict, newest - o.newest) for o in opinions if o.verdict]
+        verdicts = [_renumbered(o.verdict, newest - o.newest) for o in opinions]
+        whole = [verdict for verdict in verdicts if verdict.is_whole]
         alike = layout is not None and all(o.layout == layout for o in opinions)
-        together = Verdict.of_all(verdicts)
-        if not alike or len(verdicts) < self.ranks.size:
+        together = Verdict.of_all(whole or verdicts)
+        if not alike or len(whole) < self.ranks.size:
             # Slots of other ranks mean nothing here. At the latest when idle, all ranks begin afresh.
             alike = False
             together = replace(together, slots=frozenset(), bad_memory=(), disturbs=True)
             self._say("the tensor-parallel ranks differ in their slots: the whole cache is dropped")
-        if verdict is not None:
-            alone.desk.clear()
         attempt_aside(alone.carry_out, together, not alike)
 
     def _layout(self) -> bytes:

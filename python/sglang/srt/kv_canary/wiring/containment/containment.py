@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ...buffer_group import PoolKind
+from ...buffer_group import CanaryBufferGroup, PoolKind
 from ...record import WORD_WRITER, unpack_writer
 from ...reports.safe_text import safe_text
-from ...runner.damage_desk import Damage, DamageDesk, DamagedSlot, Reader
+from ...runner.damage_desk import LOST, Damage, DamageDesk, DamagedSlot, Reader
 from ...runner.manager import CanaryManager
 from ..forward_stream import on_forward_stream
 from ..guard import attempt_aside
@@ -38,6 +38,10 @@ MAX_NAMED = 16  # requests in one log line
 
 # Damage with which every slot still has one owner, who knows it
 _KEEPS_OWNERS = frozenset({"CONTENT", "BAD_STATE", "WRITE_TOKEN", "WRITE_POSITION"})
+_NOT_KNOWN = (
+    "this request may have read damaged KV cache: more was found at once than "
+    "SGLANG_KV_CANARY_RING_CAPACITY keeps"
+)
 _READS = "this request reads KV cache that is damaged or was computed from damage"
 
 __all__ = ["Containment"]
@@ -95,17 +99,51 @@ class Containment:
     def between_steps(self) -> None:
         """The requests of a step have arrived. None of them has looked at the cache yet."""
         if self.desk.is_waiting:
-            verdict = self.judge(self.desk.peek())
-            self.desk.clear()
-            self.carry_out(verdict)
+            self.carry_out(self.judge(self.desk.take()))
         self.tidy()
 
     def judge(self, found: Damage, elsewhere: Iterable[Damage] = ()) -> Verdict:
-        """What to do about `found`, and about what other stages have resolved.
+        """What to do about `found`, and about what other stages have resolved. Changes nothing.
 
-        Changes nothing: after an error, it is found again in the next step.
+        After an error, all readers end: the same input would fail again in each step, and they would go on.
         """
+        elsewhere = tuple(elsewhere)
+        verdict = attempt_aside(self._judge, found, elsewhere)
+        return self._unjudged(Damage.of_all((found, *elsewhere))) if verdict is None else verdict
+
+    def _judge(self, found: Damage, elsewhere: tuple[Damage, ...]) -> Verdict:
         return self._verdict(Damage.of_all((self.resolved(found), *elsewhere)))
+
+    def _unjudged(self, damage: Damage) -> Verdict:
+        """Who holds what the readers have computed is not known. Nothing is asked of the device or the cache."""
+        ends: dict[str, str] = {}
+        answered: dict[str, int] = {}
+        computed: dict[str, int] = {}
+        for reader in damage.readers:
+            rid = reader.request_id
+            if self._is_known(rid, reader.forward):
+                continue
+            computed[rid] = 0
+            if (end := self._end_of(reader)) is not None:
+                answered[rid] = end
+            else:
+                ends[rid] = _why(reader)
+        if self.speaks:
+            logger.error(
+                "kv-canary action: after an internal error, only the readers of damage end, and the whole cache is "
+                "dropped. Requests that hold what these have computed go on"
+            )
+        misled = frozenset(reader.request_id for reader in damage.readers)
+        return Verdict(
+            ends,
+            ends,
+            answered,
+            bad_memory=damage.bad_memory,
+            misled=misled,
+            disturbs=True,
+            computed=computed,
+            is_whole=False,
+        )
 
     def carry_out(self, verdict: Verdict, everything: bool = False) -> None:
         """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached."""
@@ -122,7 +160,7 @@ class Containment:
         newest = self.manager.recorder.newest
         answered = {**dict.fromkeys(late, newest), **verdict.answered}
         self._remember({**dict.fromkeys(ended, newest), **answered})
-        slots = None if everything else verdict.slots
+        slots = None if everything or not verdict.is_whole else verdict.slots
         dropped = attempt_aside(self._drop, slots, live, verdict.computed) or 0
         bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
         if bad:
@@ -453,8 +491,16 @@ class Containment:
 
     def _slots(self, live: _Live, start: int) -> list[int]:
         """Full slots of the request's row from position `start` on. Waits for the schedule stream."""
-        row = self.rows[live.row, start : live.length].tolist()
-        return [slot for slot in row if slot > 0]
+        return self._in_pool(self.rows[live.row, start : live.length].tolist())
+
+    def _in_pool(self, slots: list[int]) -> list[int]:
+        """Those of `slots` that can be looked up. A wrong row may hold any number, and the cache may have taken it."""
+        end = self._full.num_slots
+        return [slot for slot in slots if 0 < slot < end]
+
+    @property
+    def _full(self) -> CanaryBufferGroup:
+        return next(group for group in self.manager.groups if group.kind is PoolKind.FULL)
 
     def _gone(self, reader: Reader) -> _Gone | None:
         """The request of `reader`, if it gave its row back."""
@@ -466,8 +512,8 @@ class Containment:
     def _cached_slots_of(self, gone: _Gone, start: int) -> list[int]:
         """All slots that may have what `gone` computed from position `start` on."""
         if self.prefixes.loads_copies:
-            return self.prefixes.slots().tolist()
-        return self.prefixes.slots_of(gone, start)
+            return self._in_pool(self.prefixes.slots().tolist())
+        return self._in_pool(self.prefixes.slots_of(gone, start))
 
     def _is_answered(self, request: Any) -> bool:
         """Not if it has been ended in time, and keeps its slots until its transfer has failed."""
@@ -527,7 +573,7 @@ class Containment:
         """Writer words of full slots. Waits for the forwards in flight: damage is no hot path."""
         if not slots:
             return []
-        group = next(g for g in self.manager.groups if g.kind is PoolKind.FULL)
+        group = self._full
         with on_forward_stream(self.scheduler, self.manager):
             where = torch.tensor(slots, device=group.k_tail.device)
             return group.k_tail[where, WORD_WRITER].tolist()
@@ -593,6 +639,8 @@ def _namespace(request: Any) -> tuple[str | None, str | None]:
 
 
 def _why(reader: Reader) -> str:
+    if reader.reasons == (LOST,):
+        return _NOT_KNOWN
     return f"this request has read damaged KV cache ({' + '.join(reader.reasons)})"
 
 

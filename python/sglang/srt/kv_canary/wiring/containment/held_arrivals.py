@@ -22,6 +22,8 @@ from .pairs import fail_naming, raise_naming
 __all__ = ["hold", "was_held"]
 
 _ELSEWHERE = "this request's KV is right on this tensor-parallel rank, and another one has failed its transfer"
+_DAMAGED = "is damaged"
+_NOT_KNOWN = "may be damaged: more was found at once than SGLANG_KV_CANARY_RING_CAPACITY keeps"
 _PERHAPS = (
     "it may be damage. The log of the tensor-parallel rank that has failed the transfer says why"
 )
@@ -86,7 +88,7 @@ def _poll_held(
     if not verdict:
         return status
     where = address_of(request)
-    what = f"the KV that arrived from the prefill server {where} is damaged"
+    what = f"the KV that arrived from the prefill server {where} {verdict}"
     return _fail(receiver, request, what)
 
 
@@ -151,8 +153,8 @@ def _count(receiver: Any) -> None:
         context.target.arrivals.outcomes["aborted"] += 1
 
 
-def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
-    """Whether what arrived is damaged. None: not known yet."""
+def _verdict(scheduler: Any, request: Any, receiver: Any) -> str | None:
+    """What is wrong with what arrived, empty if nothing. None: not known yet."""
     manager = context.target
     forward = getattr(receiver, _HELD, None)
     if forward is None:
@@ -162,11 +164,12 @@ def _verdict(scheduler: Any, request: Any, receiver: Any) -> bool | None:
         setattr(request, _HELD, True)
         setattr(receiver, _HELD, forward)
     if not forward:
-        return False
+        return ""
     manager.drain()
     rows = manager.arrivals.verdict(forward)
     if rows is None:
         return None
+    what = _NOT_KNOWN if manager.arrivals.has_lost(forward) else _DAMAGED
     manager.arrivals.forget(forward)
     setattr(receiver, _HELD, 0)
-    return release().row_of(request) in rows
+    return what if release().row_of(request) in rows else ""

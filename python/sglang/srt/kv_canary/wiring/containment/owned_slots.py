@@ -114,7 +114,9 @@ class OwnedSlots:
         size, device = full.size // full.page_size, full.free_pages.device
         is_free = torch.ones(size + 1, dtype=torch.bool, device=device)
         is_free[0] = False
-        is_free[cached.long() // full.page_size] = False
+        pages = cached.long() // full.page_size
+        # The cache may have taken any number from a wrong row.
+        is_free[pages[(pages >= 0) & (pages <= size)]] = False
         is_free[torch.tensor(list(withheld), dtype=torch.int64, device=device)] = False
         before = free_pages_of(full)
         known = torch.zeros_like(is_free)

@@ -120,19 +120,21 @@ class StagedContainment:
 
     def _report(self) -> None:
         desk = self.alone.desk
-        if self.mailbox.put(self.stage, self.alone.resolved(desk.peek())):
+        found = desk.peek()
+        # After an error the readers end all the same.
+        resolved = attempt_aside(self.alone.resolved, found) or Damage(found.readers)
+        if self.mailbox.put(self.stage, resolved):
             desk.clear()
             self._awaits = True
 
     def _decide(self) -> None:
         desk, elsewhere = self.alone.desk, self._of_other_stages()
         if elsewhere or desk.is_waiting:
-            verdict = self.alone.judge(desk.peek(), elsewhere)
+            self.mailbox.clear()
+            verdict = self.alone.judge(desk.take(), elsewhere)
             # A stage without the slots of a verdict would drop nothing. Withheld slots would be missing on one stage.
             common = replace(verdict, slots=frozenset(), bad_memory=())
             self._mark = StageMark(common, verdict != Verdict())
-            desk.clear()
-            self.mailbox.clear()
 
     def _of_other_stages(self) -> tuple[Damage, ...]:
         found: Iterable[Damage] = self.mailbox.read() if self.mailbox.has_any else ()

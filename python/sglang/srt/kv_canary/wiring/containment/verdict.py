@@ -23,6 +23,8 @@ class Verdict:
     disturbs: bool = False  # slots may be lost, or free and in use at once
     # Request id -> first position that the request may have computed from damage
     computed: Mapping[str, int] = field(default_factory=dict)
+    # False: judging has failed. `slots` are not known, so the whole cache is dropped.
+    is_whole: bool = True
 
     @classmethod
     def of_all(cls, parts: Iterable[Verdict]) -> Verdict:
@@ -53,4 +55,5 @@ class Verdict:
             frozenset().union(*(part.misled for part in parts)),
             any(part.disturbs for part in parts),
             computed,
+            all(part.is_whole for part in parts),
         )
