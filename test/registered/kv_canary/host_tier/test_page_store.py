@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import sys
@@ -18,8 +19,9 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import StaleWeights
+from sglang_kv_canary.host_tier import record_files
 from sglang_kv_canary.host_tier.page_store import ABANDONED_S, Claim, PageStore
-from sglang_kv_canary.host_tier.record_files import RecordFiles
+from sglang_kv_canary.host_tier.record_files import MOST_SIGHTINGS, TAKEN_OVER, RecordFiles
 from sglang_kv_canary.host_tier.stored_records import (
     NAME_BYTES,
     Unusable,
@@ -57,6 +59,38 @@ def store_in(folder: Path, rig: HiCacheRig, identity: str = "us") -> PageStore:
 
 def nothing(_: str) -> bool:
     return False
+
+
+class Clock:
+    """Of this process, for what it sees in folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(record_files, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def write_page(folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -> None:
+    """As SGLang's backend: what is there is kept. These rigs hold the bytes of a page in their host pool."""
+    path = folder / f"{key}.bin"
+    if not path.exists():
+        path.write_bytes(rig.host_pool.v_buffer[:, rig.host[:PAGE]].contiguous().numpy().tobytes())
+
+
+def fetch(store: PageStore, folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -> bool | None:
+    """The bytes of the file into host memory, and what the store says. None: no page."""
+    path = folder / f"{key}.bin"
+    if not path.exists():
+        return None
+    page = rig.host_pool.v_buffer[:, rig.host[:PAGE]]
+    read = torch.frombuffer(bytearray(path.read_bytes()), dtype=page.dtype).view(page.shape)
+    rig.host_pool.v_buffer[:, rig.host[:PAGE]] = read
+    store.begin("r", 0, 0)
+    return store.accept("r", key, TOKENS, rig.host[:PAGE])
 
 
 def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -215,20 +249,194 @@ def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> 
     ]
 
 
-def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path) -> None:
+def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path, clock: Clock) -> None:
     """Who creates the records stores the page. So they fit each other."""
     first, second = store_in(tmp_path, rig), store_in(tmp_path, rig)
     assert first.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)[:2] == ([0, 1], KEYS[:2])
     assert second.claim(KEYS, rig.host, nothing)[:2] == ([2, 3, 4], KEYS[2:])
-    assert second.claim(KEYS, rig.host, lambda key: key in KEYS)[:2] == ([*range(5)], [])
+    assert second.claim(KEYS[2:], rig.host[2 * PAGE :], lambda key: True)[:2] == ([0, 1, 2], [])
     first.settle(KEYS[:2], lambda key: key == KEYS[0])
     assert second.recorded(KEYS) == 1
-    old = time.time() - ABANDONED_S - 1
-    os.utime(first.files.path(KEYS[0]), (old, old))  # its page never came
+    clock.now += ABANDONED_S  # the page of KEYS[0] never came
     assert second.claim(KEYS[:1], rig.host[:PAGE], nothing)[:2] == ([0], KEYS[:1])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"kvc:{key}.bin" for key in (KEYS[0], *KEYS[2:])
     )
+
+
+# A server that takes another one for ended
+
+
+def another(rig: HiCacheRig, monkeypatch: pytest.MonkeyPatch) -> HiCacheRig:
+    """A server that has computed the same tokens in another batch: other low bits."""
+    other = HiCacheRig(monkeypatch)
+    other.found = []
+    other.tier.report = other.found.append
+    other.extend(1, TOKENS)
+    other.host = other.write_back(1, 20)
+    assert not torch.equal(
+        rig.host_pool.v_buffer[:, rig.host], other.host_pool.v_buffer[:, other.host]
+    )
+    return other
+
+
+def test_clocks_of_other_machines_do_not_count(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    """Also not a step of this machine's clock. Each server counts what it sees."""
+    store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
+    old = time.time() - 3600
+    os.utime(tmp_path / f"kvc:{KEYS[0]}.bin", (old, old))
+    store = store_in(tmp_path, rig)
+    for waited, stored in ((0, []), (ABANDONED_S - 1, []), (1, KEYS[:1])):
+        clock.now += waited
+        assert store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == stored
+
+
+def test_records_that_change_are_not_abandoned(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    owner, store = store_in(tmp_path, rig), store_in(tmp_path, rig)
+    for attempt in range(3):  # it fails to store the page, and tries again
+        ours = owner.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+        os.utime(owner.files.path(KEYS[0]), (attempt, attempt))  # file systems tick every few ms
+        assert store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == []
+        clock.now += ABANDONED_S - 1
+        owner.settle(ours, nothing)
+    assert owner.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == KEYS[:1]
+    assert store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == []
+
+
+def test_few_sightings_are_kept(rig: HiCacheRig, tmp_path: Path, clock: Clock) -> None:
+    """None of pages that are there, or that this server stores."""
+    owner, store = store_in(tmp_path, rig), store_in(tmp_path, rig)
+    owner.claim(KEYS, rig.host, nothing)
+    store.claim(KEYS, rig.host, nothing)
+    assert list(store.files._sightings) == KEYS
+    store.claim(KEYS[:2], rig.host[: 2 * PAGE], lambda key: True)
+    clock.now += ABANDONED_S
+    store.claim(KEYS[2:4], rig.host[2 * PAGE : 4 * PAGE], nothing)
+    assert list(store.files._sightings) == KEYS[4:]
+    (tmp_path / "kvc:many.bin").touch()
+    for number in range(MOST_SIGHTINGS + 1):
+        os.link(tmp_path / "kvc:many.bin", tmp_path / f"kvc:{number}.bin")
+        store.files.unchanged_s(str(number))
+    assert len(store.files._sightings) == MOST_SIGHTINGS
+
+
+@pytest.mark.parametrize("slow_first", [True, False], ids=["page of the slow one", "own page"])
+def test_a_page_whose_records_were_taken_over_never_alarms(
+    slow_first: bool,
+    rig: HiCacheRig,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first server is slow, and lives. Somebody fetches the page before it settles, or it ends before."""
+    store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
+    other = another(rig, monkeypatch)
+    store = store_in(tmp_path, other)
+    for _ in range(2):
+        ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+        clock.now += ABANDONED_S
+    assert ours == KEYS[:1]
+    for server in (rig, other) if slow_first else (other, rig):
+        write_page(tmp_path, server)
+    store.settle(ours, lambda key: True)
+    reader = store_in(tmp_path, other)
+    assert fetch(reader, tmp_path, other) == (not slow_first)
+    assert other.found == []
+    if slow_first:
+        assert reader.unusable == {Unusable.OTHER: 1}
+        assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}  # it can be stored anew
+
+
+def test_damage_to_a_page_that_nobody_took_over_is_a_finding(
+    rig: HiCacheRig, tmp_path: Path
+) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    write_page(tmp_path, rig)
+    store.settle(KEYS[:1], lambda key: True)
+    assert fetch(store, tmp_path, rig)
+    damaged = bytearray((tmp_path / f"{KEYS[0]}.bin").read_bytes())
+    damaged[3] ^= 1
+    (tmp_path / f"{KEYS[0]}.bin").write_bytes(damaged)
+    assert fetch(store, tmp_path, rig) is False
+    assert [found.reason.name for found in rig.found] == ["CONTENT"]
+
+
+@pytest.mark.parametrize("taken_over", [True, False], ids=["taken over", "removed"])
+def test_a_server_whose_records_are_gone_removes_its_page(
+    taken_over: bool, rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    """And not the records of the other one, which may be storing the page at this moment."""
+    slow, other = store_in(tmp_path, rig), store_in(tmp_path, rig)
+    slow.claim(KEYS[:2], rig.host[: 2 * PAGE], nothing)
+    if taken_over:
+        other.files.take_over(KEYS[0], b"of another one")
+    else:
+        other.files.remove(KEYS[0])
+    for key in KEYS[:2]:
+        write_page(tmp_path, rig, key)
+    slow.settle(KEYS[:2], lambda key: True)
+    theirs = {f"kvc:{KEYS[0]}.bin"} if taken_over else set()
+    assert page_files(tmp_path) == {f"{KEYS[1]}.bin", f"kvc:{KEYS[1]}.bin", *theirs}
+
+
+def _stores_slowly(store: PageStore, rig: HiCacheRig, folder: Path, pipe: Any) -> None:
+    ours = store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    pipe.send(ours)
+    pipe.recv()
+    write_page(folder, rig)
+    pipe.send("stored")
+    pipe.recv()
+    store.settle(ours, lambda key: (folder / f"{key}.bin").exists())
+    pipe.send("settled")
+
+
+def test_two_processes_store_one_page(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is slow, and the other takes it for ended. In the end the page is gone, and is stored again."""
+    other = another(rig, monkeypatch)
+    store = store_in(tmp_path, other)
+    here, there = multiprocessing.Pipe()
+    slow = multiprocessing.get_context("fork").Process(
+        target=_stores_slowly, args=(store_in(tmp_path, rig), rig, tmp_path, there), daemon=True
+    )
+    slow.start()
+    assert here.poll(60)
+    assert here.recv() == KEYS[:1]
+    for _ in range(2):
+        ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+        clock.now += ABANDONED_S
+    for done in ("stored", "settled"):
+        here.send("go on")
+        assert here.poll(60)
+        assert here.recv() == done
+    slow.join(60)
+    assert not (tmp_path / f"{KEYS[0]}.bin").exists()
+    store.settle(ours, nothing)
+    assert page_files(tmp_path) == set()
+    ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+    write_page(tmp_path, other)
+    store.settle(ours, lambda key: True)
+    assert fetch(store, tmp_path, other)
+    assert not other.found
+
+
+def test_a_page_that_was_evicted_is_stored_again_at_once(rig: HiCacheRig, tmp_path: Path) -> None:
+    """SGLang 0.5.23 may evict a page without its records. This server knows that nobody else stores it."""
+    store = store_in(tmp_path, rig)
+    for _ in range(2):
+        assert store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == KEYS[:1]
+        write_page(tmp_path, rig)
+        store.settle(KEYS[:1], lambda key: True)
+        assert fetch(store, tmp_path, rig)
+        (tmp_path / f"{KEYS[0]}.bin").unlink()
+    assert not (store.files.read(KEYS[0]) or b"").startswith(TAKEN_OVER)
+    assert store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing).ours == []
 
 
 def test_pages_of_older_weights_or_without_records_are_not_stored(
@@ -320,7 +528,10 @@ def test_what_is_stored_again_is_used_again(rig: HiCacheRig, tmp_path: Path) -> 
 
 
 def test_a_page_that_cannot_be_removed_is_not_used(
-    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: HiCacheRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = store_in(tmp_path, rig)
     store.claim(KEYS, rig.host, nothing)
@@ -330,8 +541,10 @@ def test_a_page_that_cannot_be_removed_is_not_used(
             raise PermissionError(key)
 
     monkeypatch.setattr(store.files, "remove_page", denied)
-    with pytest.raises(PermissionError):
+    for _ in range(2):
         store.forget(KEYS[:2])
+    (said,) = errors_in(caplog)
+    assert f"cannot remove damaged pages from {tmp_path}: " in said
     assert not store.files.exists(KEYS[1])
     store.begin("r", 0, 0)
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
@@ -356,8 +569,7 @@ def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
         remove(key)
 
     monkeypatch.setattr(store.files, "remove_page", denied)
-    with pytest.raises(PermissionError):
-        store.settle(ours, lambda key: True)
+    store.settle(ours, lambda key: True)
     assert not store.files.exists(KEYS[1])
     store.begin("r", 0, 0)
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
@@ -429,7 +641,10 @@ def test_a_page_that_is_being_stored_meanwhile_is_revoked_too(
 
 
 def test_a_name_that_cannot_be_revoked_is_tried_again(
-    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: HiCacheRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = store_in(tmp_path, rig)
     store.claim(KEYS, rig.host, nothing)
@@ -437,8 +652,11 @@ def test_a_name_that_cannot_be_revoked_is_tried_again(
         without_a_folder.setattr(
             store.files, "_path_of", lambda key: str(tmp_path / "gone" / f"{key}.bin")
         )
-        with pytest.raises(FileNotFoundError):
-            store.revoke()
+        store.revoke()
+        other = store_in(tmp_path, rig)
+        other.begin("r", 0, 0)
+        assert other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert "cannot revoke stored pages in" in caplog.text
     store.revoke()
     store.begin("r", 0, 0)
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
@@ -497,21 +715,105 @@ def test_a_disk_that_has_room_again_is_used_again(rig: HiCacheRig, tmp_path: Pat
 
 
 def test_records_that_cannot_replace_abandoned_ones_leave_no_file(
-    rig: HiCacheRig, tmp_path: Path
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
 ) -> None:
     store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
-    old = time.time() - ABANDONED_S - 1
-    os.utime(tmp_path / f"kvc:{KEYS[0]}.bin", (old, old))
     store = store_in(tmp_path, rig)
     with full_disk():
-        store.claim(KEYS[:1], rig.host[:PAGE], nothing)
-    assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
-    assert store._storing == {}
+        for _ in range(2):
+            store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+            clock.now += ABANDONED_S
+            assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
+            assert store._storing == {}
+    assert store.unwritable == 2
     (tmp_path / f"kvc:{KEYS[0]}.bin").unlink()
     (tmp_path / f"kvc:{KEYS[0]}.bin").mkdir()  # which no file replaces
     with pytest.raises(OSError, match="directory"):
-        store.files.replace(KEYS[0], b"records")
+        store.files.take_over(KEYS[0], b"records")
     assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
+
+
+# A disk that fails. Directories and links in place of files let real calls fail, also for root.
+
+
+def test_a_revoked_page_that_cannot_be_removed_is_refused(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored_and_revoked(rig, tmp_path)
+    page = tmp_path / f"{KEYS[0]}.bin"
+    page.unlink()
+    page.mkdir()
+    store = store_in(tmp_path, rig)
+    for _ in range(3):
+        store.begin("r", 0, 0)
+        assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert store.unusable == {Unusable.REVOKED: 3}
+    (said,) = errors_in(caplog)
+    assert f"cannot remove a revoked page from {tmp_path}: [Errno 21]" in said
+    page.rmdir()  # it works again
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not store.files.exists(KEYS[0])
+    assert rig.found == []
+
+
+def loop_at(path: Path) -> None:
+    """A link to itself. Neither stat nor read work."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+def test_records_that_cannot_be_read_are_not_used(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path, rig)
+    store.settle(store.claim(KEYS, rig.host, nothing).ours, lambda key: True)
+    loop_at(store.files.path(KEYS[2]))
+    assert store.recorded(KEYS) == 2
+    store.begin("r", 2 * PAGE, 0)
+    assert not store.accept("r", KEYS[2], TOKENS, rig.host[2 * PAGE : 3 * PAGE])
+    assert store.recorded(KEYS[3:]) == 2
+    assert (store.unreadable, store.unusable) == (2, {})
+    (said,) = errors_in(caplog)
+    assert f"cannot read the records of a page in {tmp_path}: [Errno 40]" in said
+
+
+def test_a_name_whose_revocation_is_unknown_is_not_used(rig: HiCacheRig, tmp_path: Path) -> None:
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    loop_at(store.files._of_revoked(store._own_name))
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert store.unreadable == 1
+
+
+def test_pages_that_cannot_be_settled_hold_up_no_other(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path, rig)
+    ours = store.claim(KEYS, rig.host, nothing).ours
+    for key in KEYS[:2]:
+        loop_at(store.files.path(key))
+    store.settle(ours, nothing)
+    assert page_files(tmp_path) == {f"kvc:{key}.bin" for key in KEYS[:2]}
+    assert store._storing == {}
+    (said,) = errors_in(caplog)
+    assert f"cannot look after stored pages in {tmp_path}: [Errno 40]" in said
+
+
+def test_an_error_that_is_not_of_the_folder_stays_one(rig: HiCacheRig, tmp_path: Path) -> None:
+    """A fake: the report of a finding raises it."""
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    rig.host_pool.v_buffer[0, rig.host[2]] += 1
+
+    def broken(finding: Any) -> None:
+        raise BrokenPipeError
+
+    rig.tier.report = broken
+    store.begin("r", 0, 0)
+    with pytest.raises(BrokenPipeError):
+        store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_a_page_without_records_ends_the_prefix_and_raises_no_alarm(

@@ -1,7 +1,10 @@
 """The records of pages in a storage backend: stored before their page, and compared with it when it is fetched.
 
 The threads of the backend call it. The server that creates a page's records also stores the page. So they fit each
-other, also where several servers share a folder.
+other, also where several servers share a folder. Records that a server has taken over from another one, which it took
+for ended, may not fit. So a difference to these is no finding: the page is not used.
+
+A disk that fails is no error of the canary. What it affects is not used, and the log says so.
 
 Pages are stored under a name of the server's own. When all that it has stored may come from damage, it revokes the
 name, and takes another.
@@ -12,11 +15,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,19 +30,50 @@ from ..reports.complaints import Complaints
 from ..reports.tier_finding import Finding
 from .host_records import SlotRecords
 from .host_tier import HostTier
-from .record_files import RecordFiles
+from .record_files import TAKEN_OVER, RecordFiles
 from .stored_records import NAME_BYTES, Unusable, name_in, pack, unpack
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MOST_PREFETCHES = 4096  # whose start is remembered
 MOST_FORGOTTEN = 65536  # keys: only prefetches that are under way need them
 ABANDONED_S = 60.0  # records whose page has not come by then belong to a server that has ended
 
 
+class _Trouble(NamedTuple):
+    """What a disk that fails prevents."""
+
+    cannot: str  # before the folder
+    outcome: str
+
+
+_UNWRITTEN = _Trouble(
+    "store the records of a page in",
+    "The page is left out of the storage, and SGLang computes it again. No check is lost. Make room in the folder, or "
+    "let the server write to it",
+)
+_UNSETTLED = _Trouble(
+    "look after stored pages in", "Records or pages that no server can use may stay there"
+)
+_UNREADABLE = _Trouble(
+    "read the records of a page in",
+    "The page is not used, and SGLang computes it again. No check is lost",
+)
+_UNREMOVED = _Trouble(
+    "remove damaged pages from", "This server does not use them. Other servers may"
+)
+_STILL_REVOKED = _Trouble("remove a revoked page from", "No server uses it, nor stores it again")
+_UNREVOKED = _Trouble(
+    "revoke stored pages in",
+    "They may come from damage. This server does not use them. Others do until the next drop of the cache, which tries "
+    "it again",
+)
+
 _SAID = {
     Unusable.MISSING: "it has no records, as pages that a server without the canary has stored",
-    Unusable.OTHER: "its records are of another version, model, weights, setting or prefix",
+    Unusable.OTHER: "its records are of another version, model, weights, setting, prefix or server",
     Unusable.REVOKED: "the server that has stored it has found damage since",
 }
 
@@ -66,6 +101,23 @@ class _Start:
     chain: int
     forgets: int  # how often keys had been forgotten
     token: int = 0  # index in the prefetch's own tokens
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A page that is under way to storage."""
+
+    is_wanted: bool = True
+    records: bytes = b""  # what their file holds, as long as it is this server's
+
+
+class _Stored(NamedTuple):
+    """The records of a page in storage."""
+
+    data: bytes | None  # None: there are none
+    name: bytes | None  # of who has stored the page
+    is_revoked: bool
+    is_taken_over: bool  # they may not fit the page
 
 
 class Claim(NamedTuple):
@@ -98,17 +150,18 @@ class PageStore:
         self.unwritable = (
             0  # pages that were not stored, because their records could not be written
         )
+        self.unreadable = 0  # pages that were not used, because their records could not be read
         self.unusable: Counter[Unusable] = Counter()  # pages
         self._tier = tier
         self._server = server
         self._identity = identity
-        self._complaints = Complaints()
+        self._complaints: defaultdict[_Trouble, Complaints] = defaultdict(Complaints)
         self._starts: OrderedDict[str, _Start] = OrderedDict()
         self._lock = threading.Lock()  # of what follows
         self._forgets = 0
         self._forgotten: OrderedDict[str, int] = OrderedDict()  # key -> number of the last time
         self._undeletable: set[str] = set()
-        self._storing: dict[str, bool] = {}  # keys under way -> whether they are still wanted
+        self._storing: dict[str, _Storing] = {}  # by key
         self._own_name = os.urandom(NAME_BYTES)
         self._has_stored = False  # under this name
         self._names_to_revoke: list[bytes] = []
@@ -121,7 +174,8 @@ class PageStore:
     ) -> Claim:
         """Store the records of pages that are about to be stored.
 
-        A page is left out if it has no record, if another server is storing it, or if its records cannot be written.
+        A page is left out if it has no record or if another server is storing it. So is one whose records cannot be
+        written.
         Call `settle` with the claim's keys when the backend is done.
         """
         pages, ours, unwritable, identity = [], [], self.unwritable, self._identity()
@@ -132,6 +186,7 @@ class PageStore:
             zip(keys, host_slots.split(self.page_size), strict=True)
         ):
             if page_exists(key):
+                self.files.lose_sight(key)
                 pages.append(number)  # the backend keeps what it has
             elif self._claim_page(key, slots, since, (identity, name)):
                 pages.append(number)
@@ -147,44 +202,60 @@ class PageStore:
         whose: tuple[bytes, bytes],  # identity, and the name under which it is stored
     ) -> bool:
         """Whether this server stores the page. Its records are in the folder then."""
-        is_claimed = False
+        page, records = _Storing(), None
         with self._lock:  # before its records are read: whoever forgets a page clears them first
-            self._storing[key] = True
+            self._storing[key] = page
         try:
-            records = self._tier.records.get(slots)
-            if _are_written_after(since, records):
-                is_claimed = self._create(key, pack(records, *whose))
+            known = self._tier.records.get(slots)
+            if _are_written_after(since, known):
+                records = self._create(key, pack(known, *whose))
         except OSError as error:
-            self._lose(error)
+            self.unwritable += 1  # SGLang never replaces a page, so none is stored without records
+            self._complain(_UNWRITTEN, error, f". {self.unwritable} pages so far")
         finally:
-            if not is_claimed:
+            if records is None:
                 with self._lock:
                     del self._storing[key]
-        return is_claimed
+            else:
+                self.files.lose_sight(key)
+                page.records = records
+        return records is not None
 
-    def _lose(self, error: OSError) -> None:
-        """The page is not stored. Without records nobody would use it, and SGLang never replaces a stored page."""
-        self.unwritable += 1
-        self._complaints.log(
-            f"cannot store the records of a page in {self.files.folder}: {error}. The page is left out of the storage, "
-            f"{self.unwritable} pages so far, and SGLang computes it again. No check is lost. Make room in the folder, "
-            "or let the server write to it"
-        )
+    def _create(self, key: str, data: bytes) -> bytes | None:
+        """What the file of the records holds then. None: another server stores the page."""
+        if self.files.create(key, data):
+            return data
+        if self._read(key).name == name_in(data):
+            self.files.remove(key)  # this server's own: their page is gone, as after an eviction
+            return data if self.files.create(key, data) else None
+        if self.files.unchanged_s(key) < ABANDONED_S:
+            return None
+        # Its server may live, and store its page now or have just stored it: nobody can tell. The mark stays.
+        return self.files.take_over(key, data)
 
     def settle(self, keys: Sequence[str], page_exists: Callable[[str], bool]) -> None:
-        """The backend has stored these pages, or has failed to. Raises OSError as `forget` does."""
+        """The backend has stored these pages, or has failed to."""
         with self._lock:
-            unwanted = [key for key in keys if not self._storing.pop(key, True)]
-        for key in set(keys).difference(unwanted):
-            if not page_exists(key):
-                self.files.remove(key)
-        self._remove(unwanted)
+            pages = {key: self._storing.pop(key, None) for key in keys}
+        for key, page in pages.items():
+            if page is not None and page.is_wanted:
+                self._attempt(_UNSETTLED, self._settle_page, key, page.records, page_exists)
+        self._remove([key for key, page in pages.items() if page and not page.is_wanted])
+
+    def _settle_page(self, key: str, records: bytes, page_exists: Callable[[str], bool]) -> None:
+        if self.files.read(key) != records:
+            # Taken over or removed meanwhile. The page alone goes: a server that stores it now still has its records,
+            # and removes them itself if it finds no page.
+            self.files.remove_page(key)
+        elif not page_exists(key):
+            # Whoever takes them over at this moment finds no records when it settles, and removes its page.
+            self.files.remove(key)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Remove pages and their records. What is stored or fetched at this moment is not used, either.
 
-        The records of these pages in host memory must be cleared already. Raises OSError if files cannot be removed:
-        this server does not use them.
+        The records of these pages in host memory must be cleared already. This server does not use files that cannot be
+        removed.
         """
         with self._lock:
             self._forgets += 1
@@ -192,7 +263,7 @@ class PageStore:
                 self._forgotten[key] = self._forgets
                 self._forgotten.move_to_end(key)
                 if key in self._storing:
-                    self._storing[key] = False
+                    self._storing[key].is_wanted = False
             while len(self._forgotten) > MOST_FORGOTTEN:
                 self._forgotten.popitem(last=False)
         self._remove(keys)
@@ -200,42 +271,35 @@ class PageStore:
     def revoke(self) -> None:
         """All that was computed until now may come from damage. No server uses what this one has stored of it.
 
-        Raises OSError if the name cannot be revoked. It is tried again with the next one.
+        A name that cannot be revoked is tried again with the next one.
         """
         with self._lock:
             self._revoked_at = self._server.loads_ct
             if self._has_stored:
                 self._names_to_revoke.append(self._own_name)
                 self._own_name, self._has_stored = os.urandom(NAME_BYTES), False
+        self._attempt(_UNREVOKED, self._revoke_names)
+
+    def _revoke_names(self) -> None:
         while self._names_to_revoke:
             self.files.revoke(self._names_to_revoke[-1])
             self._names_to_revoke.pop()
 
     def _remove(self, keys: Sequence[str]) -> None:
-        failed = None
         for key in keys:
-            try:
-                self.files.remove_page(key)
-                self.files.remove(key)
-            except OSError as error:
-                failed = error
+            if not self._attempt(_UNREMOVED, self._remove_files, key):
                 with self._lock:
                     self._undeletable.add(key)
-        if failed is not None:
-            raise failed
+
+    def _remove_files(self, key: str) -> bool:
+        self.files.remove_page(key)  # first: whoever then creates new records finds no old page
+        self.files.remove(key)
+        return True
 
     def _is_forgotten(self, key: str, start: _Start) -> bool:
         """Since the prefetch began, or for good."""
         with self._lock:
             return key in self._undeletable or self._forgotten.get(key, 0) > start.forgets
-
-    def _create(self, key: str, data: bytes) -> bool:
-        if self.files.create(key, data):
-            return True
-        if self.files.age_s(key) < ABANDONED_S:
-            return False
-        self.files.replace(key, data)
-        return True
 
     # Storage to host
 
@@ -251,10 +315,23 @@ class PageStore:
     def recorded(self, keys: Sequence[str]) -> int:
         """How many of the stored pages `keys`, from the first on, have records."""
         for number, key in enumerate(keys):
-            if not self.files.exists(key):
-                self._refuse(Unusable.MISSING)
+            exists = self._attempt(_UNREADABLE, self.files.exists, key)
+            if not exists:
+                if exists is None:
+                    self.unreadable += 1
+                else:
+                    self._refuse(Unusable.MISSING)
                 return number
         return len(keys)
+
+    def _read(self, key: str) -> _Stored:
+        data = self.files.read(key)
+        if data is None:
+            return _Stored(None, None, is_revoked=False, is_taken_over=False)
+        records = data.removeprefix(TAKEN_OVER)
+        name = name_in(records)
+        is_revoked = name is not None and self.files.is_revoked(name)
+        return _Stored(records, name, is_revoked, is_taken_over=data.startswith(TAKEN_OVER))
 
     def accept(
         self, request_id: str, key: str, tokens: Sequence[int], host_slots: torch.Tensor
@@ -264,14 +341,17 @@ class PageStore:
         `tokens`: all of the prefetch.
         """
         start = self._starts.get(request_id)
-        data = self.files.read(key)
+        stored = self._attempt(_UNREADABLE, self._read, key)
         if start is not None and self._is_forgotten(key, start):
             return False
+        if stored is None:
+            self.unreadable += 1
+            return False
+        data, name = stored.data, stored.name
         if data is None or start is None:
             return self._refuse(Unusable.MISSING)
-        name = name_in(data)
-        if name is not None and self.files.is_revoked(name):
-            self._remove([key])  # so that it can be stored anew
+        if stored.is_revoked:
+            self._attempt(_STILL_REVOKED, self._remove_files, key)  # so that it can be stored anew
             return self._refuse(Unusable.REVOKED)
         halves = len(self._tier.group.halves)
         records = unpack(data, self._identity(), self.page_size, halves)
@@ -288,8 +368,9 @@ class PageStore:
                 return self._refuse(Unusable.DAMAGED)
             return self._refuse(Unusable.OTHER)
         known = records.words.numpy(), records.sampled_as.numpy()
-        if self._tier.damaged(host_slots.numpy(), *known, self.name, key):
-            return self._refuse(Unusable.DAMAGED)
+        tier = _without_findings(self._tier) if stored.is_taken_over else self._tier
+        if tier.damaged(host_slots.numpy(), *known, self.name, key):
+            return self._refuse_damaged(key, stored.is_taken_over)
         start.position += self.page_size
         start.token += self.page_size
         start.chain = int(records.words[-1, 0, record.WORD_CHAIN])
@@ -300,6 +381,12 @@ class PageStore:
             return False
         self.fetched += 1
         return True
+
+    def _refuse_damaged(self, key: str, is_taken_over: bool) -> bool:
+        if not is_taken_over:
+            return self._refuse(Unusable.DAMAGED)
+        self._attempt(_UNSETTLED, self.files.remove_page, key)  # so that it can be stored anew
+        return self._refuse(Unusable.OTHER)
 
     def _refuse(self, why: Unusable) -> bool:
         self.unusable[why] += 1
@@ -337,6 +424,28 @@ class PageStore:
         """Forwards and rows of another server say nothing here."""
         word = record.pack_writer(self._server.loads_ct, 0, Mode.LOADED, State.LIVE)
         records.words[:, :, record.WORD_WRITER] = word
+
+    # A disk that fails
+
+    def _attempt(self, trouble: _Trouble, function: Callable[..., T], *args: Any) -> T | None:
+        """The result of `function`. None if the disk fails."""
+        try:
+            return function(*args)
+        except OSError as error:
+            self._complain(trouble, error)
+            return None
+
+    def _complain(self, trouble: _Trouble, error: OSError, more: str = "") -> None:
+        self._complaints[trouble].log(
+            f"cannot {trouble.cannot} {self.files.folder}: {error}. {trouble.outcome}{more}"
+        )
+
+
+def _without_findings(tier: HostTier) -> HostTier:
+    """The same records and bytes, for a comparison whose differences say nothing."""
+    silent = copy(tier)
+    silent.report = lambda finding: None
+    return silent
 
 
 def _are_written_after(forward: int, records: SlotRecords) -> bool:

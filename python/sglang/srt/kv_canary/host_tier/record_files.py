@@ -8,12 +8,24 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 KEY_PREFIX = "kvc:"  # before the page's key
 REVOKED_PREFIX = "kvc-revoked-"  # before the name
+TAKEN_OVER = b"KVCT"  # before records; an older canary takes them for another version's
+MOST_SIGHTINGS = 4096  # of files that other servers have created
+
+
+class _Version(NamedTuple):
+    """Of a file: it differs once the file is replaced."""
+
+    inode: int
+    mtime_ns: int
+    size: int
 
 
 class RecordFiles:
@@ -21,6 +33,7 @@ class RecordFiles:
 
     def __init__(self, path_of: Callable[[str], str]) -> None:
         self._path_of = path_of
+        self._sightings: OrderedDict[str, tuple[_Version, float]] = OrderedDict()  # the first ones
 
     @property
     def folder(self) -> Path:
@@ -34,13 +47,13 @@ class RecordFiles:
         self._of_revoked(name).touch()
 
     def is_revoked(self, name: bytes) -> bool:
-        return self._of_revoked(name).exists()
+        return _exists(self._of_revoked(name))
 
     def path(self, key: str) -> Path:
         return Path(self._path_of(KEY_PREFIX + key))
 
     def exists(self, key: str) -> bool:
-        return self.path(key).exists()
+        return _exists(self.path(key))
 
     def read(self, key: str) -> bytes | None:
         """None: there is none."""
@@ -49,12 +62,28 @@ class RecordFiles:
         except FileNotFoundError:
             return None
 
-    def age_s(self, key: str) -> float:
-        """Seconds since it was created; 0 if it is gone."""
+    def unchanged_s(self, key: str) -> float:
+        """Seconds since this process saw these records first; 0 if it sees them now, or if they are gone.
+
+        The clocks of other machines do not count, nor does a step of this one's.
+        """
         try:
-            return time.time() - self.path(key).stat().st_mtime
+            status = self.path(key).stat()
         except FileNotFoundError:
             return 0.0
+        now, version = time.monotonic(), _Version(status.st_ino, status.st_mtime_ns, status.st_size)
+        seen, since = self._sightings.get(key, (None, now))
+        if seen == version:
+            return now - since
+        self.lose_sight(key)
+        self._sightings[key] = version, now
+        while len(self._sightings) > MOST_SIGHTINGS:
+            self._sightings.popitem(last=False)
+        return 0.0
+
+    def lose_sight(self, key: str) -> None:
+        """The page is there, or this server stores it."""
+        self._sightings.pop(key, None)
 
     def create(self, key: str, data: bytes) -> bool:
         """False if there is one already. Raises OSError if the folder cannot be written to."""
@@ -64,11 +93,16 @@ class RecordFiles:
             return True
         return False
 
-    def replace(self, key: str, data: bytes) -> None:
-        """Raises OSError if the folder cannot be written to."""
-        path = self.path(key)
+    def take_over(self, key: str, data: bytes) -> bytes:
+        """Replace the records of another server. Returns what the file holds then.
+
+        That server may still store its page, so the new records say that they may not fit the page.
+        Raises OSError if the folder cannot be written to.
+        """
+        path, data = self.path(key), TAKEN_OVER + data
         with _written_beside(path, data) as whole:
             whole.replace(path)
+        return data
 
     def remove(self, key: str) -> None:
         with suppress(FileNotFoundError):
@@ -78,6 +112,15 @@ class RecordFiles:
         """The page itself, not its records."""
         with suppress(FileNotFoundError):
             Path(self._path_of(key)).unlink()
+
+
+def _exists(path: Path) -> bool:
+    """Raises OSError if that is unknown. `Path.exists` of newer Pythons says no then."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager
