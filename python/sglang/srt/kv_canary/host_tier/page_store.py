@@ -244,7 +244,7 @@ class PageStore:
 
     def _settle_page(self, key: str, records: bytes, page_exists: Callable[[str], bool]) -> None:
         if self.files.read(key) != records:
-            # Taken over or removed meanwhile. The page alone goes: a server that stores it now still has its records,
+            # Taken over or removed since. The page alone goes: a server that stores it now still has its records,
             # and removes them itself if it finds no page.
             self.files.remove_page(key)
         elif not page_exists(key):
