@@ -123,7 +123,7 @@ def run(program: str, tmp_path: Path) -> list[str]:
     ended = FreshProcesses().run(
         PREPARE + textwrap.dedent(program),
         env={"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)},
-        for_imports={COMPILES_ENV: "1"},
+        for_imports={COMPILES_ENV: "1", "TRITON_INTERPRET": "0"},
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended.stdout.splitlines()

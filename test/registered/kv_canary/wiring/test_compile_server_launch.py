@@ -63,7 +63,7 @@ def run(tmp_path_factory):
                 PREPARE + textwrap.dedent(program),
                 *map(str, models),
                 env={"TRITON_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder)},
-                for_imports={COMPILES_ENV: "1"},
+                for_imports={COMPILES_ENV: "1", "TRITON_INTERPRET": "0"},
             )
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
         return ended.stdout.splitlines()

@@ -34,7 +34,8 @@ READ_BY_LIBRARIES = (
     "TORCH_",
 )
 POLL_S = 0.01
-# Without a GPU kernels run interpreted or not at all. So all processes may have it, and come from one host.
+# Without a GPU kernels run interpreted or not at all. So all processes have it, and come from one host. Those that
+# compile kernels say "0".
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
