@@ -1,4 +1,4 @@
-"""Problems of the machine that come back, such as a full disk: in the log at most once a minute."""
+"""Problems that come back, such as a full disk: in the log at most once a minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOG_EVERY_S = 60.0
 
 
 class Complaints:
-    """Those about one file or folder."""
+    """Those about one thing, such as a file."""
 
     def __init__(self) -> None:
         self._next_log = 0.0  # time.monotonic()

@@ -55,7 +55,7 @@ class ViolationManager:
         # Called with forwards that may have found more than the ring has kept
         self.lost_listeners: list[Callable[[Sequence[int]], None]] = []
         # Such forwards, until it is known which requests of them were dead
-        self._lost: list[int] = []
+        self._lost: set[int] = set()
         # Whether `step` or `name_waiting` has something to do. A flag: each step asks twice, and nearly never there is.
         self.has_work = False
         self.reported = 0
@@ -164,9 +164,7 @@ class ViolationManager:
     def _note_lost(self, last: int) -> None:
         """Rows behind those fetched so far were overwritten unread. `last`: forward of the oldest one that is left."""
         if self.lost_listeners:
-            known = set(self._lost)
-            forwards = self._recorder.on_record(self._follow_fetched() + 1, last)
-            self._lost += [forward for forward in forwards if forward not in known]
+            self._lost.update(self._recorder.on_record(self._follow_fetched() + 1, last))
 
     def _report_found(self) -> None:
         findings = [self._found.popleft() for _ in range(len(self._found))]
@@ -196,9 +194,9 @@ class ViolationManager:
             self._reporter.log_or_raise_violation(rows, self._recorder)
 
     def _pass_on_lost(self) -> None:
-        settled = [forward for forward in self._lost if self._recorder.is_settled(forward)]
+        settled = sorted(filter(self._recorder.is_settled, self._lost))
         if settled:
-            self._lost = sorted(set(self._lost).difference(settled))
+            self._lost.difference_update(settled)
             for listener in self.lost_listeners:
                 listener(settled)
 

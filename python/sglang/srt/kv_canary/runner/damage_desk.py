@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +13,11 @@ import numpy as np
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import UNKNOWN, Column, Reason, is_writer_intact
+from ..reports.complaints import Complaints
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.violation import reason_names
 
 __all__ = ["LOST", "Damage", "DamageDesk", "DamagedSlot", "Reader"]
-
-logger = logging.getLogger(__name__)
 
 # No request reads through a double free, and stale weights are a choice of the operator.
 _REPORTED_ONLY = Reason.DOUBLE_FREE | Reason.STALE_WEIGHTS
@@ -31,7 +28,6 @@ ALLOCATOR_KINDS = ("FULL", "SWA")  # pool kinds whose slots can be withheld
 MAX_CHANGES = 8  # of a slot that are remembered: the second one of a half decides
 # Reason of a reader: what its forward found may have been overwritten unread
 LOST = "FINDINGS_LOST"
-SAY_EVERY_S = 60.0
 MAX_REMEMBERED = 65536  # slots with findings; the oldest are forgotten
 
 
@@ -105,7 +101,7 @@ class DamageDesk:
     groups: Sequence[CanaryBufferGroup] = ()  # of the runner
     on_found: Callable[[], None] = lambda: None  # called when something waits
     _pending: list[Damage] = field(default_factory=list)
-    _say_again: float = 0.0
+    _complaints: Complaints = field(default_factory=Complaints)
     # (slot, writer word): a finding may come again when the slot has another owner
     _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
     # (pool kind, slot) -> its changes, each as (half, writer word, fingerprint of the bytes)
@@ -151,17 +147,10 @@ class DamageDesk:
                     yield Reader(request, row, forward, start, (LOST,))
 
     def _say_lost(self, forwards: Sequence[int], requests: int) -> None:
-        now = time.monotonic()
-        if now < self._say_again:
-            return
-        self._say_again = now + SAY_EVERY_S
-        logger.error(
-            "kv-canary action: findings of forwards %d to %d were overwritten before they were read. What the %d "
-            "requests of these forwards have read is not known to be right, so they end. "
-            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept",
-            min(forwards),
-            max(forwards),
-            requests,
+        self._complaints.log(
+            f"action: findings of forwards {min(forwards)} to {max(forwards)} were overwritten before they were read. "
+            f"What the {requests} requests of these forwards have read is not known to be right, so they end. "
+            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept"
         )
 
     @property
