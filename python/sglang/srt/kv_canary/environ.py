@@ -20,6 +20,7 @@ from .errors import CanaryConfigError
 from .seam_guard import BUILTIN_ENV, yes_or_no
 
 __all__ = [
+    "ALL_SETTINGS",
     "COMPILE_SERVER",
     "EARLY_SETTINGS",
     "ENV_PREFIX",
@@ -348,6 +349,7 @@ EARLY_SETTINGS: tuple[EnvSetting, ...] = (
     ),
 )
 _EARLY_NAMES = tuple(setting.name for setting in EARLY_SETTINGS)
+ALL_SETTINGS = (*SETTINGS, *EARLY_SETTINGS)
 
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 
@@ -396,7 +398,7 @@ def given_names(environ: dict[str, str] | None = None) -> list[str]:
 
 
 def _refuse_unknown_names(environ: Any) -> None:
-    known = {*_EARLY_NAMES, *(setting.name for setting in SETTINGS)}
+    known = {setting.name for setting in ALL_SETTINGS}
     by_letters = {_letters(name): name for name in known}
     unknown = sorted(n for n in set(environ) - known if _is_ours(n, by_letters, environ))
     if not unknown:

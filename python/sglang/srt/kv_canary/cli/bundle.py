@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..analysis.bundle import write_bundle
 from ..analysis.redaction import Redaction
-from ..environ import EARLY_SETTINGS, SETTINGS
+from ..environ import ALL_SETTINGS
 from ..reports.event_loader import event_files
 from . import doctor
 from .progress import watched
@@ -71,7 +71,7 @@ def _settings(names_are_hidden: bool) -> str:
     lines = [
         "# Set in the environment of `kv-canary bundle`. `active` events have the server's modes."
     ]
-    for setting in (*SETTINGS, *EARLY_SETTINGS):
+    for setting in ALL_SETTINGS:
         value = os.environ.get(setting.name)
         if value is None:
             continue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import FLAG_MODE, CanaryConfig, CanaryMode, is_asked_for
-from ..environ import EARLY_SETTINGS, SETTINGS
+from ..environ import ALL_SETTINGS
 from ..errors import CanaryConfigError, CanaryStartupError
 from ..pool_patcher.api import record_bytes_per_slot
 from ..pool_patcher.installed_pools import installed_pools
@@ -120,7 +120,7 @@ def _settings(server_argv: list[str]) -> Diagnosis:
         CanaryConfig.from_server_args(flags)  # refuses the other flags without this one
         flags.kv_canary = CanaryMode.LOG.value  # as if the canary were asked for
     CanaryConfig.from_server_args(flags)
-    given = [s.name for s in (*SETTINGS, *EARLY_SETTINGS) if s.name in os.environ]
+    given = [s.name for s in ALL_SETTINGS if s.name in os.environ]
     return Diagnosis("settings", ", ".join(given) or "no environment variable is set")
 
 

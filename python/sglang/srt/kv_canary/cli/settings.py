@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ..environ import EARLY_SETTINGS, SETTINGS
+from ..environ import ALL_SETTINGS
 from ..wiring.server_args import add_canary_args
 
 Row = tuple[str, str, str, str]
@@ -40,7 +40,7 @@ def flag_rows() -> list[Row]:
 
 
 def variable_rows() -> list[Row]:
-    return [(s.name, s.default_text, s.expected(), s.help) for s in (*SETTINGS, *EARLY_SETTINGS)]
+    return [(s.name, s.default_text, s.expected(), s.help) for s in ALL_SETTINGS]
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
