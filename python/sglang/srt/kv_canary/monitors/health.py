@@ -18,7 +18,7 @@ from ..reports.violation_reporter import leave_last_words
 from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
-from .launch_counts import PER_FORWARD, CountsBetween, tags_of
+from .launch_counts import PER_FORWARD, CountsBetween, content_tags, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,12 +174,8 @@ class HealthCheck(StepObserver):
         """Tags whose slots were written without the requested content fingerprint."""
         if self._config.content_mode is ContentMode.NONE:
             return []
-        bad = []
-        for group in self._groups:
-            for half in group.halves:
-                tag = CanaryLaunchTag(group.kind, half, Side.TAIL)
-                if group.content(half) and self._lacks_fingerprints(tag, between):
-                    bad.append(tag.name)
+        tags = content_tags(self._groups)
+        bad = [tag.name for tag in tags if self._lacks_fingerprints(tag, between)]
         return [f"no content fingerprints of the slots written at {', '.join(bad)}"] if bad else []
 
     def _lacks_fingerprints(self, tag: CanaryLaunchTag, between: CountsBetween) -> bool:

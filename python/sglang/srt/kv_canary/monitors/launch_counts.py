@@ -46,6 +46,12 @@ class CountsBetween:
         return sum(self.by_tag(tags, counter).values()) / whole if whole else None
 
 
+def content_tags(groups: tuple[CanaryBufferGroup, ...]) -> tuple[CanaryLaunchTag, ...]:
+    """Those at which forwards write and compare fingerprints: TAIL of each half that has content."""
+    halves = ((group, half) for group in groups for half in group.halves if group.content(half))
+    return tuple(CanaryLaunchTag(group.kind, half, Side.TAIL) for group, half in halves)
+
+
 def tags_of(
     groups: tuple[CanaryBufferGroup, ...], sides: tuple[Side, ...]
 ) -> tuple[CanaryLaunchTag, ...]:

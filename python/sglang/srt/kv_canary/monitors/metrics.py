@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..buffer_group import CanaryBufferGroup, Side
-from ..endpoint import CanaryLaunchTag
 from ..runner.arrival_desk import OUTCOMES
 from ..runner.damage_desk import AFFECTED, ALLOCATOR_KINDS, DamageDesk
 from ..runner.ranks import Ranks
@@ -18,7 +17,7 @@ from ..runner.step_observer import Observed, StepObserver, Summary
 from ..state import TagCounter
 from ..sweep.orchestrator import SweepOrchestrator
 from .health import HealthCheck
-from .launch_counts import PER_FORWARD, CountsBetween, tags_of
+from .launch_counts import PER_FORWARD, CountsBetween, content_tags, tags_of
 from .violation_pairs import violation_pairs
 
 PREFIX = "sglang:kv_canary_"
@@ -165,12 +164,7 @@ class MetricsExporter(StepObserver):
     ) -> None:
         self._per_forward = tags_of(groups, PER_FORWARD)
         self._all_tags = tags_of(groups, tuple(Side))
-        self._with_content = {
-            CanaryLaunchTag(group.kind, half, Side.TAIL)
-            for group in groups
-            for half in group.halves
-            if group.content(half)
-        }
+        self._content_tags = content_tags(groups)
         self._labels = labels
         self._families = families
         self._health = health
@@ -258,7 +252,7 @@ class MetricsExporter(StepObserver):
             share = between.share((tag,), TagCounter.CHECKED, of=TagCounter.ELIGIBLE)
             if share is not None:
                 self._set("coverage_ratio", share, launch_tag=tag.name)
-            if share is not None and tag in self._with_content:
+            if share is not None and tag in self._content_tags:
                 share = between.share((tag,), TagCounter.CONTENT_CHECKED, of=TagCounter.ELIGIBLE)
                 self._set("content_coverage_ratio", share, launch_tag=tag.name)
 
