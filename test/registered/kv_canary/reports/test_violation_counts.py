@@ -202,6 +202,27 @@ def test_forwards_are_told_when_no_row_of_them_is_left() -> None:
     assert lost.told == [1, 2, 3, 4, 5]
 
 
+def test_a_listener_that_fails_keeps_no_finding_from_the_report_and_from_others() -> None:
+    lost, told = _Lost(), []
+    manager = lost.ring.manager
+
+    def fail(_: object) -> None:
+        raise ValueError("a listener of this test")
+
+    manager.listeners += [fail, lambda rows: told.append(len(rows))]
+    manager.lost_listeners.insert(0, fail)
+    lost.flood(1, 2)
+    lost.flood(CAPACITY, 3)
+    with pytest.raises(ValueError, match="of this test"):
+        lost.ring.step(3)
+    assert (lost.told, told) == ([1, 2, 3], [CAPACITY])
+    assert not manager.busy
+    manager.name_waiting(idle=True)
+    assert lost.ring.reporter.distinct == 1
+    manager.step()  # what is over is not told again
+    assert told == [CAPACITY]
+
+
 def test_floods_that_take_turns_hide_nothing() -> None:
     """Two floods of an even number of parts: what is new on a slot that is damaged already stays among the repeats."""
     ring, floods = Ring(1024), [list(range(1, 401)), list(range(501, 901))]

@@ -13,6 +13,7 @@ from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..config import CanaryConfig, CanaryMode, ContentMode
 from ..endpoint import CanaryLaunchTag
 from ..errors import CanaryHealthError
+from ..listeners import tell_all
 from ..reports.event_sink import EventSink
 from ..reports.violation_reporter import leave_last_words
 from ..runner.step_observer import Observed, StepObserver, Summary
@@ -223,12 +224,11 @@ class HealthCheck(StepObserver):
             leave_last_words(text)
         else:
             logger.error("%s", text)
-        try:
-            for listener in self.listeners:
-                listener(manager)
-        finally:
-            if self._config.mode is CanaryMode.RAISE:
-                raise CanaryHealthError(text)
+        error = tell_all(self.listeners, manager)
+        if self._config.mode is CanaryMode.RAISE:
+            raise CanaryHealthError(text)
+        if error is not None:
+            raise error
 
     def _text(self, problems: list[str], between: CountsBetween | None) -> str:
         since = ""

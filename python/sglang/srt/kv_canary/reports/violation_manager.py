@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..host_code import HOST
+from ..listeners import tell_all
 from ..record import VIOLATION_COLUMNS, Column
 from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
@@ -178,27 +179,32 @@ class ViolationManager:
             self._reporter.log_or_raise_found(violations, self._recorder)
 
     def _settle(self) -> None:
-        if self._lost:
-            self._pass_on_lost()
-        if not len(self._unsettled):
-            return
+        """An error of a listener keeps no finding from the report."""
+        errors = [self._pass_on_lost()] if self._lost else []
+        if len(self._unsettled):
+            errors.append(self._report_settled())
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _report_settled(self) -> Exception | None:
+        """Returns what a listener has raised."""
         settled = are_settled(self._unsettled, self._recorder)
         rows, self._unsettled = _split(self._unsettled, settled)
         _, rows = _split(rows, are_moot(rows, self._recorder))
         self.moot += int(np.count_nonzero(settled)) - len(rows)
         self.reported += len(rows)
         self._count(rows)
-        for listener in self.listeners:
-            listener(rows)
+        error = tell_all(self.listeners, rows)
         if len(rows):
             self._reporter.log_or_raise_violation(rows, self._recorder)
+        return error
 
-    def _pass_on_lost(self) -> None:
+    def _pass_on_lost(self) -> Exception | None:
+        """Returns what a listener has raised."""
         settled = sorted(filter(self._recorder.is_settled, self._lost))
-        if settled:
-            self._lost.difference_update(settled)
-            for listener in self.lost_listeners:
-                listener(settled)
+        self._lost.difference_update(settled)
+        return tell_all(self.lost_listeners, settled) if settled else None
 
     def _count(self, rows: np.ndarray) -> None:
         for tag_id, reasons, count in HOST.count_pairs(rows, Column.TAG, Column.REASONS):
