@@ -8,8 +8,11 @@ import pytest
 
 from sglang_kv_canary.wiring.releases import Release, release
 
+from .volume import FULL_VOLUME
+
 __all__ = [
     "LONG",
+    "by_default_on_newer_releases",
     "from_0_5_22",
     "is_from_0_5_22",
     "long_on_newer_releases",
@@ -21,6 +24,11 @@ LONG = "KV_CANARY_TEST_LONG_ON_NEWER_RELEASES"
 long_on_newer_releases = pytest.mark.skipif(
     release().has_own_canary and os.environ.get(LONG) != "1",
     reason=f"`.ci/run` runs it on the first release; lifted by {LONG}=1",
+)
+# The same the other way round.
+by_default_on_newer_releases = pytest.mark.skipif(
+    not release().has_own_canary and not FULL_VOLUME,
+    reason="it takes long, and runs on newer releases; lifted by make test SGLANG=0.5.23, and by FULL=1",
 )
 refused_on_newer_releases = pytest.mark.skipif(
     release().has_own_canary, reason="refused by name on this release; lifted by make test"

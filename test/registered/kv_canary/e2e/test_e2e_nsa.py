@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 ON_GPU = torch.cuda.is_available()
 PLUGINS = () if ON_GPU else (nsa_on_torch_native,)
-REQUESTS = volume(30, 150)
+REQUESTS = volume(16, 150)
 KINDS = ("FULL", "INDEXER")
 HEAD, BOTH = tags("HEAD", "K", *KINDS), tags("HEAD TAIL", "K", *KINDS)
 
@@ -101,8 +101,8 @@ class TestNSAFaults(FaultCases):
 
     @long_on_newer_releases
     def test_clean_without_overlap(self) -> None:
-        report = self.serve(TrafficShape(volume(20, 50), seed=9, flushes=1, name="clean"))
-        assert report.requests == volume(20, 50)
+        report = self.serve(TrafficShape(volume(12, 50), seed=9, flushes=1, name="clean"))
+        assert report.requests == volume(12, 50)
         self.assert_no_violations()
 
 

@@ -25,6 +25,7 @@ from sglang_kv_canary_rigs.nsa_fill_ins import (
     nsa_context_parallel_on_torch_native,
     nsa_on_torch_native,
 )
+from sglang_kv_canary_rigs.on_releases import by_default_on_newer_releases
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -32,13 +33,14 @@ register_cuda_ci(est_time=300, suite="stage-b-test-2-gpu-large")
 
 MISSING = why_nsa_cannot_be_served()
 pytestmark = [
+    by_default_on_newer_releases,
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
     pytest.mark.skipif(
         torch.cuda.device_count() == 1, reason="needs a second GPU, or no GPU and the CPU engine"
     ),
 ]
 
-REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(20, 64)))
+REQUESTS = int(os.environ.get("KV_CANARY_TEST_OVERLAP_REQUESTS", volume(12, 64)))
 ON_GPU = torch.cuda.is_available()
 RANKS = (0, 1)
 KINDS = ("FULL", "INDEXER")

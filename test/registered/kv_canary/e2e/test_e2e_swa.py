@@ -85,7 +85,7 @@ class TestSWARaise(SwaDivergenceMixin, CanaryE2EBase):
     }
 
     def test_clean_while_the_window_slides_and_slots_are_reused(self) -> None:
-        shape = FamilyShape(volume(96, 336), seed=3)
+        shape = FamilyShape(volume(48, 336), seed=3, abort_share=0.1)
         report = self.run(drive_families(self.serving, shape))
         assert (report.requests, report.flushes) == (shape.requests, shape.rounds)
         assert report.aborts > 3
@@ -95,7 +95,7 @@ class TestSWARaise(SwaDivergenceMixin, CanaryE2EBase):
         assert {*counters} == {*FULL, *SWA, *tags("SWEEP", "K V", "FULL", "SWA")}
         for tag in FULL + SWA:
             assert counters[tag]["checked"] == counters[tag]["eligible"] > 150 * sent, tag
-            assert counters[tag]["written"] > 60 * sent > 5 * 1024, "SWA slots were used again"
+            assert counters[tag]["written"] > 60 * sent > 2 * 1024, "SWA slots were used again"
         for tag in SWA:
             assert counters[tag]["out_of_window"] > 300 * sent, tag
             assert counters[tag]["idx_divergence"] > 150 * sent, tag

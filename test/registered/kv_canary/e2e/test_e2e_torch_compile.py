@@ -15,6 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.fill_ins import COMPILED, compiled_on_torch_native
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary_rigs.on_releases import by_default_on_newer_releases
 
 register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=120, suite="stage-b-test-1-gpu-small")
@@ -29,6 +30,7 @@ SIZES = next(
 )
 
 
+@by_default_on_newer_releases
 class TestTorchCompile(CanaryE2EBase):
     """Batches of 4 are compiled, smaller ones are padded to them, and larger ones run eagerly."""
 

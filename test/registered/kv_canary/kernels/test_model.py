@@ -58,7 +58,7 @@ class Effort:
 
 
 EFFORTS = {
-    REFERENCE: Effort(volume(14, 30), 20),
+    REFERENCE: Effort(volume(8, 30), 20),
     INTERPRETER: Effort(4, 10),  # a program takes milliseconds there
     CUDA: Effort(30, 40),
 }
