@@ -8,6 +8,7 @@ __all__ = [
     "CanaryHealthError",
     "CanaryPhaseError",
     "CanaryStartupError",
+    "CanaryUnseenForwardError",
     "CanaryViolationError",
     "startup_error",
 ]
@@ -40,3 +41,13 @@ class CanaryHealthError(RuntimeError):
 
 class CanaryPhaseError(RuntimeError):
     """A forward was bracketed twice, halfway, or not at all."""
+
+
+class CanaryUnseenForwardError(CanaryPhaseError):
+    """The model has run past a hook. What that forward has written may have no records, and more such ones may come."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"kv-canary: {what}. Another plugin may have replaced a function that the canary hooks; remove it, or "
+            "start without --kv-canary"
+        )

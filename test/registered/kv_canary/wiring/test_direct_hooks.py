@@ -124,7 +124,7 @@ def contain(error, function):
 
 broken, = context.managers
 broken.ledger.record, broken.errors = fails, SimpleNamespace(contain=contain)
-broken.lose_track = lambda: events.append("lost")
+broken.lose_track = lambda error: events.append("lost")
 """
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.runner.manager import MOST_UNSEEN
 from sglang_kv_canary.testing import MODES, CanaryServer
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import random_tokens
@@ -70,22 +69,29 @@ class TestWhileServing(_Monitored):
 
 
 class TestWhileBusy(_Monitored):
-    """The hook that is lost is the one that drives the health check."""
+    """The hook that is lost is the one before each forward. `model.forward` itself is still bracketed."""
 
     plugins: ClassVar = (replaces_the_forward_while_busy,)
+    flags: ClassVar = {"kv_canary": "log", "kv_canary_real_data": "all", "max_total_tokens": 600}
 
-    def test_a_forward_that_is_lost_is_unhealthy_before_the_server_idles(self) -> None:
-        steps = RESULTS_BEFORE + MOST_UNSEEN + 20
-        self.generate("busy", random_tokens(random.Random(0), 30), steps)
-        said = [event["problems"] for event in self.serving.events("health")]
-        (found,) = [problems for problems in said if "no forward was seen" in "".join(problems)]
-        assert found[0] == f"no forward was seen before the last {MOST_UNSEEN + 1} results"
-        assert FORWARD in found[1]
-        assert f"unhealthy on the target runner: {found[0]}" in self.serving.stderr
+    def test_a_forward_that_is_lost_stops_the_checks_before_they_are_wrong(self) -> None:
+        self.generate("busy", random_tokens(random.Random(0), 30), RESULTS_BEFORE + 2)
+        (stopped,) = self.serving.events("checking")
+        assert "model.forward ran outside of a forward that the canary has seen" in stopped["reason"]
+        found = self.serving.events("health")[-1]["problems"]
+        assert any(FORWARD in problem for problem in found)
+        assert "To resume, restart the server" in self.serving.stderr
         state = self._state()
         assert (state["checking"], state["healthy"]) == (False, False)
-        (stopped,) = self.serving.events("checking")
-        assert f"got {MOST_UNSEEN + 1} results without one" in stopped["reason"]
+        # The pool is used again and again, and prefixes are read
+        prompts = [random_tokens(random.Random(i + 1), 220) for i in range(6)]
+        self.generate_together([(f"reused{i}", prompt, 4) for i, prompt in enumerate(prompts)])
+        self.settle()
+        self.generate("prefix", prompts[5] + [1, 2, 3], 3)
+        assert self.run(self.serving.flush())
+        self.generate("flushed", prompts[0], 3)
+        self.assert_no_violations()
+        assert len(self.serving.events("checking")) == 1
 
 
 if __name__ == "__main__":

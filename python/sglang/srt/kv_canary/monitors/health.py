@@ -95,6 +95,11 @@ class HealthCheck(StepObserver):
         problem = f"no forward was seen before the last {results} results"
         self._conclude(manager, [problem, *self._lost_hooks()], ())
 
+    def on_checks_stopped(self, manager: Observed) -> None:
+        """Lost hooks may be the reason, and no period ends from now on."""
+        if self.healthy and (problems := [*self._lost_hooks()]):
+            self._conclude(manager, problems, ())
+
     def on_idle(self, manager: Observed) -> bool:
         self._ticks += 1
         return False

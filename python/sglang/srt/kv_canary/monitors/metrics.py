@@ -188,6 +188,10 @@ class MetricsExporter(StepObserver):
         self._publish_if_due(manager)
         return False
 
+    def on_checks_stopped(self, manager: Observed) -> None:
+        if manager.serving:
+            self.publish(manager)
+
     def _publish_if_due(self, manager: Observed) -> None:
         now = time.monotonic()
         if now >= self._next and manager.serving:

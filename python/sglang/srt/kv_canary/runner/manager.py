@@ -17,7 +17,7 @@ from ..capacities import CanaryLaunchCapacities
 from ..config import Action, CanaryConfig, CanaryMode, StaleWeights
 from ..cuda_streams import record
 from ..endpoint import Part
-from ..errors import CanaryPhaseError
+from ..errors import CanaryPhaseError, CanaryUnseenForwardError
 from ..host_code import HOST
 from ..host_code.twins import HostClock
 from ..kernels.backend import select_backend
@@ -537,13 +537,15 @@ class CanaryManager:
     def say_unseen(self) -> None:
         """Forwards have run, and nobody has told this manager. What its observers know comes from forwards.
 
-        Raises CanaryPhaseError: what those have written has no records.
+        Raises CanaryUnseenForwardError while forwards are checked. Reminds of it later, as a forward would.
         """
+        if not self.armed:
+            self.remind_of_blindness()
+            return
         self._tell_observers("on_unseen_forwards", self, self.unseen_results)
-        raise CanaryPhaseError(
-            f"kv-canary: expected a forward of the {self.identity.role} runner before each result, got "
-            f"{self.unseen_results} results without one. Another plugin may have replaced a function that the canary "
-            "hooks; remove it, or start without --kv-canary"
+        raise CanaryUnseenForwardError(
+            f"expected a forward of the {self.identity.role} runner before each result, got {self.unseen_results} "
+            "results without one"
         )
 
     def _note_launch(self, mode: str) -> int:
@@ -575,8 +577,7 @@ class CanaryManager:
         self.unseen_results = 0
         if self._blind or self._tracking.losses != self._losses_seen:  # as it asks: a call less
             self._follow_tracking()
-            if self._blind:
-                self._remind_of_blindness()
+            self.remind_of_blindness()
         if self.late.content.due is not None:  # the step before has raised after its forward
             self._timed_attempt(self.late.content.write)
         self.late.events = None
@@ -712,11 +713,15 @@ class CanaryManager:
         """`function` keeps records up to date, and has raised `error`. Raises it if serving must not go on."""
         if not self.errors.contain(error, function):
             raise error
-        self.lose_track()
+        self.lose_track(error)
 
-    def lose_track(self) -> None:
-        """Records are out of date. No runner of the process checks until every slot has been given back."""
-        self._tracking.lose(until_restart=self._capturing)
+    def lose_track(self, error: Exception | None = None) -> None:
+        """Records are out of date, because of `error`. No runner of the process checks until every slot has been freed.
+
+        After a forward that was not seen, more of them may come. So checks begin again only after a restart.
+        """
+        unseen = isinstance(error, CanaryUnseenForwardError)
+        self._tracking.lose(until_restart=self._capturing or unseen)
         self.recorder.forget_in_flight()
         self._stop_checking()
 
@@ -731,6 +736,8 @@ class CanaryManager:
             single.abandon()
         if not was_blind:
             self._say_checking(False)
+            # Counters, with which observers are told, may not come any more.
+            FirstError(self.errors).run(self._tell_observers, "on_checks_stopped", self)
 
     def _follow_tracking(self) -> None:
         """Stop checking if another runner has lost track. Resume after a flush: before slots are read, or filled."""
@@ -770,9 +777,10 @@ class CanaryManager:
     def _how_to_resume(self) -> str:
         return "restart the server" if self._tracking.until_restart else "flush the cache"
 
-    def _remind_of_blindness(self) -> None:
+    def remind_of_blindness(self) -> None:
+        """Say again now and then that forwards are not checked."""
         now = time.monotonic()
-        if now < self._next_reminder:
+        if not self._blind or now < self._next_reminder:
             return
         self._next_reminder = now + REMIND_EVERY_S
         logger.error(
@@ -844,6 +852,7 @@ class CanaryManager:
         does not run, because no step gets longer.
         """
         attempts = FirstError(self.errors)
+        self.remind_of_blindness()
         if self.ledger.due:
             self.owes_copy |= self.attempt(self.ledger.apply)
         self.owes_copy |= attempts.run(self._tell_observers, "on_idle", self) is not False

@@ -115,6 +115,9 @@ class StepObserver:
     def on_unseen_forwards(self, manager: Observed, results: int) -> None:
         """The scheduler has taken up `results` results of forwards since the last one that the manager has seen."""
 
+    def on_checks_stopped(self, manager: Observed) -> None:
+        """Forwards are not checked from now on, because records are out of date."""
+
     def on_idle(self, manager: Observed) -> bool:
         """The scheduler has nothing to run. Returns whether device work was launched that must be copied back."""
         return False

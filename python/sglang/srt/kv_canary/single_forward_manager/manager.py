@@ -9,6 +9,7 @@ import torch
 
 from ..buffer_group import Side
 from ..endpoint import Part
+from ..errors import CanaryUnseenForwardError
 from ..launch.launcher import Launcher, invoke_plan, is_capturing, launch_endpoints_per_forward
 from ..plan.expected_inputs import ExpectedLater, ExpectedTokens
 from ..plan.kept_inputs import KeptInputs
@@ -78,6 +79,8 @@ class SingleForwardManager:
 
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan, then verify and write HEAD, or keep what HEAD needs later. May be under stream capture."""
+        if self._phases.phase is Phase.IDLE:
+            self._refuse_unseen("model.forward ran")
         self._phases.enter(Phase.PRE_INSIDE)
         self._waiting = None
         capturing = is_capturing()
@@ -92,6 +95,11 @@ class SingleForwardManager:
         self._plan = invoke_plan(self._plan_input, forward_batch, expected, capturing)
         if self._plan is not None:
             self._plan = self._launch_head(self._plan, mode, capturing)
+
+    def _refuse_unseen(self, what: str) -> None:
+        """Raises CanaryUnseenForwardError if the forward is checked: nobody has applied the allocators' events."""
+        if self._is_armed():
+            raise CanaryUnseenForwardError(f"{what} outside of a forward that the canary has seen")
 
     def _known(self) -> ExpectedTokens | None:
         """What is expected, worked out once."""
@@ -201,6 +209,8 @@ class SingleForwardManager:
 
     def note_replay(self, mode: str) -> None:
         """A graph with this forward's launches is replayed."""
+        if self._phases.phase is Phase.IDLE:
+            self._refuse_unseen("a graph was replayed")
         if self._late.events is not None:
             self._late.apply_events()
         if self._is_numbered:

@@ -34,7 +34,7 @@ def contain(error: Exception, function: Callable[..., Any], loses_track: bool = 
     if not managers or not managers[0].errors.contain(error, function):
         raise error
     if loses_track:
-        managers[0].lose_track()  # the others follow at their next forwards
+        managers[0].lose_track(error)  # the others follow at their next forwards
 
 
 def attempt(function: Callable[..., T], *args: Any) -> T | None:

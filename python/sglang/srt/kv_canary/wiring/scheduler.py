@@ -111,7 +111,7 @@ def _result_arrived(batch: Any) -> None:
         return
     target.unseen_results += 1
     # Another plugin may have replaced the hooked forward. Without it no counters come, and no check of the health.
-    is_unseen = target.unseen_results > MOST_UNSEEN and target.armed
+    is_unseen = target.unseen_results > MOST_UNSEEN
     if is_unseen and batch.forward_mode._name_ not in WITHOUT_FORWARD:
         target.say_unseen()
 
