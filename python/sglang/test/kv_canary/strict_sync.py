@@ -38,8 +38,8 @@ def one_synchronisation() -> None:
     before_forwards = CanaryManager._before_forwards
 
     @functools.wraps(before_forwards)
-    def waiting(manager: CanaryManager) -> None:
-        before_forwards(manager)
+    def waiting(manager: CanaryManager, *args: Any) -> None:
+        before_forwards(manager, *args)
         if manager.armed:  # let the server start
             manager.state.summary[0].item()
 
