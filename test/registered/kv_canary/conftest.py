@@ -179,6 +179,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_namespaces.py",
     "wiring/test_pairs_of_newer_releases.py",
     "wiring/test_plugin_startup.py",
+    "wiring/test_prefix_caches.py",
     "wiring/test_seam.py",
     "wiring/test_small_pool.py",
     "wiring/test_swa_location.py",

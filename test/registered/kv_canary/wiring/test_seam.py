@@ -269,7 +269,9 @@ _ASKED: dict[str, dict[str, Any]] = {
         **_HICACHE,
         "hicache_host_memory_mode": "buffer_only",
     },
-    "HiCache with a registered prefix cache": {**_HICACHE, "radix_cache_backend": "mine"},
+    "registered prefix cache": {"radix_cache_backend": "mine"},
+    "MiniCPM sparse attention": {"attention_backend": "minicpm_flashattn"},
+    "megakernels": {"enable_nvidia_megakernel": True},
     "LMCache": {"enable_lmcache": True},
     "LMCache with pipeline parallelism": {"enable_lmcache": True, "pp_size": 2},
     "LMCache without overlap scheduling": {
@@ -300,6 +302,7 @@ ASKED = {
 }
 if SGLANG == "0.5.17":  # builds such pools, which are covered
     del ASKED["page-major KV layout"]
+    del ASKED["MiniCPM sparse attention"]  # it has none
     del ASKED["LMCache with pipeline parallelism"]
     del ASKED["LMCache without overlap scheduling"]
     for name in [name for name in ASKED if name.startswith("unified memory with")]:
@@ -319,6 +322,7 @@ NOT_BY_AN_ARGUMENT = {
     "full prefill CUDA graphs",
     "context parallelism with prefill CUDA graphs",
     "post-capture KV sizing",
+    "shared CUDA graphs",
     *(
         [
             "PD disaggregation with HiCache on the prefill server of 0.5.22",
@@ -533,6 +537,16 @@ def test_a_pool_that_is_sized_after_the_capture_is_refused() -> None:
     assert not case.predicate(args)
     with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
         assert case.predicate(args)
+
+
+@has_seam
+def test_graphs_that_stand_for_others_are_refused() -> None:
+    case = next(case for case in release().refusals() if case.name == "shared CUDA graphs")
+    on_gpu = SimpleNamespace(device="cuda")
+    assert not case.predicate(on_gpu)
+    with envs.SGLANG_ENABLE_CUDA_GRAPH_DEDUP.override(True):
+        assert case.predicate(on_gpu)
+        assert not case.predicate(SimpleNamespace(device="cpu"))
 
 
 @has_seam

@@ -17,9 +17,9 @@ __all__ = ["SHARED"]
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
     Refusal(
-        "HiCache with a registered prefix cache",
-        lambda args: args.enable_hierarchical_cache and args.radix_cache_backend is not None,
-        "its copies between device and host are not followed.",
+        "registered prefix cache",
+        lambda args: args.radix_cache_backend is not None,
+        "slots that it fills or shares in ways of its own: what it loads has no records.",
         "Remove --radix-cache-backend.",
     ),
     *SPECULATION,
@@ -55,7 +55,13 @@ SHARED: tuple[Refusal, ...] = (
         "post-capture KV sizing",
         lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         "the pool gets other buffers after the records are beside it.",
-        "Unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.",
+        "Set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0. SGLang sets it to 1 for some models where it is unset.",
+    ),
+    Refusal(
+        "shared CUDA graphs",
+        lambda args: args.device == "cuda" and envs.SGLANG_ENABLE_CUDA_GRAPH_DEDUP.get(),
+        "SGLang replays one graph for several, and does not compare the branches that hold the canary's launches.",
+        "Set SGLANG_ENABLE_CUDA_GRAPH_DEDUP=0.",
     ),
     Refusal(
         "FlexKV",

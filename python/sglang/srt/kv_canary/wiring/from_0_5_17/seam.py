@@ -16,6 +16,7 @@ from ...pool_patcher.registry import qualified_name
 from ...seam_guard import SEAM
 from ..context import context
 from ..hook_spec import HookSpec, HookType
+from ..prefix_caches import attach_prefix_cache
 from ..releases import release
 from ..startup_check import verify_scheduler_begun
 from .pools import PARTS
@@ -46,8 +47,7 @@ class Seam:
         """The canary is armed at the end of `Scheduler.__init__`, when nothing is captured any more."""
 
     def attach_radix_cache(self, tree_cache: Any) -> None:
-        for manager in context.managers:
-            manager.attach_radix_cache(tree_cache)
+        attach_prefix_cache(tree_cache)
 
     def per_forward_workspace_bytes(self) -> int:
         """Workspace beyond what is allocated before the pools are sized: none."""

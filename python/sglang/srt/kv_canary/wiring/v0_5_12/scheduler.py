@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..context import context
 from ..hook_spec import HookSpec, HookType
+from ..prefix_caches import attach_prefix_cache
 
 
 def _attach_radix_cache(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
-    for manager in context.managers:
-        manager.attach_radix_cache(scheduler.tree_cache)
+    attach_prefix_cache(scheduler.tree_cache)
 
 
 HOOKS = (

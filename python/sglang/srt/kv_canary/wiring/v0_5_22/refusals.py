@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.environ import envs
 
 from ..from_0_5_17.refusals import SHARED
@@ -13,6 +15,9 @@ from .transfer_refusals import MORE_TRANSFERS
 from .unified_refusals import UNIFIED_REFUSALS
 
 __all__ = ["REFUSALS"]
+
+_MINICPM = {"minicpm_flashattn", "minicpm_flashinfer"}
+_MEGAKERNELS = ("enable_nvidia_megakernel", "enable_amd_monokernel")
 
 REFUSALS: tuple[Refusal, ...] = (
     *SHARED,
@@ -55,6 +60,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV that is loaded from another server's cache arrives without records.",
         "Remove --enable-unified-cache-external-linker.",
     ),
+    Refusal(
+        "MiniCPM sparse attention",
+        lambda args: not _MINICPM.isdisjoint(_attention_backends(args)),
+        "compressed keys in slots of the pool that no page table lists: they choose what attention reads.",
+        "Use another --attention-backend.",
+    ),
+    Refusal(
+        "megakernels",
+        lambda args: any(getattr(args, name, False) for name in _MEGAKERNELS),
+        "the kernel runs in place of the model, and when it stores KV is not known.",
+        "Remove --enable-nvidia-megakernel and --enable-amd-monokernel.",
+    ),
     *LMCACHE_REFUSALS,
     Refusal(
         "bounded replay of sliding windows",
@@ -65,3 +82,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "Remove the bounded-replay flags.",
     ),
 )
+
+
+def _attention_backends(args: Any) -> set[str | None]:
+    return {
+        args.attention_backend,
+        args.prefill_attention_backend,
+        args.decode_attention_backend,
+    }
