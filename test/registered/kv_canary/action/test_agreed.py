@@ -35,6 +35,7 @@ from sglang_kv_canary_rigs.containment_rig import ContainmentRig, read
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
 
 TOKENS = range(8)  # of the cached prefix
+OTHERS = range(50, 58)  # of another prefix
 
 
 class Rank:
@@ -45,6 +46,7 @@ class Rank:
         self.rig = ContainmentRig()
         context.managers.append(self.rig.manager)  # errors are contained, as on a server
         alone, tree = self.rig.containment, self.rig.tree
+        alone.speaks = self.ranks.rank == 0
         self.bell = Bell.hang(self.ranks)
         parked = ParkedPages({"FULL": tree.allocator})
         self.agreed = AgreedContainment(alone, self.ranks, self.bell, parked)
@@ -168,10 +170,11 @@ def test_a_finding_during_an_action_is_heard_in_a_later_step() -> None:
         alone = rank.rig.containment
         carry_out = alone.carry_out.__func__
 
-        def and_find_more(own: Any, *args: Any) -> None:
-            carry_out(own, *args)
+        def and_find_more(own: Any, *args: Any) -> bool:
+            is_as_asked = carry_out(own, *args)
             if rank.ranks.rank == 1 and rank.ended == ["ada"]:
                 rank.find(rank.requests[1])
+            return is_as_asked
 
         if rank.ranks.rank == 1:
             rank.find(rank.requests[0])
@@ -214,6 +217,69 @@ def test_an_error_on_one_rank_leaves_no_rank_waiting() -> None:
     right, wrong = ((["ada"], 0, 0, False), 0), ((["ada"], 0, 1, False), 1)
     assert each(_work_with_errors_on(1)) == [right, wrong]
     assert each(_work_with_errors_on(0, 1)) == [wrong] * 2
+
+
+def _break(rank: Rank, what: str) -> None:
+    """As errors on the device, and as a wrong row."""
+    if what == "judging":
+        rank.rig.manager.groups = ()
+    elif what == "comparing":
+        node = rank.rig.tree.match(TOKENS).last_device_node
+        rank.rig.tree.cache.inc_lock_ref(node)
+        node.value = 7
+    else:
+        rank.rig.containment.rows[1, 2] = 77
+
+
+@pytest.mark.parametrize(
+    ("what", "broken", "why"),
+    [
+        ("judging", set(), []),
+        ("judging", {0}, ["after an internal error on 1 of 2 tensor-parallel ranks, the verdict"]),
+        ("judging", {1}, ["after an internal error on 1 of 2 tensor-parallel ranks, the verdict"]),
+        ("judging", {0, 1}, ["after an internal error, only the readers of damage end, and the"]),
+        ("comparing", {1}, ["after an internal error, the slots of the tensor-parallel ranks can"]),
+        ("row", {1}, ["the tensor-parallel ranks differ in their slots: the whole cache is drop"]),
+    ],
+    ids=str,
+)
+def test_the_log_says_once_why_the_whole_cache_is_dropped(
+    what: str, broken: set[int], why: list[str]
+) -> None:
+    def work(rank: Rank) -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger().addHandler(handler)
+        rank.find(rank.requests[0])
+        if rank.ranks.rank in broken:
+            _break(rank, what)
+        rank.ranks.gather(None)
+        rank.step()
+        return [line for line in said if "whole cache" in line]
+
+    said, silent = each(work)
+    assert len(said) == len(why)
+    assert all(map(str.startswith, said, (f"kv-canary action: {each}" for each in why)))
+    assert silent == []
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_rank_that_must_drop_everything_is_followed_by_the_others(is_broken: bool) -> None:
+    """Otherwise later batches differ between the ranks."""
+
+    def work(rank: Rank) -> Any:
+        rank.rig.tree.insert(OTHERS)
+        if rank.ranks.rank == 1 and is_broken:
+            rank.requests[0].output_ids = None
+        rank.find(rank.requests[0], slots=rank.prefix[5:6])
+        rank.until_heard()
+        others = len(rank.rig.tree.match(OTHERS).device_indices)
+        return rank.ended, rank.cached, others, rank.num_free
+
+    one, other = each(work)
+    assert one == other
+    assert one[:3] == (["ada"], 0, 0 if is_broken else 8)
 
 
 def test_ranks_have_as_many_free_slots_until_they_begin_afresh() -> None:

@@ -9,13 +9,24 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.record import WORD_WRITER, Mode, State, pack_writer
+from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.record import (
+    UNKNOWN,
+    WORD_WRITER,
+    Column,
+    Mode,
+    Reason,
+    State,
+    pack_writer,
+)
 from sglang_kv_canary.runner.damage_desk import Damage, DamagedSlot
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
@@ -186,7 +197,80 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> N
     rig.act(read(request, rig.forward(request)), slots=(DamagedSlot(slot, 5, True),))
     assert request.to_finish is not None
     assert +rig.desk.outcomes == {"aborted": 1}
-    assert rig.manager.errors.total == 1
+    assert rig.manager.errors.by_where.keys() == {"Containment._drop"}
+
+
+OTHERS = range(50, 58)
+
+
+def _reads_damage(rig: ContainmentRig, rid: str, row: int) -> Req:
+    """`rid` runs with the cached prefix, whose fourth slot has changed."""
+    slots = rig.tree.match(range(8)).device_indices.tolist()
+    request = rig.request(rid, row, slots)
+    forward = rig.forward(request)
+    finding = np.full(len(Column), UNKNOWN, dtype=np.int64)
+    for name, value in {
+        "TAG": CanaryLaunchTag(PoolKind.FULL, "K", Side.TAIL).id,
+        "REASONS": Reason.CONTENT,
+        "SLOT": slots[3],
+        "FULL_SLOT": slots[3],
+        "READER_ROW": row,
+        "READER_FORWARD": forward,
+        "WRITER": pack_writer(1, 1, Mode.EXTEND, State.LIVE),
+    }.items():
+        finding[Column[name]] = int(value)
+    rig.desk.note_findings(finding[None])
+    return request
+
+
+def _break_nothing(rig: ContainmentRig, request: Req) -> None:
+    pass
+
+
+def _break_another_node(rig: ContainmentRig, request: Req) -> None:
+    """As an error on the device."""
+    node = rig.tree.match(OTHERS).last_device_node
+    rig.tree.cache.inc_lock_ref(node)
+    node.value = 7
+
+
+def _break_its_tokens(rig: ContainmentRig, request: Req) -> None:
+    request.output_ids = None
+
+
+@pytest.mark.parametrize(
+    ("break_it", "num_errors", "left"),
+    [(_break_nothing, 0, 8), (_break_another_node, 1, 0), (_break_its_tokens, 2, 0)],
+)
+def test_the_whole_cache_is_dropped_when_a_part_of_it_cannot_be(
+    rig: ContainmentRig, break_it: Any, num_errors: int, left: int
+) -> None:
+    for tokens in (range(8), OTHERS):
+        rig.tree.insert(tokens)
+    reader = _reads_damage(rig, "ada", 1)
+    break_it(rig, reader)
+    rig.containment.between_steps()
+    assert reader.to_finish is not None
+    assert rig.manager.errors.total == num_errors
+    assert len(rig.tree.match(range(8)).device_indices) == 0
+    assert len(rig.tree.match(OTHERS).device_indices) == left
+
+
+def test_what_could_not_be_dropped_is_dropped_when_it_is_found_again(
+    rig: ContainmentRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.tree.insert(range(8))
+    _reads_damage(rig, "ada", 1)
+    root, rig.tree.cache.root_node = rig.tree.cache.root_node, None  # as an error in the cache
+    rig.containment.between_steps()
+    rig.tree.cache.root_node = root
+    assert rig.manager.errors.by_where == {"Containment._drop": 3}
+    assert "damage may be left in the prefix cache" in caplog.text
+    assert len(rig.tree.match(range(8)).device_indices) == 8
+    reader = _reads_damage(rig, "bob", 2)
+    rig.containment.between_steps()
+    assert reader.to_finish is not None
+    assert len(rig.tree.match(range(8)).device_indices) == 0
 
 
 def test_readers_end_when_it_cannot_be_worked_out_what_they_have_damaged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
@@ -199,6 +200,20 @@ def test_where_findings_were_lost_all_requests_of_their_forwards_have_read_damag
     assert len(heard) == 2
     desk.note_lost([77])
     assert (len(heard), desk.is_waiting, desk.take()) == (2, False, Damage())
+
+
+def test_a_loss_within_a_minute_of_a_log_line_is_in_the_next_one(
+    desk: DamageDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    for forwards in ([1], [2], [3]):
+        if forwards == [3]:
+            desk._next_log = 0.0  # a minute is over
+        desk.note_lost(forwards)
+    desk._next_log = 0.0
+    desk.note_lost([2])
+    said = [record.getMessage() for record in caplog.records]
+    numbers = [re.findall(r"\d+", line) for line in said]
+    assert numbers == [["1", "1", "1", "2"], ["2", "2", "3", "2"], ["1", "2", "2", "2"]]
 
 
 def test_a_reader_has_all_reasons_of_its_forwards(desk: DamageDesk) -> None:

@@ -73,6 +73,19 @@ def test_slots_of_others_are_not_freed(kind: str, page: int) -> None:
     assert free_slots(full) == sorted({*expected, *bob.tolist()})
 
 
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_padding_is_never_freed(is_wrong: bool) -> None:
+    """A row may have page numbers where slots belong. They are slots of page 0."""
+    slots = owned(page=4)
+    ada, before = slots.rows[1, :8].clone(), free_slots(slots.allocator)
+    if is_wrong:
+        slots.rows[1, 4:8] = torch.tensor([1, 2, 3, 3])
+    with slots.freeing_only(NONE, [(2, 8)]):
+        slots.allocator.free(slots.rows[1, :8])
+    own = ada[:4] if is_wrong else ada
+    assert free_slots(slots.allocator) == sorted([*before, *own.tolist()])
+
+
 def test_slots_that_wait_in_a_free_group_are_not_freed_again() -> None:
     slots = owned()
     bob, before = slots.rows[2, :8].clone(), free_slots(slots.allocator)

@@ -218,13 +218,13 @@ def test_a_stage_waits_with_more_until_the_first_one_has_read() -> None:
     mailbox = Mailbox(mmap.mmap(-1, BYTES * 2), 2)
     one, two = (Damage((Reader(rid, 1, 2, 3, ("CONTENT",)),)) for rid in ("ada", "bob"))
     assert not mailbox.has_any
-    assert mailbox.put(1, one)
+    assert mailbox.put(1, one) == Damage()
     assert mailbox.has_any
-    assert not mailbox.put(1, two)
+    assert mailbox.put(1, two) is None
     assert [*mailbox.read()] == [one]
-    assert not mailbox.put(1, two)  # not dealt with yet
+    assert mailbox.put(1, two) is None  # not dealt with yet
     mailbox.clear()
-    assert mailbox.put(1, two)
+    assert mailbox.put(1, two) == Damage()
     assert [*mailbox.read()] == [two]
 
 
@@ -235,10 +235,59 @@ def test_readers_come_before_slots_where_there_is_no_room(
     monkeypatch.setattr(mailbox_module, "BYTES", room)
     mailbox = Mailbox(mmap.mmap(-1, room * 2), 2)
     readers = (Reader("ada", 1, 2, 3, ("CONTENT",)),)
-    slots = tuple(DamagedSlot(slot, slot << 40, True) for slot in range(200))
-    assert mailbox.put(0, Damage(readers, slots))
-    assert mailbox.put(1, Damage(readers))
-    assert [*mailbox.read()] == [Damage(readers), Damage(readers)]
+    slots = tuple(DamagedSlot(slot, slot << 40, slot != 150) for slot in range(200))
+    assert mailbox.put(0, Damage(readers, slots)) == Damage()
+    assert mailbox.put(1, Damage(readers)) == Damage()
+    # For one of the slots, the cache is dropped.
+    assert [*mailbox.read()] == [Damage(readers, slots[150:151]), Damage(readers)]
+
+
+@pytest.mark.parametrize("length", [10, 200, 1000])
+def test_readers_without_room_come_later(length: int) -> None:
+    mailbox = Mailbox(mmap.mmap(-1, BYTES * 2), 2)
+    ids = [f"{number}".zfill(length) for number in range(2000)]
+    left = Damage(tuple(Reader(rid, 1, 2, 3, ("CONTENT",)) for rid in ids))
+    got: list[str] = []
+    rounds = 0
+    while left.readers and rounds < 50:
+        left, rounds = mailbox.put(0, left), rounds + 1
+        got += [reader.request_id for found in mailbox.read() for reader in found.readers]
+        mailbox.clear()
+    assert got == ids
+    assert (rounds > 1) is (length > 10)
+
+
+def test_an_id_that_is_too_long_keeps_nobody_else_back(caplog: pytest.LogCaptureFixture) -> None:
+    mailbox = Mailbox(mmap.mmap(-1, BYTES * 2), 2)
+    long, ada = (Reader(rid, 1, 2, 3, ("CONTENT",)) for rid in ("x" * BYTES, "ada"))
+    assert mailbox.put(0, Damage((long, ada))) == Damage((ada,))
+    assert f"{BYTES} characters" in caplog.text
+    assert [*mailbox.read()] == [Damage()]
+
+
+def test_a_stage_sends_the_readers_without_room_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline()
+    last = pipeline.stages[2]
+    one = Damage((read(last.requests[0], last.forward),), tainted=(1,))
+    monkeypatch.setattr(mailbox_module, "BYTES", len(pickle.dumps(one)) + 8 + 8)
+    last.find(*last.requests)
+    pipeline.step()
+    pipeline.step()
+    assert [ended for ended, *_ in pipeline.states] == [["ada"]] * STAGES
+    pipeline.step()
+    assert [ended for ended, *_ in pipeline.states] == [["ada", "bob"]] * STAGES
+    assert not last.rig.desk.is_waiting
+
+
+def test_all_stages_drop_the_cache_for_slots_without_room() -> None:
+    """A sweep may find more than one message holds, and names no reader."""
+    pipeline = Pipeline()
+    slots = tuple(DamagedSlot(slot % 99 + 1, slot, True) for slot in range(20_000))
+    pipeline.stages[1].rig.desk._pending.append(Damage((), slots))
+    pipeline.step()
+    assert [cached for _, cached, _ in pipeline.states] == [8] * STAGES
+    pipeline.step()
+    assert [cached for _, cached, _ in pipeline.states] == [0] * STAGES
 
 
 def test_stages_of_one_host_share_a_mailbox() -> None:

@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.wiring.containment.prefixes import Computed
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.releases import release
+from sglang_kv_canary_rigs.manager_rig import ManagerRig
 from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.radix_fixtures import cache_params
 
@@ -111,6 +112,19 @@ def test_the_cache_is_dropped_for_slots_that_it_holds(
 ) -> None:
     assert filled.drop(slots) == dropped
     assert filled.epoch == (dropped > 0)
+
+
+def test_all_of_it_is_dropped_even_if_nobody_can_count_it(
+    filled: Namespaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a walk of this test")
+
+    monkeypatch.setattr(context, "managers", [(rig := ManagerRig()).manager])
+    monkeypatch.setattr(filled.scheduler.tree_cache.tree_core, "walk_for_kv_canary", fail)
+    assert filled.drop(None) == 0
+    assert filled.epoch == 1
+    assert "a walk of this test" in rig.manager.errors.last
 
 
 @pytest.mark.parametrize("loads_copies", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +15,11 @@ import numpy as np
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import UNKNOWN, Column, Reason, is_writer_intact
-from ..reports.complaints import Complaints
+from ..reports.complaints import LOG_EVERY_S
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.violation import reason_names
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LOST", "Damage", "DamageDesk", "DamagedSlot", "Reader"]
 
@@ -83,6 +87,9 @@ class Damage:
         )
 
 
+_NOTHING = Damage()
+
+
 @dataclass(slots=True)
 class DamageDesk:
     """Belongs to the target runner's manager. Used from the scheduler's thread.
@@ -101,7 +108,10 @@ class DamageDesk:
     groups: Sequence[CanaryBufferGroup] = ()  # of the runner
     on_found: Callable[[], None] = lambda: None  # called when something waits
     _pending: list[Damage] = field(default_factory=list)
-    _complaints: Complaints = field(default_factory=Complaints)
+    # With lost findings, since the last line about them
+    _unsaid_forwards: set[int] = field(default_factory=set)
+    _unsaid_requests: set[str] = field(default_factory=set)
+    _next_log: float = 0.0  # time.monotonic()
     # (slot, writer word): a finding may come again when the slot has another owner
     _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
     # (pool kind, slot) -> its changes, each as (half, writer word, fingerprint of the bytes)
@@ -133,7 +143,7 @@ class DamageDesk:
         readers = tuple(self._all_readers(forwards))
         if readers:
             self._pending.append(Damage(readers))
-            self._say_lost(forwards, len({reader.request_id for reader in readers}))
+            self._say_lost(forwards, {reader.request_id for reader in readers})
             self.on_found()
 
     def _all_readers(self, forwards: Sequence[int]) -> Iterable[Reader]:
@@ -146,12 +156,25 @@ class DamageDesk:
                     start = self.recorder.start_of(forward, row)
                     yield Reader(request, row, forward, start, (LOST,))
 
-    def _say_lost(self, forwards: Sequence[int], requests: int) -> None:
-        self._complaints.log(
-            f"action: findings of forwards {min(forwards)} to {max(forwards)} were overwritten before they were read. "
-            f"What the {requests} requests of these forwards have read is not known to be right, so they end. "
-            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept"
+    def _say_lost(self, forwards: Sequence[int], requests: set[str]) -> None:
+        """At most once a minute. What is left out is in the next line."""
+        self._unsaid_forwards.update(forwards)
+        self._unsaid_requests |= requests
+        now = time.monotonic()
+        if now < self._next_log:
+            return
+        self._next_log = now + LOG_EVERY_S
+        logger.error(
+            "kv-canary action: findings of %d forwards, %d to %d, were overwritten before they were read. What the %d "
+            "requests of these forwards have read is not known to be right, so they end. "
+            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept",
+            len(self._unsaid_forwards),
+            min(self._unsaid_forwards),
+            max(self._unsaid_forwards),
+            len(self._unsaid_requests),
         )
+        self._unsaid_forwards.clear()
+        self._unsaid_requests.clear()
 
     @property
     def is_waiting(self) -> bool:
@@ -166,9 +189,13 @@ class DamageDesk:
         pending, self._pending = self._pending, []
         return Damage.of_all(pending)
 
-    def clear(self) -> None:
-        """What `peek` returned is dealt with."""
-        self._pending = []
+    def clear(self, left: Damage = _NOTHING) -> None:
+        """What `peek` returned is dealt with, but for `left`."""
+        self._pending = [] if left == _NOTHING else [left]
+
+    def forget_slots(self) -> None:
+        """Findings about slots that `take` has handed out are new ones: an error keeps these slots in the cache."""
+        self._acted.clear()
 
     @staticmethod
     def _are(test: Callable[[int], bool], rows: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ import torch
 from ...runner.damage_desk import Damage, Reader
 from ..guard import attempt_aside
 from .bell import Bell
+from .containment import UNJUDGED
 from .parked_pages import ParkedPages
 from .rank_group import RankGroup
 from .verdict import Verdict
@@ -152,19 +153,23 @@ class AgreedContainment:
 
     def _act(self, found: Damage, newest: int) -> None:
         alone = self.alone
-        verdict = attempt_aside(alone.judge, found) or Verdict(is_whole=False)
+        verdict = attempt_aside(alone.opinion, found) or Verdict(is_whole=False)
         layout = attempt_aside(self._layout)
         opinions = self.ranks.gather(_Opinion(newest, verdict, layout))
         verdicts = [_renumbered(o.verdict, newest - o.newest) for o in opinions]
         whole = [verdict for verdict in verdicts if verdict.is_whole]
-        alike = layout is not None and all(o.layout == layout for o in opinions)
         together = Verdict.of_all(whole or verdicts)
-        if not alike or len(whole) < self.ranks.size:
+        if (why := _why_everything(opinions)) is not None:
             # Slots of other ranks mean nothing here. At the latest when idle, all ranks begin afresh.
-            alike = False
             together = replace(together, slots=frozenset(), bad_memory=(), disturbs=True)
-            self._say("the tensor-parallel ranks differ in their slots: the whole cache is dropped")
-        attempt_aside(alone.carry_out, together, not alike)
+            self._say(why)
+        is_as_asked = attempt_aside(alone.carry_out, together, why is not None)
+        if not all(self.ranks.gather(is_as_asked)):
+            # A rank without the prefix of the others schedules other batches.
+            self._say(
+                "after an internal error on a tensor-parallel rank, all of them drop the whole cache"
+            )
+            attempt_aside(alone.drop_everything, together.computed)
 
     def _layout(self) -> bytes:
         """Equal on all ranks whose live requests and cached prefixes lie in the same slots."""
@@ -201,6 +206,28 @@ class AgreedContainment:
     def _say(self, what: str) -> None:
         if self.ranks.rank == 0:
             logger.warning("kv-canary action: %s", what)
+
+
+def _why_everything(opinions: list[_Opinion]) -> str | None:
+    """Why the whole cache is dropped. None: the slots of each verdict are those of all ranks."""
+    without = sum(not opinion.verdict.is_whole for opinion in opinions)
+    if without == len(opinions):
+        return UNJUDGED
+    if without:
+        return (
+            f"after an internal error on {without} of {len(opinions)} tensor-parallel ranks, the verdict of the others "
+            "holds, and the whole cache is dropped. Requests that hold bytes go on, if only a rank with the error has "
+            "found them changed"
+        )
+    layouts = {opinion.layout for opinion in opinions}
+    if None in layouts:
+        return (
+            "after an internal error, the slots of the tensor-parallel ranks cannot be compared: the whole cache is "
+            "dropped"
+        )
+    if len(layouts) > 1:
+        return "the tensor-parallel ranks differ in their slots: the whole cache is dropped"
+    return None
 
 
 def _numbered(parts: Iterable[_Found], newest: int) -> Iterable[Reader]:

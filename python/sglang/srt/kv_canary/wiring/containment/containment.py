@@ -42,9 +42,13 @@ _NOT_KNOWN = (
     "this request may have read damaged KV cache: more was found at once than "
     "SGLANG_KV_CANARY_RING_CAPACITY keeps"
 )
+UNJUDGED = (
+    "after an internal error, only the readers of damage end, and the whole cache is dropped. Requests that hold what "
+    "these have computed go on"
+)
 _READS = "this request reads KV cache that is damaged or was computed from damage"
 
-__all__ = ["Containment"]
+__all__ = ["UNJUDGED", "Containment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,14 @@ class Containment:
         self.tidy()
 
     def judge(self, found: Damage, elsewhere: Iterable[Damage] = ()) -> Verdict:
-        """What to do about `found`, and about what other stages have resolved. Changes nothing.
+        """What to do about `found`, and about what other stages have resolved. Changes nothing."""
+        verdict = self.opinion(found, elsewhere)
+        if not verdict.is_whole and self.speaks:
+            logger.error("kv-canary action: %s", UNJUDGED)
+        return verdict
+
+    def opinion(self, found: Damage, elsewhere: Iterable[Damage] = ()) -> Verdict:
+        """The same, and logs nothing but the error: other ranks may know more.
 
         After an error, all readers end: the same input would fail again in each step, and they would go on.
         """
@@ -128,11 +139,6 @@ class Containment:
                 answered[rid] = end
             else:
                 ends[rid] = _why(reader)
-        if self.speaks:
-            logger.error(
-                "kv-canary action: after an internal error, only the readers of damage end, and the whole cache is "
-                "dropped. Requests that hold what these have computed go on"
-            )
         misled = frozenset(reader.request_id for reader in damage.readers)
         return Verdict(
             ends,
@@ -145,8 +151,11 @@ class Containment:
             is_whole=False,
         )
 
-    def carry_out(self, verdict: Verdict, everything: bool = False) -> None:
-        """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached."""
+    def carry_out(self, verdict: Verdict, everything: bool = False) -> bool:
+        """End the requests of `verdict`, and drop its slots from the cache, or `everything` that is cached.
+
+        Returns whether that was dropped, and no more.
+        """
         live = self._live()
         by_id = {each.request.rid: each.request for each in live}
         self._misled |= verdict.misled & by_id.keys()
@@ -161,11 +170,28 @@ class Containment:
         answered = {**dict.fromkeys(late, newest), **verdict.answered}
         self._remember({**dict.fromkeys(ended, newest), **answered})
         slots = None if everything or not verdict.is_whole else verdict.slots
-        dropped = attempt_aside(self._drop, slots, live, verdict.computed) or 0
+        dropped = attempt_aside(self._drop, slots, live, verdict.computed)
+        is_as_asked = dropped is not None
+        if dropped is None:
+            dropped = self.drop_everything(verdict.computed)
         bad = tuple(slot for slot in verdict.bad_memory if self.withheld.withhold(*slot))
         if bad:
             attempt_aside(self._admit_only_what_fits)
         self._tell(ended, tuple(answered), dropped, bad)
+        return is_as_asked
+
+    def drop_everything(self, computed: Mapping[str, int]) -> int:
+        """Take all out of the cache after an error. `computed`: see `Verdict`. Returns how many tokens were dropped."""
+        for starts in (computed, {}):  # an error about these must not keep the rest in the cache
+            dropped = attempt_aside(self._drop, None, self._live(), starts)
+            if dropped is not None:
+                return dropped
+        self.desk.forget_slots()
+        logger.error(
+            "kv-canary action: after internal errors, damage may be left in the prefix cache. What requests have "
+            "computed from it is not found again: flush the cache"
+        )
+        return 0
 
     def tidy(self) -> None:
         """Free what no request holds any more, and withhold what has been freed."""

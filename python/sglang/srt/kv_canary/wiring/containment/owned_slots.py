@@ -97,7 +97,8 @@ class OwnedSlots:
         queued = [*pages_waiting(self.allocator), *pages_waiting(full)]
         foreign = foreign // full.page_size
         taken = torch.cat([free_pages_of(full), foreign, *queued])
-        inside = (slots > 0) & (slots < full.size + full.page_size)
+        # Page 0 is padding, and on no list.
+        inside = (pages > 0) & (slots < full.size + full.page_size)
         return slots[inside & ~torch.isin(pages, taken)].unique()
 
     @property

@@ -123,8 +123,9 @@ class StagedContainment:
         found = desk.peek()
         # After an error the readers end all the same.
         resolved = attempt_aside(self.alone.resolved, found) or Damage(found.readers)
-        if self.mailbox.put(self.stage, resolved):
-            desk.clear()
+        left = self.mailbox.put(self.stage, resolved)
+        if left is not None:
+            desk.clear(left)
             self._awaits = True
 
     def _decide(self) -> None:

@@ -79,18 +79,21 @@ class Namespaces:
         return walk.slot_indices.to(allocator.device, torch.int64).sort().values
 
     def drop(self, slots: Iterable[int] | None, computed: Iterable[Computed] = ()) -> int:
-        cached = self.slots()
         # Nobody looks for it in host memory.
         may_be_elsewhere = self.loads_copies and any(True for _ in computed)
-        if slots is not None and not may_be_elsewhere:
-            wanted = torch.tensor(list(slots), dtype=torch.int64, device=cached.device)
-            if not len(wanted) or not bool(torch.isin(cached, wanted).any()):
-                return 0
-        self.epoch += 1
+        if slots is not None and not may_be_elsewhere and not self._has_any(slots):
+            return 0
+        self.epoch += 1  # before anything that may fail
         self._revoke_stored()
         for request in _without_a_row(self.scheduler):
             self.admit(request)
-        return len(cached)
+        cached = attempt_aside(self.slots)
+        return 0 if cached is None else len(cached)
+
+    def _has_any(self, slots: Iterable[int]) -> bool:
+        cached = self.slots()
+        wanted = torch.tensor(list(slots), dtype=torch.int64, device=cached.device)
+        return bool(torch.isin(cached, wanted).any())
 
     def _revoke_stored(self) -> None:
         tree = self.scheduler.tree_cache
