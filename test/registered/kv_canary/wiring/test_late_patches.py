@@ -77,7 +77,9 @@ class TestWhileBusy(_Monitored):
     def test_a_forward_that_is_lost_stops_the_checks_before_they_are_wrong(self) -> None:
         self.generate("busy", random_tokens(random.Random(0), 30), RESULTS_BEFORE + 2)
         (stopped,) = self.serving.events("checking")
-        assert "model.forward ran outside of a forward that the canary has seen" in stopped["reason"]
+        assert (
+            "model.forward ran outside of a forward that the canary has seen" in stopped["reason"]
+        )
         found = self.serving.events("health")[-1]["problems"]
         assert any(FORWARD in problem for problem in found)
         assert "To resume, restart the server" in self.serving.stderr
