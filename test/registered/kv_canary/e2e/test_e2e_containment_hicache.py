@@ -105,7 +105,8 @@ class Stored(WithPages):
     def forget_everything(self) -> None:
         super().forget_everything()
         for path in self.pages.path.iterdir():
-            path.unlink()
+            if path.is_file():  # as SGLang clears its storage
+                path.unlink()
 
     def wait_for_storage(self, tokens: list[int]) -> None:
         """All pages of `tokens` are there, and nothing else was."""

@@ -8,7 +8,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from sglang_kv_canary import record
 from sglang_kv_canary.config import StaleWeights
 from sglang_kv_canary.host_tier import record_files
 from sglang_kv_canary.host_tier.page_store import ABANDONED_S, Claim, PageStore
-from sglang_kv_canary.host_tier.record_files import MOST_SIGHTINGS, TAKEN_OVER, RecordFiles
+from sglang_kv_canary.host_tier.record_files import MOST_SIGHTINGS, STORING, TAKEN_OVER, RecordFiles
 from sglang_kv_canary.host_tier.stored_records import (
     NAME_BYTES,
     Unusable,
@@ -78,7 +80,18 @@ def write_page(folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -> None:
     """As SGLang's backend: what is there is kept. These rigs hold the bytes of a page in their host pool."""
     path = folder / f"{key}.bin"
     if not path.exists():
-        path.write_bytes(rig.host_pool.v_buffer[:, rig.host[:PAGE]].contiguous().numpy().tobytes())
+        page = rig.host_pool.kv_buffer[:, :, rig.host[:PAGE]]
+        path.write_bytes(page.contiguous().numpy().tobytes())
+
+
+def store_pages(
+    store: PageStore, folder: Path, keys: list[str], slots: torch.Tensor, rig: HiCacheRig
+) -> None:
+    """All of it: records, pages, and what comes after."""
+    ours = store.claim(keys, slots, nothing).ours
+    for key in ours:
+        write_page(folder, rig, key)
+    store.settle(ours, store.files.has_page)
 
 
 def fetch(store: PageStore, folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -> bool | None:
@@ -86,9 +99,9 @@ def fetch(store: PageStore, folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -
     path = folder / f"{key}.bin"
     if not path.exists():
         return None
-    page = rig.host_pool.v_buffer[:, rig.host[:PAGE]]
+    page = rig.host_pool.kv_buffer[:, :, rig.host[:PAGE]]
     read = torch.frombuffer(bytearray(path.read_bytes()), dtype=page.dtype).view(page.shape)
-    rig.host_pool.v_buffer[:, rig.host[:PAGE]] = read
+    rig.host_pool.kv_buffer[:, :, rig.host[:PAGE]] = read
     store.begin("r", 0, 0)
     return store.accept("r", key, TOKENS, rig.host[:PAGE])
 
@@ -197,9 +210,9 @@ def test_a_page_of_another_prefix_is_not_used(
 
 def test_a_finding_names_the_writer_of_this_server_alone(rig: HiCacheRig, tmp_path: Path) -> None:
     """Forwards and rows of another server are those of other requests here."""
-    store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing)
+    store_pages(store_in(tmp_path, rig), tmp_path, KEYS[:1], rig.host[:PAGE], rig)
     store = store_in(tmp_path, rig)
-    store.claim(KEYS[1:2], rig.host[PAGE : 2 * PAGE], nothing)
+    store_pages(store, tmp_path, KEYS[1:2], rig.host[PAGE : 2 * PAGE], rig)
     store.begin("r", 0, 0)
     rig.host_pool.v_buffer[0, rig.host[[2, PAGE + 2]]] += 1
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
@@ -240,7 +253,7 @@ def test_records_of_another_server_are_not_used(
 
 def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> None:
     store = store_in(tmp_path, rig)
-    store.claim(KEYS, rig.host, nothing)
+    store_pages(store, tmp_path, KEYS, rig.host, rig)
     store.begin("r", 0, 0)
     rig.host_pool.v_buffer[0, rig.host[2]] += 1
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
@@ -259,9 +272,7 @@ def test_only_one_server_stores_a_page(rig: HiCacheRig, tmp_path: Path, clock: C
     assert second.recorded(KEYS) == 1
     clock.now += ABANDONED_S  # the page of KEYS[0] never came
     assert second.claim(KEYS[:1], rig.host[:PAGE], nothing)[:2] == ([0], KEYS[:1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        f"kvc:{key}.bin" for key in (KEYS[0], *KEYS[2:])
-    )
+    assert page_files(tmp_path) == {f"kvc:{key}.bin" for key in (KEYS[0], *KEYS[2:])}
 
 
 # A server that takes another one for ended
@@ -351,19 +362,193 @@ def test_a_page_whose_records_were_taken_over_never_alarms(
         assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}  # it can be stored anew
 
 
+def damage_page(folder: Path) -> None:
+    path = folder / f"{KEYS[0]}.bin"
+    damaged = bytearray(path.read_bytes())
+    damaged[3] ^= 1
+    path.write_bytes(damaged)
+
+
 def test_damage_to_a_page_that_nobody_took_over_is_a_finding(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers have tried to store it."""
+    other = another(rig, monkeypatch)
+    store, second = store_in(tmp_path, rig), store_in(tmp_path, other)
+    ours = store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    assert second.claim(KEYS[:1], other.host[:PAGE], nothing) == ([], [], True)
+    write_page(tmp_path, rig)
+    store.settle(ours, store.files.has_page)
+    assert not (tmp_path / STORING).exists()
+    assert fetch(store, tmp_path, rig)
+    assert fetch(second, tmp_path, other)
+    damage_page(tmp_path)
+    assert fetch(store, tmp_path, rig) is False
+    assert fetch(second, tmp_path, other) is False
+    assert [found.reason.name for found in rig.found + other.found] == ["CONTENT"] * 2
+
+
+# Records that vanish while their server stores the page
+
+
+def _clear_storage(folder: Path) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
+    assert HiCacheFile(config, str(folder)).clear()
+
+
+def _refuse_as_revoked(slow: PageStore, store: PageStore, rig: HiCacheRig) -> None:
+    slow.revoke()
+    store.begin("r", 0, 0)
+    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert store.unusable == {Unusable.REVOKED: 1}
+
+
+@pytest.mark.parametrize("how", ["forgotten", "cleared", "revoked"])
+def test_a_page_of_a_server_whose_records_vanished_is_no_finding(
+    how: str, rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lands on the records of another server. Once the slow one has settled, pages are checked as before."""
+    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
+    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    store = store_in(tmp_path, other)
+    if how == "forgotten":
+        store.forget(KEYS[:1])
+    elif how == "cleared":
+        _clear_storage(tmp_path)
+    else:
+        _refuse_as_revoked(slow, store, other)
+    assert slow.files.read(KEYS[0]) is None
+    ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+    assert ours == KEYS[:1]
+    write_page(tmp_path, rig)
+    write_page(tmp_path, other)  # the first one stays
+    store.settle(ours, store.files.has_page)
+    reader = another(rig, monkeypatch)
+    assert fetch(store_in(tmp_path, reader), tmp_path, reader) is False
+    slow.settle(theirs, slow.files.has_page)
+    assert fetch(store_in(tmp_path, reader), tmp_path, reader) is None
+    store_pages(store, tmp_path, KEYS[:1], other.host[:PAGE], other)
+    assert fetch(store_in(tmp_path, reader), tmp_path, reader)
+    assert not reader.found
+    damage_page(tmp_path)
+    assert fetch(store_in(tmp_path, reader), tmp_path, reader) is False
+    assert [found.reason.name for found in reader.found] == ["CONTENT"]
+
+
+def test_three_servers_store_a_page_that_is_dropped_each_time(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages land in any order, and they settle in any order."""
+    servers = [rig, another(rig, monkeypatch), another(rig, monkeypatch)]
+    reader = another(rig, monkeypatch)
+    orders = product(permutations(range(3)), permutations(range(3)))
+    for number, (landing, settling) in enumerate(orders):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        stores = [store_in(folder, server) for server in servers]
+        for store, server in zip(stores, servers, strict=True):
+            store_in(folder, server).forget(KEYS[:1])
+            assert store.claim(KEYS[:1], server.host[:PAGE], nothing).ours
+        for at in landing:
+            write_page(folder, servers[at])
+        for at in settling:
+            fetch(store_in(folder, reader), folder, reader)
+            stores[at].settle(KEYS[:1], stores[at].files.has_page)
+        fetch(store_in(folder, reader), folder, reader)
+        assert not (folder / STORING).exists()
+    assert not reader.found
+
+
+def test_a_page_that_is_removed_while_it_is_compared_is_no_finding(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slow server settles just before."""
+    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
+    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    store = store_in(tmp_path, other)
+    store.forget(KEYS[:1])
+    ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+    write_page(tmp_path, rig)
+    store.settle(ours, store.files.has_page)
+    read = store.files.read
+
+    def read_and_settle(key: str) -> bytes | None:
+        monkeypatch.setattr(store.files, "read", read)
+        data = read(key)
+        slow.settle(theirs, slow.files.has_page)
+        return data
+
+    monkeypatch.setattr(store.files, "read", read_and_settle)
+    assert fetch(store, tmp_path, other) is False
+    assert not (tmp_path / STORING).exists()
+    assert not other.found
+    assert store.unusable == {Unusable.OTHER: 1}
+
+
+@pytest.mark.parametrize("is_wanted", [True, False], ids=["settled", "forgotten"])
+def test_a_page_that_its_server_cannot_remove_is_no_finding(
+    is_wanted: bool, rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
+    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    store = store_in(tmp_path, other)
+    (store if is_wanted else slow).forget(KEYS[:1])
+    ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
+    write_page(tmp_path, rig)
+    store.settle(ours, store.files.has_page)
+
+    def denied(key: str) -> None:
+        raise PermissionError(key)
+
+    monkeypatch.setattr(slow.files, "remove_page", denied)
+    slow.settle(theirs, slow.files.has_page)
+    assert fetch(store, tmp_path, other) is False
+    assert not other.found
+
+
+def test_the_mark_stays_when_the_page_is_stored_again(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    """The slow server is of an older canary, which announces nothing."""
+    slow, store = store_in(tmp_path, rig), store_in(tmp_path, rig)
+    whose = slow._identity(), slow._own_name
+    slow.files.create(KEYS[0], pack(rig.tier.records.get(rig.host[:PAGE]), *whose))
+    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    clock.now += ABANDONED_S
+    for _ in range(2):
+        store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
+        assert (store.files.read(KEYS[0]) or b"").startswith(TAKEN_OVER)
+        store.files.remove_page(KEYS[0])  # as an eviction
+
+
+def test_announcements_of_many_servers_come_and_go(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Each removes their folder when it is empty."""
+
+    def announces(_: int) -> bool:
+        files = store_in(tmp_path, rig).files
+        announcement = files.announce(KEYS)
+        seen = files.is_being_stored(KEYS[4]) and not files.is_being_stored("page")
+        files.retract(announcement)
+        return seen
+
+    with ThreadPoolExecutor(4) as servers:
+        assert all(servers.map(announces, range(200)))
+    assert page_files(tmp_path) == set()
+    assert not (tmp_path / STORING).exists()
+
+
+def test_announcements_that_cannot_be_read_leave_damage_unreported(
     rig: HiCacheRig, tmp_path: Path
 ) -> None:
+    """The page is not used."""
     store = store_in(tmp_path, rig)
-    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
-    write_page(tmp_path, rig)
-    store.settle(KEYS[:1], lambda key: True)
-    assert fetch(store, tmp_path, rig)
-    damaged = bytearray((tmp_path / f"{KEYS[0]}.bin").read_bytes())
-    damaged[3] ^= 1
-    (tmp_path / f"{KEYS[0]}.bin").write_bytes(damaged)
+    store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
+    loop_at(tmp_path / STORING)
+    damage_page(tmp_path)
     assert fetch(store, tmp_path, rig) is False
-    assert [found.reason.name for found in rig.found] == ["CONTENT"]
+    assert (store.unreadable, rig.found) == (1, [])
 
 
 @pytest.mark.parametrize("taken_over", [True, False], ids=["taken over", "removed"])
@@ -452,7 +637,8 @@ def test_pages_of_older_weights_or_without_records_are_not_stored(
 
 
 def page_files(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """Without announcements."""
+    return {path.name for path in folder.iterdir()} - {STORING}
 
 
 def test_a_forgotten_page_leaves_no_file(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -804,7 +990,7 @@ def test_pages_that_cannot_be_settled_hold_up_no_other(
 def test_an_error_that_is_not_of_the_folder_stays_one(rig: HiCacheRig, tmp_path: Path) -> None:
     """A fake: the report of a finding raises it."""
     store = store_in(tmp_path, rig)
-    store.claim(KEYS[:1], rig.host[:PAGE], nothing)
+    store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
     rig.host_pool.v_buffer[0, rig.host[2]] += 1
 
     def broken(finding: Any) -> None:

@@ -1,8 +1,12 @@
 """The records of pages in a storage backend: stored before their page, and compared with it when it is fetched.
 
 The threads of the backend call it. The server that creates a page's records also stores the page. So they fit each
-other, also where several servers share a folder. Records that a server has taken over from another one, which it took
-for ended, may not fit. So a difference to these is no finding: the page is not used.
+other, also where several servers share a folder.
+
+There are two exceptions. Records that a server has taken over from another one, which it took for ended, may not fit.
+Records may also vanish while their server stores the page, and another server creates new ones. So each server
+announces what it stores. A difference to records that were taken over is no finding, nor is one while a server stores
+the page: the page is not used.
 
 A disk that fails is no error of the canary. What it affects is not used, and the log says so.
 
@@ -16,10 +20,11 @@ import logging
 import os
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -107,6 +112,7 @@ class _Start:
 class _Storing:
     """A page that is under way to storage."""
 
+    announcement: Path
     is_wanted: bool = True
     records: bytes = b""  # what their file holds, as long as it is this server's
 
@@ -178,31 +184,55 @@ class PageStore:
         written.
         Call `settle` with the claim's keys when the backend is done.
         """
-        pages, ours, unwritable, identity = [], [], self.unwritable, self._identity()
+        unwritable, identity = self.unwritable, self._identity()
         with self._lock:
             name, since = self._own_name, max(self._server.weights_since, self._revoked_at)
             self._has_stored = True
-        for number, (key, slots) in enumerate(
-            zip(keys, host_slots.split(self.page_size), strict=True)
-        ):
-            if page_exists(key):
-                self.files.lose_sight(key)
-                pages.append(number)  # the backend keeps what it has
-            elif self._claim_page(key, slots, since, (identity, name)):
-                pages.append(number)
-                ours.append(key)
+        slots = dict(zip(keys, host_slots.split(self.page_size), strict=True))
+        missing = [key for key in keys if not page_exists(key)]
+        for key in slots.keys() - {*missing}:
+            self.files.lose_sight(key)
+        ours = self._claim_pages(missing, slots, since, (identity, name)) if missing else []
+        left_out = {*missing} - {*ours}  # of others, the backend keeps what it has
         self.stored += len(ours)
-        return Claim(pages, ours, is_whole=self.unwritable == unwritable)
+        return Claim(
+            [number for number, key in enumerate(keys) if key not in left_out],
+            ours,
+            is_whole=self.unwritable == unwritable,
+        )
+
+    def _claim_pages(
+        self,
+        keys: Sequence[str],
+        host_slots: Mapping[str, torch.Tensor],
+        since: int,  # forward: only what later ones have computed is stored
+        whose: tuple[bytes, bytes],  # identity, and the name under which it is stored
+    ) -> list[str]:
+        """Which of these pages this server stores. Their records are in the folder then."""
+        try:
+            announcement = self.files.announce(keys)
+        except OSError as error:
+            self._leave_out(len(keys), error)
+            return []
+        ours = [
+            key
+            for key in keys
+            if self._claim_page(key, host_slots[key], since, whose, announcement)
+        ]
+        if not ours:
+            self._attempt(_UNSETTLED, self.files.retract, announcement)
+        return ours
 
     def _claim_page(
         self,
         key: str,
         slots: torch.Tensor,
-        since: int,  # forward: only what later ones have computed is stored
-        whose: tuple[bytes, bytes],  # identity, and the name under which it is stored
+        since: int,
+        whose: tuple[bytes, bytes],
+        announcement: Path,
     ) -> bool:
         """Whether this server stores the page. Its records are in the folder then."""
-        page, records = _Storing(), None
+        page, records = _Storing(announcement), None
         with self._lock:  # before its records are read: whoever forgets a page clears them first
             self._storing[key] = page
         try:
@@ -210,8 +240,7 @@ class PageStore:
             if _are_written_after(since, known):
                 records = self._create(key, pack(known, *whose))
         except OSError as error:
-            self.unwritable += 1  # SGLang never replaces a page, so none is stored without records
-            self._complain(_UNWRITTEN, error, f". {self.unwritable} pages so far")
+            self._leave_out(1, error)
         finally:
             if records is None:
                 with self._lock:
@@ -221,12 +250,20 @@ class PageStore:
                 page.records = records
         return records is not None
 
+    def _leave_out(self, pages: int, error: OSError) -> None:
+        """SGLang never replaces a page, so none is stored without records."""
+        self.unwritable += pages
+        self._complain(_UNWRITTEN, error, f". {self.unwritable} pages so far")
+
     def _create(self, key: str, data: bytes) -> bytes | None:
         """What the file of the records holds then. None: another server stores the page."""
         if self.files.create(key, data):
             return data
-        if self._read(key).name == name_in(data):
-            self.files.remove(key)  # this server's own: their page is gone, as after an eviction
+        stored = self._read(key)
+        if stored.name == name_in(data):  # this server's: their page is gone, as after an eviction
+            if stored.is_taken_over:
+                return self.files.take_over(key, data)
+            self.files.remove(key)
             return data if self.files.create(key, data) else None
         if self.files.unchanged_s(key) < ABANDONED_S:
             return None
@@ -237,12 +274,22 @@ class PageStore:
         """The backend has stored these pages, or has failed to."""
         with self._lock:
             pages = {key: self._storing.pop(key, None) for key in keys}
+        announcements, unsettled = set(), set()
         for key, page in pages.items():
-            if page is not None and page.is_wanted:
-                self._attempt(_UNSETTLED, self._settle_page, key, page.records, page_exists)
-        self._remove([key for key, page in pages.items() if page and not page.is_wanted])
+            if page is None:
+                continue
+            announcements.add(page.announcement)
+            if page.is_wanted:
+                done = self._attempt(_UNSETTLED, self._settle_page, key, page.records, page_exists)
+            else:
+                done = self._remove([key])
+            if not done:
+                unsettled.add(page.announcement)
+        # Last: a page that is not this server's to store may lie there until now, or longer.
+        for announcement in announcements - unsettled:
+            self._attempt(_UNSETTLED, self.files.retract, announcement)
 
-    def _settle_page(self, key: str, records: bytes, page_exists: Callable[[str], bool]) -> None:
+    def _settle_page(self, key: str, records: bytes, page_exists: Callable[[str], bool]) -> bool:
         if self.files.read(key) != records:
             # Taken over or removed since. The page alone goes: a server that stores it now still has its records,
             # and removes them itself if it finds no page.
@@ -250,6 +297,7 @@ class PageStore:
         elif not page_exists(key):
             # Whoever takes them over at this moment finds no records when it settles, and removes its page.
             self.files.remove(key)
+        return True
 
     def forget(self, keys: Sequence[str]) -> None:
         """Remove pages and their records. What is stored or fetched at this moment is not used, either.
@@ -285,11 +333,12 @@ class PageStore:
             self.files.revoke(self._names_to_revoke[-1])
             self._names_to_revoke.pop()
 
-    def _remove(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if not self._attempt(_UNREMOVED, self._remove_files, key):
-                with self._lock:
-                    self._undeletable.add(key)
+    def _remove(self, keys: Sequence[str]) -> bool:
+        """Whether all could be removed."""
+        stay = [key for key in keys if not self._attempt(_UNREMOVED, self._remove_files, key)]
+        with self._lock:
+            self._undeletable.update(stay)
+        return not stay
 
     def _remove_files(self, key: str) -> bool:
         self.files.remove_page(key)  # first: whoever then creates new records finds no old page
@@ -368,9 +417,11 @@ class PageStore:
                 return self._refuse(Unusable.DAMAGED)
             return self._refuse(Unusable.OTHER)
         known = records.words.numpy(), records.sampled_as.numpy()
-        tier = _without_findings(self._tier) if stored.is_taken_over else self._tier
-        if tier.damaged(host_slots.numpy(), *known, self.name, key):
-            return self._refuse_damaged(key, stored.is_taken_over)
+        found: list[Finding] = []
+        if _reporting_to(found.append, self._tier).damaged(
+            host_slots.numpy(), *known, self.name, key
+        ):
+            return self._refuse_unlike(key, stored, found)
         start.position += self.page_size
         start.token += self.page_size
         start.chain = int(records.words[-1, 0, record.WORD_CHAIN])
@@ -382,11 +433,28 @@ class PageStore:
         self.fetched += 1
         return True
 
-    def _refuse_damaged(self, key: str, is_taken_over: bool) -> bool:
-        if not is_taken_over:
-            return self._refuse(Unusable.DAMAGED)
-        self._attempt(_UNSETTLED, self.files.remove_page, key)  # so that it can be stored anew
-        return self._refuse(Unusable.OTHER)
+    def _refuse_unlike(self, key: str, stored: _Stored, found: Sequence[Finding]) -> bool:
+        """The bytes are not those of the records. That is damage if both are of the same server."""
+        is_stray = self._attempt(_UNREADABLE, self._may_be_stray, key, stored)
+        unchanged = self._attempt(_UNREADABLE, self._is_still_there, key, stored)  # in this order
+        if is_stray is None or unchanged is None:
+            self.unreadable += 1
+            return False
+        if is_stray:
+            self._attempt(_UNSETTLED, self.files.remove_page, key)  # so that it can be stored anew
+        if is_stray or not unchanged:
+            return self._refuse(Unusable.OTHER)
+        for finding in found:
+            self._tier.report(finding)
+        return self._refuse(Unusable.DAMAGED)
+
+    def _may_be_stray(self, key: str, stored: _Stored) -> bool:
+        """Whether the page may be of another server than its records."""
+        return stored.is_taken_over or self.files.is_being_stored(key)
+
+    def _is_still_there(self, key: str, stored: _Stored) -> bool:
+        """A server removes a stray page of its own before it retracts its announcement."""
+        return self.files.has_page(key) and self._read(key) == stored
 
     def _refuse(self, why: Unusable) -> bool:
         self.unusable[why] += 1
@@ -441,11 +509,11 @@ class PageStore:
         )
 
 
-def _without_findings(tier: HostTier) -> HostTier:
-    """The same records and bytes, for a comparison whose differences say nothing."""
-    silent = copy(tier)
-    silent.report = lambda finding: None
-    return silent
+def _reporting_to(found: Callable[[Finding], None], tier: HostTier) -> HostTier:
+    """The same records and bytes, for a comparison whose differences may say nothing."""
+    aside = copy(tier)
+    aside.report = found
+    return aside
 
 
 def _are_written_after(forward: int, records: SlotRecords) -> bool:

@@ -1,6 +1,7 @@
 """Files with the records of stored pages. A file appears whole, and only one server creates it.
 
 Beside them lie the revoked names of servers. Their files have no suffix of SGLang's, so that it evicts none of them.
+What servers store at this moment is announced in a folder: SGLang leaves folders alone when it clears its storage.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 KEY_PREFIX = "kvc:"  # before the page's key
 REVOKED_PREFIX = "kvc-revoked-"  # before the name
+STORING = "kvc-storing"  # the folder with announcements; it is there as long as it holds one
+_MOST_TRIES = 1000
+_PART = ".part"  # suffix of a file that is not whole yet
 TAKEN_OVER = b"KVCT"  # before records; an older canary takes them for another version's
 MOST_SIGHTINGS = 4096  # of files that other servers have created
 
@@ -48,6 +52,37 @@ class RecordFiles:
 
     def is_revoked(self, name: bytes) -> bool:
         return _exists(self._of_revoked(name))
+
+    def announce(self, keys: Iterable[str]) -> Path:
+        """Tell all servers that this one is about to store these pages. For `retract`.
+
+        Raises OSError if the folder cannot be written to.
+        """
+        folder = self.folder / STORING
+        path = folder / os.urandom(16).hex()
+        names = "\n".join(self.path(key).name for key in keys)
+        for _ in range(_MOST_TRIES):
+            with suppress(FileExistsError):
+                folder.mkdir()
+            with suppress(FileNotFoundError):  # another server has just removed the empty folder
+                with _written_beside(path, names.encode()) as whole:
+                    whole.replace(path)
+                return path
+        raise FileNotFoundError(folder)
+
+    def retract(self, announcement: Path) -> None:
+        announcement.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds others, or is gone
+            announcement.parent.rmdir()
+
+    def is_being_stored(self, key: str) -> bool:
+        """Whether a server may be storing the page. One that has ended on the way counts, too."""
+        name = self.path(key).name
+        try:
+            announcements = list((self.folder / STORING).iterdir())
+        except FileNotFoundError:
+            return False
+        return any(name in _lines(path) for path in announcements if path.suffix != _PART)
 
     def path(self, key: str) -> Path:
         return Path(self._path_of(KEY_PREFIX + key))
@@ -108,6 +143,9 @@ class RecordFiles:
         with suppress(FileNotFoundError):
             self.path(key).unlink()
 
+    def has_page(self, key: str) -> bool:
+        return _exists(Path(self._path_of(key)))
+
     def remove_page(self, key: str) -> None:
         """The page itself, not its records."""
         with suppress(FileNotFoundError):
@@ -123,10 +161,17 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
 @contextmanager
 def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
     """A file with `data` in the folder of `path`. It is removed in the end, also if it could not be written."""
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
