@@ -349,6 +349,60 @@ def test_readers_that_no_event_names_are_not_passed_over(
     assert others == (why != "clean")
 
 
+def _lost(violation: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    stamp = {k: violation[k] for k in ("time", "schema", "rank", "pp_rank", "dp_rank", "run")}
+    forward = violation["reader"]["forward"]
+    lost = {"why": "overwritten", "findings": 3, "since": stamp["time"] - 5.0}
+    forwards = {"first_forward": forward, "last_forward": forward + 1}
+    return {**stamp, "runner": "target", "event": "findings_lost", **lost, **forwards, **fields}
+
+
+@pytest.mark.parametrize("why", ["overwritten", "dropped", "clean"])
+def test_readers_of_lost_findings_are_not_passed_over(
+    why: str, folder: Path, tmp_path: Path, capsys
+) -> None:
+    violation, cause = _templates(folder)
+    finding, told = _finding(violation, 1, request_id="ada"), {**cause, "cause": 1}
+    lost = [] if why == "clean" else [_lost(violation, why=why)]
+    path = write_events(tmp_path / "lost.jsonl", [active(0), finding, told, *lost])
+    first = violation["reader"]["forward"]
+    shown = _text(path, capsys)
+    page = _section(_page(path, tmp_path / "page.html"))
+    for text in (shown, page):
+        assert (f"tp0: 3 findings of forwards {first} to {first + 1} (" in text) == bool(lost)
+    assert ("; at least " in shown.splitlines()[0]) == bool(lost)
+    others = "and possibly others: findings were lost" in " ".join(shown.split())
+    assert others == bool(lost)
+
+
+def test_losses_that_follow_each_other_are_one_line(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, _ = _templates(folder)
+    at = {n: {"time": 1000.0 + n, "since": 1000.0 + n} for n in (0, 10, 20, 3600)}
+    lost = [_lost(violation, first_forward=n, last_forward=n, **at[n]) for n in at]
+    draft = _lost(violation, first_forward=7, last_forward=7, runner="draft")
+    path = write_events(tmp_path / "lost.jsonl", [*lost, draft])
+    shown = _text(path, capsys)
+    assert shown.splitlines()[0] == "no violation in 1 process; findings were lost"
+    lines = [line.partition(" (")[0] for line in shown.splitlines() if "did not come into" in line]
+    forwards = ["9 findings of forwards 0 to 20", "3 findings of forwards 3600 to 3600"]
+    assert lines == [f"tp0: {each}" for each in forwards] + [
+        "tp0 draft: 3 findings of forwards 7 to 7"
+    ]
+    assert "None on record" not in shown
+
+
+def test_what_was_lost_before_a_cause_was_there_is_not_about_it(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    violation, _ = _templates(folder)
+    finding = _finding(violation, 1, request_id="ada")
+    early = _lost(violation, first_forward=0, last_forward=violation["reader"]["forward"] - 1)
+    path = write_events(tmp_path / "lost.jsonl", [finding, early])
+    shown = _text(path, capsys)
+    assert "and possibly others" not in " ".join(shown.split())
+    assert "; at least 1 request read damage" in shown.splitlines()[0]
+
+
 def test_requests_without_ids_are_not_counted_as_none(folder: Path, tmp_path: Path, capsys) -> None:
     violation, _ = _templates(folder)
     path = write_events(tmp_path / "no_id.jsonl", [_finding(violation, 1, request_id=None)])

@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column
 from sglang_kv_canary.reports import known_findings
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
-from sglang_kv_canary.reports.known_findings import KnownFindings, finding_keys
+from sglang_kv_canary.reports.known_findings import KnownFindings, KnownReaders, finding_keys
 from sglang_kv_canary.reports.moot import by_forward
 
 register_cpu_ci(est_time=5, suite="stage-a-test-cpu")
@@ -112,6 +112,26 @@ def test_split_says_what_a_dictionary_would(steps: list[list[int]], most: int) -
                 known, model = KnownFindings(), {}
     finally:
         known_findings.MAX_KNOWN = before
+
+
+def test_readers_are_new_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_findings, "MAX_READERS", 2)
+    recorder, known = FlightRecorder(), KnownReaders()
+
+    def new_in(forward: int, requests: dict[int, str], *readers: int) -> list[bool]:
+        recorder.begin_step(requests)
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+        rows = [_row(READER_FORWARD=forward, READER_ROW=row) for row in readers]
+        return known.new_in(np.stack(rows), recorder).tolist()
+
+    assert new_in(1, {1: "a", 2: "b"}, 1, 1, 0) == [True, True, False]
+    assert new_in(2, {1: "a", 2: "b"}, 1, 2) == [False, True]
+    assert new_in(3, {1: "a", 2: "b"}, 1, 2) == [False, False]
+    assert new_in(4, {1: "c", 2: "b"}, 1, 2) == [True, False]  # another request in the row
+    assert new_in(5, {1: "c", 2: "b"}, 1, 2) == [False, True]  # forgotten
+    two = [_row(READER_FORWARD=n, READER_ROW=1) for n in (1, 5, 1)]
+    assert known.new_in(np.stack(two), recorder).tolist() == [True, True, True]
 
 
 def test_known_findings_are_bounded() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column, Reason
+from sglang_kv_canary.reports import losses, violation_reporter
 from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
@@ -34,18 +38,18 @@ REASONS = (Reason.TOKEN, Reason.POSITION, Reason.TOKEN | Reason.POSITION, Reason
 class Ring:
     """A real ring and its reader. `append` is what kernels do."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, events: str = "") -> None:
         self.log = ViolationLog.allocate(capacity, torch.zeros(1, dtype=torch.int64))
         halves = {PoolKind.FULL: ("K", "V")}
-        self.reporter = ViolationReporter(CanaryMode.LOG, EventSink("", 0), 1e9, halves=halves)
+        self.reporter = ViolationReporter(CanaryMode.LOG, EventSink(events, 0), 1e9, halves=halves)
         self.manager = ViolationManager(self.log, FlightRecorder(), self.reporter)
 
-    def append(self, tag: int, reasons: int, slot: int = 0, forward: int = 0) -> None:
+    def append(self, tag: int, reasons: int, slot: int = 0, forward: int = 0, row: int = 0) -> None:
         sequence = int(self.log.total)
-        row = np.zeros(VIOLATION_COLUMNS, dtype=np.int64)
+        found = np.zeros(VIOLATION_COLUMNS, dtype=np.int64)
         columns = [Column.SEQUENCE, Column.TAG, Column.REASONS, Column.SLOT, Column.READER_FORWARD]
-        row[columns] = sequence, tag, reasons, slot, forward
-        self.log.rows[sequence % len(self.log.rows)] = torch.from_numpy(row)
+        found[[*columns, Column.READER_ROW]] = sequence, tag, reasons, slot, forward, row
+        self.log.rows[sequence % len(self.log.rows)] = torch.from_numpy(found)
         self.log.total.add_(1)
 
     def step(self, forward: int = 0) -> None:
@@ -248,6 +252,101 @@ def test_a_slot_that_was_right_until_now_is_never_left_out_of_a_flood() -> None:
         _flood(ring, [*slots, new], 1)
         assert ring.reporter.causes == known + 1
         _flood(ring, slots, 1)
+
+
+def _read(ring: Ring, forward: int, reads: dict[str, Sequence[int]]) -> None:
+    """A forward in which each request reads its damaged slots."""
+    recorder = ring.manager._recorder
+    step = recorder.begin_step(dict(enumerate(reads, 1)))
+    recorder.note_forward(forward, "DECODE")
+    recorder.end_step()
+    recorder.result_arrived(step)
+    for row, slots in enumerate(reads.values(), 1):
+        for slot in slots:
+            ring.append(0, Reason.CONTENT, slot, forward, row)
+    ring.step(forward)
+    ring.manager.name_waiting(idle=True)
+
+
+def test_a_request_that_runs_one_step_of_a_flood_is_named() -> None:
+    ring, damaged = Ring(1024), range(1, 601)
+    for forward in range(1, 6):
+        _read(ring, forward, {"long": damaged})
+    shorts = [f"short-{i}" for i in range(20)]
+    for i, short in enumerate(shorts):
+        _read(ring, 6 + 2 * i, {"long": damaged, short: [10]})
+        _read(ring, 7 + 2 * i, {"long": damaged})
+    readers = [r for cause in ring.reporter._causes.values() for r in cause.readers]
+    assert {name for _, name in readers} == {"long", *shorts}
+
+
+def test_readers_that_are_known_are_left_out_of_a_flood() -> None:
+    ring, damaged = Ring(1024), range(1, 601)
+    for forward in range(1, 8):
+        _read(ring, forward, {"long": damaged, "clean": []})
+    looked_at = sum(cause.findings for cause in ring.reporter._causes.values())
+    _read(ring, 8, {"long": damaged, "clean": []})
+    more = sum(cause.findings for cause in ring.reporter._causes.values()) - looked_at
+    assert 0 < more <= MOST_TAKEN
+
+
+# Findings that no event tells
+
+
+def _told(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines]
+    return [event for event in events if event["event"] == "findings_lost"]
+
+
+def test_overwritten_findings_are_told_at_once_and_then_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    ring = Ring(events=str(path))
+    for forward in range(1, 6):
+        _read(ring, forward, {"a": range(CAPACITY + forward)})
+    (first,) = _told(path)
+    assert (first["why"], first["findings"]) == ("overwritten", 1)
+    assert (first["first_forward"], first["last_forward"]) == (1, 1)
+    assert ring.reporter._losses.has_work
+    monkeypatch.setattr(losses, "EVERY_S", 0.0)
+    ring.manager.name_waiting(idle=True)
+    _, later = _told(path)
+    assert (later["findings"], later["first_forward"], later["last_forward"]) == (14, 2, 5)
+    assert first["since"] <= first["time"] <= later["since"] <= later["time"]
+    assert not ring.reporter._losses.has_work
+    assert sum(event["findings"] for event in _told(path)) == ring.manager.overwritten
+
+
+def test_what_is_lost_last_is_told_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    ring = Ring(events=str(path))
+    for forward in (1, 2):
+        _read(ring, forward, {"a": range(CAPACITY + 1)})
+    ring.manager.finish()
+    assert [event["last_forward"] for event in _told(path)] == [1, 2]
+
+
+def test_dropped_findings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(violation_reporter, "MAX_WAITING", 10)
+    path = tmp_path / "events.jsonl"
+    ring = Ring(events=str(path))
+    _read(ring, 1, {"a": range(10)})
+    assert _told(path) == []
+    _read(ring, 2, {"a": range(20, 32)})
+    (event,) = _told(path)
+    assert (event["why"], event["findings"]) == ("dropped", 2)
+    assert (event["first_forward"], event["last_forward"]) == (2, 2)
+
+
+def test_a_full_ring_tells_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    ring = Ring(events=str(path))
+    _read(ring, 1, {"a": range(CAPACITY)})
+    ring.manager.finish()
+    assert path.exists()
+    assert _told(path) == []
 
 
 def test_what_is_new_in_a_flood_is_taken_within_some_steps_and_then_all_of_it() -> None:

@@ -14,6 +14,7 @@ from ..reports.event_loader import (
     Checking,
     Containment,
     Event,
+    FindingsLost,
     Found,
     Health,
     InternalError,
@@ -25,7 +26,16 @@ from ..reports.event_loader import (
 from ..reports.rank_file import rank_name
 from ..reports.violation import Actor
 from .families import Family, family_of
-from .readers import ANSWERED, ENDED, DamageReader, Sighting, UnnamedReaders, damage_readers
+from .readers import (
+    ANSWERED,
+    ENDED,
+    DamageReader,
+    LostFindings,
+    Sighting,
+    UnnamedReaders,
+    damage_readers,
+    joined_losses,
+)
 
 # Name of its server, run, and ranks: tensor, pipeline, data parallel
 ProcessKey = tuple[str, str, int, int | None, int | None]
@@ -61,6 +71,11 @@ class Process:
     def contained(self) -> tuple[Containment, ...]:
         """What was done about damage: SGLANG_KV_CANARY_ACTION=abort."""
         return tuple(event for event in self.events if isinstance(event, Containment))
+
+    @cached_property
+    def lost(self) -> tuple[FindingsLost, ...]:
+        """Findings that no other event tells."""
+        return tuple(event for event in self.events if isinstance(event, FindingsLost))
 
     @property
     def health(self) -> Health | None:
@@ -197,6 +212,12 @@ class KnownCause:
         return not (told.more_readers or unlisted)
 
     @cached_property
+    def may_lack_readers(self) -> bool:
+        """Whether findings were lost that may be about it."""
+        mine = (lost for lost in self.process.lost if _runner_of(lost) == self.runner)
+        return any(lost.last_forward >= self.forwards[0] for lost in mine)
+
+    @cached_property
     def writers(self) -> tuple[Actor, ...]:
         """The last writers of its slots: the owners when the damage was found."""
         return _requests(f.violation.writer for f in self.found)
@@ -204,8 +225,7 @@ class KnownCause:
     @property
     def place(self) -> str:
         """The process, and its runner if that is a draft model's."""
-        draft = "" if self.runner == "target" else f" {self.runner}"
-        return f"{self.process.label}{draft}"
+        return _place(self.process, self.runner)
 
     @property
     def name(self) -> str:
@@ -235,6 +255,11 @@ class SameCause:
     def names_all_readers(self) -> bool:
         """Whether each request that read it has its id in some event."""
         return all(cause.names_all_readers for cause in self.causes)
+
+    @property
+    def may_lack_readers(self) -> bool:
+        """Whether findings were lost that may be about it."""
+        return any(cause.may_lack_readers for cause in self.causes)
 
 
 @dataclass(frozen=True)
@@ -324,6 +349,23 @@ class Overview:
         )
 
     @cached_property
+    def lost_findings(self) -> tuple[LostFindings, ...]:
+        """One for each process and stretch of time in which findings were lost."""
+        lost: dict[str, list[LostFindings]] = defaultdict(list)
+        for process in self.processes:
+            for event in process.lost:
+                place = _place(process, _runner_of(event))
+                forwards = event.first_forward, event.last_forward
+                times = event.since, event.stamp.time
+                lost[place].append(LostFindings(place, event.findings, forwards, times))
+        return tuple(loss for _, found in sorted(lost.items()) for loss in joined_losses(found))
+
+    @property
+    def names_all_readers(self) -> bool:
+        """Whether `readers` has each request that read damage, as far as the events say."""
+        return not (self.unnamed_readers or self.lost_findings)
+
+    @cached_property
     def findings(self) -> int:
         return sum(cause.findings for cause in self.causes)
 
@@ -354,6 +396,15 @@ class Overview:
         times = [e.stamp.time for process in self.processes for e in process.events]
         times += [cause.time for cause in self.causes]
         return (min(times), max(times)) if times else None
+
+
+def _runner_of(event: Event) -> str:
+    return event.stamp.runner or "target"
+
+
+def _place(process: Process, runner: str) -> str:
+    """The process, and its runner if that is a draft model's."""
+    return process.label + ("" if runner == "target" else f" {runner}")
 
 
 def _key(server: str, event: Event) -> ProcessKey:
@@ -390,7 +441,7 @@ def _causes(process: Process, events: Iterable[Event]) -> Iterator[KnownCause]:
     found: dict[object, list[Found]] = defaultdict(list)
     told: dict[object, list[CauseTold]] = defaultdict(list)
     for event in events:
-        runner = event.stamp.runner or "target"
+        runner = _runner_of(event)
         if isinstance(event, CauseTold):
             told[runner, event.cause, None].append(event)
         elif isinstance(event, Found):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 ENDED = "ended"
 ANSWERED = "already answered"
+LOSSES_APART_S = 60.0  # without a loss: what is lost after it is listed on its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,39 @@ class UnnamedReaders:
     causes: int
     forwards: tuple[int, int]  # the first and the last that found these causes
     times: tuple[float, float]  # of the first and the last event about them, Unix time in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LostFindings:
+    """Findings of one process that no event tells. Their readers may be named nowhere."""
+
+    process: str
+    findings: int
+    forwards: tuple[int, int]  # the first and the last of which findings may be missing
+    times: tuple[
+        float, float
+    ]  # of the first loss and of the event about the last, Unix time in seconds
+
+    def joined(self, later: LostFindings) -> LostFindings:
+        """Both as one."""
+        (first, last), (since, until) = self.forwards, self.times
+        return LostFindings(
+            self.process,
+            self.findings + later.findings,
+            (min(first, later.forwards[0]), max(last, later.forwards[1])),
+            (min(since, later.times[0]), max(until, later.times[1])),
+        )
+
+
+def joined_losses(losses: Iterable[LostFindings]) -> tuple[LostFindings, ...]:
+    """Losses of one process, oldest first. Those that follow each other closely are one."""
+    joined: list[LostFindings] = []
+    for loss in sorted(losses, key=lambda loss: loss.times):
+        if joined and loss.times[0] - joined[-1].times[1] <= LOSSES_APART_S:
+            joined[-1] = joined[-1].joined(loss)
+        else:
+            joined.append(loss)
+    return tuple(joined)
 
 
 def damage_readers(sightings: Iterable[Sighting]) -> tuple[DamageReader, ...]:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from ..reports.safe_text import printable_text, safe_text
 from ..reports.violation import MAX_REQUEST_ID, runbook_section
 from .overview import Overview, Process, SameCause
-from .readers import DamageReader, UnnamedReaders
+from .readers import DamageReader, LostFindings, UnnamedReaders
 
 READERS = "Requests that read damage"
 READERS_SHOWN = 8  # of one cause or action; the section of that name has all
@@ -54,7 +54,8 @@ NO_STATISTICS = (
 def headline(overview: Overview) -> str:
     processes = len(overview.processes)
     if not overview.causes:
-        return f"no violation in {_count(processes, 'process', 'es')}"
+        lost = "; findings were lost" if overview.lost_findings else ""
+        return f"no violation in {_count(processes, 'process', 'es')}{lost}"
     return (
         f"{_count(len(overview.same_causes), 'cause')}, {_count(overview.findings, 'finding')}, "
         f"in {len(overview.affected)} of {_count(processes, 'process', 'es')}; "
@@ -64,7 +65,7 @@ def headline(overview: Overview) -> str:
 
 def _number_of_readers(overview: Overview) -> str:
     known = _count(len(overview.readers), "request")
-    if not overview.unnamed_readers:
+    if overview.names_all_readers:
         return known
     return f"at least {known}" if overview.readers else "requests without a known id"
 
@@ -141,7 +142,7 @@ def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
 
 def has_readers(overview: Overview) -> bool:
     """Whether there is anything to say about requests that read damage."""
-    return bool(overview.causes or overview.readers)
+    return bool(overview.causes or overview.readers or overview.lost_findings)
 
 
 def reader_rows(overview: Overview) -> list[tuple[str, ...]]:
@@ -173,9 +174,10 @@ def _steps(reader: DamageReader) -> str:
 
 def reader_notes(overview: Overview) -> Iterator[str]:
     """Who may be missing in the rows."""
-    if not (overview.readers or overview.unnamed_readers):
+    if not overview.readers and overview.names_all_readers:
         yield "None on record: no request's forward has found the damage."
     yield from map(_unnamed_text, overview.unnamed_readers)
+    yield from map(_lost_text, overview.lost_findings)
     if overview.missing or overview.problems:
         yield "Events are missing or could not be read, and with them possibly more requests."
 
@@ -185,6 +187,14 @@ def _unnamed_text(unnamed: UnnamedReaders) -> str:
     return (
         f"{unnamed.process}: the files do not name all readers of {_count(unnamed.causes, 'cause')}. Any request of "
         f"forwards {first} to {last} ({since} to {until} UTC) may be one."
+    )
+
+
+def _lost_text(lost: LostFindings) -> str:
+    (first, last), (since, until) = lost.forwards, map(utc, lost.times)
+    return (
+        f"{lost.process}: {_count(lost.findings, 'finding')} of forwards {first} to {last} ({since} to {until} UTC) "
+        "did not come into the files. Any request of these forwards may be a reader, too."
     )
 
 
@@ -246,6 +256,8 @@ def requests_text(same: SameCause) -> str:
     text = first_of(names, READERS_SHOWN)
     if not same.names_all_readers:
         text += ", and others that the files do not name"
+    elif same.may_lack_readers:
+        text += ", and possibly others: findings were lost"
     elif len(names) <= READERS_SHOWN:
         return text
     return f'{text}; see "{READERS}"'

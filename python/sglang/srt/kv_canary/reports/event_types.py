@@ -168,6 +168,17 @@ class Containment(Event):
     withheld: tuple[Mapping[str, Any], ...]  # pool and slot
 
 
+@dataclass(frozen=True, slots=True)
+class FindingsLost(Event):
+    """Findings that no other event tells. Their readers may be named nowhere."""
+
+    why: str  # "overwritten" or "dropped"
+    findings: int
+    first_forward: int
+    last_forward: int
+    since: float  # Unix time in seconds
+
+
 _TYPES: dict[str, type[Event]] = {
     "active": Active,
     "violation": Found,
@@ -179,6 +190,7 @@ _TYPES: dict[str, type[Event]] = {
     "internal_error": InternalError,
     "checking": Checking,
     "containment": Containment,
+    "findings_lost": FindingsLost,
 }
 
 

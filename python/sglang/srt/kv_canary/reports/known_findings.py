@@ -5,6 +5,7 @@ A damaged pool gives a thousand repeats a step, so Python looks at each cause on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from .flight_recorder import FlightRecorder
 from .moot import by_forward
 
 MAX_KNOWN = 16384  # findings remembered
+MAX_READERS = 16384  # requests remembered; then all count as new once
 PLACES_PER_FINDING = 32  # of the index: few findings share one
 LOOKUPS_PER_INDEX = 0.25  # of one finding, for each that is known: so much longer takes a new index
 
@@ -125,6 +127,33 @@ class KnownSlots:
         """bool[n]: which of `rows` int64[n, len(Column)] are about other slots."""
         flags = HOST.lacking(rows, Column.TAG, Column.SLOT, TAGS_PER_KIND, self._known)
         return np.frombuffer(flags, dtype=bool)
+
+
+class KnownReaders:
+    """Requests of which all findings of a step were looked at. Asked for a thousand rows at a time."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str]] = set()  # row, request id
+
+    def new_in(self, rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
+        """bool[n]: which of `rows` int64[n, len(Column)] other requests have read. Now they are known, too."""
+        new = np.zeros(len(rows), dtype=bool)
+        for forward, mine in by_forward(rows):
+            step = recorder.step_of(forward)
+            # Nearly always all are known, and this takes a tenth of a search for those that are not.
+            if step is None or step.requests.items() <= self._known:
+                continue
+            unknown = [each for each in step.requests.items() if each not in self._known]
+            readers = rows[mine, Column.READER_ROW]
+            new[mine] = np.isin(readers, [row for row, _ in unknown])
+            seen = set(readers[new[mine]].tolist())
+            self._note(reader for reader in unknown if reader[0] in seen)
+        return new
+
+    def _note(self, readers: Iterable[tuple[int, str]]) -> None:
+        if len(self._known) >= MAX_READERS:
+            self._known.clear()
+        self._known.update(readers)
 
 
 def finding_keys(rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:

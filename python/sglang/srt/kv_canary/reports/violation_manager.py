@@ -155,17 +155,18 @@ class ViolationManager:
         self.overwritten += lost
         if lost:
             oldest = fetched[:, Column.READER_FORWARD].min(initial=self._recorder.newest)
-            self._reporter.lost_until = max(self._reporter.lost_until, int(oldest))
-            self._note_lost(int(oldest))
+            self._note_lost(lost, int(oldest))
         waits, self.has_work = len(self._unsettled) > 0, True
         self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
 
-    def _note_lost(self, last: int) -> None:
+    def _note_lost(self, findings: int, last: int) -> None:
         """Rows behind those fetched so far were overwritten unread. `last`: forward of the oldest one that is left."""
+        first = self._follow_fetched() + 1
+        self._reporter.note_lost(findings, min(first, last), last)
         if self.lost_listeners:
-            self._lost.update(self._recorder.on_record(self._follow_fetched() + 1, last))
+            self._lost.update(self._recorder.on_record(first, last))
 
     def _report_found(self) -> None:
         findings = [self._found.popleft() for _ in range(len(self._found))]

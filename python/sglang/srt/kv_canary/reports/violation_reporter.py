@@ -22,7 +22,8 @@ from .event_sink import EventSink
 from .evidence import Evidence, History
 from .flight_recorder import FlightRecorder
 from .internal_errors import describe_error
-from .known_findings import KnownFindings, KnownSlots, Repeats, finding_keys
+from .known_findings import KnownFindings, KnownReaders, KnownSlots, Repeats, finding_keys
+from .losses import DROPPED, OVERWRITTEN, Losses
 from .neighbours import Halves, Neighbours, put_bounded
 from .scene import Taker
 from .scenes import Scenes
@@ -82,6 +83,8 @@ class ViolationReporter:
         self._lookups = 0  # in the history, in this interval
         self._known = KnownFindings()
         self._damaged = KnownSlots()
+        self._readers = KnownReaders()
+        self._losses = Losses(sink)
         self._causes: dict[CauseKey, Cause] = {}
         self._copies: dict[CopyKey, Cause] = {}  # that went wrong
         self._joined: dict[CauseKey, Cause] = {}  # findings in further slots of these
@@ -118,11 +121,12 @@ class ViolationReporter:
     def _take(self, rows: np.ndarray, recorder: FlightRecorder) -> None:
         """Count repeats, and keep new findings for `_read`."""
         count = len(rows)
-        rows = self._part_of_flood(rows)
+        rows = self._part_of_flood(rows, recorder)
         is_in_part = len(rows) < count
         keys = finding_keys(rows, recorder)
         repeats, new = self._known.split(keys)
         self._only_repeats = not new
+        dropped = []
         for repeat in repeats:
             self._count_repeats(repeat, int(rows[repeat.last_row, Column.READER_FORWARD]))
         for index in new:
@@ -131,21 +135,34 @@ class ViolationReporter:
                 self.repeats += 1
                 self._unread[key].repeats += 1
             elif len(self._waiting) + len(self._unread) >= MAX_WAITING:
-                self._dropped += 1
+                dropped.append(index)
             else:
                 self._unread[key] = _Unread(rows[index], recorder, is_in_part)
+        if dropped:
+            self._note_dropped(rows[dropped, Column.READER_FORWARD])
 
-    def _part_of_flood(self, rows: np.ndarray) -> np.ndarray:
+    def _note_dropped(self, forwards: np.ndarray) -> None:
+        """`forwards`: int64[n], those of n findings that are dropped."""
+        self._dropped += len(forwards)
+        self._losses.note(DROPPED, len(forwards), int(forwards.min()), int(forwards.max()))
+
+    def note_lost(self, findings: int, first: int, last: int) -> None:
+        """So many findings of forwards `first` to `last` were overwritten unread."""
+        self.lost_until = max(self.lost_until, last)
+        self._losses.note(OVERWRITTEN, findings, first, last)
+
+    def _part_of_flood(self, rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
         """All of `rows`, or fewer while damage that stays is found in each step, and nothing new.
 
-        Those about slots that no finding was about are always among them. Of the others it is every k-th, about
-        MOST_TAKEN, from a place without a pattern. What is left out counts as repeats of no cause.
+        Those about slots that no finding was about are always among them, and those of new readers: a step may be the
+        only one of a request. Of the others it is every k-th, about MOST_TAKEN, from a place without a pattern. What is
+        left out counts as repeats of no cause.
         """
         parts = -(-len(rows) // MOST_TAKEN)
         if parts <= 1 or not self._only_repeats:
             return rows
         self._turn += 1
-        taken = self._damaged.lacks(rows)
+        taken = self._damaged.lacks(rows) | self._readers.new_in(rows, recorder)
         taken[mix64(self._turn * MIX_INCREMENT) % parts :: parts] = True
         rows_taken = rows[taken]
         self.repeats += len(rows) - len(rows_taken)
@@ -225,6 +242,7 @@ class ViolationReporter:
     def _raise(self, causes: list[Cause]) -> None:
         self._await_scenes()
         self._tell(len(self._untold))
+        self._losses.write(at_once=True)
         text = "\n".join(self._report(cause) for cause in causes[:4])
         if len(causes) > 4:
             text += (
@@ -249,7 +267,8 @@ class ViolationReporter:
     @property
     def has_work(self) -> bool:
         """Whether causes wait to be named, or something else to be said."""
-        return bool(self._unread or self._untold or self._waiting or self._grown or self._dropped)
+        waits = self._unread or self._untold or self._waiting or self._grown or self._dropped
+        return bool(waits or self._losses.has_work)
 
     def name_waiting(self, idle: bool = False) -> None:
         """Name the causes whose turn it is. Called after each step, and while the server idles."""
@@ -260,6 +279,7 @@ class ViolationReporter:
         if idle:
             self._await_scenes()
         self._tell(limit)
+        self._losses.write()
         now = time.monotonic()
         interval = min(self._log_every_s, IDLE_INTERVAL_S) if idle else self._log_every_s
         if now - self._interval_began >= interval:
@@ -295,6 +315,7 @@ class ViolationReporter:
         self._waiting.clear()
         self._grown = {c.number: c for c in self._causes.values() if c.findings > c.reported}
         self._sum_up(len(self._grown))
+        self._losses.write(at_once=True)
         self._say_dropped()
 
     def _report(self, cause: Cause) -> str:
