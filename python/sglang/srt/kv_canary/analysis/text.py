@@ -183,18 +183,23 @@ def reader_notes(overview: Overview) -> Iterator[str]:
 
 
 def _unnamed_text(unnamed: UnnamedReaders) -> str:
-    (first, last), (since, until) = unnamed.forwards, map(utc, unnamed.times)
     return (
         f"{unnamed.process}: the files do not name all readers of {_count(unnamed.causes, 'cause')}. Any request of "
-        f"forwards {first} to {last} ({since} to {until} UTC) may be one."
+        f"{_span_of_forwards(*unnamed.forwards, *unnamed.times)} may be one."
     )
 
 
+def _span_of_forwards(first: int, last: int, since: float, until: float) -> str:
+    if first == last:
+        return f"forward {first} ({utc(until)} UTC)"
+    return f"forwards {first} to {last} ({utc(since)} to {utc(until)} UTC)"
+
+
 def _lost_text(lost: LostFindings) -> str:
-    (first, last), (since, until) = lost.forwards, map(utc, lost.times)
+    span = _span_of_forwards(*lost.forwards, *lost.times)
     return (
-        f"{lost.process}: {_count(lost.findings, 'finding')} of forwards {first} to {last} ({since} to {until} UTC) "
-        "did not come into the files. Any request of these forwards may be a reader, too."
+        f"{lost.process}: {_count(lost.findings, 'finding')} of {span} did not come into the files. Any request that ran "
+        "there may be a reader, too."
     )
 
 
