@@ -33,7 +33,7 @@ from sglang_kv_canary_rigs.eagle_dp_serving import (
     MtpDpE2EBase,
 )
 from sglang_kv_canary_rigs.eagle_dsa_serving import DsaDpE2EBase
-from sglang_kv_canary_rigs.on_releases import LONG
+from sglang_kv_canary_rigs.on_releases import LONG, by_default_on_newer_releases
 from sglang_kv_canary_rigs.spec_fault_cases import EVERYWHERE, VERIFY, one_flip_each
 from sglang_kv_canary_rigs.unchecked_drafts import DflashInStepE2EBase, LayersInStepE2EBase
 
@@ -109,6 +109,7 @@ class InStep(EagleDpE2EBase):
         self.assert_all_explained(done)
 
 
+@by_default_on_newer_releases
 class TestEagle3(InStep):
     """v2. Each rank has a draft model of its own."""
 
