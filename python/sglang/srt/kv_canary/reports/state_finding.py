@@ -30,11 +30,24 @@ class StateFinding:
     content_written: int | None = None
     content_now: int | None = None
 
+    @property
+    def tag(self) -> str:
+        return TAG
+
+    @property
+    def page_half(self) -> None:
+        """A state is no page."""
+        return
+
+    def forward_of(self, forward: int) -> int:
+        """The forward that the report names. The finding has its own."""
+        return self.reader.forward
+
     def as_violation(self, recorder: FlightRecorder, forward: int) -> Violation:
         """`recorder` and `forward` are those of the report. The finding has its own."""
         return Violation(
             sequence=NO_SEQUENCE,
-            tag=TAG,
+            tag=self.tag,
             reasons=(self.reason.name,),
             slot=self.slot,
             full_slot=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,11 +81,27 @@ class Finding:
         """Otherwise forward and row say nothing here."""
         return self.writer != 0 and record.unpack_writer(self.writer)[2] != Mode.LOADED
 
+    @property
+    def tag(self) -> str:
+        return f"{self.tier.upper()}_{self.half}_{self.kind.value}"
+
+    @property
+    def page_half(self) -> Hashable | None:
+        """What the findings in one half of a stored page share that have one cause. None in host memory."""
+        if self.slot is not None:
+            return None
+        writer = self.writer if self._is_of_this_server else 0
+        return self.tier, self.key, self.kind, self.half, self.reason, writer
+
+    def forward_of(self, forward: int) -> int:
+        """The forward that the report names. `forward`: the last one that was launched before the finding."""
+        return forward
+
     def as_violation(self, recorder: FlightRecorder, forward: int) -> Violation:
         """`forward`: the last one that was launched before the finding."""
         return Violation(
             sequence=NO_SEQUENCE,
-            tag=f"{self.tier.upper()}_{self.half}_{self.kind.value}",
+            tag=self.tag,
             reasons=(self.reason.name,),
             slot=self.slot,
             full_slot=None,

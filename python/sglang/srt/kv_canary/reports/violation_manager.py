@@ -169,15 +169,16 @@ class ViolationManager:
             self._lost.update(self._recorder.on_record(first, last))
 
     def _report_found(self) -> None:
+        """All are counted at once. The reporter reads a part of them in each step."""
         findings = [self._found.popleft() for _ in range(len(self._found))]
-        violations = [found.as_violation(self._recorder, forward) for found, forward in findings]
-        self.reported += len(violations)
-        for v in violations:
-            self.by_tag[v.tag] += 1
-            for reason in v.reasons:
-                self.by_tag_and_reason[v.tag, reason] += 1
-        if violations:
-            self._reporter.log_or_raise_found(violations, self._recorder)
+        if not findings:
+            return
+        self.reported += len(findings)
+        for finding, _ in findings:
+            tag = finding.tag
+            self.by_tag[tag] += 1
+            self.by_tag_and_reason[tag, finding.reason.name] += 1
+        self._reporter.take_found(findings, self._recorder)
 
     def _settle(self) -> None:
         """An error of a listener keeps no finding from the report."""

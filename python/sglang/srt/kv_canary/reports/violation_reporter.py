@@ -6,8 +6,8 @@ import itertools
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,9 @@ from .neighbours import Halves, Neighbours, put_bounded
 from .scene import Taker
 from .scenes import Scenes
 from .slot_history import SlotHistory
+from .state_finding import StateFinding
 from .story import Story
+from .tier_finding import Finding
 from .violation import Violation, decode_row
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ MAX_LOOKUPS = (
 )
 MOST_TAKEN = 256  # rows of a step, while damage that stays brings nothing new
 MAX_WAITING = 4096  # waiting causes and findings; further findings are dropped and counted
+# Findings outside the device pool may take one in so many of what is named, and read, beside those of the device pool.
+# So many fewer may wait. A flood of either kind hides nothing of the other.
+PART_OUTSIDE = 4
 # New findings read per step: each takes about 0.1 ms of the scheduler's thread.
 READ_PER_STEP = 16
 READ_PER_IDLE_TICK = 512
@@ -55,6 +60,28 @@ class _Unread:
     recorder: FlightRecorder
     is_in_part: bool  # other findings of its step were only counted
     repeats: int = 0
+
+
+Found = tuple[Finding | StateFinding, int]  # outside the device pool, and the last forward launched
+
+
+@dataclass(slots=True)
+class _UnreadOutside:
+    """A new finding outside the device pool, or all of one half of a stored page."""
+
+    first: Found
+    last: Found
+    recorder: FlightRecorder
+    findings: int = 1
+
+    def violations(self) -> list[Violation]:
+        """One for each finding. All but the last one of a page are shown as the first one: a page has many slots."""
+        finding, forward = self.first
+        shown = [finding.as_violation(self.recorder, forward)]
+        if self.findings == 1:
+            return shown
+        finding, forward = self.last
+        return shown * (self.findings - 1) + [finding.as_violation(self.recorder, forward)]
 
 
 class ViolationReporter:
@@ -91,6 +118,9 @@ class ViolationReporter:
         self._neighbours = Neighbours({} if halves is None else halves)
         self._unread: dict[int, _Unread] = {}  # new findings, oldest first
         self._waiting: deque[Cause] = deque()  # to be named, oldest first
+        # The same outside the device pool
+        self._unread_outside: dict[Hashable, _UnreadOutside] = {}
+        self._waiting_outside: deque[Cause] = deque()
         self._grown: dict[int, Cause] = {}  # due for a summary event
         self._untold: deque[Cause] = deque()  # without a summary event, oldest first
         self._interval_began = float("-inf")
@@ -98,7 +128,8 @@ class ViolationReporter:
         self._said_wait = False
         self._only_repeats = False  # nothing in the last rows was new
         self._turn = 0  # of parts of floods
-        self._dropped = 0  # findings, since the last log line about them
+        # Findings since the last log lines about them, by how many causes may wait
+        self._dropped: Counter[int] = Counter()
         self.lost_until = -1  # of findings of forwards up to this one some were overwritten unread
         self.distinct = 0  # findings
         self.repeats = 0
@@ -112,9 +143,39 @@ class ViolationReporter:
         if self._mode is CanaryMode.RAISE and (causes := self._read(len(self._unread))):
             self._raise(causes)
 
+    def take_found(self, findings: Sequence[Found], recorder: FlightRecorder) -> None:
+        """Take new findings outside the device pool, for `name_waiting`. RAISE mode raises CanaryViolationError."""
+        dropped = []
+        most = MAX_WAITING // PART_OUTSIDE
+        for found in findings:
+            finding, forward = found
+            key = finding.page_half
+            unread = self._unread_outside.get(key)
+            if unread is not None:
+                unread.last = found
+                unread.findings += 1
+            elif len(self._waiting_outside) + len(self._unread_outside) >= most:
+                dropped.append(finding.forward_of(forward))
+            else:
+                key = object() if key is None else key
+                self._unread_outside[key] = _UnreadOutside(found, found, recorder)
+        if dropped:
+            self._note_dropped(dropped, most)
+        if self._mode is CanaryMode.RAISE:
+            self._read_outside(len(self._unread_outside))
+
     def log_or_raise_found(self, violations: Sequence[Violation], recorder: FlightRecorder) -> None:
-        """Take findings that are no rows of the ring. RAISE mode raises CanaryViolationError."""
-        causes = {cause.number: cause for v in violations for cause in [self._fold(v, recorder)]}
+        """Fold findings that are no rows of the ring. RAISE mode raises CanaryViolationError.
+
+        A violation that comes several times in a row stands for as many slots.
+        """
+        causes: dict[int, Cause] = {}
+        for _, same in itertools.groupby(violations, key=id):
+            violation, *others = same
+            cause = self._fold(violation, recorder)
+            cause.findings += len(others)
+            self.distinct += len(others)
+            causes[cause.number] = cause
         if self._mode is CanaryMode.RAISE and causes:
             self._raise(list(causes.values()))
 
@@ -139,12 +200,12 @@ class ViolationReporter:
             else:
                 self._unread[key] = _Unread(rows[index], recorder, is_in_part)
         if dropped:
-            self._note_dropped(rows[dropped, Column.READER_FORWARD])
+            self._note_dropped(rows[dropped, Column.READER_FORWARD].tolist(), MAX_WAITING)
 
-    def _note_dropped(self, forwards: np.ndarray) -> None:
-        """`forwards`: int64[n], those of n findings that are dropped."""
-        self._dropped += len(forwards)
-        self._losses.note(DROPPED, len(forwards), int(forwards.min()), int(forwards.max()))
+    def _note_dropped(self, forwards: list[int], most: int) -> None:
+        """`forwards`: those of the findings that are dropped, because `most` wait."""
+        self._dropped[most] += len(forwards)
+        self._losses.note(DROPPED, len(forwards), min(forwards), max(forwards))
 
     def note_lost(self, findings: int, first: int, last: int) -> None:
         """So many findings of forwards `first` to `last` were overwritten unread."""
@@ -175,6 +236,21 @@ class ViolationReporter:
         cause.last_forward = max(cause.last_forward, forward)
         if cause.has_doubled:
             self._grown[cause.number] = cause
+
+    def _read_new(self, limit: int) -> None:
+        """Read the oldest new findings of both kinds."""
+        outside = _part_outside(limit, len(self._unread_outside), len(self._unread))
+        self._read_outside(outside)
+        self._read(limit - outside)
+
+    def _read_outside(self, limit: int) -> None:
+        """Fold the oldest new findings outside the device pool. RAISE mode raises CanaryViolationError."""
+        violations: list[Violation] = []
+        for key in list(itertools.islice(self._unread_outside, limit)):
+            unread = self._unread_outside.pop(key)
+            violations += unread.violations()
+        if violations:
+            self.log_or_raise_found(violations, unread.recorder)
 
     def _read(self, limit: int) -> list[Cause]:
         """Fold the oldest new findings into causes, and return those causes."""
@@ -236,7 +312,8 @@ class ViolationReporter:
             put_bounded(self._copies, copy, cause, MAX_CAUSES)
         self.causes += 1
         if self._mode is not CanaryMode.RAISE:
-            self._waiting.append(cause)
+            waiting = self._waiting if violation.tier is None else self._waiting_outside
+            waiting.append(cause)
         return cause
 
     def _raise(self, causes: list[Cause]) -> None:
@@ -267,15 +344,16 @@ class ViolationReporter:
     @property
     def has_work(self) -> bool:
         """Whether causes wait to be named, or something else to be said."""
-        waits = self._unread or self._untold or self._waiting or self._grown or self._dropped
-        return bool(waits or self._losses.has_work)
+        unread = self._unread or self._unread_outside
+        waits = self._waiting or self._waiting_outside or self._untold or self._grown
+        return bool(unread or waits or self._dropped or self._losses.has_work)
 
     def name_waiting(self, idle: bool = False) -> None:
         """Name the causes whose turn it is. Called after each step, and while the server idles."""
         if not self.has_work:
             return
         limit = READ_PER_IDLE_TICK if idle else READ_PER_STEP
-        self._read(limit)
+        self._read_new(limit)
         if idle:
             self._await_scenes()
         self._tell(limit)
@@ -287,32 +365,45 @@ class ViolationReporter:
             self._lookups = 0
             self._sum_up(MAX_NAMED)
             self._say_dropped()
-        while self._waiting and self._room and self._has_scene(self._waiting[0]):
+        waiting = len(self._waiting), len(self._waiting_outside)
+        self._name(self._waiting_outside, _part_outside(self._room, waiting[1], waiting[0]))
+        self._name(self._waiting, self._room)
+        self._say_wait()
+
+    def _name(self, waiting: deque[Cause], limit: int) -> None:
+        while waiting and limit and self._has_scene(waiting[0]):
+            limit -= 1
             self._room -= 1
-            logger.error("%s", self._report(self._waiting[0]))
-            self._waiting.popleft()  # only now: after an interruption it is named twice rather than never
-        if self._waiting and not (self._room or self._said_wait):
+            logger.error("%s", self._report(waiting[0]))
+            waiting.popleft()  # only now: after an interruption it is named twice rather than never
+
+    def _say_wait(self) -> None:
+        waiting = len(self._waiting) + len(self._waiting_outside)
+        if waiting and not (self._room or self._said_wait):
             self._said_wait = True
             logger.error(
                 "kv-canary: %d more causes wait to be named, at most %d at a time%s",
-                len(self._waiting),
+                waiting,
                 MAX_NAMED,
                 self._where(),
             )
 
     def name_all(self) -> None:
         """The process ends. Name every waiting cause; those beyond MAX_NAMED get one line each."""
+        self._read_outside(len(self._unread_outside))
         self._read(len(self._unread))
         self._await_scenes()
         self._tell(len(self._untold))
-        for cause in itertools.islice(self._waiting, MAX_NAMED):
+        waiting = [*self._waiting, *self._waiting_outside]
+        for cause in waiting[:MAX_NAMED]:
             logger.error("%s", self._report(cause))
-        rest = [cause.line() for cause in itertools.islice(self._waiting, MAX_NAMED, None)]
+        rest = [cause.line() for cause in waiting[MAX_NAMED:]]
         if rest:
             logger.error(
                 "kv-canary: %d more causes%s:\n%s", len(rest), self._where(), "\n".join(rest)
             )
         self._waiting.clear()
+        self._waiting_outside.clear()
         self._grown = {c.number: c for c in self._causes.values() if c.findings > c.reported}
         self._sum_up(len(self._grown))
         self._losses.write(at_once=True)
@@ -406,18 +497,22 @@ class ViolationReporter:
             self._write_summary(self._grown.pop(number))
 
     def _say_dropped(self) -> None:
-        if not self._dropped:
-            return
-        logger.error(
-            "kv-canary: %d findings were dropped while %d causes waited to be named. They are neither in this log nor "
-            "in an event file",
-            self._dropped,
-            MAX_WAITING,
-        )
-        self._dropped = 0
+        for most, findings in self._dropped.items():
+            logger.error(
+                "kv-canary: %d findings were dropped while %d causes waited to be named. They are neither in this log "
+                "nor in an event file",
+                findings,
+                most,
+            )
+        self._dropped.clear()
 
     def _where(self) -> str:
         return " (all are in the event file)" if self._sink.is_complete else ""
+
+
+def _part_outside(limit: int, outside: int, device: int) -> int:
+    """How many of `limit` are of those outside the device pool, if so many of both kinds wait."""
+    return min(outside, max(limit // PART_OUTSIDE, limit - device))
 
 
 def leave_last_words(text: str) -> None:
