@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from sglang_kv_canary.analysis.redaction import Redaction
 from sglang_kv_canary.buffer_group import Side
 from sglang_kv_canary.config import ContentMode
 from sglang_kv_canary.record import WORD_IDENTITY
+from sglang_kv_canary.reports import flight_recorder
+from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner import live_answers as module
 from sglang_kv_canary.runner.live_answers import Answer, LiveAnswers, Unanswerable
 from sglang_kv_canary.wiring.context import context
@@ -303,6 +307,28 @@ def test_an_unknown_request_is_not_found() -> None:
     with pytest.raises(Unanswerable, match="no forward on record") as refused:
         told(answers.request("nobody"))
     assert refused.value.status == 404
+
+
+def test_steps_go_on_while_a_request_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "SEARCHED_ROWS", 1)
+    answers = asked()
+    req = answers.rig.admit(PROMPT)
+    old = answers.rig.admit(range(500, 520))
+    answers.rig.decode_request(req, 7)
+    pauses = list(_pauses(answers.request("nobody")))
+    assert [(pause.host, pause.ready(), pause.ready()) for pause in pauses] == [
+        ((), False, True)
+    ] * 3
+    answer = answers.request(f"req-{old.req_pool_idx}")
+    next(answer)
+    answers.rig.decode_request(req, 8)
+    found = told(answer)
+    assert (found["running"], found["length"]) == (True, 20)
+
+
+def _pauses(answer: Answer) -> Iterator[FutureTensors]:
+    with suppress(Unanswerable):
+        yield from answer
 
 
 # What is never shown

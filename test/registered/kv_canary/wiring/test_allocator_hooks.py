@@ -13,6 +13,7 @@ from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.record import State, unpack_writer
+from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.wiring.allocator import watch_allocator
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
@@ -220,6 +221,32 @@ def test_pages_that_are_freed_handed_out_and_freed_within_a_step(paged_rig: Mana
         for page in pages.view(-1, 16):
             rig.allocator.free(page)
     assert rig.settle() == []
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_a_clear_gives_back_the_rows_that_sessions_keep(
+    rig: ManagerRig, is_flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rig's recorder is the target's. That of the context sees the same steps and no forward, as on a server."""
+    monkeypatch.setattr(context, "recorder", FlightRecorder(steps=rig.scheduler_steps))
+    rig.result(rig.extend(1, range(10)))
+    if is_flushed:
+        rig.allocator.clear()
+    assert rig.recorder.owners() == ({} if is_flushed else {1: "req-1"})
+    step = context.recorder.begin_step(((1, "the next request"),))
+    rig.recorder.note_forward(rig.recorder.newest + 1, "EXTEND")
+    context.recorder.end_step()
+    context.recorder.result_arrived(step)
+    shared = rig.recorder.other_owner(rig.recorder.newest, 1)
+    assert shared == (None if is_flushed else ("req-1", 1))
+
+
+def test_a_clear_before_there_is_a_target_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = _rig(CanaryMode.LOG)
+    rig.extend(1, range(10))
+    monkeypatch.setattr(context, "managers", [])
+    rig.allocator.clear()
+    assert rig.recorder.owners() == {1: "req-1"}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -408,7 +408,8 @@ def _is_earlier_run(v: Violation, recorder: FlightRecorder) -> bool:
         return False
     if writer.row != reader.row:
         return True
-    return recorder.was_released(reader.row, writer.forward, reader.forward)
+    # What is no longer known is not claimed
+    return bool(recorder.was_released(reader.row, writer.forward, reader.forward))
 
 
 def is_same(one: Actor | None, other: Actor | None) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,15 +19,41 @@ from .weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still look up
 LOOK_BACK = 64  # forwards in which a request's previous forward is looked for
-MAX_RELEASES = 8  # of a row that are remembered
+RELEASE_STEPS = 1024  # for which releases of a row are remembered. A finding is read within 256
+NEAR = 64  # places of a step's names that are looked at first
+MAX_BY_ROW = 2 * LOOK_BACK  # dicts of 150 KB with 4,096 requests
+SEARCHED_ROWS = 1 << 18  # between two pauses of a search, 6 ms
 
 
 # Row of a request, and its id, as they were at a launch. None: it has no row.
 RequestName = tuple[int | None, str]
+Names = dict[int, str] | tuple[RequestName, ...]
 
 
 def _is_unknown() -> bool:
     return False
+
+
+class _RequestsByRow:
+    """Dicts of the tuples that were asked about last. Steps with the same tuple share one."""
+
+    def __init__(self) -> None:
+        # By id of the tuple, which is kept alive. Last used at the end
+        self._kept: dict[int, tuple[tuple[RequestName, ...], dict[int, str]]] = {}
+
+    def of(self, named: tuple[RequestName, ...]) -> dict[int, str]:
+        kept = self._kept.pop(id(named), None)
+        if kept is None:
+            by_row = dict(named)
+            by_row.pop(None, None)
+            kept = named, by_row
+            if len(self._kept) >= MAX_BY_ROW:
+                self._kept.pop(next(iter(self._kept)))
+        self._kept[id(named)] = kept
+        return kept[1]
+
+
+_BY_ROW = _RequestsByRow()  # no part of a step: a dict in each of 8,192 steps takes 1.2 GB
 
 
 @dataclass(slots=True)
@@ -34,7 +61,7 @@ class StepRecord:
     """One scheduler step. What only findings ask for is worked out when one does: there is no time in each step."""
 
     step: int
-    named: dict[int, str] | tuple[RequestName, ...]  # row -> request id, in batch order
+    named: Names  # row -> request id, in batch order
     released: set[int] = field(
         default_factory=set
     )  # given back while it was in flight, of any request
@@ -50,10 +77,7 @@ class StepRecord:
     @property
     def requests(self) -> dict[int, str]:
         """Request id of each row, in batch order."""
-        if type(self.named) is tuple:
-            self.named = dict(self.named)
-            self.named.pop(None, None)
-        return self.named
+        return _BY_ROW.of(self.named) if type(self.named) is tuple else self.named
 
     @property
     def moot_rows(self) -> set[int]:
@@ -80,7 +104,7 @@ class Steps:
 
     count: int = 0
     current: StepRecord | None = None
-    # row -> steps after which it was given back, oldest first
+    # row -> steps after which it was given back, oldest first. It begins with 0, which is before the first step
     released: dict[int, deque[int]] = field(default_factory=dict)
     in_flight: deque[StepRecord] = field(
         default_factory=deque
@@ -197,10 +221,17 @@ class FlightRecorder:
 
     def _note_release(self, row: int) -> None:
         """Nobody has the row after the last step that has begun."""
+        now = self._steps.count
         steps = self._steps.released.get(row)
         if steps is None:
-            steps = self._steps.released[row] = deque(maxlen=MAX_RELEASES)
-        steps.append(self._steps.count)
+            steps = self._steps.released[row] = deque((0,))
+        if steps[-1] == now:
+            return
+        steps.append(now)
+        # One that is older stays: it was the last one for all steps since
+        oldest = now - RELEASE_STEPS
+        while steps[1] <= oldest:
+            steps.popleft()
 
     def row_rewritten(self, row: int) -> None:
         """The host re-points a living request's row to equal slots of the prefix cache."""
@@ -235,38 +266,63 @@ class FlightRecorder:
         return found is not None and found.step is not None and row in found.step.moot_rows
 
     def previous_of(self, forward: int, row: int) -> ForwardRecord | None:
-        """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK.
+        """The last forward before `forward` that ran the same request. None if not among the last LOOK_BACK."""
+        return next(self._runs_before(forward, row), None)
 
-        A client may use a request id again: then the row was given back in between.
+    def _runs_before(self, forward: int, row: int) -> Iterator[ForwardRecord]:
+        """The forwards that ran the same request in `row` without a pause of LOOK_BACK, newest first.
+
+        A client may use a request id again: then the row was given back in between. There are none if that is no
+        longer known.
         """
-        request = self.request_id(forward, row)
-        if request is None:
-            return None
-        for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
-            if self.request_id(earlier, row) == request:
-                is_same_run = not self.was_released(row, earlier, forward)
-                return self._forwards[earlier] if is_same_run else None
-        return None
+        request, given = self.request_id(forward, row), self._released_before(forward, row)
+        if request is None or given is None:
+            return
+        last, place = forward, 0
+        for earlier in range(forward - 1, 0, -1):
+            if last - earlier > LOOK_BACK:
+                return
+            found = self._forwards.get(earlier)
+            if found is None or found.step is None:
+                continue
+            if found.step.step <= given:
+                return
+            at = _place_of(found.step.named, row, request, place)
+            if at is not None:
+                last, place = earlier, at
+                yield found
 
-    def was_released(self, row: int, earlier: int, later: int) -> bool:
-        """Whether the host gave `row` back between two forwards on record."""
-        first, last = self.step_of(earlier), self.step_of(later)
-        if first is None or last is None:
+    def was_released(self, row: int, earlier: int, later: int) -> bool | None:
+        """Whether the host gave `row` back between two forwards on record. None: no longer known."""
+        first, given = self.step_of(earlier), self._released_before(later, row)
+        if first is None or self.step_of(later) is None:
             return False
-        return any(first.step <= step < last.step for step in self._steps.released.get(row, ()))
+        return None if given is None else first.step <= given
+
+    def _released_before(self, forward: int, row: int) -> int | None:
+        """The last step before that of `forward` after which `row` was given back; 0: none. None: no longer known."""
+        step = self.step_of(forward)
+        if step is None:
+            return None
+        releases = self._steps.released.get(row, (0,))
+        return next((given for given in reversed(releases) if given < step.step), None)
 
     def other_owner(self, forward: int, row: int) -> tuple[str, int] | None:
         """(request id, forward): who ran in `row` before and has not given it back. In the last LOOK_BACK forwards.
 
-        A row has one request at a time. Rows are handed out again only after they were given back.
+        A row has one request at a time. Rows are handed out again only after they were given back. None if it is no
+        longer known whether the row was.
         """
-        request = self.request_id(forward, row)
-        if request is None:
+        request, given = self.request_id(forward, row), self._released_before(forward, row)
+        if request is None or given is None:
             return None
         for earlier in range(forward - 1, max(0, forward - 1 - LOOK_BACK), -1):
-            if self.was_released(row, earlier, forward):
+            step = self.step_of(earlier)
+            if step is None:
+                continue
+            if step.step <= given:
                 return None
-            other = self.request_id(earlier, row)
+            other = step.requests.get(row)
             if other not in (None, request):
                 return other, earlier
         return None
@@ -279,12 +335,15 @@ class FlightRecorder:
     def owners(self) -> dict[int, str]:
         """The rows that the last LOOK_BACK forwards have run and that were not given back since, and their requests."""
         owners: dict[int, str] = {}
+        looked_at: Names | None = None
         for forward in range(self._newest, max(0, self._newest - LOOK_BACK), -1):
-            found = self._forwards.get(forward)
-            if found is None or found.step is None:
+            step = self.step_of(forward)
+            # What an earlier step has of the same names, a later one has, too
+            if step is None or step.named is looked_at:
                 continue
-            for row, request in found.step.requests.items():
-                if self._released_last(row) < found.step.step:
+            looked_at = step.named
+            for row, request in _pairs(looked_at):
+                if row is not None and self._released_last(row) < step.step:
                     owners.setdefault(row, request)
         return owners
 
@@ -295,7 +354,7 @@ class FlightRecorder:
 
     def first_of(self, forward: int, row: int) -> int:
         """The first forward on record that ran the same request in the same row without a pause of LOOK_BACK."""
-        while (earlier := self.previous_of(forward, row)) is not None:
+        for earlier in self._runs_before(forward, row):
             forward = earlier.forward
         return forward
 
@@ -327,18 +386,47 @@ class FlightRecorder:
 
     def last_of(self, request_id: str) -> tuple[ForwardRecord, int] | None:
         """The last forward on record that ran a request, and its row. Looks through all forwards on record."""
-        seen: StepRecord | None = None
-        for found in reversed(self._forwards.values()):
-            if found.step is None or found.step is seen:
+        return next((found for found in self.search(request_id) if found is not None), None)
+
+    def search(self, request_id: str) -> Iterator[tuple[ForwardRecord, int] | None]:
+        """As `last_of`, with pauses: None after each SEARCHED_ROWS rows, then what was found, if anything.
+
+        Forwards that are noted in a pause are not looked at.
+        """
+        searched: Names | None = None
+        rows = 0
+        for found in reversed(tuple(self._forwards.values())):
+            if found.step is None or found.step.named is searched:
                 continue
-            seen = found.step
-            for row, request in seen.requests.items():
-                if request == request_id:
-                    return found, row
-        return None
+            searched = found.step.named
+            for row, request in _pairs(searched):
+                if request == request_id and row is not None:
+                    yield found, row
+                    return
+            rows += len(searched)
+            if rows >= SEARCHED_ROWS:
+                rows = 0
+                yield None
 
     def request_id(self, forward: int, row: int) -> str | None:
         found = self._forwards.get(forward)
         if found is None or found.step is None:
             return None
         return found.step.requests.get(row)
+
+
+def _pairs(named: Names) -> Iterable[RequestName]:
+    return named if type(named) is tuple else named.items()
+
+
+def _place_of(named: Names, row: int, request: str, near: int) -> int | None:
+    """Where in `named` the request is, 0 in a dict. None: nowhere. Quick if that is at `near` or a little behind.
+
+    A step has the requests of the next one in the same order, and before them some that end with it.
+    """
+    if type(named) is not tuple:
+        return 0 if named.get(row) == request else None
+    for start, end in ((near, near + NEAR), (0, len(named))):
+        with suppress(ValueError):
+            return named.index((row, request), start, end)
+    return None

@@ -198,7 +198,7 @@ class LiveAnswers:
     def request(self, request_id: str) -> Answer:
         """What is known of a request. Raises `Unanswerable` if it is not on record."""
         recorder = self._target.recorder
-        last = recorder.last_of(request_id)
+        last = yield from self._last_of(request_id)
         if last is None:
             raise Unanswerable(
                 404,
@@ -228,6 +228,16 @@ class LiveAnswers:
             "causes": self._causes_of(request_id),
             "last_forward": _forward(forward),
         }
+
+    def _last_of(
+        self, request_id: str
+    ) -> Generator[FutureTensors, None, tuple[ForwardRecord, int] | None]:
+        """The last forward on record that ran the request, and its row. Steps go on while it is looked for."""
+        for found in self._target.recorder.search(request_id):
+            if found is not None:
+                return found
+            yield FutureTensors((), _NextStep())
+        return None
 
     def _divergences(
         self, request_id: str, row: int, length: int
@@ -324,6 +334,20 @@ class LiveAnswers:
         copy = FutureTensors.start((values.long(),), self._stream)
         yield copy
         return copy.host[0].tolist()
+
+
+class _NextStep:
+    """In place of a copy's event: the answer goes on after the next step, or at once on an idle server."""
+
+    def __init__(self) -> None:
+        self._was_asked = False
+
+    def query(self) -> bool:
+        was_asked, self._was_asked = self._was_asked, True
+        return was_asked
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _ListedOnce:

@@ -121,7 +121,9 @@ def after_clear(_: Any, allocator: Any) -> None:
     if allocator not in context.allocator_kinds:
         return
     context.session_rows.forget_all()
-    for row in context.recorder.owners():
+    target = context.target
+    # `context.recorder` has the steps only: the forwards are on record by model runner
+    for row in () if target is None else target.recorder.owners():
         context.row_released(row)
     call = call_of(0) if context.history else None
     context.slot_event(allocator, SlotEventKind.CLEAR, None, call)
