@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ if release().has_own_canary:
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
 from sglang_kv_canary.runner.damage_desk import Reader
+from sglang_kv_canary.wiring.containment.containment import MAX_KNOWN, RECENT_STEPS
+from sglang_kv_canary.wiring.containment.hooks import around_recv_requests
 from sglang_kv_canary.wiring.containment.install import _starts_of, why_reported_only
 from sglang_kv_canary.wiring.containment.prefixes import NoPrefixes
 from sglang_kv_canary.wiring.containment.verdict import Verdict
@@ -89,6 +92,25 @@ def test_without_a_cache_nobody_shares() -> None:
     assert spread({3}, {12}, cache=False) == (set(), {12})
 
 
+def test_the_last_losses_of_a_burst_are_said_between_steps(
+    rig: ContainmentRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No later loss comes, and perhaps no later step: a server that idles receives requests, too."""
+    context.containment = rig.containment
+    for number in range(3):
+        rig.desk.note_lost([rig.forward(rig.request(f"chat-{number}", number + 1))])
+        around_recv_requests(list)
+    assert _lost_in(caplog) == ["1 forwards, 1 to 1"]
+    rig.desk._next_log = 0.0  # a minute is over
+    around_recv_requests(list)
+    around_recv_requests(list)
+    assert _lost_in(caplog) == ["1 forwards, 1 to 1", "2 forwards, 2 to 3"]
+
+
+def _lost_in(log: pytest.LogCaptureFixture) -> list[str]:
+    return re.findall(r"findings of (.*), were overwritten", log.text)
+
+
 def test_long_rows_are_searched_in_one_pass() -> None:
     rig = ContainmentRig(width=20_000)
     rig.request("ada", 1, range(1, 20_000))
@@ -134,6 +156,36 @@ def test_who_was_answered_is_counted_once(rig: ContainmentRig) -> None:
     rig.act(read(request, first))
     rig.act(read(request, second))
     assert +rig.desk.outcomes == {"answered": 1}
+
+
+def test_who_was_ended_in_time_is_not_answered_however_many_there_are(rig: ContainmentRig) -> None:
+    """A second forward is queued when the findings of the first one come."""
+    requests = [rig.request(f"chat-{number}", 1) for number in range(MAX_KNOWN + 9)]
+    first, second = rig.forward(*requests), rig.forward(*requests)
+    rig.act(*(read(request, first) for request in requests))
+    for request in requests:
+        rig.finish(request)
+    rig.act(*(read(request, second) for request in requests))
+    assert +rig.desk.outcomes == {"aborted": MAX_KNOWN + 9}
+    for _ in range(RECENT_STEPS):
+        rig.forward()
+    late = rig.request("late", 1)
+    rig.act(read(late, rig.forward(late)))
+    rig.finish(late)
+    assert len(rig.containment._known) == MAX_KNOWN
+
+
+def test_who_is_still_compared_with_readers_stays_known(rig: ContainmentRig) -> None:
+    """No other request has given its row back for many steps."""
+    request = rig.request("chat", 1)
+    forward = rig.forward(request)
+    rig.finish(request)
+    rig.act(read(request, forward))
+    for _ in range(2 * RECENT_STEPS):
+        late = rig.forward()
+    rig.act(*(Reader(str(n), 1, late, 0, ("CONTENT",)) for n in range(MAX_KNOWN)))
+    rig.act(read(request, forward))
+    assert +rig.desk.outcomes == {"answered": MAX_KNOWN + 1}
 
 
 def test_who_asked_the_same_before_the_damage_was_answered_right(rig: ContainmentRig) -> None:
@@ -197,7 +249,8 @@ def test_readers_end_when_the_cache_cannot_be_searched(rig: ContainmentRig) -> N
     rig.act(read(request, rig.forward(request)), slots=(DamagedSlot(slot, 5, True),))
     assert request.to_finish is not None
     assert +rig.desk.outcomes == {"aborted": 1}
-    assert rig.manager.errors.by_where.keys() == {"Containment._drop"}
+    # Where an earlier test has put the hooks in place, they meet the broken node, too.
+    assert rig.manager.errors.by_where.keys() - {"before_free"} == {"Containment._drop"}
 
 
 OTHERS = range(50, 58)

@@ -7,11 +7,13 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import permutations, product
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,14 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.config import StaleWeights
 from sglang_kv_canary.host_tier import record_files
-from sglang_kv_canary.host_tier.page_store import ABANDONED_S, Claim, PageStore
-from sglang_kv_canary.host_tier.record_files import MOST_SIGHTINGS, STORING, TAKEN_OVER, RecordFiles
+from sglang_kv_canary.host_tier.page_store import ABANDONED_S, MOST_PREFETCHES, Claim, PageStore
+from sglang_kv_canary.host_tier.record_files import (
+    MOST_SIGHTINGS,
+    SIGHTING_S,
+    STORING,
+    TAKEN_OVER,
+    RecordFiles,
+)
 from sglang_kv_canary.host_tier.stored_records import (
     NAME_BYTES,
     Unusable,
@@ -32,9 +40,11 @@ from sglang_kv_canary.host_tier.stored_records import (
     unpack,
 )
 from sglang_kv_canary.record import Mode, State
+from sglang_kv_canary.state import Header
 from sglang_kv_canary.wiring import hicache_storage
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary_rigs.hicache_rig import HiCacheRig
+from sglang_kv_canary_rigs.radix_fixtures import make_tree
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -157,6 +167,24 @@ def test_pages_that_are_loaded_twice_before_a_forward_are_not_written_late(
     assert not rig.settle()
 
 
+@pytest.mark.parametrize("forward", [1 << 31, 1 << 32, 3 << 31, 5 << 32])
+def test_pages_are_stored_after_any_number_of_forwards(
+    forward: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Records have 32 bits of a forward's number."""
+    rig = HiCacheRig(monkeypatch)
+    store = store_in(tmp_path, rig)
+    rig.manager.state.summary[Header.FORWARD_DONE] = rig.manager.forward_ct = forward - 1
+    rig.extend(1, TOKENS)
+    host = rig.write_back(1, 20)
+    assert store.claim(KEYS[:1], host[:PAGE], nothing).ours == KEYS[:1]
+    rig.manager.note_weight_update("new")
+    assert store.claim(KEYS[1:2], host[PAGE : 2 * PAGE], nothing).ours == []
+    rig.extend(2, TOKENS)
+    host = rig.write_back(2, 20)
+    assert store.claim(KEYS[2:3], host[:PAGE], nothing).ours == KEYS[2:3]
+
+
 def test_pages_that_came_right_after_an_update_are_revoked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -225,13 +253,72 @@ def test_a_finding_names_the_writer_of_this_server_alone(rig: HiCacheRig, tmp_pa
     assert ours.writer.request_id == "req-1"
 
 
-def test_behind_an_unknown_prefix_nothing_is_used(rig: HiCacheRig, tmp_path: Path) -> None:
+def test_behind_an_unknown_prefix_nothing_is_used(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The page has records, so the log does not say that a server without the canary has stored it."""
     store = store_in(tmp_path, rig)
     store.claim(KEYS, rig.host, nothing)
     store.begin("r", 0, 0)
     store.begin("r", 0, None)
     assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert store.unusable == {Unusable.MISSING: 1}
+    assert "is not used" not in caplog.text
+    assert store.recorded(["without"]) == 0
+    assert "a server without the canary" in caplog.text
+
+
+class _Operation:
+    """Stands for SGLang's, of one prefetch."""
+
+
+def _begun(store: PageStore, request_id: str, operation: _Operation | None) -> None:
+    store.begin(request_id, 0, 0)
+    store.made(request_id, operation)
+
+
+def test_a_slow_prefetch_is_not_forgotten_for_later_ones(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Of these, some are not made, some have ended, and some are under way."""
+    store = store_in(tmp_path, rig)
+    store.claim(KEYS, rig.host, nothing)
+    _begun(store, "slow", slow := _Operation())
+    for number in range(2 * MOST_PREFETCHES):
+        _begun(store, f"refused-{number}", None)
+        _begun(store, f"ended-{number}", _Operation())
+        assert len(store._starts) <= MOST_PREFETCHES
+    assert store.accept("slow", KEYS[0], TOKENS, rig.host[:PAGE])
+    others = [_Operation() for _ in range(MOST_PREFETCHES + 9)]
+    for number, operation in enumerate(others):
+        _begun(store, f"under way-{number}", operation)
+    assert store.accept("slow", KEYS[1], TOKENS, rig.host[PAGE : 2 * PAGE])
+    assert store.accept("under way-0", KEYS[0], TOKENS, rig.host[:PAGE])
+    del slow, operation
+    others.clear()
+    for number in range(2 * MOST_PREFETCHES):
+        _begun(store, f"ended-{number}", _Operation())
+    assert len(store._starts) <= MOST_PREFETCHES
+
+
+def test_a_start_stays_as_long_as_the_prefetch_that_sglang_has_made(
+    rig: HiCacheRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own tree, hooked as in a server. It makes none for a few tokens."""
+    tree, controller = make_tree("hiradix").cache, rig.controller
+    tree.cache_controller, tree.enable_storage, tree.prefetch_threshold = controller, True, PAGE
+    controller.storage_backend = object()
+    controller.storage_backend_type = "file"
+    controller.prefetch_queue = Queue()
+    controller.prefetch_tokens_occupied, controller.prefetch_capacity_limit = 0, 1000
+    monkeypatch.setattr(context, "page_stores", [])
+    tree.prefetch_from_storage("short", tree.root_node, TOKENS[: PAGE - 1])
+    (store,) = context.page_stores
+    assert store._starts == {}
+    tree.prefetch_from_storage("long", tree.root_node, TOKENS)
+    start = store._starts["long"]
+    assert not start.has_ended
+    controller.prefetch_queue.get()
+    tree.ongoing_prefetch.clear()
+    assert start.has_ended
 
 
 def test_records_of_another_server_are_not_used(
@@ -333,6 +420,43 @@ def test_few_sightings_are_kept(rig: HiCacheRig, tmp_path: Path, clock: Clock) -
         os.link(tmp_path / "kvc:many.bin", tmp_path / f"kvc:{number}.bin")
         store.files.unchanged_s(str(number))
     assert len(store.files._sightings) == MOST_SIGHTINGS
+
+
+def test_more_abandoned_pages_than_sightings_are_stored_in_turn(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    """They are asked for in turn, so each newer sighting would replace the one that is needed next."""
+    files = store_in(tmp_path, rig).files
+    keys = [str(number) for number in range(MOST_SIGHTINGS + 1)]
+    (tmp_path / "kvc:many.bin").touch()
+    for key in keys:
+        os.link(tmp_path / "kvc:many.bin", files.path(key))
+
+    def ages() -> dict[float, int]:
+        return Counter(files.unchanged_s(key) for key in keys)
+
+    assert ages() == {0.0: MOST_SIGHTINGS + 1}
+    clock.now += ABANDONED_S
+    assert ages() == {ABANDONED_S: MOST_SIGHTINGS, 0.0: 1}
+    files.lose_sight(keys[0])  # it is taken over
+    assert files.unchanged_s(keys[-1]) == 0.0
+    clock.now += ABANDONED_S
+    assert files.unchanged_s(keys[-1]) == ABANDONED_S
+
+
+def test_pages_that_nobody_asks_for_again_make_room(
+    rig: HiCacheRig, tmp_path: Path, clock: Clock
+) -> None:
+    files = store_in(tmp_path, rig).files
+    (tmp_path / "kvc:many.bin").touch()
+    for number in range(MOST_SIGHTINGS + 1):
+        os.link(tmp_path / "kvc:many.bin", files.path(str(number)))
+        files.unchanged_s(str(number))
+    clock.now += SIGHTING_S
+    assert files.unchanged_s(str(MOST_SIGHTINGS)) == 0.0
+    clock.now += ABANDONED_S
+    assert files.unchanged_s(str(MOST_SIGHTINGS)) == ABANDONED_S
+    assert len(files._sightings) == MOST_SIGHTINGS
 
 
 @pytest.mark.parametrize("slow_first", [True, False], ids=["page of the slow one", "own page"])

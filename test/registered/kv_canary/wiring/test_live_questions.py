@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import socket
 import stat
 import sys
@@ -369,7 +370,19 @@ def test_a_question_that_nobody_waits_for_is_not_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\n", b"{}\n", b"[]\n", b"null\n", b"x" * (1 << 15), b'{"question": 1}\n']
+    "line",
+    [
+        b"",
+        b"\n",
+        b"{}\n",
+        b"[]\n",
+        b"null\n",
+        b"x" * (1 << 15),
+        b'{"question": 1}\n',
+        b"[" * 16000 + b"\n",
+        b'{"question": {}, "until": 1e999}\n',
+    ],
+    ids=lambda line: repr(line[:40]),
 )
 def test_what_is_no_question_does_not_end_the_thread(tmp_path: Path, line: bytes) -> None:
     with answering(tmp_path):
@@ -377,6 +390,33 @@ def test_what_is_no_question_does_not_end_the_thread(tmp_path: Path, line: bytes
             stranger.connect(str(tmp_path / "1.sock"))
             stranger.sendall(line)
         assert client(tmp_path).get("/kv_canary/slot/5", headers=ADMIN).status_code == 200
+
+
+def test_a_process_without_free_descriptors_takes_questions_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system reserves one for a connection before it waits for it: the first one is still accepted."""
+    before, path = resource.getrlimit(resource.RLIMIT_NOFILE), str(tmp_path / "1.sock")
+    asked = {"question": {"slot": 5}, "until": time.monotonic() + 30}
+    first, second = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    with answering(tmp_path), first, second:
+        second.settimeout(30)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            first.connect(path)
+            first.sendall(b"\n")
+            second.connect(path)
+            deadline = time.monotonic() + 30
+            while not caplog.records and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(2 * question_desk.RETRY_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        second.sendall(json.dumps(asked).encode() + b"\n")
+        with second.makefile("rb") as stream:
+            assert json.loads(stream.readline())["status"] == 200
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "kv-canary takes no live questions for now: OSError: [Errno 24]" in said
 
 
 @pytest.fixture

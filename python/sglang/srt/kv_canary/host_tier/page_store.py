@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_PREFETCHES = 4096  # whose start is remembered
+MOST_PREFETCHES = 4096  # whose start is remembered, and of which some may have ended
 MOST_FORGOTTEN = 65536  # keys: only prefetches that are under way need them
 ABANDONED_S = 60.0  # records whose page has not come by then belong to a server that has ended
 
@@ -106,6 +107,12 @@ class _Start:
     chain: int
     forgets: int  # how often keys had been forgotten
     token: int = 0  # index in the prefetch's own tokens
+    operation: weakref.ref[Any] | None = None  # SGLang's, of the prefetch. None: it is being made
+
+    @property
+    def has_ended(self) -> bool:
+        """Nobody can ask for its pages any more."""
+        return self.operation is not None and self.operation() is None
 
 
 @dataclass(slots=True)
@@ -158,11 +165,13 @@ class PageStore:
         )
         self.unreadable = 0  # pages that were not used, because their records could not be read
         self.unusable: Counter[Unusable] = Counter()  # pages
+        self._said: set[Unusable] = set()  # in the log
         self._tier = tier
         self._server = server
         self._identity = identity
         self._complaints: defaultdict[_Trouble, Complaints] = defaultdict(Complaints)
-        self._starts: OrderedDict[str, _Start] = OrderedDict()
+        self._starts: dict[str, _Start] = {}  # by request id
+        self._most_starts = MOST_PREFETCHES  # until those that have ended are looked for
         self._lock = threading.Lock()  # of what follows
         self._forgets = 0
         self._forgotten: OrderedDict[str, int] = OrderedDict()  # key -> number of the last time
@@ -237,7 +246,7 @@ class PageStore:
             self._storing[key] = page
         try:
             known = self._tier.records.get(slots)
-            if _are_written_after(since, known):
+            if _are_written_after(since, known, self._server.loads_ct):
                 records = self._create(key, pack(known, *whose))
         except OSError as error:
             self._leave_out(1, error)
@@ -353,13 +362,24 @@ class PageStore:
     # Storage to host
 
     def begin(self, request_id: str, position: int, chain: int | None) -> None:
-        """A prefetch begins at `position`, after a token with `chain`. None: unknown, so nothing is used."""
+        """A prefetch begins at `position`, after a token with `chain`. None: unknown, so nothing is used.
+
+        `made` has to follow: SGLang decides only then, and may fetch the first page before it says so.
+        """
         self._starts.pop(request_id, None)
-        if chain is None:
-            return
-        self._starts[request_id] = _Start(position, chain, self._forgets)
-        while len(self._starts) > MOST_PREFETCHES:
-            self._starts.popitem(last=False)
+        if chain is not None:
+            self._starts[request_id] = _Start(position, chain, self._forgets)
+
+    def made(self, request_id: str, operation: object | None) -> None:
+        """SGLang fetches pages as long as `operation` exists. None: it has made no prefetch."""
+        if operation is None:
+            self._starts.pop(request_id, None)
+        elif request_id in self._starts:
+            self._starts[request_id].operation = weakref.ref(operation)
+        if len(self._starts) > self._most_starts:
+            for name in [name for name, start in self._starts.items() if start.has_ended]:
+                del self._starts[name]
+            self._most_starts = max(MOST_PREFETCHES, 2 * len(self._starts))
 
     def recorded(self, keys: Sequence[str]) -> int:
         """How many of the stored pages `keys`, from the first on, have records."""
@@ -397,7 +417,10 @@ class PageStore:
             self.unreadable += 1
             return False
         data, name = stored.data, stored.name
-        if data is None or start is None:
+        if start is None:  # the page may have records, so nothing is said of it
+            self.unusable[Unusable.MISSING] += 1
+            return False
+        if data is None:
             return self._refuse(Unusable.MISSING)
         if stored.is_revoked:
             self._attempt(_STILL_REVOKED, self._remove_files, key)  # so that it can be stored anew
@@ -458,7 +481,8 @@ class PageStore:
 
     def _refuse(self, why: Unusable) -> bool:
         self.unusable[why] += 1
-        if self.unusable[why] == 1 and why in _SAID:
+        if why in _SAID and why not in self._said:
+            self._said.add(why)
             logger.warning("kv-canary: a page in storage is not used: %s. Said once", _SAID[why])
         return False
 
@@ -516,12 +540,12 @@ def _reporting_to(found: Callable[[Finding], None], tier: HostTier) -> HostTier:
     return aside
 
 
-def _are_written_after(forward: int, records: SlotRecords) -> bool:
-    """Whether all slots are live, and were written by later forwards."""
+def _are_written_after(forward: int, records: SlotRecords, newest: int) -> bool:
+    """Whether all slots are live, and were written by later forwards, up to `newest`."""
     writer = records.words[:, :, record.WORD_WRITER]
     live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
-    written = writer & record.FORWARD_MASK
-    return bool((live & (written > forward)).all())
+    age = (newest - writer) & record.FORWARD_MASK  # a record has the low bits of the number only
+    return bool((live & (newest - age > forward)).all())
 
 
 def _occurs_in(tokens: Sequence[int], records: SlotRecords) -> bool:

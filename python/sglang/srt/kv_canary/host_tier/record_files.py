@@ -22,6 +22,7 @@ _MOST_TRIES = 1000
 _PART = ".part"  # suffix of a file that is not whole yet
 TAKEN_OVER = b"KVCT"  # before records; an older canary takes them for another version's
 MOST_SIGHTINGS = 4096  # of files that other servers have created
+SIGHTING_S = 3600.0  # after which one makes room for another: its page is not asked for any more
 
 
 class _Version(NamedTuple):
@@ -111,10 +112,19 @@ class RecordFiles:
         if seen == version:
             return now - since
         self.lose_sight(key)
-        self._sightings[key] = version, now
-        while len(self._sightings) > MOST_SIGHTINGS:
-            self._sightings.popitem(last=False)
+        if self._has_room(now):
+            self._sightings[key] = version, now
         return 0.0
+
+    def _has_room(self, now: float) -> bool:
+        """For one more sighting. Recent ones stay: if all were replaced in turn, none would become old."""
+        if len(self._sightings) < MOST_SIGHTINGS:
+            return True
+        key, (_, since) = next(iter(self._sightings.items()))
+        if now - since < SIGHTING_S:
+            return False
+        self.lose_sight(key)
+        return True
 
     def lose_sight(self, key: str) -> None:
         """The page is there, or this server stores it."""

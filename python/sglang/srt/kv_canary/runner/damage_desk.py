@@ -143,7 +143,9 @@ class DamageDesk:
         readers = tuple(self._all_readers(forwards))
         if readers:
             self._pending.append(Damage(readers))
-            self._say_lost(forwards, {reader.request_id for reader in readers})
+            self._unsaid_forwards.update(forwards)
+            self._unsaid_requests.update(reader.request_id for reader in readers)
+            self.say_lost()
             self.on_found()
 
     def _all_readers(self, forwards: Sequence[int]) -> Iterable[Reader]:
@@ -156,10 +158,10 @@ class DamageDesk:
                     start = self.recorder.start_of(forward, row)
                     yield Reader(request, row, forward, start, (LOST,))
 
-    def _say_lost(self, forwards: Sequence[int], requests: set[str]) -> None:
-        """At most once a minute. What is left out is in the next line."""
-        self._unsaid_forwards.update(forwards)
-        self._unsaid_requests |= requests
+    def say_lost(self) -> None:
+        """Log what waits for it, at most once a minute. Called between steps: a burst may end within the minute."""
+        if not self._unsaid_forwards:
+            return
         now = time.monotonic()
         if now < self._next_log:
             return

@@ -7,6 +7,7 @@ the canary knows is read by the scheduler's own thread.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 from ..analysis.redaction import Redaction
 from ..reports.async_copy import FutureTensors
+from ..reports.complaints import Complaints
 from ..reports.internal_errors import describe_error
 from ..runner.live_answers import Answer, LiveAnswers, Unanswerable
 from .context import context
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 ANSWERED = 200
 MAX_QUESTION = 1 << 14  # bytes
 READ_S = 5.0  # for the main process, to send a question
+MOST_WAIT_S = 60.0  # for an answer, whatever the question says
+RETRY_S = 0.5  # after an error of the system, such as no free file descriptor
+_CLOSED = (errno.EBADF, errno.EINVAL)  # of `accept`, once the socket is closed or shut down
 
 
 @dataclass(slots=True)
@@ -99,18 +104,28 @@ class QuestionDesk:
 
 def serve(listener: socket.socket, desk: QuestionDesk) -> None:
     """Pass on what connections to `listener` ask, one after the other, until it is closed."""
+    complaints = Complaints()
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
-        # Whoever asked may be gone, or may not speak the protocol.
-        with connection, suppress(OSError, ValueError, KeyError, TypeError):
-            connection.settimeout(READ_S)
-            asked = json.loads(_line_of(connection))
-            answer = desk.ask(asked["question"], float(asked["until"]))
-            if answer is not None:
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+        except OSError as error:
+            if error.errno in _CLOSED:
+                return
+            complaints.log(f"takes no live questions for now: {describe_error(error)}")
+            time.sleep(RETRY_S)
+            continue
+        # Who asked may be gone, or may send anything. A nested line ends in a RecursionError.
+        with suppress(Exception), connection:
+            _pass_on(connection, desk)
+
+
+def _pass_on(connection: socket.socket, desk: QuestionDesk) -> None:
+    connection.settimeout(READ_S)
+    asked = json.loads(_line_of(connection))
+    until = min(float(asked["until"]), time.monotonic() + MOST_WAIT_S)
+    answer = desk.ask(asked["question"], until)
+    if answer is not None:
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _line_of(connection: socket.socket) -> bytes:

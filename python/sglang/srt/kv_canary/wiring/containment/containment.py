@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,8 @@ from .withheld_slots import WithheldSlots
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 64  # a finding comes some steps after its forward
-MAX_KNOWN = 4096  # requests that are remembered as dealt with: more findings about them may come
+# Requests that are remembered as dealt with: more findings about them may come. Those of recent steps are not counted.
+MAX_KNOWN = 4096
 MAX_NAMED = 16  # requests in one log line
 
 # Damage with which every slot still has one owner, who knows it
@@ -75,6 +76,13 @@ class _Gone:
     slots: Any  # what `Prefixes.remember` returns
 
 
+class _Known(NamedTuple):
+    """A request that is dealt with."""
+
+    last: int  # the last forward that can be its own: a client may use its id again
+    step: int  # in which it was dealt with
+
+
 @dataclass(slots=True)
 class Containment:
     """One per scheduler. Used from its thread, between two steps."""
@@ -91,8 +99,7 @@ class Containment:
     bell: None = None  # of a single rank; see AgreedContainment
     _misled: set[str] = field(default_factory=set)  # ids of ended requests whose rows may be wrong
     _ending: set[str] = field(default_factory=set)  # ids of ended requests that still have a row
-    # Ids of requests that are dealt with, and the last forward that can be theirs. A client may use an id again.
-    _known: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _known: OrderedDict[str, _Known] = field(default_factory=OrderedDict)  # by id, oldest first
     _recent: deque[_Gone] = field(default_factory=deque)
 
     @property
@@ -547,7 +554,8 @@ class Containment:
 
     def _is_known(self, rid: str, forward: int) -> bool:
         """Whether the request that had this id in `forward` is dealt with."""
-        return forward <= self._known.get(rid, -1)
+        known = self._known.get(rid)
+        return known is not None and forward <= known.last
 
     def _end_of(self, reader: Reader) -> int | None:
         """The last forward of a reader that has finished. Who has its id now is another request."""
@@ -605,11 +613,18 @@ class Containment:
             return group.k_tail[where, WORD_WRITER].tolist()
 
     def _remember(self, last_forwards: dict[str, int]) -> None:
+        step = self.manager.recorder.step_count
         for rid, forward in last_forwards.items():
-            self._known[rid] = forward
+            self._known[rid] = _Known(forward, step)
             self._known.move_to_end(rid)
-        while len(self._known) > MAX_KNOWN:
+        first = self._first_recent_step(step)
+        while len(self._known) > MAX_KNOWN and next(iter(self._known.values())).step < first:
             self._known.popitem(last=False)
+
+    def _first_recent_step(self, step: int) -> int:
+        """Findings of forwards from there on may still come, or be compared with requests that have gone."""
+        first = step - RECENT_STEPS
+        return min(first, self._recent[0].step) if self._recent else first
 
     # What is said
 

@@ -40,6 +40,7 @@ def around_recv_requests(original: Callable[..., Any], *a: Any, **k: Any) -> Any
 @guarded_aside
 def _between_steps(containment: Any) -> None:
     containment.between_steps()
+    context.target.damage.say_lost()
 
 
 def around_send_to_next_stage(

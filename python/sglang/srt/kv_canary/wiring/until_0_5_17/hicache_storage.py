@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from ...host_tier.page_store import PageStore
 from ...plan.anchor import anchor_of
 from ...record import WORD_CHAIN
 from ..context import context
-from ..guard import guarded_aside
+from ..guard import attempt_aside
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
 
 __all__ = ["HOOKS"]
 
 
-@guarded_aside
-def _before_prefetch(tree: Any, req_id: str, last_host_node: Any, *_: Any, **__: Any) -> None:
-    store = store_of(tree.cache_controller) if tree.enable_storage else None
-    if store is not None:
+def _around_prefetch(
+    original: Callable[..., None],
+    tree: Any,
+    req_id: str,
+    last_host_node: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    attempt_aside(_begin, tree, req_id, last_host_node)
+    try:
+        original(tree, req_id, last_host_node, *args, **kwargs)
+    finally:
+        attempt_aside(_note_made, tree, req_id)
+
+
+def _begin(tree: Any, req_id: str, last_host_node: Any) -> None:
+    if (store := _store_of(tree)) is not None:
         store.begin(req_id, *_end_of(tree, last_host_node))
+
+
+def _note_made(tree: Any, req_id: str) -> None:
+    if (store := _store_of(tree)) is not None:
+        *_, operation = tree.ongoing_prefetch.get(req_id, (None,))
+        store.made(req_id, operation)
+
+
+def _store_of(tree: Any) -> PageStore | None:
+    return store_of(tree.cache_controller) if tree.enable_storage else None
 
 
 def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
@@ -37,6 +62,6 @@ def _end_of(tree: Any, node: Any) -> tuple[int, int | None]:
 _TREE = "sglang.srt.mem_cache.hiradix_cache.HiRadixCache"
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 HOOKS = (
-    HookSpec(f"{_TREE}.prefetch_from_storage", _before_prefetch, HookType.BEFORE, STORED),
+    HookSpec(f"{_TREE}.prefetch_from_storage", _around_prefetch, HookType.AROUND, STORED),
     *storage_hooks(_TREE, f"{_CONTROLLER}._storage_hit_query"),
 )

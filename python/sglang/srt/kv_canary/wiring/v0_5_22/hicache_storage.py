@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...plan.anchor import anchor_of
 from ...plan.host_chain import chain_of_tokens
-from ..guard import guarded_aside
+from ..guard import attempt_aside
 from ..hicache_storage import STORED, storage_hooks, store_of
 from ..hook_spec import HookSpec, HookType
 from .namespace import key_in_chains, namespace
@@ -15,27 +15,42 @@ from .namespace import key_in_chains, namespace
 __all__ = ["HOOKS"]
 
 
-@guarded_aside
-def _before_prefetch(
+def _around_prefetch(
+    original: Callable[..., Any],
     controller: Any,
     handle: Any,
     key: Any,
     last_hash: str | None,
     prefix_keys: Sequence[str] | None,
     tokens: Sequence[int] | None,
-    *_: Any,
-    **__: Any,
-) -> None:
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """`tokens`: those before the prefetch, in the namespace of `key`."""
-    store = store_of(controller)
-    if store is not None:
+    attempt_aside(_begin, controller, handle, key, tokens)
+    made = None
+    try:
+        made = original(controller, handle, key, last_hash, prefix_keys, tokens, *args, **kwargs)
+        return made
+    finally:
+        attempt_aside(_note_made, controller, handle, made)
+
+
+def _begin(controller: Any, handle: Any, key: Any, tokens: Sequence[int] | None) -> None:
+    if (store := store_of(controller)) is not None:
         anchor = anchor_of(namespace(key_in_chains(key.extra_key), key.cache_salt))
         store.begin(handle.rid, len(tokens or ()), chain_of_tokens(tokens or (), anchor))
+
+
+def _note_made(controller: Any, handle: Any, made: Any) -> None:
+    """`made`: SGLang's PrefetchSubmission. None after an error."""
+    if (store := store_of(controller)) is not None:
+        store.made(handle.rid, None if made is None else made.operation)
 
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 HOOKS = (
-    HookSpec(f"{_CONTROLLER}.submit_prefetch", _before_prefetch, HookType.BEFORE, STORED),
+    HookSpec(f"{_CONTROLLER}.submit_prefetch", _around_prefetch, HookType.AROUND, STORED),
     *storage_hooks(_TREE, f"{_CONTROLLER}._storage_hit_query"),
 )
