@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -14,6 +17,8 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing.e2e import CanaryE2EBase
 from sglang_kv_canary.testing.traffic import random_tokens
+from sglang_kv_canary_rigs import runbook
+from sglang_kv_canary_rigs.checkout import DOCS
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
@@ -90,6 +95,40 @@ class TestLiveQuestions(CanaryE2EBase):
         parts = {name: {cause["as"] for cause in a["causes"]} for name, a in answers.items()}
         assert parts == {"cleo": {"writer"}, "dora": {"reader"}}
         assert [answer["running"] for answer in answers.values()] == [False, False]
+
+    @pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the runbook is not here")
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+    def test_the_runbook_sends_the_key_that_each_command_needs(self, tmp_path: Path) -> None:
+        def run(sign: str, key: str) -> str:
+            (command,) = runbook.commands("curl ", sign)
+            command = command.replace(
+                runbook.SERVER, f"127.0.0.1:{self.serving.server_args['port']}"
+            )
+            return runbook.run(command, tmp_path, KEY="", ADMIN_KEY=key)
+
+        for sign in ("/abort_request", "/flush_cache"):
+            assert run(sign, "the-admin-key").endswith("HTTP 200\n")
+            assert run(sign, "").endswith("HTTP 401\n")
+        run("/server_info", "")
+        assert json.loads((tmp_path / "server_info.json").read_text())["kv_canary"] == "log"
+
+    @pytest.mark.skipif(not DOCS.is_dir(), reason="no source tree: the runbook is not here")
+    @pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+    def test_the_runbook_takes_the_keys_out_of_the_flags(self, tmp_path: Path) -> None:
+        told = self.serving.get("/server_info")
+        state = told["internal_states"][0]
+        state["ssl_keyfile_password"] = "the-admin-key"
+        assert "the-admin-key" in (told["admin_api_key"], state["admin_api_key"])
+        (tmp_path / "server_info.json").write_text(json.dumps(told))
+        (command,) = runbook.commands("jq ", "server_info.json")
+        runbook.run(command, tmp_path)
+        text = (tmp_path / "flags.json").read_text()
+        assert "the-admin-key" not in text
+        left = json.loads(text)
+        gone = {"api_key", "admin_api_key", "ssl_keyfile_password", "launch_command"}
+        for whole, part in ((told, left), (state, left["internal_states"][0])):
+            assert whole.keys() - part.keys() == gone & whole.keys()
+        assert left["internal_states"][0]["kv_canary"] == state["kv_canary"]
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports.violation import RUNBOOK, Actor, Violation, render
+from sglang_kv_canary_rigs import runbook
 from sglang_kv_canary_rigs.checkout import REPO
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
@@ -72,8 +73,12 @@ def runbook_sections() -> dict[str, str]:
 
 def event_file_commands() -> list[str]:
     """The runbook's commands that read events.jsonl."""
-    lines = (REPO / RUNBOOK).read_text().splitlines()
-    return [line.strip(" `;") for line in lines if "jq " in line and "events.jsonl" in line]
+    return runbook.commands("jq ", "events.jsonl")
+
+
+def one_command(sign: str) -> str:
+    (command,) = (command for command in event_file_commands() if sign in command)
+    return command
 
 
 def violation(*reasons: str) -> Violation:
@@ -210,31 +215,98 @@ def test_every_alert_names_a_section_of_the_runbook() -> None:
         assert anchor in anchors(REPO / file), name
 
 
-@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
-def test_the_commands_that_read_the_event_file_work_as_they_stand(tmp_path: Path) -> None:
-    rig = ManagerRig(event_file=str(tmp_path / "events.jsonl"))
+needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+LOST_BY = {"rank": 0, "runner": "target", "why": "dropped", "findings": 9}
+LOST = {**LOST_BY, "first_forward": 3, "last_forward": 5, "since": 1.5, "time": 2.5}
+SLOT = 6
+
+
+@pytest.fixture
+def event_file(tmp_path: Path) -> Path:
+    """Of a server on which request 2 reads `SLOT` of request 1, and which has lost findings."""
+    file = tmp_path / "events.jsonl"
+    rig = ManagerRig(event_file=str(file))
     rig.extend(1, range(20))
     rig.extend(2, range(30))
-    slot = rig.slot(1, 5)
-    rig.rows.req_to_token[2, 6] = rig.rows.req_to_token[1, 5]
+    assert rig.slot(1, 5) == SLOT
+    rig.rows.req_to_token[2, 6] = SLOT
     for _ in range(4):
         rig.decode([1, 2])
     rig.settle()
     rig.manager.violations.finish()
-    commands = event_file_commands()
-    assert len(commands) == 6
+    with file.open("a") as end:
+        print(json.dumps({"event": "findings_lost", **LOST}), file=end)
+    return file
 
-    def run(sign: str) -> str:
-        (command,) = (command for command in commands if sign in command)
-        shell = ["bash", "-o", "pipefail", "-c", command]
-        return subprocess.check_output(shell, cwd=tmp_path, text=True)
 
-    assert re.search(r"1 .* rank 0 pp null dp null HEAD_K_FULL POSITION\+CHAIN", run(".tag"))
-    assert [4, slot] in [[*map(int, line.split())] for line in run(".slot").splitlines()]
-    assert run(".reader.request_id") == '"req-2"\n'
-    assert run(".readers[]") == '"req-2"\n'
-    assert 0 <= float(run("now - max")) < 600
-    assert '"cause":1,' in run(".cause <= 3")
+def findings(folder: Path) -> dict[str, str]:
+    """What each command says of the event file in `folder`, but for the one that tells the time."""
+    commands = [command for command in event_file_commands() if "now" not in command]
+    return {command: runbook.run(command, folder) for command in commands}
+
+
+@needs_jq
+def test_the_commands_that_read_the_event_file_work_as_they_stand(event_file: Path) -> None:
+    folder = event_file.parent
+    assert len(event_file_commands()) == 7
+    found = findings(folder)
+    by_runner = found[one_command(".tag")]
+    assert re.search(r"1 target rank 0 pp null dp null HEAD_K_FULL POSITION\+CHAIN", by_runner)
+    by_slot = [[*map(int, line.split())] for line in found[one_command(".slot")].splitlines()]
+    assert [4, SLOT] in by_slot
+    assert found[one_command(".reader.request_id")] == '"req-2"\n'
+    assert found[one_command(".readers[]")] == '"req-2"\n'
+    assert '"cause":1,' in found[one_command(".cause <= 3")]
+    assert json.loads(found[one_command("findings_lost")]) == LOST
+    assert 0 <= float(runbook.run(one_command("now - max"), folder)) < 600
+
+
+@needs_jq
+@pytest.mark.parametrize("cut", [1, 40, -1], ids=["its start", "a part", "all but its end"])
+def test_a_torn_line_hides_no_other(event_file: Path, cut: int) -> None:
+    """A server that is killed leaves one, and the next server goes on in a new line."""
+    whole = findings(event_file.parent)
+    lines = event_file.read_text().splitlines()
+    torn = lines[-2][:cut]
+    middle = len(lines) // 2
+    event_file.write_text("\n".join([torn, *lines[:middle], torn, *lines[middle:], torn]))
+    assert findings(event_file.parent) == whole
+    assert 0 <= float(runbook.run(one_command("now - max"), event_file.parent)) < 600
+
+
+@needs_jq
+def test_files_of_a_folder_are_joined_to_one(event_file: Path) -> None:
+    whole = findings(event_file.parent)
+    lines = event_file.read_text().splitlines(keepends=True)
+    event_file.unlink()
+    parts = ("events.tp0.jsonl", "events.tp0.jsonl.1", "events.dp1.pp0.tp3-2.jsonl")
+    for number, name in enumerate(parts):
+        (event_file.parent / name).write_text("".join(lines[number :: len(parts)]))
+    (event_file.parent / "snapshot.tp0.1.1.json").write_text(lines[-1])
+    (join,) = re.findall(r"`(cat [^`]+)`", (REPO / RUNBOOK).read_text())
+    runbook.run(join.replace(runbook.FOLDER, "."), event_file.parent)
+    assert sorted(event_file.read_text().splitlines(keepends=True)) == sorted(lines)
+    joined = findings(event_file.parent)
+    ordered = {command for command in joined if "sort" in command}
+    assert {c: joined[c] for c in ordered} == {c: whole[c] for c in ordered}
+
+
+@needs_jq
+def test_without_findings_the_time_since_the_last_one_is_none(tmp_path: Path) -> None:
+    for text in ("", '{"event": "active", "time": 3}\n', '{"event": "viol'):
+        (tmp_path / "events.jsonl").write_text(text)
+        assert runbook.run(one_command("now - max"), tmp_path) == "none\n"
+
+
+def test_the_log_that_is_attached_holds_no_key(tmp_path: Path) -> None:
+    """SGLang logs its flags when it starts."""
+    flags = "server_args=ServerArgs(port=30000, api_key='KEY', admin_api_key=None)"
+    asked = "python -m sglang.launch_server --admin-api-key KEY"
+    rest = "kv-canary violation #1: CONTENT at HEAD_K_FULL\n"
+    (tmp_path / "server.log").write_text(f"{flags}\n{asked}\n{rest}")
+    (command,) = runbook.commands("grep ", "server.log >")
+    runbook.run(command, tmp_path)
+    assert (tmp_path / "server_without_keys.log").read_text() == rest
 
 
 def test_benchmarks_have_the_options_that_documents_call_them_with():
