@@ -7,18 +7,24 @@ command keeps its name wherever the canary's modules are imported from.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 __all__ = ["COMMANDS", "main"]
 
 _PACKAGE = "sglang_kv_canary"
+# As a shell reports them.
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,81 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
+class _OutputError(Exception):
+    """Nothing more can be written to stdout. The cause is an OSError."""
+
+
+class _Output:
+    """Another stream, whose errors cannot be taken for those of other files and pipes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _OutputError from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _OutputError from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    try:
+        with _checked_output():
+            return _main(argv)
+    except _OutputError as error:
+        return _end_without_output(error.__cause__)
+    except KeyboardInterrupt:
+        _drop_output()
+        return _INTERRUPTED
+
+
+@contextlib.contextmanager
+def _checked_output() -> Iterator[None]:
+    """Within it stdout takes any character, and raises _OutputError. At its end all is written."""
+    stream = sys.stdout
+    if stream is None:  # the process has been started without one
+        yield
+        return
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
+    output = _Output(stream)
+    with contextlib.redirect_stdout(output):
+        try:
+            yield
+        except SystemExit:  # argparse has printed a help text
+            output.flush()
+            raise
+        output.flush()
+
+
+def _drop_output() -> None:
+    """The interpreter writes what is left when it ends. That must neither fail again nor wait for a reader."""
+    with contextlib.suppress(AttributeError, OSError):
+        stdout = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stdout)
+        os.close(nowhere)
+
+
+def _end_without_output(error: BaseException | None) -> int:
+    _drop_output()
+    if isinstance(error, BrokenPipeError):  # the reader has seen enough
+        return _CLOSED_PIPE
+    print(f"kv-canary: cannot write the answer: {error}", file=sys.stderr)
+    return 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if args.version:

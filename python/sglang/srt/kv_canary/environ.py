@@ -38,6 +38,25 @@ __all__ = [
 
 ENV_PREFIX = "SGLANG_KV_CANARY_"
 
+# The flags are no variables. Names that people may expect of them.
+_FLAG_OF = {
+    ENV_PREFIX.removesuffix("_"): "--kv-canary",
+    f"{ENV_PREFIX}REAL_DATA": "--kv-canary-real-data",
+    f"{ENV_PREFIX}SWEEP_INTERVAL": "--kv-canary-sweep-interval",
+}
+
+# The largest values. Above them a number is a slip, and may not fit into memory or into a word of the device.
+_MOST_SLOTS = (1 << 31) - 1  # a slot's number has 32 bits
+_MOST_STEPS = (1 << 31) - 1  # 8 months of 100 steps a second
+_MOST_BYTES = (
+    1 << 40
+)  # 1 TiB: more K and V than one forward reads, and more events than anybody keeps
+_MOST_SECONDS = 1_000_000_000  # 31 years: never
+_MOST_ROWS = 1 << 20  # 152 MiB of the device's memory
+_MOST_REMEMBERED_SLOTS = 1 << 28  # 2 GiB of host memory
+_MOST_EVENT_FILES = 100_000  # each rotation lists all of them
+_MOST_SWEEP_US = 60_000_000  # a minute, in which no step runs
+
 
 class EnvYesNo(EnvBool):
     """SGLang's field with the canary's words, some of which are read before SGLang is there."""
@@ -57,7 +76,8 @@ class EnvSetting:
     field_type: type[EnvField]
     default: Any
     help: str
-    minimum: float | None = None
+    minimum: float = 0  # of numbers
+    maximum: float = math.inf
     choices: tuple[str, ...] = ()
     # "folder": must exist; "own folder": must also be writable; "file": its folder must exist; "": not a path
     path_kind: str = ""
@@ -96,7 +116,7 @@ class EnvSetting:
         if self.field_type is EnvYesNo:
             return "0 or 1"
         kind = "a whole number" if self.field_type is EnvInt else "a number"
-        return kind if self.minimum is None else f"{kind} >= {self.minimum:g}"
+        return f"{kind} from {self.minimum} to {self.maximum}"
 
     def parse(self, text: str) -> Any:
         """The typed value of `text`. Raises `CanaryConfigError`, naming the allowed values."""
@@ -113,7 +133,7 @@ class EnvSetting:
             return value in self.choices
         if self.path_kind:
             return not value or _path_usable(value, self.path_kind)
-        return math.isfinite(value) and (self.minimum is None or value >= self.minimum)
+        return math.isfinite(value) and self.minimum <= value <= self.maximum
 
     def _refusal(self, text: str) -> CanaryConfigError:
         return CanaryConfigError(
@@ -165,6 +185,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         262144,
         "Maximum prefix slots that one forward verifies per group; above it, every k-th block in turn.",
         minimum=1,
+        maximum=_MOST_SLOTS,
     ),
     EnvSetting(
         "CONTENT_BUDGET_BYTES",
@@ -173,6 +194,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Maximum bytes of K and V that one forward re-reads on average for content checks, over all groups, and over "
         "all ranks that share a token's heads.",
         minimum=1,
+        maximum=_MOST_BYTES,
     ),
     EnvSetting(
         "RING_CAPACITY",
@@ -180,6 +202,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         1024,
         "Rows of the violation ring; the newest rows are kept, overwritten rows are counted.",
         minimum=1,
+        maximum=_MOST_ROWS,
     ),
     EnvSetting(
         "TOKEN_CHECK",
@@ -225,6 +248,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         16777216,
         "Bytes at which an event file of SGLANG_KV_CANARY_EVENTS_DIR is put aside and the next one begins.",
         minimum=65536,
+        maximum=_MOST_BYTES,
     ),
     EnvSetting(
         "EVENTS_FILES",
@@ -232,6 +256,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         8,
         "Event files that each rank keeps in SGLANG_KV_CANARY_EVENTS_DIR. The oldest is deleted.",
         minimum=2,
+        maximum=_MOST_EVENT_FILES,
     ),
     EnvSetting(
         "SNAPSHOT_KV",
@@ -245,6 +270,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         1048576,
         "Slots of allocations and frees that are remembered for reports, 8 bytes of host memory each; 0 is off.",
         minimum=0,
+        maximum=_MOST_REMEMBERED_SLOTS,
     ),
     EnvSetting(
         "LOG_EVERY_S",
@@ -252,6 +278,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         1.0,
         "Length of a log interval in seconds. Each interval names at most 20 causes of violations; the others wait.",
         minimum=0,
+        maximum=_MOST_SECONDS,
     ),
     EnvSetting(
         "COPY_EVERY_S",
@@ -260,6 +287,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Minimum seconds between copies of all counters to the host, for metrics and monitors. Findings do not wait "
         "for them. Copies are immediate when idle, while findings arrive, and at the end of a sweep.",
         minimum=0,
+        maximum=_MOST_SECONDS,
     ),
     EnvSetting(
         "STATS_PRINT_EVERY_N_STEPS",
@@ -267,6 +295,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         0,
         "Minimum steps between statistics lines, 0 for none.",
         minimum=0,
+        maximum=_MOST_STEPS,
     ),
     EnvSetting(
         "SWA_DIVERGENCE_STATS_INTERVAL",
@@ -274,6 +303,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         0,
         "Minimum steps between SWA divergence lines, 0 for none.",
         minimum=0,
+        maximum=_MOST_STEPS,
     ),
     EnvSetting(
         "HEALTH_CHECK_INTERVAL",
@@ -281,6 +311,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         1000,
         "Steps between checks that every launch tag still runs, 0 for none.",
         minimum=0,
+        maximum=_MOST_STEPS,
     ),
     EnvSetting(
         "SWEEP_BUDGET_SLOTS",
@@ -288,6 +319,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         65536,
         "Maximum slots that the sweep visits in one step.",
         minimum=1,
+        maximum=_MOST_SLOTS,
     ),
     EnvSetting(
         "SWEEP_BUDGET_US",
@@ -296,6 +328,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Maximum host microseconds that the sweep spends in one step. A tree that lists all of its slots at once takes "
         "longer, see docs/reliability.md.",
         minimum=1,
+        maximum=_MOST_SWEEP_US,
     ),
     EnvSetting(
         "SWEEP_EVERY_N_STEPS",
@@ -304,6 +337,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Steps from one part of a sweep to the next while requests run. Fewer steps find damage sooner and cost more "
         "host time.",
         minimum=1,
+        maximum=_MOST_STEPS,
     ),
     EnvSetting(
         "SWEEP_REPORT_EVERY_S",
@@ -312,6 +346,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "Seconds between two reports of clean sweep passes. The first pass and a pass with new findings are reported "
         "at once.",
         minimum=0,
+        maximum=_MOST_SECONDS,
     ),
     EnvSetting(
         "HOST_CHECK_BUDGET_BYTES",
@@ -320,6 +355,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         "HiCache: maximum bytes of K and V in host memory that one load re-reads before it uses them. Of larger loads "
         "every k-th slot is compared, in turn.",
         minimum=1,
+        maximum=_MOST_BYTES,
     ),
     EnvSetting(
         "HOST_SWEEP_BUDGET_BYTES",
@@ -327,6 +363,7 @@ SETTINGS: tuple[EnvSetting, ...] = (
         1048576,
         "HiCache: maximum bytes of K and V that one part of a sweep re-reads in host memory.",
         minimum=1,
+        maximum=_MOST_BYTES,
     ),
     PERTURB_DIR,
     TOKEN_ORACLE,
@@ -407,6 +444,8 @@ def _refuse_unknown_names(environ: Any) -> None:
     close = by_letters.get(_letters(name)) or next(
         iter(difflib.get_close_matches(name, known, n=1)), None
     )
+    if flag := _FLAG_OF.get(name):
+        close = f"the flag {flag}"
     hint = f"; did you mean {close}?" if close else ""
     raise CanaryConfigError(
         f"{name}={environ[name]!r} is refused: there is no such variable{hint} "
@@ -416,6 +455,8 @@ def _refuse_unknown_names(environ: Any) -> None:
 
 def _is_ours(name: str, by_letters: dict[str, str], environ: Any) -> bool:
     """Whether a variable that does not exist is meant for the canary."""
+    if name in _FLAG_OF:
+        return True
     if name.startswith(ENV_PREFIX):
         return not is_builtin(name)
     meant = by_letters.get(_letters(name))

@@ -1,8 +1,11 @@
 """The command line: help, what it says without SGLang, tables that the documents repeat, and the demo."""
 
+import fcntl
+import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -95,6 +98,66 @@ def test_settings_name_every_flag_and_variable(capsys):
     assert "--kv-canary-sweep-interval" in shown
     assert "SGLANG_KV_CANARY_EVENT_FILE" in shown
     assert "SGLANG_KV_CANARY_USE_BUILTIN" in shown
+
+
+# What a shell does with the command
+
+
+def _start(*argv: str, stdout: int, **variables: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "kv_canary_cli", *argv],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | variables,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("argv", [["settings"], ["--help"]], ids=str)
+def test_a_closed_pipe_ends_the_command_quietly(argv: list[str], unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = _start(*argv, stdout=write, PYTHONUNBUFFERED=unbuffered)
+    os.close(write)
+    _, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
+    assert command.returncode == 128 + signal.SIGPIPE
+    assert said == b""
+
+
+@pytest.mark.parametrize("argv", [["settings"], ["--help"]], ids=str)
+def test_a_full_disk_is_said_in_one_line(argv: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        command = _start(*argv, stdout=full.fileno())
+        _, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
+    assert command.returncode == 1
+    (line,) = said.decode().splitlines()
+    assert line.startswith("kv-canary: cannot write the answer: ")
+    assert "No space left on device" in line
+
+
+def test_an_interrupt_ends_the_command_quietly() -> None:
+    """It comes while the command waits for somebody to read the rest."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    command = _start("settings", stdout=write)
+    os.close(write)
+    assert os.read(read, 1)
+    command.send_signal(signal.SIGINT)
+    _, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
+    os.close(read)
+    assert command.returncode == 128 + signal.SIGINT
+    assert said == b""
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    events = tmp_path / "\u6f22.jsonl"
+    events.write_text('{"event": "\u6f22"}\n')
+    command = _start(
+        "report", "--text", str(events), stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1"
+    )
+    shown, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
+    assert "Traceback" not in said.decode()
+    assert "\\u6f22" in shown.decode("latin-1")
 
 
 @pytest.mark.parametrize("argv", [["pools"], ["report", "--text", "."]], ids=str)

@@ -67,11 +67,8 @@ def test_without_arguments_it_checks_the_installation() -> None:
     assert not _problems(outcome)
 
 
-@pytest.mark.parametrize("flags", [(), ON], ids=["canary not asked for", "canary on"])
-def test_arguments_that_can_be_protected_are_no_problem(
-    served: tuple[str, ...], flags: tuple[str, ...]
-) -> None:
-    outcome = _ask(*served, *flags)
+def test_arguments_that_can_be_protected_are_no_problem(served: tuple[str, ...]) -> None:
+    outcome = _ask(*served, *ON)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert not _problems(outcome)
     assert "no argument is refused" in _lines(outcome, "server")[0]
@@ -114,9 +111,30 @@ def test_only_the_paths_of_these_arguments_are_named(served: tuple[str, ...]) ->
     assert "tensor parallelism" in other
 
 
+def test_no_path_is_partly_covered_that_the_server_does_not_take(served: tuple[str, ...]) -> None:
+    """Each path needs an argument or a variable of its own."""
+    plain = _lines(_ask(*served, "--kv-canary", "log"), "paths")
+    assert len(plain) == 1, plain
+    sweeping, ending = (
+        "sweep of cached prefixes",
+        "ending the readers of damage (SGLANG_KV_CANARY_ACTION)",
+    )
+    named = [path.name for path in paths()]
+    flags = ("--kv-canary", "log", "--kv-canary-sweep-interval", "20")
+    swept = _lines(_ask(*served, *flags, SGLANG_KV_CANARY_ACTION="abort"), "paths")
+    shown = [line.partition("partly: ")[2] for line in swept[1:]]
+    for name in (sweeping, ending):
+        assert any(line.startswith(name) for line in shown) == (name in named)
+
+
 @pytest.mark.skipif(release().has_own_canary, reason="newer releases have fewer paths")
 def test_paths_that_need_an_argument_are_paths_of_the_table() -> None:
-    other_releases = {"prefill CUDA graphs", "sliding-window layers"}
+    other_releases = {
+        "prefill CUDA graphs",
+        "session radix cache",
+        "sliding-window layers",
+        "unified memory (--enable-unified-memory)",
+    }
     assert set(_ONLY_IF) - {path.name for path in paths()} == other_releases
 
 
@@ -154,16 +172,40 @@ def test_a_wrong_setting_is_a_problem(served: tuple[str, ...]) -> None:
 def test_flags_that_need_the_mode_are_a_problem(served: tuple[str, ...]) -> None:
     outcome = _ask(*served, "--kv-canary-real-data", "all")
     assert outcome.returncode == 1
+    of_settings, of_server = _problems(outcome)
+    assert "given without --kv-canary" in of_settings
+    assert "would run without the canary" in of_server
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--kv-canary", "bogus"), "argument --kv-canary: invalid choice: 'bogus'"),
+        (("--kv-canary-sweep-interval", "-5"), "'-5' is refused"),
+        (("--kv-canary",), "argument --kv-canary: expected one argument"),
+    ],
+    ids=["word", "number", "nothing"],
+)
+def test_a_wrong_flag_is_a_problem(
+    served: tuple[str, ...], flags: tuple[str, ...], named: str
+) -> None:
+    outcome = _ask(*served, *flags)
+    assert outcome.returncode == 1, outcome.stderr
     (problem,) = _problems(outcome)
-    assert "given without --kv-canary" in problem
+    assert problem.split()[1] == "settings"
+    assert named in problem
+    assert "usage" not in outcome.stderr
 
 
-def test_a_server_without_the_canary_is_said(served: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_server_without_the_canary_is_a_problem(served: tuple[str, ...], tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text("kv-canary: log\n")
     asked = ("--kv-canary", "none"), (), ON, ("--config", str(config))
-    said = [" ".join(_lines(_ask(*served, *flags), "server")) for flags in asked]
-    assert ["--kv-canary is not given" in text for text in said] == [True, True, False, False]
+    outcomes = [_ask(*served, *flags) for flags in asked]
+    assert [outcome.returncode for outcome in outcomes] == [1, 1, 0, 0]
+    for outcome in outcomes[:2]:
+        (problem,) = _problems(outcome)
+        assert "this server would run without the canary. Add --kv-canary log" in problem
 
 
 def test_a_setting_is_listed(served: tuple[str, ...]) -> None:
@@ -189,7 +231,7 @@ def test_a_plugin_that_sglang_does_not_load_is_a_problem(served: tuple[str, ...]
 
 @pytest.mark.skipif(not release().has_own_canary, reason="needs a release with a canary of its own")
 def test_sglangs_own_canary_in_charge_is_a_problem(served: tuple[str, ...]) -> None:
-    outcome = _ask(*served, SGLANG_KV_CANARY_USE_BUILTIN="1")
+    outcome = _ask(*served, *ON, SGLANG_KV_CANARY_USE_BUILTIN="1")
     assert outcome.returncode == 1
     assert "SGLANG_KV_CANARY_USE_BUILTIN" in _problems(outcome)[0]
 

@@ -207,6 +207,24 @@ def test_a_file_that_is_moved_away_is_created_again(
     assert numbers_in(tmp_path) == [2]
 
 
+def test_a_folder_that_is_moved_away_is_said_in_whole_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_file, "LOOK_EVERY_S", 0.0)
+    folder = tmp_path / "events"
+    folder.mkdir()
+    sink = sink_in(folder)
+    sent(sink, 1)
+    folder.rename(tmp_path / "saved")
+    sent(sink, 2)
+    assert numbers_in(tmp_path / "saved") == [1, 2]
+    (message,) = caplog.messages
+    assert message == (
+        f"kv-canary cannot reopen its event file, which was moved: '{folder}/events.tp0.jsonl' of "
+        f"SGLANG_KV_CANARY_EVENTS_DIR cannot be opened: there is no folder '{folder}'. It keeps writing to the old one"
+    )
+
+
 # Two servers, and kill -9
 
 

@@ -10,6 +10,9 @@ from sglang.srt.environ import EnvFloat, EnvInt, envs
 from sglang.srt.plugins import load_plugins
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.config import (
+    FLAG_MODE,
+    FLAG_REAL_DATA,
+    FLAG_SWEEP_INTERVAL,
     Action,
     CanaryConfig,
     CanaryMode,
@@ -51,7 +54,15 @@ def bad_values(setting: EnvSetting) -> list[str]:
     bad = ["x", "", "-1", *(["nan", "inf"] if setting.field_type is EnvFloat else ["1.5"])]
     if setting.minimum:
         bad.append(f"{setting.minimum - 1:g}")
-    return bad
+    return [*bad, *too_large(setting)]
+
+
+def is_number(setting: EnvSetting) -> bool:
+    return setting.field_type in (EnvInt, EnvFloat)
+
+
+def too_large(setting: EnvSetting) -> list[str]:
+    return [str(setting.maximum + 1), "9" * 15, "9" * 40] if is_number(setting) else []
 
 
 def good_value(setting: EnvSetting, folder) -> tuple[str, object]:
@@ -100,6 +111,30 @@ def test_bad_variable_is_refused_by_name_value_and_choices(setting, text, monkey
     assert repr(text) in message
     assert setting.expected() in message
     assert all(choice in message for choice in setting.choices)
+
+
+@pytest.mark.parametrize("setting", filter(is_number, SETTINGS), ids=lambda setting: setting.key)
+def test_numbers_end_at_a_maximum_that_is_named(setting: EnvSetting) -> None:
+    for number in (setting.minimum, setting.default, setting.maximum):
+        assert setting.parse(str(number)) == number
+    assert setting.expected().endswith(f" from {setting.minimum} to {setting.maximum}")
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("SGLANG_KV_CANARY", FLAG_MODE),
+        ("SGLANG_KV_CANARY_REAL_DATA", FLAG_REAL_DATA),
+        ("SGLANG_KV_CANARY_SWEEP_INTERVAL", FLAG_SWEEP_INTERVAL),
+    ],
+)
+def test_a_variable_in_place_of_a_flag_is_refused_with_the_flag(name, flag, monkeypatch):
+    monkeypatch.setenv(name, "raise")
+    with pytest.raises(
+        CanaryConfigError, match=rf"{name}='raise' is refused.*did you mean the flag {flag}\?"
+    ):
+        config_of()
+    assert config_of(mode="none") == CanaryConfig()
 
 
 def test_misspelt_variable_is_refused_with_a_hint(monkeypatch):

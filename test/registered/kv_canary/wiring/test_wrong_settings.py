@@ -24,6 +24,8 @@ BAD = f"{PREFIX}RING_CAPACITY"
 # Name -> (flags, variables, what the line names)
 WRONG = {
     "value": (ON, {BAD: "0"}, f"{BAD}='0' is refused"),
+    "number": (ON, {BAD: "9" * 40}, "expected a whole number from 1 to 1048576"),
+    "flag as a variable": (ON, {PREFIX[:-1]: "raise"}, "did you mean the flag --kv-canary?"),
     "variable": (ON, {f"{PREFIX}RINGS": "1"}, f"{PREFIX}RINGS='1' is refused"),
     "word": (ON, {BUILTIN_ENV: "maybe"}, f"{BUILTIN_ENV}='maybe' is refused"),
     "flag without another": (("--kv-canary-real-data", "all"), {}, "given without --kv-canary"),

@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ..config import FLAG_MODE, CanaryConfig, CanaryMode, is_asked_for
 from ..environ import ALL_SETTINGS
@@ -61,13 +61,16 @@ def _diagnoses(server_argv: list[str]) -> Iterator[Diagnosis]:
     hooks = _hooks()
     yield hooks
     try:
-        yield _settings(server_argv)
+        # Without the canary's flags, SGLang speaks of its own arguments only, and every refusal can be named.
+        flags, own = _split(server_argv)
     except CanaryConfigError as error:
         yield Diagnosis("settings", str(error), is_problem=True)
+        return
+    yield _settings(flags)
     if not server_argv:
         yield Diagnosis("server", "no arguments given: nothing is said of a particular server")
     elif not hooks.is_problem:
-        yield from _server(server_argv)
+        yield from _server(flags, own)
 
 
 def _release() -> Diagnosis:
@@ -113,33 +116,55 @@ def _hooks() -> Diagnosis:
     return Diagnosis("hooks", f"all {len(context.registration.hooks or ())} are in place")
 
 
-def _settings(server_argv: list[str]) -> Diagnosis:
-    """The canary's flags and environment variables. Raises CanaryConfigError for a wrong one."""
-    flags, _ = _split(server_argv)
-    if flags.kv_canary == CanaryMode.NONE.value:
-        CanaryConfig.from_server_args(flags)  # refuses the other flags without this one
-        flags.kv_canary = CanaryMode.LOG.value  # as if the canary were asked for
-    CanaryConfig.from_server_args(flags)
+def _settings(flags: argparse.Namespace) -> Diagnosis:
+    """The canary's flags and environment variables."""
+    as_if_on = argparse.Namespace(**vars(flags))
+    if not is_asked_for(flags):
+        as_if_on.kv_canary = CanaryMode.LOG.value
+    try:
+        CanaryConfig.from_server_args(flags)  # refuses the other flags without the mode
+        CanaryConfig.from_server_args(as_if_on)  # a canary that is off reads no variable
+    except CanaryConfigError as error:
+        return Diagnosis("settings", str(error), is_problem=True)
     given = [s.name for s in ALL_SETTINGS if s.name in os.environ]
     return Diagnosis("settings", ", ".join(given) or "no environment variable is set")
 
 
+class _CanaryParser(argparse.ArgumentParser):
+    """Raises CanaryConfigError where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CanaryConfigError(message)
+
+
 def _split(server_argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the canary's own flags, SGLang's arguments without them)."""
-    parser = argparse.ArgumentParser(add_help=False, prog="kv-canary doctor", allow_abbrev=False)
+    """(the canary's own flags, SGLang's arguments without them). Raises CanaryConfigError for a wrong flag."""
+    parser = _CanaryParser(add_help=False, prog="kv-canary doctor", allow_abbrev=False)
     add_canary_args(parser)
     return parser.parse_known_args(server_argv)
 
 
-def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
+def _server(flags: argparse.Namespace, own: list[str]) -> Iterator[Diagnosis]:
     from sglang.srt.server_args import prepare_server_args
 
-    # Without the canary's flags, SGLang speaks of its own arguments only, and every refusal can be named.
-    flags, own = _split(server_argv)
     server_args = _attempt(lambda: prepare_server_args(own))
     if isinstance(server_args, Diagnosis):
         yield server_args
         return
+    yield from _refusals(server_args)
+    # A config file's flags are among SGLang's own arguments here.
+    if not (is_asked_for(flags) or is_asked_for(server_args)):
+        text = (
+            f"{FLAG_MODE} is neither log nor raise: this server would run without the canary. "
+            f"Add {FLAG_MODE} log."
+        )
+        yield Diagnosis("server", text, is_problem=True)
+    yield from _pools(server_args)
+    sweeps = bool(flags.kv_canary_sweep_interval or server_args.kv_canary_sweep_interval)
+    yield from _paths(server_args, sweeps)
+
+
+def _refusals(server_args: Any) -> Iterator[Diagnosis]:
     refused = refused_setups(server_args)
     for case in refused:
         text = f"{case.name} cannot be protected: {case.why} {case.how_to_go_on}"
@@ -149,12 +174,6 @@ def _server(server_argv: list[str]) -> Iterator[Diagnosis]:
             "server",
             "no argument is refused. The KV pools are checked again at start-up",
         )
-    # A config file's flags are among SGLang's own arguments here.
-    if not (is_asked_for(flags) or is_asked_for(server_args)):
-        text = f"{FLAG_MODE} is not given: this server would run without the canary"
-        yield Diagnosis("server", text)
-    yield from _pools(server_args)
-    yield from _paths(server_args)
 
 
 def _pools(server_args: Any) -> Iterator[Diagnosis]:
@@ -185,8 +204,8 @@ def _pool(runner: str, name: str) -> Diagnosis:
     return Diagnosis("pools", text)
 
 
-def _paths(server_args: Any) -> Iterator[Diagnosis]:
-    used = paths_of(server_args)
+def _paths(server_args: Any, sweeps: bool) -> Iterator[Diagnosis]:
+    used = paths_of(server_args, sweeps)
     covered = [path.name for path in used if path.status is Coverage.COVERED]
     yield Diagnosis("paths", f"covered: {'; '.join(covered)}")
     for path in used:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import CanaryConfigError
 from .complaints import Complaints
 
+_NOT_REGULAR = "expected a regular file, got a folder, device, FIFO or socket"
 LOOK_EVERY_S = 1.0  # how often to check that the path still leads to the open file
 
 
@@ -105,7 +106,7 @@ class EventFile:
             fd = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise CanaryConfigError(
-                f"{self._setting}={self.path!r} cannot be opened: {error}. Expected a regular file."
+                f"{self.path!r} of {self._setting} cannot be opened: {_why_not_opened(self.path, error)}"
             ) from error
         try:
             self._check(fd)
@@ -116,9 +117,7 @@ class EventFile:
 
     def _check(self, fd: int) -> None:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CanaryConfigError(
-                f"{self._setting}={self.path!r} is refused: expected a regular file, got a device, FIFO or socket."
-            )
+            raise CanaryConfigError(f"{self.path!r} of {self._setting} is refused: {_NOT_REGULAR}")
         if not self._is_locked:
             return
         try:
@@ -143,6 +142,15 @@ def _ends_within_a_line(path: str) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _why_not_opened(path: str, error: OSError) -> str:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder!r}"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return _NOT_REGULAR
+    return error.strerror or str(error)
 
 
 def _is_at(path: str, fd: int) -> bool:

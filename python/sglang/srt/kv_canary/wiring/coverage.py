@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..environ import is_given
 from ..plan.speculation import checks_draft, why_draft_is_unchecked
 from ..pool_patcher.registry import Coverage
 from .path_support import PathSupport
 from .refusals import model_has, pads_to_other_ranks, splits_attention
 from .releases import release
+
+_SWEEP = "sweep of cached prefixes"
 
 
 def paths() -> tuple[PathSupport, ...]:
@@ -18,10 +21,17 @@ def paths() -> tuple[PathSupport, ...]:
     return (*release().served(), *refused)
 
 
-def paths_of(server_args: Any) -> tuple[PathSupport, ...]:
-    """The paths that a server with these ServerArgs can take, of those that the release serves."""
+def paths_of(server_args: Any, sweeps: bool) -> tuple[PathSupport, ...]:
+    """The paths that a server with these ServerArgs can take, of those that the release serves.
+
+    `sweeps`: whether cached prefixes are swept. SGLang's ServerArgs may not have the canary's flags yet.
+    """
     return tuple(
-        path for path in release().served() if _ONLY_IF.get(path.name, _always)(server_args)
+        path
+        for path in release().served()
+        if path.status is not Coverage.REFUSED
+        and (sweeps or path.name != _SWEEP)
+        and _ONLY_IF.get(path.name, _always)(server_args)
     )
 
 
@@ -32,6 +42,17 @@ def _always(_: Any) -> bool:
 def _has(name: str) -> Callable[[Any], bool]:
     """Whether a switch is on. Not every release has every switch."""
     return lambda args: bool(getattr(args, name, False))
+
+
+def _splits_prefills(args: Any) -> bool:
+    """Each release has another switch for each kind of attention."""
+    switches = (
+        "enable_nsa_prefill_context_parallel",
+        "enable_dsa_prefill_context_parallel",
+        "enable_prefill_context_parallel",
+        "enable_prefill_cp",
+    )
+    return args.attn_cp_size > 1 or any(_has(name)(args) for name in switches)
 
 
 def _has_states(args: Any) -> bool:
@@ -105,5 +126,14 @@ _ONLY_IF: dict[str, Callable[[Any], bool]] = {
     "prefill-decode disaggregation over Mooncake": _transfers_over("mooncake"),
     "prefill-decode disaggregation over NIXL": _transfers_over("nixl"),
     "states of linear-attention layers": _has_states,
+    "torch.compile of the model": _has("enable_torch_compile"),
+    "two-batch overlap, single-batch overlap": lambda args: (
+        args.enable_two_batch_overlap or args.enable_single_batch_overlap
+    ),
+    "ending the readers of damage (SGLANG_KV_CANARY_ACTION)": lambda _: is_given("ACTION"),
+    "LMCache": _has("enable_lmcache"),
+    "prefill context parallelism": _splits_prefills,
+    "session radix cache": _has("enable_session_radix_cache"),
+    "unified memory (--enable-unified-memory)": _has("enable_unified_memory"),
     "sliding-window layers": lambda args: model_has(args, "is_hybrid_swa"),
 }
