@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import secrets
 import stat
 import sys
 import tarfile
@@ -17,9 +18,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.analysis.bundle import FOLDER, write_bundle
 from sglang_kv_canary.analysis.redaction import REMOVED, Redaction
 from sglang_kv_canary.plan.expected_inputs import ExpectedTokens, KnownTokens
+from sglang_kv_canary.reports.scene_facts import ChangedWord
 from sglang_kv_canary_rigs.event_folder import write_folder
 from sglang_kv_canary_rigs.event_schema import problems_of
 from sglang_kv_canary_rigs.fresh_process import FreshProcesses
+from sglang_kv_canary_rigs.largest_file import largest_file
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
 
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
@@ -176,6 +179,106 @@ def test_packed_event_files_are_unpacked(folder: Path, tmp_path: Path) -> None:
     assert len(packed["events/events.tp0.jsonl.1"].splitlines()) == events
 
 
+@pytest.mark.parametrize("name", ["server.log", "events.log", "events.json", "e.jsonl.zst.gz"])
+def test_an_event_file_may_have_any_name(name: str, folder: Path, tmp_path: Path) -> None:
+    data = (folder / "events.tp0.jsonl").read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    packed = _pack(tmp_path / name, tmp_path / "bundle.tar.gz")
+    assert len(_events(packed)) == len(data.splitlines())
+    assert b"NEVER_WRITTEN on tp0 #1" in packed["report.txt"]
+
+
+def test_a_file_and_its_archive_are_both_packed(folder: Path, tmp_path: Path) -> None:
+    """As when a rotated file was packed, and its name is in use again."""
+    file = folder / "events.tp0.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    (folder / "events.tp0.jsonl.gz").write_bytes(gzip.compress("".join(lines[:3]).encode()))
+    file.write_text("".join(lines[3:]))
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    lines_of_run = [event["line"] for event in _events(packed) if event["run"] == "run0"]
+    assert sorted(lines_of_run) == list(range(1, len(lines) + 1))
+    assert b"in no file" not in packed["report.txt"]
+
+
+def test_what_is_left_out_is_told(folder: Path, tmp_path: Path) -> None:
+    """The copies have no unreadable lines, but their report does not pass for complete."""
+    file = folder / "events.tp0.jsonl"
+    file.write_text(f"{file.read_text()}{{half a line")
+    (folder / "events.tp0.jsonl.zst").touch()
+    packed = _pack(folder, tmp_path / "bundle.tar.gz")
+    report = packed["report.txt"].decode()
+    assert "; at least " in report.splitlines()[0]
+    assert "1 line and 1 file could not be read" in report
+    manifest = json.loads(packed["manifest.json"])
+    assert (manifest["lines_left_out"], manifest["files_left_out"]) == (1, ["events.tp0.jsonl.zst"])
+
+
+KEY = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+
+
+@pytest.mark.parametrize("key", [KEY, f"{KEY}_model_0", "<a page>"])
+def test_keys_of_pages_cannot_be_guessed_from_tokens_and_equal_ones_stay_equal(key: str) -> None:
+    """A key is a hash chain over token ids."""
+    redaction = Redaction()
+    finding = redaction.apply({"event": "violation", "tier": "file", "key": key})
+    sentence = f"the canary finds page {key} of the file backend, of which slot 3 has changed"
+    cause = redaction.apply(
+        {
+            "event": "cause",
+            "key": key,
+            "sentence": sentence,
+            "guess": {"reason": f"exchanged with {KEY}"},
+            "traceback": [f"/pages/{KEY}_model_0.bin"],
+        }
+    )
+    assert key not in json.dumps([finding, cause])
+    assert KEY not in json.dumps([finding, cause])
+    assert finding["key"] == cause["key"]
+    assert f"page {finding['key']} of the file backend" in cause["sentence"]
+    assert Redaction(token_ids=False).apply({"key": key})["key"] == key
+    assert redaction.apply({"key": None})["key"] is None
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "kept"),
+    [
+        ("0x3f8012ab", "0x3f8012a9", "0x00000002"),
+        ("0x3f8012ab", "0x00000000", "0x00003fff"),
+        ("0x7f", "0x3f", "0x40"),
+    ],
+)
+def test_words_of_k_and_v_are_left_out_but_for_their_flipped_bits(
+    was: str, now: str, kept: str
+) -> None:
+    word = {"half": "K", "buffer": 0, "byte": 8, "size": len(was) // 2 - 1, "was": was, "now": now}
+    (redacted,) = Redaction().apply({"scene": {"changed": [word]}})["scene"]["changed"]
+    assert redacted == {**word, "was": "0x" + "0" * (len(was) - 2), "now": kept}
+    bits = (int(was, 16) ^ int(now, 16)).bit_count()
+    assert f"({bits} bit" in ChangedWord.from_event(redacted).text()
+
+
+@pytest.mark.parametrize("what", ["itself", "link", "other"])
+def test_evidence_is_not_overwritten(what: str, folder: Path, tmp_path: Path) -> None:
+    file, other, *_ = sorted(folder.iterdir())
+    (link := tmp_path / "link.tar.gz").symlink_to(file)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for path in (file, folder):
+        with pytest.raises(OSError, match="is not overwritten"):
+            _pack(path, {"itself": file, "link": link, "other": other}[what])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_archive_is_written_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    """Writing fails before its end, as on a full disk. The scratch copies have room."""
+    (out := tmp_path / "bundle.tar.gz").write_text("the former archive")
+    size = max(path.stat().st_size for path in folder.iterdir())
+    texts = {"doctor.txt": secrets.token_hex(8 * size)}
+    with pytest.raises(OSError, match="File too large"), largest_file(2 * size):
+        write_bundle(folder, out, Redaction(), texts)
+    assert out.read_text() == "the former archive"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.tar.gz", "events"]
+
+
 COMMAND = """
 import sys
 from sglang_kv_canary.cli import sglang_problem
@@ -197,6 +300,17 @@ def test_the_command_adds_doctor_and_settings(folder: Path, tmp_path: Path) -> N
         settings = archive.extractfile(f"{FOLDER}/settings.txt").read().decode()  # type: ignore[union-attr]
     assert "ok      release" in doctor
     assert "SGLANG_KV_CANARY_RING_CAPACITY=99" in settings
+
+
+def test_the_command_says_that_it_read_no_event(tmp_path: Path) -> None:
+    (log := tmp_path / "server.log").write_text("INFO: server is ready\n")
+    out = tmp_path / "bundle.tar.gz"
+    outcome = FreshProcesses().run(COMMAND, str(log), "-o", str(out))
+    assert outcome.returncode == 1, outcome.stderr
+    assert "no events read" in outcome.stderr
+    with tarfile.open(out) as archive:
+        report = archive.extractfile(f"{FOLDER}/report.txt").read().decode()  # type: ignore[union-attr]
+    assert report.startswith("no events read\n")
 
 
 def test_a_folder_without_event_files_is_named(tmp_path: Path) -> None:

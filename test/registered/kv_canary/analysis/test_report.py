@@ -20,6 +20,7 @@ from sglang_kv_canary.cli.report import main
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports.event_loader import CauseTold, load_events
 from sglang_kv_canary_rigs.event_folder import POSITION, SLOT, active, write_events, write_folder
+from sglang_kv_canary_rigs.largest_file import largest_file
 from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=40, suite="stage-a-test-cpu")
@@ -460,7 +461,9 @@ def test_an_id_is_listed_whole_and_never_raw(folder: Path, tmp_path: Path, capsy
 def test_servers_are_shown_beside_each_other(folder: Path, tmp_path: Path, capsys) -> None:
     """The two sides of a disaggregated server. Equal slots of the two are not the same slots."""
     peer = folder.rename(tmp_path / "prefill")
-    write_folder(tmp_path / "decode", ranks=1)
+    (decode,) = write_folder(tmp_path / "decode", ranks=1).iterdir()
+    events = [json.loads(line) for line in decode.read_text().splitlines()]
+    write_events(decode, [{**event, "run": "another process"} for event in events])
     assert main(["--text", str(peer), str(tmp_path / "decode")]) == 0
     shown = capsys.readouterr().out
     assert "4 causes" in shown.splitlines()[0]
@@ -546,6 +549,101 @@ def test_events_that_are_in_no_file_are_counted(folder: Path, capsys) -> None:
     assert "1 event of tp0 are in no file" in _text(folder, capsys)
 
 
+WARNING = "This report may be incomplete"
+
+
+@pytest.mark.parametrize("hole", ["missing", "unreadable", "skipped", "none"])
+def test_files_with_holes_give_no_exact_number_of_victims(hole: str, folder: Path, capsys) -> None:
+    assert re.search(r"; [1-9]\d* requests? read damage", _text(folder, capsys).splitlines()[0])
+    first, _ = sorted(folder.iterdir())
+    lines = first.read_text().splitlines(keepends=True)
+    if hole == "missing":
+        first.write_text("".join(lines[:2] + lines[3:]))
+    elif hole == "unreadable":
+        first.write_text("".join(lines) + "{half a line")
+    elif hole == "skipped":
+        (folder / "events.tp1.jsonl.zst").touch()
+    head, second, *_ = _text(folder, capsys).splitlines()
+    assert ("; at least " in head) == (hole != "none")
+    assert second.startswith(WARNING) == (hole != "none")
+
+
+def test_without_violations_holes_are_told_in_the_first_line(tmp_path: Path, capsys) -> None:
+    file = write_events(tmp_path / "events.jsonl", [active(0)])
+    file.write_text(file.read_text() + "{half a line")
+    head, second, *_ = _text(file, capsys).splitlines()
+    assert head == "no violation in 1 process; not all events were read"
+    assert second.startswith(WARNING)
+
+
+@pytest.mark.parametrize("what", ["log", "empty", "binary", "newer schema"])
+def test_without_events_there_is_no_all_clear(what: str, tmp_path: Path, capsys) -> None:
+    content = {
+        "log": b"[2026-11-29 01:25:27] INFO: server is ready\n",
+        "empty": b"",
+        "binary": bytes(range(256)) * 9,
+        "newer schema": json.dumps({**active(0), "schema": 3}).encode() + b"\n",
+    }
+    (path := tmp_path / "server.log").write_bytes(content[what])
+    assert main(["--text", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0] == "no events read"
+    assert captured.out.splitlines()[1].startswith(WARNING)
+    assert "no events read" in captured.err
+    assert main([str(path), "-o", str(tmp_path / "page.html")]) == 1
+    page = (tmp_path / "page.html").read_text()
+    assert '<p class="verdict bad">no events read</p>' in page
+    assert "no violation" not in page
+
+
+def test_a_server_without_events_is_named(folder: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "decode.jsonl").touch()
+    assert main(["--text", str(folder), str(tmp_path / "decode.jsonl")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[1].startswith(WARNING)
+    assert "no event of decode.jsonl was read" in captured.out
+    assert "no events read of decode.jsonl" in captured.err
+
+
+@pytest.mark.parametrize("part_first", [False, True])
+def test_lines_that_are_in_two_of_the_paths_count_once(
+    part_first: bool, folder: Path, tmp_path: Path, capsys
+) -> None:
+    """A part of a folder's files beside the folder, in both orders. No event of the part's run is missing."""
+    file = folder / "events.tp0.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    (folder / "events.tp0.jsonl.1").write_text("".join(lines[:4]))
+    file.write_text("".join(lines[4:]))
+    alone = _text(folder, capsys)
+    paths = [str(folder), str(folder / "events.tp0.jsonl")]
+    assert main(["--text", *(reversed(paths) if part_first else paths)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[:2] == alone.splitlines()[:2]
+    assert "in no file" not in shown
+
+
+@pytest.mark.parametrize("field", ["reasons", "tag", "pool"])
+def test_names_of_later_versions_break_nothing_and_are_not_printed_raw(
+    field: str, folder: Path, tmp_path: Path, capsys
+) -> None:
+    later = f"LATER_{HOSTILE}"
+    for file in folder.iterdir():
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        for event in events:
+            if field in event:
+                event[field] = [later] if field == "reasons" else later
+        lines = [json.dumps(e) for e in events if field != "tag" or e["event"] != "cause"]
+        file.write_text("\n".join(lines) + "\n")
+    shown = _text(folder, capsys)
+    page = _page(folder, tmp_path / "page.html")
+    for text in (shown, page):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "LATER_" in page
+    assert "<script" not in page
+    assert ("a launch tag that this version does not know" in page) == (field == "tag")
+
+
 def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
     """10,000 causes on each of two ranks, or fewer, five findings each; then what is left out is said."""
     causes = volume(2_000, 10_000)
@@ -572,7 +670,69 @@ def test_a_hundred_thousand_findings(tmp_path: Path, capsys) -> None:
     assert f"the first 1000 of {min(causes, 9973)}" in page
 
 
+def test_a_long_id_gives_no_long_rule(folder: Path, tmp_path: Path, capsys) -> None:
+    violation, _ = _templates(folder)
+    found = [_finding(violation, 1, request_id="x" * 1024)]
+    shown = _text(write_events(tmp_path / "long.jsonl", found), capsys)
+    assert f'"{"x" * 1024}"' in shown
+    rules = [line for line in shown.splitlines() if line.strip("- ") == "" and line]
+    assert max(len(rule) for rule in rules) < 200
+
+
 # The command
+
+
+def test_text_goes_to_the_output(folder: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.txt"
+    shown = _text(folder, capsys, "-o", str(out))
+    assert shown.startswith(f"{out} (")
+    assert out.read_text().startswith("2 causes")
+    assert "docs/alarms.md#never_written" in out.read_text()
+
+
+@pytest.mark.parametrize("text", [["--text"], []], ids=["text", "page"])
+@pytest.mark.parametrize("what", ["itself", "link", "hard link", "other", "snapshot"])
+def test_evidence_is_not_overwritten(
+    what: str, text: list[str], folder: Path, tmp_path: Path, capsys
+) -> None:
+    file, other = sorted(folder.iterdir())
+    (snapshot := folder / "snapshot.tp0.run0.1.json").write_text("{}")
+    (link := tmp_path / "link.html").symlink_to(file)
+    (hard := tmp_path / "hard.html").hardlink_to(file)
+    out = {"itself": file, "link": link, "hard link": hard, "other": other, "snapshot": snapshot}
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for path in (file, folder):
+        with pytest.raises(SystemExit) as ended:
+            main([str(path), "-o", str(out[what]), *text])
+        assert ended.value.code == 2
+        assert "is not overwritten" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("text", [["--text"], []], ids=["text", "page"])
+def test_a_report_is_written_whole_or_not_at_all(
+    text: list[str], folder: Path, tmp_path: Path, capsys
+) -> None:
+    """Writing fails after 100 bytes, as on a full disk."""
+    (out := tmp_path / "out").write_text("the former report")
+    with pytest.raises(SystemExit) as ended, largest_file(100):
+        main([str(folder), "-o", str(out), *text])
+    assert ended.value.code == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert out.read_text() == "the former report"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events", "out"]
+
+
+def test_the_output_keeps_its_permissions_and_a_link_stays_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    (former := tmp_path / "former.jsonl.html").touch(0o640)
+    former.chmod(0o640)
+    (link := tmp_path / "link.html").symlink_to(former)
+    _page(folder, link)
+    assert link.is_symlink()
+    assert former.stat().st_mode & 0o777 == 0o640
+    assert "2 causes" in former.read_text()
 
 
 def test_what_is_not_shown_is_counted_with_the_option_that_shows_it(

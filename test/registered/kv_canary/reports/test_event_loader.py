@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.record import Reason
 from sglang_kv_canary.reports.classify import BugClass, Confidence
 from sglang_kv_canary.reports.event_loader import (
+    WHOLE_FILE,
     CauseTold,
     Event,
     EventFormatError,
@@ -193,15 +195,40 @@ def test_a_newer_schema_is_refused_with_what_to_do() -> None:
         '{"event": "violation", "time": 1.0, "rank": 0, "reasons": ["CHAIN"]}',
         '{"event": "cause", "time": 1.0, "rank": 0, "readers": 5}',
         '{"event": "cause", "time": 1.0, "rank": 0, "readers": [], "guess": {}}',
+        '{"event": "test", "time": 1.0, "rank": 0, "run": 5}',
+        '{"event": "test", "time": 1.0, "rank": 0, "run": []}',
+        '{"event": "test", "time": 1.0, "rank": 0, "run": "a", "line": "1"}',
+        '{"event": "test", "time": 1.0, "rank": 0, "run": "a", "line": true}',
+        '{"event": "test", "time": 1.0, "rank": {}}',
+        '{"event": "test", "time": 1.0, "rank": 0, "runner": {}}',
         "[" * 100_000,
     ],
-    ids=lambda line: line[:40],
+    ids=lambda line: line[:90],
 )
 def test_what_is_no_event_is_a_problem_and_not_the_end(tmp_path: Path, line: str) -> None:
     path = write_lines(tmp_path / "e.jsonl", a_line(n=1), line, "", a_line(n=2))
     loaded = load_events(path)
     assert [event.fields["n"] for event in loaded.events] == [1, 2]
     assert [(problem.file, problem.line) for problem in loaded.problems] == [(path, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("violation", "reasons", []),
+        ("violation", "reasons", [5]),
+        ("violation", "tag", 5),
+        ("cause", "reasons", "CHAIN"),
+        ("cause", "pool", None),
+    ],
+)
+def test_names_of_another_type_are_a_problem(
+    found: Path, kind: str, field: str, value: object
+) -> None:
+    event = next(event for event in lines_of(found) if event["event"] == kind)
+    event_of(event)
+    with pytest.raises(EventFormatError, match=f"{kind}: expected .* under '{field}'"):
+        event_of({**event, field: value})
 
 
 def test_bytes_that_are_no_text_are_a_problem(tmp_path: Path) -> None:
@@ -228,6 +255,48 @@ def test_packed_files_whole_and_cut(tmp_path: Path) -> None:
     assert "archive is damaged" in problem.what
 
 
+@pytest.mark.parametrize(
+    "name", ["e.jsonl-20261129", "e.jsonl-20261129.gz", "e.jsonl-20261129-1795915527", "e.jsonl.3"]
+)
+def test_names_that_logrotate_gives_are_read(tmp_path: Path, name: str) -> None:
+    text = f"{a_line()}\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert len(load_events(tmp_path).events) == 1
+
+
+def test_a_skipped_file_of_a_similar_name_is_a_problem(tmp_path: Path) -> None:
+    for name in ("e.jsonl", "e.jsonl.zst", "e.jsonl.old", "e.jsonl.html", "notes.txt", "a.json"):
+        write_lines(tmp_path / name, a_line())
+    loaded = load_events(tmp_path)
+    assert len(loaded.events) == 1
+    assert [(each.file.name, each.line) for each in loaded.problems] == [
+        ("e.jsonl.old", WHOLE_FILE),
+        ("e.jsonl.zst", WHOLE_FILE),
+    ]
+    assert load_events(tmp_path / "e.jsonl.old").problems == ()  # asked for by its name
+
+
+def _wrong_crc(packed: bytes) -> bytes:
+    return packed[:-8] + bytes(4) + packed[-4:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_wrong_crc, lambda packed: b"no gzip", lambda packed: packed[:10] + b"\xff" * 20],
+    ids=["crc", "no-gzip", "stream"],
+)
+def test_a_bad_archive_hides_no_other_file(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    packed = gzip.compress(f"{a_line(n=1)}\n".encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(damage(packed))
+    write_lines(tmp_path / "b.jsonl", a_line(n=2))
+    loaded = load_events(tmp_path)
+    assert 2 in [event.fields["n"] for event in loaded.events]
+    (problem,) = loaded.problems
+    assert (problem.file.name, "archive is damaged" in problem.what) == ("a.jsonl.gz", True)
+
+
 @pytest.mark.parametrize("name", ["missing", "."], ids=["no-path", "empty-folder"])
 def test_no_event_file_is_an_error_that_says_what_was_expected(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"folder with files named \*\.jsonl"):
@@ -239,9 +308,9 @@ def test_a_line_in_two_files_counts_once(found: Path) -> None:
     assert load_events(found.parent) == load_events(found)
 
 
-def a_lines_without_a_number_are_all_kept(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "e.jsonl", a_line(), a_line())
-    assert len(load_events(path).events) == 2
+def test_lines_without_a_number_are_all_kept(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "e.jsonl", a_line(), a_line(), a_line(run="a"), a_line(run="a"))
+    assert len(load_events(path).events) == 4
 
 
 def test_ranks_are_merged_by_time_and_holes_are_counted(tmp_path: Path) -> None:

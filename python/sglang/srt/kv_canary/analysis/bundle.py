@@ -5,16 +5,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import tarfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..reports.event_loader import Problem, Watch, event_files, load_events, read_events
+from ..reports.event_loader import (
+    Problem,
+    Watch,
+    event_files,
+    is_event_file_name,
+    load_events,
+    read_events,
+    skipped_files,
+    skipped_problems,
+)
+from .output import PRIVATE, check_output, whole_file
 from .overview import Overview
 from .redaction import Redaction
 from .text import as_text
@@ -28,7 +37,7 @@ WIDTH = 120
 
 @dataclass(slots=True)
 class Manifest:
-    """What the archive holds. `lines_left_out`: those that are no events."""
+    """What the archive holds. `lines_left_out`: those that are no events. `files_left_out`: see `skipped_files`."""
 
     created: str  # UTC
     token_ids: bool
@@ -36,6 +45,7 @@ class Manifest:
     bundle: int = VERSION
     events: int = 0
     lines_left_out: int = 0
+    files_left_out: list[str] = field(default_factory=list)
     files: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -50,22 +60,22 @@ def write_bundle(
 
     Only its owner may read the archive. Raises FileNotFoundError without event files, and OSError.
     """
+    check_output(output, [path])
     manifest = Manifest(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         token_ids=not redaction.token_ids,
         names=not redaction.names,
+        files_left_out=[file.name for file in skipped_files(path)],
     )
     files = event_files(path)
+    left_out = list(skipped_problems(path))
     with TemporaryDirectory() as scratch:
-        copies = [_copied(file, Path(scratch), redaction, manifest, watch) for file in files]
-        report = as_text(
-            Overview.of({"": load_events(Path(scratch))}),
-            most_causes=MOST_CAUSES,
-            width=WIDTH,
-            colour=False,
-        )
-        packed = {"report.txt": "\n".join(report) + "\n", **texts}
-        with _private(output) as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
+        copies = [Path(scratch, name) for name in _copy_names(files)]
+        for file, copy in zip(files, copies, strict=True):
+            left_out += _copied(file, copy, redaction, manifest, watch)
+        manifest.lines_left_out = len(left_out) - len(manifest.files_left_out)
+        packed = {"report.txt": _report(Path(scratch), left_out), **texts}
+        with whole_file(output, PRIVATE) as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
             for copy in copies:
                 _add(archive, f"events/{copy.name}", copy.read_bytes(), manifest)
             for name, text in packed.items():
@@ -75,26 +85,41 @@ def write_bundle(
     return manifest
 
 
+def _copy_names(files: Iterable[Path]) -> list[str]:
+    """Names of unpacked copies, each of them unique, and that of an event file."""
+    names: list[str] = []
+    for number, file in enumerate(files, 1):
+        name = file.name.removesuffix(".gz")
+        name = name if is_event_file_name(name) else f"{name}.jsonl"
+        names.append(f"{number}-{name}" if name in names else name)
+    return names
+
+
+def _report(folder: Path, left_out: Iterable[Problem]) -> str:
+    """About the copies in `folder`. It says what of the originals is not in them, and quotes nothing of that."""
+    problems = tuple(
+        Problem(each.file, each.line, "left out of this archive: no event") for each in left_out
+    )
+    loaded = replace(load_events(folder), problems=problems)
+    overview = Overview.of({"": loaded})
+    lines = as_text(overview, most_causes=MOST_CAUSES, width=WIDTH, colour=False)
+    return "\n".join(lines) + "\n"
+
+
 def _copied(
-    file: Path, folder: Path, redaction: Redaction, manifest: Manifest, watch: Watch | None
-) -> Path:
-    """An unpacked copy of an event file in `folder`, redacted."""
-    copy = folder / file.name.removesuffix(".gz")
+    file: Path, copy: Path, redaction: Redaction, manifest: Manifest, watch: Watch | None
+) -> list[Problem]:
+    """Writes an unpacked copy of an event file, redacted. Returns what of it is no event."""
+    left_out = []
     lines: Iterable[Any] = read_events(file)
     with copy.open("w") as out:
         for found in lines if watch is None else watch(lines, file):
             if isinstance(found, Problem):
-                manifest.lines_left_out += 1
+                left_out.append(found)
                 continue
             manifest.events += 1
             out.write(json.dumps(redaction.apply(found.fields)) + "\n")
-    return copy
-
-
-def _private(path: Path) -> io.BufferedWriter:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    os.fchmod(descriptor, 0o600)  # it may have been there
-    return os.fdopen(descriptor, "wb")
+    return left_out
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes, manifest: Manifest) -> None:

@@ -22,6 +22,8 @@ from ..reports.event_loader import (
     Problem,
     Statistics,
     SweepPass,
+    event_key,
+    missing_events,
 )
 from ..reports.rank_file import rank_name
 from ..reports.violation import Actor
@@ -129,7 +131,7 @@ class KnownCause:
     def pool(self) -> str:
         if self.told:
             return self.told.pool
-        return CanaryLaunchTag.kind_of(self.found[0].violation.tag).value
+        return pool_of(self.found[0].violation.tag) or "unknown pool"
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
@@ -271,14 +273,16 @@ class Overview:
     problems: tuple[Problem, ...]
     missing: dict[str, int]  # lost events, by the process's label
     events: int
+    unread: tuple[str, ...]  # servers of which no event was read
 
     @classmethod
     def of(cls, servers: Mapping[str, LoadedEvents]) -> Overview:
         """`servers`: by a name that begins the labels of its processes. A single one needs none."""
         by_process: dict[ProcessKey, list[Event]] = defaultdict(list)
-        for name, loaded in servers.items():
-            for event in loaded.events:
-                by_process[_key(name, event)].append(event)
+        for name, event in _each_once(servers):
+            by_process[_key(name, event)].append(event)
+        for found in by_process.values():
+            found.sort(key=lambda event: event.stamp.time)
         processes, causes = [], []
         labels = _labels(by_process)
         for key in sorted(by_process, key=lambda key: labels[key]):
@@ -287,13 +291,14 @@ class Overview:
             processes.append(process)
             causes += _causes(process, by_process[key])
         runs = {str(key[1]): label for key, label in labels.items()}
-        missing = {run: n for loaded in servers.values() for run, n in loaded.missing.items()}
+        events = [event for found in by_process.values() for event in found]
         return cls(
             tuple(processes),
             tuple(sorted(causes, key=lambda cause: (cause.time, cause.number or 0))),
             tuple(problem for loaded in servers.values() for problem in loaded.problems),
-            {runs.get(run, run): lost for run, lost in missing.items()},
-            sum(len(loaded.events) for loaded in servers.values()),
+            {runs.get(run, run): lost for run, lost in missing_events(events).items()},
+            len(events),
+            tuple(name for name, loaded in servers.items() if not loaded.events),
         )
 
     @cached_property
@@ -362,8 +367,13 @@ class Overview:
 
     @property
     def names_all_readers(self) -> bool:
-        """Whether `readers` has each request that read damage, as far as the events say."""
-        return not (self.unnamed_readers or self.lost_findings)
+        """Whether `readers` has each request that read damage. Events that were not read may name others."""
+        return not (self.unnamed_readers or self.lost_findings or self.has_holes)
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether events are missing, or could not be read."""
+        return bool(self.missing or self.problems or self.unread)
 
     @cached_property
     def findings(self) -> int:
@@ -396,6 +406,30 @@ class Overview:
         times = [e.stamp.time for process in self.processes for e in process.events]
         times += [cause.time for cause in self.causes]
         return (min(times), max(times)) if times else None
+
+
+def _each_once(servers: Mapping[str, LoadedEvents]) -> Iterator[tuple[str, Event]]:
+    """The events with the name of their server. A run belongs to the server that has the most events of it."""
+    counts: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for name, loaded in servers.items():
+        for event in loaded.events:
+            counts[event.stamp.run][name] += 1
+    owners = {run: count.most_common(1)[0][0] for run, count in counts.items()}
+    seen: set[object] = set()
+    for name, loaded in servers.items():
+        for event in loaded.events:
+            key, run = event_key(event), event.stamp.run
+            if key not in seen:
+                seen.add(key)
+                yield (name if run is None else owners[run]), event
+
+
+def pool_of(tag: str) -> str | None:
+    """The pool kind of a launch tag. None for a tag that this version does not know."""
+    try:
+        return CanaryLaunchTag.kind_of(tag).value
+    except (IndexError, ValueError):
+        return None
 
 
 def _runner_of(event: Event) -> str:

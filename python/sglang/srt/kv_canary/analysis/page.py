@@ -11,10 +11,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ..reports.safe_text import printable_text, safe_text
-from ..reports.violation import Actor, render, runbook_section
+from ..reports.violation import Actor, Violation, render, runbook_section
 from . import plots, text
 from .families import FAMILIES
-from .overview import KnownCause, Overview, SameCause
+from .output import whole_file
+from .overview import KnownCause, Overview, SameCause, pool_of
 
 REPORTS = 3  # complete reports for each cause
 MOST_LINES = 1000  # further causes, slots and findings: what a browser shows at once
@@ -25,7 +26,9 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 def write_page(overview: Overview, path: Path, most_causes: int) -> None:
     """Writes the page with `most_causes` causes in detail. Raises OSError."""
-    path.write_text(page_of(overview, most_causes), encoding="utf-8")
+    page = page_of(overview, most_causes).encode("utf-8", "backslashreplace")
+    with whole_file(path) as out:
+        out.write(page)
 
 
 def page_of(overview: Overview, most_causes: int) -> str:
@@ -101,9 +104,15 @@ def _cause(same: SameCause, anchor: str) -> dict[str, Any]:
         "names": ", ".join(each.name for each in same.causes),
         "sentence": cause.sentence,
         "facts": [(name, value) for name, value in facts if value],
-        "reports": [render(found.violation).splitlines() for found in cause.found[:REPORTS]],
+        "reports": [_report(found.violation) for found in cause.found[:REPORTS]],
         "details": f"{min(REPORTS, len(cause.found))} of {cause.findings} findings in detail",
     }
+
+
+def _report(violation: Violation) -> list[str]:
+    if pool_of(violation.tag) is None:
+        return [f"at {violation.tag}: a launch tag that this version does not know"]
+    return render(violation).splitlines()
 
 
 def _readers(overview: Overview) -> dict[str, Any] | None:

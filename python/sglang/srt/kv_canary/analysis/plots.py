@@ -13,7 +13,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..reports.safe_text import safe_text
+from ..reports.safe_text import printable_text, safe_text
 from .overview import KnownCause, Overview, Process
 
 MOST_LANES = 16  # processes side by side
@@ -121,11 +121,11 @@ def pool_map(overview: Overview, pool: str, links: dict[int, str]) -> Plot:
         if not crowded:
             dots.set_urls([links.get(id(cause)) for _, cause in marks])
         axes.set_xlim(0, size)
-        axes.set_xlabel(f"slot of {pool}")
+        axes.set_xlabel(f"slot of {printable_text(pool)}")
         axes.xaxis.set_major_locator(MaxNLocator(8 if width == "wide" else 4, integer=True))
 
     return _plot(
-        f"pool-{pool}",
+        f"pool-{overview.pools.index(pool)}",  # the pool's name is text from a file
         f"Pool {pool}",
         f"{len({slot for slot, _ in marks})} damaged slots of {size}, by process. The same slots on all ranks point to "
         f"software. {_left_out(overview, lanes)}",

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
+from ..reports.event_loader import WHOLE_FILE
 from ..reports.safe_text import printable_text, safe_text
 from ..reports.violation import MAX_REQUEST_ID, runbook_section
 from .overview import Overview, Process, SameCause
@@ -18,12 +19,18 @@ PLACES_SHOWN = 4  # of one request
 LONGEST_ESCAPE = 10  # characters, of one character
 PROBLEMS_SHOWN = 10
 INDENT = " " * 5
+LONGEST_RULE = 60  # dashes below the head of a column
+NO_EVENTS = "no events read"
+WRONG = "What is wrong with the files or the canary"
+INCOMPLETE = f'This report may be incomplete: see "{WRONG}".'
 
 
 def as_text(overview: Overview, *, most_causes: int, width: int, colour: bool) -> Iterator[str]:
     """Lines without control characters other than colours."""
     paint = _Paint(colour)
     yield paint.bold(headline(overview))
+    if any(True for _ in troubles(overview)):
+        yield paint.red(INCOMPLETE)
     if (span := overview.span) is not None:
         yield f"{utc(span[0])} to {utc(span[1])} UTC, {overview.events} events"
     yield from ("", paint.bold("Processes"), *table(process_rows(overview)))
@@ -53,8 +60,11 @@ NO_STATISTICS = (
 
 def headline(overview: Overview) -> str:
     processes = len(overview.processes)
+    if not overview.events:
+        return NO_EVENTS
     if not overview.causes:
         lost = "; findings were lost" if overview.lost_findings else ""
+        lost += "; not all events were read" if overview.has_holes else ""
         return f"no violation in {_count(processes, 'process', 'es')}{lost}"
     return (
         f"{_count(len(overview.same_causes), 'cause')}, {_count(overview.findings, 'finding')}, "
@@ -67,7 +77,9 @@ def _number_of_readers(overview: Overview) -> str:
     known = _count(len(overview.readers), "request")
     if overview.names_all_readers:
         return known
-    return f"at least {known}" if overview.readers else "requests without a known id"
+    if overview.unnamed_readers and not overview.readers:
+        return "requests without a known id"
+    return f"at least {known}"
 
 
 def hint_at_causes(overview: Overview) -> str:
@@ -178,7 +190,7 @@ def reader_notes(overview: Overview) -> Iterator[str]:
         yield "None on record: no request's forward has found the damage."
     yield from map(_unnamed_text, overview.unnamed_readers)
     yield from map(_lost_text, overview.lost_findings)
-    if overview.missing or overview.problems:
+    if overview.has_holes:
         yield "Events are missing or could not be read, and with them possibly more requests."
 
 
@@ -198,8 +210,8 @@ def _span_of_forwards(first: int, last: int, since: float, until: float) -> str:
 def _lost_text(lost: LostFindings) -> str:
     span = _span_of_forwards(*lost.forwards, *lost.times)
     return (
-        f"{lost.process}: {_count(lost.findings, 'finding')} of {span} did not come into the files. Any request that ran "
-        "there may be a reader, too."
+        f"{lost.process}: {_count(lost.findings, 'finding')} of {span} did not come into the files. Any request that "
+        "ran there may be a reader, too."
     )
 
 
@@ -243,7 +255,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     safe = [tuple(map(printable_text, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in safe]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.insert(1, "  ".join("-" * min(width, LONGEST_RULE) for width in widths))
     return [line.rstrip() for line in lines]
 
 
@@ -271,7 +283,7 @@ def requests_text(same: SameCause) -> str:
 def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
     cause = same.first
     names = ", ".join(printable_text(each.name) for each in same.causes)
-    yield f"  {paint.red('+'.join(cause.reasons))} on {names}"
+    yield f"  {paint.red(printable_text('+'.join(cause.reasons)))} on {names}"
     first, last = cause.forwards
     extent = cause.extent or f"forwards {first} to {last}; {_count(cause.findings, 'finding')}"
     lines = [cause.sentence, cause.guess and f"guess: {cause.guess}", extent]
@@ -289,7 +301,7 @@ def _cause(same: SameCause, width: int, paint: _Paint) -> Iterator[str]:
 def _troubles(overview: Overview, paint: _Paint) -> Iterator[str]:
     lines = list(troubles(overview))
     if lines:
-        yield from ("", paint.bold("What is wrong with the files or the canary"))
+        yield from ("", paint.bold(WRONG))
         yield from (f"  {printable_text(line)}" for line in lines)
 
 
@@ -305,10 +317,22 @@ def troubles(overview: Overview) -> Iterator[str]:
             yield f"{process.label} had internal errors, the first in {error.where}: {error.error}"
     for label, lost in overview.missing.items():
         yield f"{_count(lost, 'event')} of {label} are in no file: lost, or deleted with an old one"
-    if overview.problems:
-        yield f"{_count(len(overview.problems), 'line')} could not be read:"
+    if not overview.events:
+        yield "no event was read: none of these is an event file, or nothing was written to them"
+    else:
+        yield from (f"no event of {name} was read" for name in overview.unread)
+    yield from _problems(overview)
+
+
+def _problems(overview: Overview) -> Iterator[str]:
+    lines = sum(problem.line != WHOLE_FILE for problem in overview.problems)
+    files = len(overview.problems) - lines
+    counts = [_count(lines, "line")] * bool(lines) + [_count(files, "file")] * bool(files)
+    if counts:
+        yield f"{' and '.join(counts)} could not be read:"
     for problem in overview.problems[:PROBLEMS_SHOWN]:
-        yield f"  {problem.file.name}:{problem.line}: {problem.what}"
+        line = "" if problem.line == WHOLE_FILE else f":{problem.line}"
+        yield f"  {problem.file.name}{line}: {problem.what}"
 
 
 class _Paint:

@@ -6,15 +6,20 @@ import argparse
 import contextlib
 import io
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..analysis.bundle import write_bundle
+from ..analysis.output import check_output
 from ..analysis.redaction import Redaction
 from ..environ import ALL_SETTINGS
 from ..reports.event_loader import event_files
+from ..reports.safe_text import printable_text
 from . import doctor
 from .progress import watched
+
+TOKENS = "what tells token ids: the ids, chains, keys of pages, and words of K and V"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="where to write the archive (default %(default)s)",
     )
-    parser.add_argument("--with-tokens", action="store_true", help="keep token ids and chains")
+    parser.add_argument("--with-tokens", action="store_true", help=f"keep {TOKENS}")
     parser.add_argument(
         "--hide-names",
         action="store_true",
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         event_files(args.path)
+        check_output(args.output, [args.path])
         redaction = Redaction(token_ids=not args.with_tokens, names=args.hide_names)
         texts = {"doctor.txt": _doctor(), "settings.txt": _settings(args.hide_names)}
         manifest = write_bundle(args.path, args.output, redaction, texts, watched)
@@ -52,11 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{args.output} ({size >> 10} KiB): {manifest.events} events of {args.path}")
     if manifest.lines_left_out:
         print(f"{manifest.lines_left_out} lines are left out: they are no events.")
+    if manifest.files_left_out:
+        names = ", ".join(printable_text(name) for name in manifest.files_left_out)
+        print(f"These files are left out: {names}. By their names they are no event files.")
     kept = ["token ids"] * args.with_tokens
     kept += [] if args.hide_names else ["request ids", "host names", "paths"]
     if kept:
         print(f"It holds {', '.join(kept)}. Read it before you share it.")
-    return 0
+    if not manifest.events:
+        print("kv-canary bundle: no events read", file=sys.stderr)
+    return 0 if manifest.events else 1
 
 
 def _doctor() -> str:

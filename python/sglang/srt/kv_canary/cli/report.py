@@ -9,11 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..analysis.output import check_output, whole_file
 from ..analysis.overview import Overview
-from ..analysis.text import as_text
+from ..analysis.text import NO_EVENTS, as_text
 from ..reports.event_loader import LoadedEvents, load_events
+from ..reports.safe_text import printable_text
 from .progress import watched
 
+PAGE = "report.html"
+TEXT_WIDTH = 120  # in a file
 INSTALL = 'pip install "sglang-kv-canary[report]"'
 
 
@@ -35,11 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-o",
         "--output",
         type=Path,
-        default=Path("report.html"),
         metavar="FILE",
-        help="where to write the page (default %(default)s)",
+        help=f"where to write the page (default {PAGE}), or with --text the text (default: print it)",
     )
-    parser.add_argument("--text", action="store_true", help="print text instead of writing a page")
+    parser.add_argument("--text", action="store_true", help="text instead of a page")
     parser.add_argument(
         "--causes",
         type=int,
@@ -51,21 +54,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--causes {args.causes}: expected a number >= 0")
     if not args.text and (missing := _missing_libraries()):
         parser.error(f"the page needs {' and '.join(missing)}: {INSTALL}, or use --text")
+    output = args.output if args.text or args.output is not None else Path(PAGE)
     try:
+        if output is not None:
+            check_output(output, args.paths)
         overview = Overview.of(_loaded(args.paths))
     except OSError as error:
         parser.error(str(error))
-    if args.text:
-        _print(overview, 20 if args.causes is None else args.causes)
-        return 0
-    from ..analysis.page import write_page
+    if output is None:
+        _print(overview, _most_causes(args))
+    else:
+        try:
+            _write(overview, output, args)
+        except OSError as error:
+            parser.error(f"cannot write {str(output)!r}: {error}")
+        print(f"{output} ({output.stat().st_size >> 10} KiB)")
+    return _outcome(overview)
 
-    try:
-        write_page(overview, args.output, 200 if args.causes is None else args.causes)
-    except OSError as error:
-        parser.error(f"cannot write {str(args.output)!r}: {error}")
-    print(f"{args.output} ({args.output.stat().st_size >> 10} KiB)")
-    return 0
+
+def _most_causes(args: argparse.Namespace) -> int:
+    default = 20 if args.text else 200
+    return default if args.causes is None else args.causes
+
+
+def _write(overview: Overview, output: Path, args: argparse.Namespace) -> None:
+    most = _most_causes(args)
+    if not args.text:
+        from ..analysis.page import write_page
+
+        write_page(overview, output, most)
+        return
+    lines = as_text(overview, most_causes=most, width=TEXT_WIDTH, colour=False)
+    text = "".join(f"{line}\n" for line in lines)
+    with whole_file(output) as out:
+        out.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _outcome(overview: Overview) -> int:
+    """1 if a path gave no event: without events there is no all-clear."""
+    if not overview.unread:
+        return 0
+    names = ", ".join(printable_text(name) for name in overview.unread if name)
+    print(f"kv-canary report: {NO_EVENTS}{names and f' of {names}'}", file=sys.stderr)
+    return 1
 
 
 def _loaded(paths: Sequence[Path]) -> dict[str, LoadedEvents]:

@@ -39,6 +39,7 @@ from .event_types import (
 from .snapshot_loader import Snapshot, load_snapshot
 
 __all__ = [
+    "WHOLE_FILE",
     "Active",
     "CauseTold",
     "Checking",
@@ -57,21 +58,32 @@ __all__ = [
     "Statistics",
     "SweepPass",
     "event_files",
+    "event_key",
+    "is_event_file_name",
+    "is_evidence",
     "load_events",
     "load_snapshot",
+    "missing_events",
     "read_events",
+    "skipped_files",
+    "skipped_problems",
 ]
 
-_NAME = re.compile(r"(?P<stem>.*\.jsonl)(?:\.(?P<number>\d+))?(?P<packed>\.gz)?")
+# A number follows a dot; a date, as of logrotate's `dateext`, a hyphen
+_NAME = re.compile(r"(?P<stem>.*\.jsonl)(?:[.-](?P<number>\d[\d-]*))?(?P<packed>\.gz)?")
+_SIMILAR = ".jsonl"  # in the name of a file that may be an event file
+_RESULTS = (".html", ".txt", ".tgz", ".tar.gz")  # names that reports and archives about one have
+_SNAPSHOT = re.compile(r"snapshot\..*\.json")
+WHOLE_FILE = 0
 E = TypeVar("E", bound=Event)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A line that is no event."""
+    """A line that is no event, or a file that is not read."""
 
     file: Path
-    line: int  # in the file, from 1
+    line: int  # in the file, from 1. WHOLE_FILE: no line of it is read
     what: str
 
 
@@ -101,10 +113,30 @@ def event_files(path: Path) -> tuple[Path, ...]:
     found = [(match, file) for file in _listed(path) if (match := _NAME.fullmatch(file.name))]
     if not found:
         raise FileNotFoundError(
-            f"no event file at {str(path)!r}: expected a file, or a folder with files named *.jsonl, *.jsonl.N or "
-            "*.jsonl.gz"
+            f"no event file at {str(path)!r}: expected a file, or a folder with files named *.jsonl, *.jsonl.N, "
+            "*.jsonl-DATE or *.jsonl.gz"
         )
     return tuple(file for _, file in sorted(found, key=lambda each: _order(each[0])))
+
+
+def skipped_files(path: Path) -> tuple[Path, ...]:
+    """Files of the folder `path` that may be event files by their names, and that `event_files` leaves out."""
+    similar = (file for file in _listed(path) if _may_hold_events(file.name))
+    return tuple(sorted(file for file in similar if not _NAME.fullmatch(file.name)))
+
+
+def is_event_file_name(name: str) -> bool:
+    """Whether a folder's file of this name is read."""
+    return bool(_NAME.fullmatch(name))
+
+
+def is_evidence(file: Path) -> bool:
+    """Whether `file` has the name of an event file, read or skipped, or of a snapshot."""
+    return _may_hold_events(file.name) or bool(_SNAPSHOT.fullmatch(file.name))
+
+
+def _may_hold_events(name: str) -> bool:
+    return _SIMILAR in name and not name.endswith(_RESULTS)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -113,7 +145,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _order(name: re.Match[str]) -> tuple[str, float]:
     """The file without a number is the newest."""
-    return name["stem"], float(name["number"] or "inf")
+    return name["stem"], float((name["number"] or "inf").replace("-", ""))
 
 
 def read_events(file: Path) -> Iterator[Event | Problem]:
@@ -125,7 +157,7 @@ def read_events(file: Path) -> Iterator[Event | Problem]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _parsed(file, number, line)
-        except (EOFError, zlib.error) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             yield Problem(file, number + 1, f"the archive is damaged from here on: {error}")
 
 
@@ -145,24 +177,33 @@ def load_events(path: Path, watch: Watch | None = None) -> LoadedEvents:
     file that cannot be read.
     """
     events: dict[object, Event] = {}
-    problems = []
+    problems = list(skipped_problems(path))
     for file in event_files(path):
         lines: Iterable[Event | Problem] = read_events(file)
         for found in lines if watch is None else watch(lines, file):
             if isinstance(found, Problem):
                 problems.append(found)
             else:
-                events.setdefault(_key(found), found)
+                events.setdefault(event_key(found), found)
     ordered = tuple(sorted(events.values(), key=lambda event: event.stamp.time))
-    return LoadedEvents(ordered, tuple(problems), _missing(ordered))
+    return LoadedEvents(ordered, tuple(problems), missing_events(ordered))
 
 
-def _key(event: Event) -> object:
+def skipped_problems(path: Path) -> Iterator[Problem]:
+    """One for each of `skipped_files`."""
+    for file in skipped_files(path):
+        yield Problem(file, WHOLE_FILE, "skipped: by its name it is no event file")
+
+
+def event_key(event: Event) -> object:
+    """Equal for copies of one line. A line without a number has no copies."""
     stamp = event.stamp
-    return id(event) if stamp.run is None else (stamp.run, stamp.line)
+    numbered = stamp.run is not None and stamp.line is not None
+    return (stamp.run, stamp.line) if numbered else id(event)
 
 
-def _missing(events: Iterable[Event]) -> dict[str, int]:
+def missing_events(events: Iterable[Event]) -> dict[str, int]:
+    """By run: events before the run's last one that are not in `events`."""
     lines: dict[str, list[int]] = defaultdict(list)
     for event in events:
         if event.stamp.run is not None and event.stamp.line is not None:

@@ -194,6 +194,17 @@ _TYPES: dict[str, type[Event]] = {
 }
 
 
+_STAMP_TYPES: dict[str, type] = {
+    "run": str,
+    "line": int,
+    "runner": str,
+    "rank": int,
+    "pp_rank": int,
+    "dp_rank": int,
+}
+_TYPE_NAMES = {str: "text", int: "a whole number"}
+
+
 def stamp_of(values: Mapping[str, Any]) -> Stamp:
     """Raises TypeError if there is no time or rank."""
     return _build(Stamp, values)
@@ -210,12 +221,31 @@ def event_of(values: Any) -> Event:
         )
     if not isinstance(values.get("time"), (int, float)):
         raise EventFormatError(f"{kind}: expected a number under 'time'")
+    _check_names(kind, values)
     try:
         own = {"kind": kind, "stamp": stamp_of(values), "fields": values}
         event_type = _TYPES.get(kind, Event)
         return _build(event_type, {**_resolved(kind, values), **own})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EventFormatError(f"{kind}: {type(error).__name__}: {error}") from error
+
+
+def _check_names(kind: str, values: Mapping[str, Any]) -> None:
+    """Checks the types of the fields that identify and group events. Raises EventFormatError."""
+    for field, expected in _STAMP_TYPES.items():
+        value = values.get(field)
+        if value is not None and type(value) is not expected:
+            raise EventFormatError(f"{kind}: expected {_TYPE_NAMES[expected]} under {field!r}")
+    reasons = values.get("reasons")
+    if kind in ("violation", "cause") and not (reasons and _are_texts(reasons)):
+        raise EventFormatError(f"{kind}: expected a list of names under 'reasons'")
+    name = {"violation": "tag", "cause": "pool"}.get(kind)
+    if name is not None and not isinstance(values.get(name), str):
+        raise EventFormatError(f"{kind}: expected a name under {name!r}")
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def _resolved(kind: str, values: dict[str, Any]) -> dict[str, Any]:

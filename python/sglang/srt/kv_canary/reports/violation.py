@@ -288,7 +288,7 @@ def render(
         lines.append(f"  guess      {guess}")
     if extent:
         lines.append(f"  extent     {extent}")
-    lines += [f"  what       {REASON_HELP[Reason[name]]}" for name in v.reasons]
+    lines += [f"  what       {REASON_HELP[r]}" for r in map(Reason.__members__.get, v.reasons) if r]
     lines += _differences(v)
     lines.append(_finder(v))
     lines += [f"             {reader}" for reader in other_readers]
