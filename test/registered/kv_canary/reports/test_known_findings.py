@@ -134,6 +134,27 @@ def test_readers_are_new_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert known.new_in(np.stack(two), recorder).tolist() == [True, True, True]
 
 
+def test_readers_that_are_forgotten_are_new_in_a_batch_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps share the tuple of their requests, and that all of them are known is kept with it."""
+    monkeypatch.setattr(known_findings, "MAX_READERS", 2)
+    recorder, known = FlightRecorder(), KnownReaders()
+    stays, other = ((1, "a"), (2, "b")), ((3, "c"),)
+
+    def new_in(forward: int, named: tuple[tuple[int, str], ...]) -> list[bool]:
+        recorder.begin_step(named)
+        recorder.note_forward(forward, "DECODE")
+        recorder.end_step()
+        rows = [_row(READER_FORWARD=forward, READER_ROW=row) for row, _ in named]
+        return known.new_in(np.stack(rows), recorder).tolist()
+
+    assert new_in(1, stays) == [True, True]
+    assert [new_in(forward, stays) for forward in (2, 3)] == [[False, False]] * 2
+    assert new_in(4, other) == [True]
+    assert new_in(5, stays) == [True, True]
+
+
 def test_known_findings_are_bounded() -> None:
     known = KnownFindings()
     for key in range(known_findings.MAX_KNOWN + 10):

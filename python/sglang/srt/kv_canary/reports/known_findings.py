@@ -5,7 +5,7 @@ A damaged pool gives a thousand repeats a step, so Python looks at each cause on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,14 +134,19 @@ class KnownReaders:
 
     def __init__(self) -> None:
         self._known: set[tuple[int, str]] = set()  # row, request id
+        # Requests of a step, all of them known. Steps share it while their batch stays
+        self._all_known: Sequence[tuple[int | None, str]] | None = None
 
     def new_in(self, rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:
         """bool[n]: which of `rows` int64[n, len(Column)] other requests have read. Now they are known, too."""
         new = np.zeros(len(rows), dtype=bool)
         for forward, mine in by_forward(rows):
             step = recorder.step_of(forward)
+            if step is None or step.named is self._all_known:
+                continue
             # Nearly always all are known, and this takes a tenth of a search for those that are not.
-            if step is None or step.requests.items() <= self._known:
+            if step.requests.items() <= self._known:
+                self._all_known = step.named
                 continue
             unknown = [each for each in step.requests.items() if each not in self._known]
             readers = rows[mine, Column.READER_ROW]
@@ -153,6 +158,7 @@ class KnownReaders:
     def _note(self, readers: Iterable[tuple[int, str]]) -> None:
         if len(self._known) >= MAX_READERS:
             self._known.clear()
+            self._all_known = None
         self._known.update(readers)
 
 
