@@ -93,7 +93,8 @@ def say(error, function):
     raise error
 
 ledger, errors = SimpleNamespace(record=record), SimpleNamespace(contain=say)
-context.managers = [SimpleNamespace(ledger=ledger, errors=errors)]
+recorder, identity = SimpleNamespace(owners=dict), SimpleNamespace(role="target")
+context.managers = [SimpleNamespace(ledger=ledger, errors=errors, recorder=recorder, identity=identity)]
 allocator = TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
 context.allocator_kinds[allocator] = PoolKind.FULL
 {more}
@@ -189,7 +190,7 @@ def test_clearing_an_allocator_that_nobody_watches_is_no_flush() -> None:
     more = """
 released = []
 type(context).row_released = lambda _, row: released.append(row)
-context.recorder.owners = lambda: {3: "running"}
+context.target.recorder.owners = lambda: {3: "running"}
 context.managers[0].ledger.record = lambda *_: None
 TokenToKVPoolAllocator(8, torch.float32, "cpu", None, False)
 assert released == []
