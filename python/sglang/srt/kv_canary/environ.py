@@ -48,9 +48,7 @@ _FLAG_OF = {
 # The largest values. Above them a number is a slip, and may not fit into memory or into a word of the device.
 _MOST_SLOTS = (1 << 31) - 1  # a slot's number has 32 bits
 _MOST_STEPS = (1 << 31) - 1  # 8 months of 100 steps a second
-_MOST_BYTES = (
-    1 << 40
-)  # 1 TiB: more K and V than one forward reads, and more events than anybody keeps
+_MOST_BYTES = 1 << 40  # 1 TiB: more K and V than a forward reads, more events than are kept
 _MOST_SECONDS = 1_000_000_000  # 31 years: never
 _MOST_ROWS = 1 << 20  # 152 MiB of the device's memory
 _MOST_REMEMBERED_SLOTS = 1 << 28  # 2 GiB of host memory

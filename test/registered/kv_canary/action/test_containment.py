@@ -101,7 +101,7 @@ def test_the_last_losses_of_a_burst_are_said_between_steps(
         rig.desk.note_lost([rig.forward(rig.request(f"chat-{number}", number + 1))])
         around_recv_requests(list)
     assert _lost_in(caplog) == ["1 forwards, 1 to 1"]
-    rig.desk._next_log = 0.0  # a minute is over
+    rig.desk._complaints._next_log = 0.0  # a minute is over
     around_recv_requests(list)
     around_recv_requests(list)
     assert _lost_in(caplog) == ["1 forwards, 1 to 1", "2 forwards, 2 to 3"]

@@ -207,9 +207,9 @@ def test_a_loss_within_a_minute_of_a_log_line_is_in_the_next_one(
 ) -> None:
     for forwards in ([1], [2], [3]):
         if forwards == [3]:
-            desk._next_log = 0.0  # a minute is over
+            desk._complaints._next_log = 0.0  # a minute is over
         desk.note_lost(forwards)
-    desk._next_log = 0.0
+    desk._complaints._next_log = 0.0
     desk.note_lost([2])
     said = [record.getMessage() for record in caplog.records]
     numbers = [re.findall(r"\d+", line) for line in said]

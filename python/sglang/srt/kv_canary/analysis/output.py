@@ -38,9 +38,8 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[io.BufferedWrite
     """
     target = Path(os.path.realpath(path))  # a link stays a link
     former = target.stat() if target.exists() else None
-    if former is not None and not stat.S_ISREG(
-        former.st_mode
-    ):  # a device or a FIFO has no place to take
+    # A device or a FIFO has no place to take
+    if former is not None and not stat.S_ISREG(former.st_mode):
         with target.open("wb") as out:
             yield out
         return

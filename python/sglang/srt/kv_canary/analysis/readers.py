@@ -53,9 +53,8 @@ class LostFindings:
     process: str
     findings: int
     forwards: tuple[int, int]  # the first and the last of which findings may be missing
-    times: tuple[
-        float, float
-    ]  # of the first loss and of the event about the last, Unix time in seconds
+    # Of the first loss and of the event about the last, Unix time in seconds
+    times: tuple[float, float]
 
     def joined(self, later: LostFindings) -> LostFindings:
         """Both as one."""

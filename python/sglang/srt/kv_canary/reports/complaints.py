@@ -16,9 +16,13 @@ class Complaints:
     def __init__(self) -> None:
         self._next_log = 0.0  # time.monotonic()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether none was logged within the last minute."""
+        return time.monotonic() >= self._next_log
+
     def log(self, problem: str) -> None:
         """Log `problem`, unless another was logged within the last minute."""
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + LOG_EVERY_S
+        if self.is_due:
+            self._next_log = time.monotonic() + LOG_EVERY_S
             logger.error("kv-canary %s", problem)

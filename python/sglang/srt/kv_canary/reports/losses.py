@@ -52,9 +52,7 @@ class Losses:
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
         self._waiting: dict[str, Loss] = {}  # by `why`
-        self._written: dict[
-            str, float
-        ] = {}  # by `why`: when the last one was, of the monotonic clock
+        self._written: dict[str, float] = {}  # by `why`: time.monotonic() of the last one
 
     @property
     def has_work(self) -> bool:

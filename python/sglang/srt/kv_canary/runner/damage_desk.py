@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +13,9 @@ import numpy as np
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
 from ..endpoint import CanaryLaunchTag
 from ..record import UNKNOWN, Column, Reason, is_writer_intact
-from ..reports.complaints import LOG_EVERY_S
+from ..reports.complaints import Complaints
 from ..reports.flight_recorder import FlightRecorder
 from ..reports.violation import reason_names
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["LOST", "Damage", "DamageDesk", "DamagedSlot", "Reader"]
 
@@ -111,7 +107,7 @@ class DamageDesk:
     # With lost findings, since the last line about them
     _unsaid_forwards: set[int] = field(default_factory=set)
     _unsaid_requests: set[str] = field(default_factory=set)
-    _next_log: float = 0.0  # time.monotonic()
+    _complaints: Complaints = field(default_factory=Complaints)
     # (slot, writer word): a finding may come again when the slot has another owner
     _acted: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
     # (pool kind, slot) -> its changes, each as (half, writer word, fingerprint of the bytes)
@@ -160,22 +156,15 @@ class DamageDesk:
 
     def say_lost(self) -> None:
         """Log what waits for it, at most once a minute. Called between steps: a burst may end within the minute."""
-        if not self._unsaid_forwards:
+        forwards = self._unsaid_forwards
+        if not (forwards and self._complaints.is_due):
             return
-        now = time.monotonic()
-        if now < self._next_log:
-            return
-        self._next_log = now + LOG_EVERY_S
-        logger.error(
-            "kv-canary action: findings of %d forwards, %d to %d, were overwritten before they were read. What the %d "
-            "requests of these forwards have read is not known to be right, so they end. "
-            "SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept",
-            len(self._unsaid_forwards),
-            min(self._unsaid_forwards),
-            max(self._unsaid_forwards),
-            len(self._unsaid_requests),
+        self._complaints.log(
+            f"action: findings of {len(forwards)} forwards, {min(forwards)} to {max(forwards)}, were overwritten "
+            f"before they were read. What the {len(self._unsaid_requests)} requests of these forwards have read is not "
+            "known to be right, so they end. SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept"
         )
-        self._unsaid_forwards.clear()
+        forwards.clear()
         self._unsaid_requests.clear()
 
     @property
