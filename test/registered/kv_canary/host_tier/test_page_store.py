@@ -522,6 +522,15 @@ def _clear_storage(folder: Path) -> None:
     assert HiCacheFile(config, str(folder)).clear()
 
 
+def _beside_a_slow_server(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[PageStore, list[str], HiCacheRig, PageStore]:
+    """The slow server of `rig`, the first page, which it has claimed and not stored, and another server."""
+    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
+    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
+    return slow, theirs, other, store_in(tmp_path, other)
+
+
 def _refuse_as_revoked(slow: PageStore, store: PageStore, rig: HiCacheRig) -> None:
     slow.revoke()
     store.begin("r", 0, 0)
@@ -534,9 +543,7 @@ def test_a_page_of_a_server_whose_records_vanished_is_no_finding(
     how: str, rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lands on the records of another server. Once the slow one has settled, pages are checked as before."""
-    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
-    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
-    store = store_in(tmp_path, other)
+    slow, theirs, other, store = _beside_a_slow_server(rig, tmp_path, monkeypatch)
     if how == "forgotten":
         store.forget(KEYS[:1])
     elif how == "cleared":
@@ -589,9 +596,7 @@ def test_a_page_that_is_removed_while_it_is_compared_is_no_finding(
     rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slow server settles just before."""
-    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
-    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
-    store = store_in(tmp_path, other)
+    slow, theirs, other, store = _beside_a_slow_server(rig, tmp_path, monkeypatch)
     store.forget(KEYS[:1])
     ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
     write_page(tmp_path, rig)
@@ -615,9 +620,7 @@ def test_a_page_that_is_removed_while_it_is_compared_is_no_finding(
 def test_a_page_that_its_server_cannot_remove_is_no_finding(
     is_wanted: bool, rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, other = store_in(tmp_path, rig), another(rig, monkeypatch)
-    theirs = slow.claim(KEYS[:1], rig.host[:PAGE], nothing).ours
-    store = store_in(tmp_path, other)
+    slow, theirs, other, store = _beside_a_slow_server(rig, tmp_path, monkeypatch)
     (store if is_wanted else slow).forget(KEYS[:1])
     ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
     write_page(tmp_path, rig)
