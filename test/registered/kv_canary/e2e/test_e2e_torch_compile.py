@@ -42,7 +42,7 @@ class TestTorchCompile(CanaryE2EBase):
         SIZES: [4],  # each takes up to a minute to compile
         "torch_compile_max_bs": 4,
     }
-    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20"}
+    env: ClassVar = {"SGLANG_KV_CANARY_HEALTH_CHECK_INTERVAL": "20", "TORCHDYNAMO_DISABLE": "0"}
     plugins: ClassVar = () if torch.cuda.is_available() else (compiled_on_torch_native,)
 
     def test_clean_requests_raise_no_alarm(self) -> None:

@@ -34,9 +34,9 @@ READ_BY_LIBRARIES = (
     "TORCH_",
 )
 POLL_S = 0.01
-# Without a GPU kernels run interpreted or not at all. So all processes have it, and come from one host. Those that
-# compile kernels say "0".
-INTERPRETED = {"TRITON_INTERPRET": "1"}
+# Without a GPU kernels run interpreted or not at all, and nothing but `--enable-torch-compile` needs a compiler. So all
+# processes have it, and come from one host. Those that compile say "0".
+INTERPRETED = {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def _for_libraries(env: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import triton
@@ -33,7 +32,6 @@ def install() -> None:
     logging.Logger.setLevel = _unless_it_has_it(logging.Logger.setLevel)
     Scheduler.maybe_sleep_on_idle = _wait_for_a_message
     Scheduler.on_idle = _sleeping_while_others_work(Scheduler.on_idle)
-    _leave_functions_uncompiled()
     _ask_once("sglang.srt.utils.common", "parse_lscpu_topology")
     DataParallelController.event_loop = _waiting_at_its_socket(DataParallelController.event_loop)
     _attend_in_torch()
@@ -60,18 +58,6 @@ def _ask_once(module: str, name: str) -> None:
     except RuntimeError:  # the program is missing; every caller hears that
         return
     setattr(sys.modules[module], name, lambda: [*told])
-
-
-def _leave_functions_uncompiled() -> None:
-    """Those that SGLang decorates with torch.compile: each rank would compile one for seconds, or for a minute.
-
-    `--enable-torch-compile` still compiles the model, with them in it.
-    """
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("sglang."):
-            for attribute, value in [*vars(module).items()]:
-                if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value):
-                    setattr(module, attribute, value._torchdynamo_orig_callable)
 
 
 def _look_for_bindings() -> None:
