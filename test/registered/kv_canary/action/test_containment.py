@@ -100,15 +100,15 @@ def test_the_last_losses_of_a_burst_are_said_between_steps(
     for number in range(3):
         rig.desk.note_lost([rig.forward(rig.request(f"chat-{number}", number + 1))])
         around_recv_requests(list)
-    assert _lost_in(caplog) == ["1 forwards, 1 to 1"]
+    assert _lost_in(caplog) == ["1 (1 to 1)"]
     rig.desk._complaints._next_log = 0.0  # a minute is over
     around_recv_requests(list)
     around_recv_requests(list)
-    assert _lost_in(caplog) == ["1 forwards, 1 to 1", "2 forwards, 2 to 3"]
+    assert _lost_in(caplog) == ["1 (1 to 1)", "2 (2 to 3)"]
 
 
 def _lost_in(log: pytest.LogCaptureFixture) -> list[str]:
-    return re.findall(r"findings of (.*), were overwritten", log.text)
+    return re.findall(r"overwritten before they were read. Forwards: ([^.]*). Requests", log.text)
 
 
 def test_long_rows_are_searched_in_one_pass() -> None:

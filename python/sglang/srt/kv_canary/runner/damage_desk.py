@@ -160,8 +160,8 @@ class DamageDesk:
         if not (forwards and self._complaints.is_due):
             return
         self._complaints.log(
-            f"action: findings of {len(forwards)} forwards, {min(forwards)} to {max(forwards)}, were overwritten "
-            f"before they were read. What the {len(self._unsaid_requests)} requests of these forwards have read is not "
+            f"action: findings were overwritten before they were read. Forwards: {len(forwards)} ({min(forwards)} "
+            f"to {max(forwards)}). Requests: {len(self._unsaid_requests)}. What these requests have read is not "
             "known to be right, so they end. SGLANG_KV_CANARY_RING_CAPACITY is how many findings are kept"
         )
         forwards.clear()
