@@ -171,6 +171,7 @@ ON_NEWER_RELEASES = (
     "wiring/test_after_layers.py",
     "wiring/test_allocator_methods.py",
     "wiring/test_direct_hooks.py",
+    "wiring/test_expected_tokens.py",
     "wiring/test_hook_targets.py",
     "wiring/test_late_patches.py",
     "wiring/test_live_questions.py",

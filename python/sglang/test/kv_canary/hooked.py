@@ -14,7 +14,7 @@ from sglang_kv_canary.wiring.releases import release
 
 from .manager_rig import ManagerRig
 
-__all__ = ["cache_request", "cache_under", "hook_in", "make_request"]
+__all__ = ["cache_request", "cache_under", "extend_to", "hook_in", "make_request"]
 
 
 def hook_in(rig: ManagerRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,20 +42,26 @@ def make_request(tree: Any, row: int, tokens: Sequence[int]) -> Any:
     return req
 
 
+def extend_to(req: Any, end: int) -> None:
+    """The next forward computes the request's tokens up to `end`, which may be one that the host does not have yet."""
+    if hasattr(req, "refresh_fill_ids"):  # from 0.5.22 on
+        req.refresh_fill_ids()
+        req.extend_end = end
+    elif release().has_own_canary:
+        req._refresh_fill_ids()
+        req.set_extend_range(0, end)
+    else:
+        req.fill_ids = (req.origin_input_ids + req.output_ids)[:end]
+
+
 def cache_request(tree: Any, req: Any, count: int) -> None:
     """The prefix cache takes the first `count` tokens of a request that goes on, by the call that a server makes."""
     from sglang.srt.mem_cache import common  # its hooked functions
 
+    extend_to(req, count)
     if hasattr(common, "checkpoint_kv_cache"):  # from 0.5.22 on
-        req.refresh_fill_ids()
-        req.extend_end = count
         common.checkpoint_kv_cache(req, tree)
         return
-    if release().has_own_canary:
-        req._refresh_fill_ids()
-        req.set_extend_range(0, count)
-    else:
-        req.fill_ids = req.origin_input_ids[:count]
     common.maybe_cache_unfinished_req(req, tree, chunked=count < len(req.origin_input_ids))
 
 

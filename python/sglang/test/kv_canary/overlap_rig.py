@@ -43,6 +43,7 @@ class _Request:
     cache_salt: None = None
     lora_id: None = None
     session: None = None
+    extend_end: None = None
 
     @property
     def kv(self) -> _Request:
@@ -58,7 +59,8 @@ class _Request:
         self.on_read()
         return self.tokens
 
-    def get_fill_ids(self) -> list[int]:
+    @property
+    def full_untruncated_fill_ids(self) -> list[int]:
         return self.fill_ids
 
 

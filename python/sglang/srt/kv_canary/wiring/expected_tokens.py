@@ -125,7 +125,7 @@ def _known_tokens(
     first = 0 if mode is TokenCheck.ALL else max(0, prefix - TAIL_TOKENS)
     tokens = tokens_of_request(request, first, prefix + length, oracle)
     # A decode in a mixed batch. Under overlap the host does not have its token yet.
-    if start == RowStart.KEEP and length == 1 and len(release().tokens_of(request)) <= prefix:
+    if start == RowStart.KEEP and length == 1 and first + len(tokens) <= prefix:
         start = RowStart.DECODES
     return KnownTokens(first, tokens, start, chain)
 
@@ -134,7 +134,8 @@ def tokens_of_request(
     request: Any, first: int, end: int, oracle: TokenOracleManager | None
 ) -> Sequence[int]:
     """The request's own list from `first` to `end`, if it is that long. With an oracle, answers are the oracle's."""
-    tokens = release().tokens_of(request)
+    tokens, known = release().tokens_of(request)
+    end = min(end, known)
     if first or end < len(tokens):  # a copy of a list touches each token
         tokens = tokens[first:end]
     if oracle is None:
@@ -151,4 +152,5 @@ def _row_start(request: Any, prefix: int, has_tokens: bool) -> tuple[int, int]:
     anchor = anchor_of(context.session_rows.namespace_of(request))
     if not prefix:
         return 0, anchor
-    return prefix, chain_of_tokens(release().tokens_of(request), anchor, count=prefix)
+    tokens, known = release().tokens_of(request)
+    return prefix, chain_of_tokens(tokens, anchor, count=min(prefix, known))

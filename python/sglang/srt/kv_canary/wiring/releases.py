@@ -66,8 +66,9 @@ class Release:
     ]  # makes --kv-canary reach us; called once, before hooks are registered
     # A request's row of req_to_token. None: it has none.
     row_of: Callable[[Any], int | None]
-    # The tokens that a request has computed once its next forward is done: prompt and answer.
-    tokens_of: Callable[[Any], Sequence[int]]
+    # A request's own list of tokens, prompt and answer, and how many it has computed once its next forward is done.
+    # No copy: of a mixed batch, a few tokens of each list are needed.
+    tokens_of: Callable[[Any], tuple[Sequence[int], int]]
     namespace_of: Callable[
         [Any], str | None
     ]  # of a request: what else than tokens tells its prefixes apart

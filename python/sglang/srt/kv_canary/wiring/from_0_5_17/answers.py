@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,7 @@ __all__ = [
     "decode_graphs_of",
     "indexer_pool_of",
     "server_args",
-    "tokens_of",
 ]
-
-
-def tokens_of(request: Any) -> Sequence[int]:
-    """The tokens that it has computed once its next forward is done."""
-    return request.get_fill_ids()
 
 
 def indexer_pool_of(hf_config: Any) -> str | None:

@@ -49,8 +49,9 @@ def _install_flags() -> None:
     install_server_args()
 
 
-def _tokens_of(request: Any) -> Sequence[int]:
-    return request.fill_ids
+def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
+    tokens = request.fill_ids
+    return tokens, len(tokens)
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:

@@ -15,7 +15,6 @@ from ..from_0_5_17.answers import (
     decode_graphs_of,
     indexer_pool_of,
     server_args,
-    tokens_of,
 )
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS, judged
 from ..path_support import PathSupport
@@ -43,6 +42,12 @@ def _refusals() -> tuple[Refusal, ...]:
     from .refusals import REFUSALS
 
     return REFUSALS
+
+
+def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
+    # As get_fill_ids(), which copies
+    tokens = request.full_untruncated_fill_ids
+    return tokens, min(request.extend_range.end, len(tokens))
 
 
 def _cached_slots(tree_cache: Any, tokens: Sequence[int]) -> list[int]:
@@ -96,7 +101,7 @@ RELEASE = Release(
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=row_of,
-    tokens_of=tokens_of,
+    tokens_of=_tokens_of,
     namespace_of=namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,

@@ -19,7 +19,6 @@ from ..from_0_5_17.answers import (
     decode_graphs_of,
     indexer_pool_of,
     server_args,
-    tokens_of,
 )
 from ..from_0_5_17.pools import PAGE_MAJOR, POOLS
 from ..path_support import PathSupport
@@ -44,6 +43,12 @@ def _refusals() -> tuple[Refusal, ...]:
     from .refusals import REFUSALS
 
     return REFUSALS
+
+
+def _tokens_of(request: Any) -> tuple[Sequence[int], int]:
+    # As get_fill_ids(), which copies
+    tokens, end = request.full_untruncated_fill_ids, request.extend_end
+    return tokens, len(tokens) if end is None else min(end, len(tokens))
 
 
 def _namespace_of(request: Any) -> str | None:
@@ -147,7 +152,7 @@ RELEASE = Release(
     refusals=_refusals,
     install_flags=lambda: None,  # SGLang has them
     row_of=attrgetter("kv.req_pool_idx"),  # in C: a step asks for those of the whole batch
-    tokens_of=tokens_of,
+    tokens_of=_tokens_of,
     namespace_of=_namespace_of,
     cached_slots=_cached_slots,
     ranks_of=_ranks_of,
