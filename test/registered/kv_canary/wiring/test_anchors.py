@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -66,6 +67,21 @@ def test_a_recycled_row_forgets_its_namespace() -> None:
     update_anchors([rig.manager], [_request(1, "a")])
     update_anchors([rig.manager], [_request(1, None)])
     assert int(rig.manager.state.anchors.abs().sum()) == 0
+
+
+def test_a_namespace_is_hashed_only_where_its_row_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that prefills asks for all rows of its batch."""
+    rig, hashed, sha256 = ManagerRig(mode=CanaryMode.RAISE), [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data: hashed.append(data) or sha256(data))
+    keys = ["red", "blue", "blue", None]
+    for _ in range(3):
+        sent = [key and "".join(key) for key in keys]  # each request has a string of its own
+        update_anchors([rig.manager], [_request(row, key) for row, key in enumerate(sent, 1)])
+    assert hashed == [b"red", b"blue", b"blue"]
+    for key in ("green", "red"):
+        update_anchors([rig.manager], [_request(1, key)])
+    assert hashed[3:] == [b"green", b"red"]
+    assert rig.manager.state.anchors[1:5].tolist() == [anchor_of(key) for key in keys]
 
 
 @pytest.mark.parametrize(

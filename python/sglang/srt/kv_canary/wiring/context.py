@@ -89,8 +89,8 @@ class CanaryContext:
     failed_load: bool = False  # of weights, in the current session of updates
     row_owners: RowOwners = field(default_factory=RowOwners)
     session_rows: SessionRows = field(default_factory=SessionRows)
-    # Each row's anchor on the device, if it is not 0. The same for all managers. None: writing it has failed.
-    anchor_of_row: dict[int, int | None] = field(default_factory=dict)
+    # The namespace whose anchor each row has on the device, for all managers. Without an entry: the default one.
+    namespace_of_row: dict[int, Any] = field(default_factory=dict)
     notices: NoticeBoard = field(default_factory=NoticeBoard)  # of prefill servers
     sent_chunks: SentChunks = field(default_factory=SentChunks)  # of this prefill server
     is_of_pair: bool = (
