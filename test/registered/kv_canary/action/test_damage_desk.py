@@ -60,7 +60,7 @@ def desk() -> DamageDesk:
     """Forwards 1, 2, ... run "ada" in row 1 and "bob" in row 2. Each computes one token, from position 40 on."""
     recorder = FlightRecorder()
     for forward in range(1, 4):
-        starts = {1: 39 + forward, 2: 69 + forward}
+        starts = [39 + forward, 69 + forward]
         recorder.begin_step([(1, "ada"), (2, "bob")], starts=starts)
         recorder.note_forward(forward, "DECODE")
         recorder.end_step()

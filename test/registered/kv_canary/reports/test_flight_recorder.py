@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from sglang_kv_canary.reports.flight_recorder import (
     FlightRecorder,
 )
 from sglang_kv_canary.reports.known_findings import KnownReaders, finding_keys
+from sglang_kv_canary.wiring import scheduler
+from sglang_kv_canary.wiring.context import context
 
 register_cpu_ci(est_time=6, suite="stage-a-test-cpu")
 
@@ -110,6 +113,50 @@ def test_releases_of_a_row_are_bounded() -> None:
         recorder.row_released(1)
         recorder.row_released(1)  # of a session: each turn may give back a part
     assert len(recorder._steps.released[1]) <= RELEASE_STEPS + 1
+
+
+def serve(recorder: FlightRecorder, steps: int) -> None:
+    """Decode steps of the same requests, by the scheduler's hook. In step n, row r computes position 1000 r + n."""
+    requests = [SimpleNamespace(req_pool_idx=row, rid=f"req-{row}") for row in range(REQUESTS)]
+    for number in range(1, steps + 1):
+        step = scheduler._begin_step(SimpleNamespace(reqs=list(requests), number=number))
+        recorder.note_forward(number, "DECODE")
+        scheduler._end_step()
+        recorder.result_arrived(step)
+
+
+@pytest.fixture
+def asked() -> FlightRecorder:
+    """The recorder of this process, and an action asks it for first positions."""
+    context.recorder = FlightRecorder()
+    context.starts_of = lambda batch: [1000 * row + batch.number for row in range(REQUESTS)]
+    return context.recorder
+
+
+@pytest.mark.usefixtures("asked")
+def test_first_positions_take_little_room_and_are_kept_while_findings_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside what the recorder keeps of these steps anyway."""
+    monkeypatch.setattr(flight_recorder, "RELEASE_STEPS", 32)
+    starts_of, kept = context.starts_of, []
+    for context.starts_of in (None, None, starts_of):  # the first time, names are kept as well
+        context.recorder = FlightRecorder()
+        kept.append(bytes_kept_by(lambda: serve(context.recorder, 128)))
+    assert kept[2] - kept[1] < 1.2 * 32 * 4 * REQUESTS
+
+
+def test_a_first_position_is_that_of_its_forward_and_row(asked: FlightRecorder) -> None:
+    """Where it is no longer known, damage is taken to reach back to the first token."""
+    last = RELEASE_STEPS + LATEST
+    serve(asked, last)
+    asked.note_forward(last + 1, "DECODE")  # of no step
+    for forward in (last - LATEST, last, last - LATEST):
+        rows = (0, REQUESTS - 1, 7)
+        found = [asked.start_of(forward, row) for row in rows]
+        assert found == [1000 * row + forward for row in rows]
+    others = ((last, REQUESTS), (last - RELEASE_STEPS, 7), (last + 1, 7), (last + 2, 7))
+    assert [asked.start_of(*each) for each in others] == [0] * 4
 
 
 # Search

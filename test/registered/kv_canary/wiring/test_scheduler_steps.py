@@ -74,6 +74,17 @@ def test_each_result_settles_its_own_step(loop: Loop) -> None:
     assert {v.reader.request_id for v in loop.rig.reported} == {"request-1"}
 
 
+@pytest.mark.parametrize(("found", "start", "errors"), [([8], 8, 0), ([8, 9], 0, 1)])
+def test_first_positions_that_are_not_of_the_batch_are_not_kept(
+    loop: Loop, found: list[int], start: int, errors: int
+) -> None:
+    context.starts_of = lambda batch: found
+    loop.process(loop.launch(2))
+    recorder, manager = loop.rig.recorder, loop.rig.manager
+    assert recorder.start_of(recorder.newest, 2) == start
+    assert (manager.errors.total, manager.armed) == (errors, True)
+
+
 def test_clean_steps_report_nothing(loop: Loop) -> None:
     for batch in (loop.launch(1), loop.launch(2)):
         loop.process(batch)

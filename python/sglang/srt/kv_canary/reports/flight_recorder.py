@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .weight_history import WeightHistory
 
 MAX_FORWARDS = 8192  # forwards that reports can still look up
 LOOK_BACK = 64  # forwards in which a request's previous forward is looked for
-RELEASE_STEPS = 1024  # for which releases of a row are remembered. A finding is read within 256
+RELEASE_STEPS = 1024  # for which releases of a row, and first positions, are remembered. A finding is read within 256
 NEAR = 64  # places of a step's names that are looked at first
 MAX_BY_ROW = 2 * LOOK_BACK  # dicts of 150 KB with 4,096 requests
 SEARCHED_ROWS = 1 << 18  # between two pauses of a search, 6 ms
@@ -71,8 +71,9 @@ class StepRecord:
     has_result: bool = True
     is_complete: Callable[[], bool] = _is_unknown  # asked of a step without a result
     origins: Mapping[int, Origin] = field(default_factory=dict)  # row -> where its KV came from
-    # row -> first position that the step computes; empty unless an action asks for it
-    starts: Mapping[int, int] = field(default_factory=dict)
+    # First position that the step computes, of each in `named`. Empty unless an action asks for it, and after
+    # RELEASE_STEPS
+    starts: Sequence[int] = ()
 
     @property
     def requests(self) -> dict[int, str]:
@@ -110,6 +111,7 @@ class Steps:
         default_factory=deque
     )  # whose result has not arrived, oldest first
     without_result: int = 0  # of them, those that have none
+    with_starts: deque[StepRecord] = field(default_factory=deque)  # oldest first
 
 
 class FlightRecorder:
@@ -123,6 +125,8 @@ class FlightRecorder:
         self._newest = 0
         self._max_forwards = max_forwards
         self._steps = Steps() if steps is None else steps
+        # The step whose `starts` were asked for last, and them by row
+        self._starts: tuple[StepRecord | None, dict[int | None, int]] = (None, {})
         self.weights = WeightHistory()
         self.has_virtual_swa_slots = False  # see CanaryBufferGroup.is_rebound
         self.receives = (
@@ -144,13 +148,13 @@ class FlightRecorder:
         self,
         requests: Mapping[int, str] | Iterable[RequestName],
         origins: Mapping[int, Origin] | None = None,
-        starts: Mapping[int, int] | None = None,
+        starts: Sequence[int] | None = None,
         given_back: Iterable[int] = (),
     ) -> StepRecord:
         """A scheduler step is about to launch its forwards. `requests`: rows and their request ids.
 
         `origins`: of a step that checks what has arrived, where each row's KV came from. Such a step has no result.
-        `starts`: the first position that the step computes, of each row.
+        `starts`: the first position that the step computes, of each of `requests`. They are kept in this form.
         `given_back`: rows of requests that have ended since their batch was prepared. What the step sees of them is
         moot, and nobody has them after it.
         """
@@ -163,6 +167,9 @@ class FlightRecorder:
             steps.without_result += 1
         if starts is not None:
             steps.current.starts = starts
+            steps.with_starts.append(steps.current)
+            if len(steps.with_starts) > RELEASE_STEPS:
+                steps.with_starts.popleft().starts = ()
         steps.in_flight.append(steps.current)
         for row in given_back:
             self._note_release(row)
@@ -380,9 +387,14 @@ class FlightRecorder:
         return None if step is None else step.origins.get(row)
 
     def start_of(self, forward: int, row: int) -> int:
-        """The first position that `forward` computed for `row`. 0 if it is not on record."""
-        found = self._forwards.get(forward)
-        return 0 if found is None or found.step is None else found.step.starts.get(row, 0)
+        """The first position that `forward` computed for `row`. 0 if it is not on record: none was earlier."""
+        step = self.step_of(forward)
+        if step is None or not step.starts:
+            return 0
+        if self._starts[0] is not step:  # findings come in the order of their forwards
+            rows = (row for row, _ in _pairs(step.named))
+            self._starts = step, dict(zip(rows, step.starts, strict=True))
+        return self._starts[1].get(row, 0)
 
     def last_of(self, request_id: str) -> tuple[ForwardRecord, int] | None:
         """The last forward on record that ran a request, and its row. Looks through all forwards on record."""
