@@ -7,6 +7,7 @@ Triton kernels, the NumPy reference and the reporters all take the layout from h
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Any
 
 RECORD_WORDS = 4
 RECORD_BYTES = 8 * RECORD_WORDS
@@ -25,8 +26,8 @@ WRITER_ROW_BITS = 20
 WRITER_ROW_MASK = (1 << WRITER_ROW_BITS) - 1
 WRITER_MODE_MASK = 0xF
 FORWARD_MASK = 0xFFFFFFFF
-# A forward counter that is less than this far ahead of another one is later.
-FORWARDS_AHEAD = 1 << 31
+# Forwards; more than a device's queue holds. A writer further ahead is one of long ago: numbers wrap.
+MOST_FORWARDS_QUEUED = 1 << 10
 # XOR of the 16 nibbles of every writer word. Not 0, so no word of 16 equal nibbles is valid.
 WRITER_NIBBLES = 0x9
 
@@ -244,6 +245,11 @@ def _xor_of_nibbles(word: int) -> int:
     for bits in (32, 16, 8, 4):
         word ^= word >> bits
     return word & 0xF
+
+
+def forwards_between(earlier: Any, later: Any) -> Any:
+    """How many forwards `later` comes after `earlier`. Each is a number or a writer word: 32 bits of it count."""
+    return (later - earlier) & FORWARD_MASK
 
 
 def unpack_writer(word: int) -> tuple[int, int, int, int]:

@@ -19,7 +19,8 @@ register_cuda_ci(est_time=40, suite="stage-b-test-1-gpu-small")
 NUM_SLOTS = 300
 # Forwards around the last one that had begun when the bytes were there
 AFTER = (0, 7, FORWARD_MASK - 2)
-FORWARDS = (-2, -1, 0, 1, 2, (1 << 31) - 1, 1 << 31)
+QUEUED = 1 << 10  # as many forwards as may have begun since
+FORWARDS = (-2, -1, 0, 1, 2, QUEUED, QUEUED + 1, (1 << 31) - 1, 1 << 31)
 MODES = (Mode.EXTEND, Mode.LOADED)
 STATES = (State.LIVE, State.FREED, State.ALLOCATED, State.UNFILLED)
 
@@ -103,7 +104,7 @@ class Oracle:
         for slot, (of_halves, last) in known:
             ahead = (last - self.load.complete_after) & FORWARD_MASK
             loaded = (last >> 52) & 15 == Mode.LOADED
-            if not last or not 0 < ahead < 1 << 31 or loaded:
+            if not last or not 0 < ahead <= QUEUED or loaded:
                 continue
             for half, words in zip(self.load.halves.lower(), of_halves, strict=True):
                 for name in (f"{half}_head", f"{half}_tail"):
@@ -183,6 +184,33 @@ def test_loads_of_any_length(count: int) -> None:
         if is_late:
             oracle.expose([late[3]] * count)
         _assert_records(twin, oracle.records)
+
+
+@pytest.mark.parametrize("queued", [1, QUEUED])
+@pytest.mark.parametrize("ago", [5, (1 << 31) - 1, (1 << 31) + 5, (1 << 32) - QUEUED - 1])
+def test_a_slot_last_written_long_ago_is_loaded_and_one_written_late_is_not(
+    ago: int, queued: int
+) -> None:
+    """`ago`: forwards before the bytes were there. `queued`: forwards after it."""
+    complete_after = (1 << 32) + 100
+    loaded = [5, 6, 7, pack_writer(complete_after - 50, 2, Mode.EXTEND, State.LIVE)]
+    old, late = (
+        pack_writer(forward, 3, Mode.DECODE, State.LIVE)
+        for forward in (complete_after - ago, complete_after + queued)
+    )
+    twin, device = Twin(make_group(NUM_SLOTS), make_state()), kernel_device()
+    slots = torch.tensor([7, 8], device=device)
+    words = torch.tensor([[loaded, loaded]] * 2, device=device)
+    before = torch.tensor([old, late], device=device)
+    after = torch.tensor([complete_after], device=device)
+    for group in (twin.group, twin.kernel_group):
+        for name in SIDES:
+            getattr(group, name)[slots] = words[:, 0]
+    twin.run("expose_late_writes", lambda f, group, _: f(slots, words, before, after, group))
+    exposed = [5, 6, late, pack_writer(0, 0, Mode.FREE, State.ALLOCATED)]
+    for group in (twin.group, twin.kernel_group):
+        for name in SIDES:
+            assert getattr(group, name)[slots].tolist() == [loaded, exposed], name
 
 
 if __name__ == "__main__":

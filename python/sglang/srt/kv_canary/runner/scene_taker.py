@@ -201,13 +201,14 @@ class _Search:
             return records.new_empty(0)
         held = record.to_signed64(place.position << 32) >> 32
         state = record.State.LIVE
+        # Earlier requests have used the row, too. What they wrote is older.
+        age = place.forward - place.since
 
         def is_held(part: torch.Tensor) -> torch.Tensor:
             writer = part[:, record.WORD_WRITER]
             row = (writer >> record.WRITER_ROW_SHIFT) & record.WRITER_ROW_MASK
             live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == state
-            # Earlier requests have used the row, too.
-            live &= (writer & record.FORWARD_MASK) >= place.since
+            live &= record.forwards_between(writer, place.forward) <= age
             at = (part[:, record.WORD_IDENTITY] >> 32) == held
             return live & at & (row == place.row)
 

@@ -41,8 +41,8 @@ def expose_late_writes(
     """Take back records of loaded slots; arguments as of `triton.loads.expose_late_writes`."""
     own, known = _inside(slots, group)
     last = array(before)[known]
-    ahead = (last - int(complete_after)) & record.FORWARD_MASK
-    late = (last != 0) & (ahead > 0) & (ahead < record.FORWARDS_AHEAD)
+    ahead = record.forwards_between(int(complete_after), last)
+    late = (last != 0) & (ahead > 0) & (ahead <= record.MOST_FORWARDS_QUEUED)
     # The load before it named a forward that had not run
     late &= (last >> record.WRITER_MODE_SHIFT) & record.WRITER_MODE_MASK != Mode.LOADED
     allocated = record.pack_writer(0, 0, Mode.FREE, State.ALLOCATED)

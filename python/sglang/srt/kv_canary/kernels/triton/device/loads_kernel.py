@@ -21,7 +21,7 @@ from .record import (
     raw_state,
 )
 
-FORWARDS_AHEAD = tl.constexpr(record.FORWARDS_AHEAD)
+MOST_FORWARDS_QUEUED = tl.constexpr(record.MOST_FORWARDS_QUEUED)
 LOADED = tl.constexpr(int(Mode.LOADED))
 ALLOCATED_WORD = tl.constexpr(record.pack_writer(0, 0, Mode.FREE, State.ALLOCATED))
 
@@ -102,7 +102,7 @@ def expose_late_writes_kernel(
     usable = (slots > 0) & (slots < num_slots)
     last = tl.load(before + at, mask=usable, other=0)
     ahead = (last - tl.load(complete_after)) & FORWARD_MASK
-    late = usable & (last != 0) & (ahead > 0) & (ahead < FORWARDS_AHEAD)
+    late = usable & (last != 0) & (ahead > 0) & (ahead <= MOST_FORWARDS_QUEUED)
     # The load before it named a forward that had not run
     late = late & ((last >> MODE_SHIFT) & MODE_MASK != LOADED)
     of_slot = words + at * (HALVES * WORDS) + WRITER
