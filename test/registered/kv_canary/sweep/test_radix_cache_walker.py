@@ -390,6 +390,73 @@ def test_the_slices_grow_while_the_children_change_each_time(monkeypatch):
     assert empty == 5  # of 4, 8, 16, 32 and 64 keys
 
 
+def evict_only(tree, prompt: list[int]) -> None:
+    """All other prompts are in use."""
+    prompts = [node.key.token_ids for node in tree.cache.root_node.children.values()]
+    locks = [tree.lock(other) for other in prompts if list(other) != prompt]
+    tree.evict(len(prompt))
+    for lock in locks:
+        tree.unlock(lock)
+
+
+def replace_oldest(tree, last: list[int], count: int) -> None:
+    """There are as many children as before, and the last one has the same key."""
+    tree.evict(2 * count)
+    for token in range(1000, 1000 + count):
+        assert tree.insert([token, 1])
+    evict_only(tree, last)
+    assert tree.insert(last)
+
+
+def come_and_go(tree, last: list[int], count: int) -> None:
+    """The children are the same as before, in a table that has been made again."""
+    for token in range(1000, 1000 + count):
+        assert tree.insert([token, 1])
+        evict_only(tree, [token, 1])
+
+
+def being_listed(monkeypatch, gone: int):
+    """A tree with many children, and a walk that has listed some of them."""
+    monkeypatch.setattr(radix_cache_walker, "_KEYS_PER_SLICE", 16)
+    tree = make_tree("radix")
+    for token in range(80):
+        assert tree.insert([token, 1])
+    tree.evict(2 * gone)  # their places in the table are empty
+    walker = RadixCacheWalker(tree.cache, False, False)
+    assert walker.next_chunk(max_us=1).num_slots == 0
+    return tree, walker
+
+
+@pytest.mark.parametrize("gone", [0, 10])
+@pytest.mark.parametrize("count", [1, 4, 12, 60])
+@pytest.mark.parametrize("change", [replace_oldest, come_and_go])
+def test_children_that_change_without_a_trace_while_they_are_listed(
+    monkeypatch, change, count, gone
+):
+    tree, walker = being_listed(monkeypatch, gone)
+    before, children = tree.held_slots(), tree.cache.root_node.children
+    looks = len(children), next(reversed(children))
+    change(tree, [79, 1], count)
+    assert (len(children), next(reversed(children))) == looks
+    stayed = before & tree.held_slots()
+    chunks = walk_in_chunks(walker, max_us=1)
+    for chunk in chunks:
+        check_chunk(tree, chunk)
+    assert stayed <= {slot for chunk in chunks for slot in chunk.slot_indices.tolist()}
+
+
+def test_a_child_that_is_put_back_while_children_are_listed(monkeypatch):
+    """SGLang's trees make a new node. Of another tree the walk cannot tell, and still ends."""
+    tree, walker = being_listed(monkeypatch, gone=10)
+    children = tree.cache.root_node.children
+    key, node = children.popitem()
+    tree.evict(2)
+    assert tree.insert([1000, 1])
+    children[key] = node
+    for chunk in walk_in_chunks(walker, max_us=1):
+        check_chunk(tree, chunk)
+
+
 def test_a_chain_of_nodes_leaves_one_frame():
     tree = make_tree("radix")
     for length in range(1, 9):

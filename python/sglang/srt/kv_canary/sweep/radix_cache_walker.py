@@ -295,10 +295,11 @@ class _Frame:
     """A node whose children are still to be visited. A key stays valid when its child is split or evicted."""
 
     __slots__ = (
+        "_count",
+        "_last",
         "_listed",
         "_listing",
         "_slice",
-        "_state",
         "end",
         "floor",
         "keys",
@@ -321,17 +322,25 @@ class _Frame:
         is_wide = len(node.children) > _KEYS_PER_SLICE
         self.keys: list[Any] | None = None if is_wide else list(node.children)
         self._listing: Any = None
+        self._slice = 0
 
     def list_keys(self) -> None:
         """List a slice of many keys. If the children change during this, start again with longer slices."""
         children = self.node.children
-        state = (len(children), next(reversed(children), None))
-        if self._listing is None or state != self._state:
-            self._slice = _KEYS_PER_SLICE if self._listing is None else 2 * self._slice
-            self._listed, self._listing, self._state = [], iter(children), state
-        self._listed += islice(self._listing, self._slice)
-        if len(self._listed) >= len(children):
-            self.keys, self._listing = self._listed, None
+        # What comes in is last. It is a new node, even if its key was there before.
+        count, last = len(children), next(reversed(children.values()), None)
+        if self._listing is None or count != self._count or last is not self._last:
+            self._slice = 2 * self._slice or _KEYS_PER_SLICE
+            self._listed, self._listing, self._count, self._last = [], iter(children), count, last
+        expected = min(len(self._listed) + self._slice, count)
+        try:
+            self._listed += islice(self._listing, self._slice)
+        except RuntimeError:  # keys have been replaced
+            self._listed.clear()
+        if len(self._listed) < expected:
+            self._listing = None  # what came and went has moved the others, and some were missed
+        elif expected == count:
+            self.keys, self._listing, self._last = self._listed, None, None
 
 
 class _SourceKeeper:
