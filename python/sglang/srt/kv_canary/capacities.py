@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import startup_error
+
 MOST_REQUESTS = 16384  # in one batch: every kernel program keeps one lane per request
 
 
@@ -31,7 +33,10 @@ class CanaryLaunchCapacities:
         content_budget_bytes: int,
         max_extend_tokens: int | None = None,
     ) -> CanaryLaunchCapacities:
-        """Raises ValueError when a size is not positive. `max_extend_tokens` None: one request's context."""
+        """Raises ValueError for a size that is not positive, CanaryStartupError for batches that are too large.
+
+        `max_extend_tokens` None: one request's context.
+        """
         capacities = cls(
             max_batch_size=max_running_requests,
             max_request_rows=request_rows,
@@ -44,4 +49,9 @@ class CanaryLaunchCapacities:
         for name in cls.__slots__:
             if getattr(capacities, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(capacities, name)}")
+        if max_running_requests > MOST_REQUESTS:
+            raise startup_error(
+                f"a rank runs up to {max_running_requests:,} requests, and the kernels take {MOST_REQUESTS:,}.",
+                "larger batches",
+            )
         return capacities

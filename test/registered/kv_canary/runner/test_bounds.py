@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary import record
 from sglang_kv_canary.buffer_group import PoolKind, Side
+from sglang_kv_canary.capacities import MOST_REQUESTS, CanaryLaunchCapacities
 from sglang_kv_canary.config import CanaryMode, ContentMode
 from sglang_kv_canary.endpoint import CanaryLaunchTag
+from sglang_kv_canary.errors import CanaryStartupError
 from sglang_kv_canary.monitors.health import HealthCheck
 from sglang_kv_canary.record import Column, Reason
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder, Steps
@@ -30,6 +33,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 register_cpu_ci(est_time=20, suite="stage-a-test-cpu")
 
 WRAP = 1 << 32  # records keep 32 bits of a forward's number
+
+
+# Batches
+
+
+def test_more_requests_than_the_kernels_take_are_refused_with_the_number() -> None:
+    sizes = {"request_rows": 8, "context_len": 8, "ring_capacity": 8}
+    budgets = {"verify_budget_slots": 8, "content_budget_bytes": 8}
+    sized = partial(CanaryLaunchCapacities.from_args, **sizes, **budgets)
+    assert sized(max_running_requests=MOST_REQUESTS).max_batch_size == MOST_REQUESTS
+    with pytest.raises(CanaryStartupError, match=r"up to 16,385 requests, .* take 16,384"):
+        sized(max_running_requests=MOST_REQUESTS + 1)
 
 
 # Slot events

@@ -178,6 +178,24 @@ def test_what_is_predicted_is_what_real_pools_need(run) -> None:
     assert run(program)[-1] == "done"
 
 
+def test_requests_are_predicted_by_rank_and_up_to_what_kernels_take(run) -> None:
+    program = """
+    from sglang_kv_canary.config import CanaryConfig
+    from sglang_kv_canary.kernels import triton as triton_backend
+    from sglang_kv_canary.wiring import predicted_variants
+
+    largest = []
+    for asked, ranks in ((None, 1), (65536, 1), (3000, 1), (3000, 2)):
+        args = make_args(llama, max_running_requests=asked)
+        args.enable_dp_attention, args.tp_size, args.dp_size = ranks > 1, ranks, ranks
+        config = CanaryConfig.from_server_args(args)
+        groups = predicted_variants._groups(args, ModelConfig.from_server_args(args), config)
+        largest.append(predicted_variants._target(args, config, groups, triton_backend).largest)
+    print(*largest)
+    """
+    assert run(program)[-1] == "4096 16384 3000 1500"
+
+
 def test_the_server_runs_until_the_schedulers_are_ready(run) -> None:
     program = """
     import functools

@@ -292,7 +292,7 @@ _ASKED: dict[str, dict[str, Any]] = {
     "CUDA graph debug mode": {"debug_cuda_graph": True},
     "Ray": {"use_ray": True},
     "gRPC mode": {"grpc_mode": True},
-    "more than 16,384 running requests": {"max_running_requests": 20_000},
+    "more than 16,384 running requests on one rank": {"max_running_requests": 16_385},
     "this device": {"device": "npu"},
 }
 ASKED = {
@@ -411,6 +411,51 @@ def test_what_is_not_covered_is_refused_by_name(name: str) -> None:
     plain = {"model_path": "dummy", "device": "cpu"}
     assert case.predicate(ServerArgs(**{**plain, **ASKED[name]}))
     assert not case.predicate(ServerArgs(**plain))
+
+
+@has_seam
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"max_running_requests": 32_767, "dp_size": 2}, False),
+        ({"max_running_requests": 32_770, "dp_size": 2}, True),
+        ({"max_running_requests": 20_000, "max_total_tokens": 32_769}, False),
+        ({"max_running_requests": 20_000, "max_total_tokens": 32_770}, True),
+        ({"max_total_tokens": 1 << 20}, False),
+    ],
+    ids=str,
+)
+def test_running_requests_are_counted_by_rank(asked: dict[str, int], refused: bool) -> None:
+    name = "more than 16,384 running requests on one rank"
+    case = next(case for case in release().refusals() if case.name == name)
+    args = ServerArgs(model_path="dummy", device="cpu")
+    args.enable_dp_attention = "dp_size" in asked
+    for field, value in asked.items():
+        setattr(args, field, value)
+    assert case.predicate(args) is refused
+
+
+@has_seam
+@pytest.mark.parametrize(
+    ("asked", "tokens", "runs"),
+    [(40_001, 1 << 30, 20_000), (40_001, 20_000, 10_000), (None, 1 << 30, 4096)],
+)
+def test_sglang_itself_counts_running_requests_by_rank(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, tokens: int, runs: int
+) -> None:
+    """If it counts them in another way some day, the refusal is wrong."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    schedule = SimpleNamespace(max_running_requests=asked)
+    monkeypatch.setattr(kv_cache_configurator, "get_schedule", lambda: schedule)
+    one_of_two = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=1),
+        mambaish_config=None,
+        attn_dp_size=2,
+        ps=SimpleNamespace(attn_dp_size=2),  # where 0.5.17 has it
+    )
+    resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
+    assert resolve(one_of_two, tokens) == runs
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..buffer_group import CanaryBufferGroup, PoolKind, Side
-from ..capacities import CanaryLaunchCapacities
+from ..capacities import MOST_REQUESTS, CanaryLaunchCapacities
 from ..config import CanaryConfig, ContentMode
 from ..endpoint import Part
 from ..launch.launcher import Launcher, launch_endpoints_per_forward
@@ -29,13 +29,14 @@ from ..state import CanaryDeviceState
 from .content_share import attention_ranks
 from .cuda_graph import beside_layers
 from .memory import pool_class_of
+from .refusals import requests_of_rank
 from .releases import release
 from .warm_up import decodes, launches_of_target, plans_of, prefills
 
 if TYPE_CHECKING:
     from ..kernels.triton.variant import Variant
 
-MOST_REQUESTS = 4096  # SGLang's limit where the user sets none
+_USUAL_REQUESTS = 4096  # SGLang's limit where the user sets none
 _CONTEXT = 8  # columns of the small req_to_token
 
 
@@ -75,7 +76,7 @@ def _target(
     args: Any, config: CanaryConfig, groups: tuple[CanaryBufferGroup, ...], backend: Any
 ) -> SimpleNamespace:
     """What the launches need of a CanaryManager."""
-    largest = max(1, args.max_running_requests or MOST_REQUESTS)
+    largest = min(requests_of_rank(args) or _USUAL_REQUESTS, MOST_REQUESTS)
     rows = torch.zeros((largest + 1, _CONTEXT), dtype=torch.int32)
     speculation = SpeculationShape.from_server_args(args)
     capacities = CanaryLaunchCapacities.from_args(

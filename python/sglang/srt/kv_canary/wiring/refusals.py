@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..capacities import MOST_REQUESTS
-
 __all__ = [
     "COMMON",
     "DISAGGREGATION",
@@ -16,6 +14,7 @@ __all__ = [
     "attention_groups",
     "model_has",
     "pads_to_other_ranks",
+    "requests_of_rank",
     "splits_attention",
 ]
 
@@ -60,6 +59,12 @@ def attention_groups(server_args: Any) -> int:
     older = server_args.dp_size if server_args.enable_dp_attention else 1
     # From 0.5.22 on, SGLang moves the number there when it settles its arguments.
     return max(older, getattr(server_args, "attn_dp_size", 1))
+
+
+def requests_of_rank(server_args: Any) -> int | None:
+    """Most running requests of one rank by the flag, which is for all groups together. None: it is not set."""
+    asked = server_args.max_running_requests
+    return None if asked is None else max(1, asked // attention_groups(server_args))
 
 
 def splits_attention(server_args: Any) -> bool:
@@ -177,12 +182,6 @@ COMMON: tuple[Refusal, ...] = (
         lambda args: args.grpc_mode or getattr(args, "smg_grpc_mode", False),
         "the package smg-grpc-servicer starts the schedulers, and asks none of them for proof of the canary.",
         "Remove --grpc-mode or --smg-grpc-mode.",
-    ),
-    Refusal(
-        f"more than {MOST_REQUESTS:,} running requests",
-        lambda args: (args.max_running_requests or 0) > MOST_REQUESTS,
-        "batches larger than the kernels accept.",
-        f"Set --max-running-requests to {MOST_REQUESTS} or less.",
     ),
     Refusal(
         "this device",

@@ -9,13 +9,21 @@ from typing import Any
 
 from sglang.srt.environ import envs
 
-from ..refusals import COMMON, Refusal
+from ...capacities import MOST_REQUESTS
+from ..refusals import COMMON, Refusal, requests_of_rank
 from .speculation_refusals import SPECULATION
 
 __all__ = ["SHARED"]
 
 SHARED: tuple[Refusal, ...] = (
     *COMMON,
+    Refusal(
+        # 0.5.12.post1 never runs more than 4,096 on a rank.
+        f"more than {MOST_REQUESTS:,} running requests on one rank",
+        lambda args: _most_running(args) > MOST_REQUESTS,
+        "batches larger than the kernels accept.",
+        f"Set --max-running-requests to {MOST_REQUESTS} or less, times the ranks of data-parallel attention.",
+    ),
     Refusal(
         "registered prefix cache",
         lambda args: args.radix_cache_backend is not None,
@@ -70,6 +78,12 @@ SHARED: tuple[Refusal, ...] = (
         "Remove --enable-flexkv.",
     ),
 )
+
+
+def _most_running(args: Any) -> int:
+    """Requests that one rank may run by its arguments. 0: SGLang's own limit, which is 4,096 at most."""
+    asked, tokens = requests_of_rank(args) or 0, args.max_total_tokens
+    return asked if tokens is None else min(asked, tokens // 2)  # as in its `resolve_max_num_reqs`
 
 
 def _has_prefill_graphs(config: Any) -> bool:
