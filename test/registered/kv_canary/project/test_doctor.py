@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.cli import doctor, machine
@@ -65,6 +66,12 @@ def test_without_arguments_it_checks_the_installation() -> None:
         "server",
     ]
     assert not _problems(outcome)
+
+
+def test_a_triton_that_takes_longer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "longer" not in doctor._versions().text
+    monkeypatch.setattr(triton, "__version__", "9.1.0")
+    assert "launches by Triton 9.1.0 take longer" in doctor._versions().text
 
 
 def test_arguments_that_can_be_protected_are_no_problem(served: tuple[str, ...]) -> None:

@@ -160,6 +160,10 @@ def test_a_known_variant_is_launched_on_the_current_stream(code: ModuleType) -> 
     assert launches.seen == [DIRECTLY, (5, [7, "plain", 9]), ASKED]
     launches.compiled(5, [7, "plain", 9])
     assert launches.seen[-1] == DIRECTLY
+    as_one = launches.compiled._replace(as_one=True)
+    assert launches.launch(code, as_one) is True
+    as_one(5, [7, "plain", 9])
+    assert launches.seen[-2:] == [(*DIRECTLY[:6], [7, "plain", 9])] * 2
 
 
 @BOTH
@@ -1145,6 +1149,27 @@ def test_a_process_without_a_compiler_says_so_once_and_runs_python(tmp_path: Pat
     assert printed == f"False {twins.chain_of_tokens([1, 2, 3], 5, 0, -1)}"
     assert said.count("WARNING kv-canary: its host code runs in Python") == 1
     assert "Failed to find C compiler" in said
+
+
+LATE = """
+import logging, sys, threading
+logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
+import triton.runtime.build as build
+real, may_go_on = build.compile_module_from_src, threading.Event()
+build.compile_module_from_src = lambda *given: may_go_on.wait() and real(*given)
+from sglang_kv_canary.host_code import HOST, begin_to_compile, wait_for_compiled
+wait_for_compiled(0.01)
+print(HOST.in_c, end=" ")
+may_go_on.set()
+wait_for_compiled(60)
+print(HOST.in_c)
+"""
+
+
+def test_a_compiler_that_takes_long_is_logged(tmp_path: Path) -> None:
+    done = FreshProcesses().run(LATE, env={"TRITON_CACHE_DIR": str(tmp_path / "cache")})
+    assert done.stdout.strip() == "False True"
+    assert done.stderr.count("WARNING kv-canary: its C code is not compiled after 0.01 s") == 1
 
 
 def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ def _release() -> Diagnosis:
 
 
 def _versions() -> Diagnosis:
-    return Diagnosis("versions", machine.versions())
+    from ..kernels.triton.direct_launch import slowness
+
+    texts = machine.versions(), slowness()
+    return Diagnosis("versions", "; ".join(filter(None, texts)))
 
 
 def _device() -> Diagnosis:

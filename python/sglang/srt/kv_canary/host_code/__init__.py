@@ -4,8 +4,8 @@ Data goes in, data comes out. It knows nothing of SGLang and of the canary but t
 each function does. Both do the same (`test_host_code.py`).
 """
 
-from .compiled import begin_to_compile
+from .compiled import begin_to_compile, wait_for_compiled
 from .frame_room import with_room_for_frames
 from .interface import HOST
 
-__all__ = ["HOST", "begin_to_compile", "with_room_for_frames"]
+__all__ = ["HOST", "begin_to_compile", "wait_for_compiled", "with_room_for_frames"]

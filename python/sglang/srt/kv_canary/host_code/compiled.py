@@ -64,6 +64,18 @@ def begin_to_compile() -> threading.Thread:
         return _thread
 
 
+def wait_for_compiled(seconds: float) -> None:
+    """Begin, if nobody has, and wait. What is compiled later is used by part of the calls only, which is logged."""
+    thread = begin_to_compile()
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning(
+            "kv-canary: its C code is not compiled after %g s. Hooks stay in Python, which takes longer. Is the "
+            "folder of TRITON_CACHE_DIR slow, or are the cores busy?",
+            seconds,
+        )
+
+
 def _use_compiled() -> None:
     try:
         HOST.use(compile_module())

@@ -625,7 +625,7 @@ static PyObject *launch_arguments(PyObject *self, PyObject *const *args, Py_ssiz
 }
 
 /* Items of a CompiledLaunch. */
-enum { ASK, LAUNCH, SETTINGS, DEVICE, CURRENT_STREAM, HOOKS, COMPILED_ITEMS };
+enum { ASK, LAUNCH, SETTINGS, DEVICE, CURRENT_STREAM, HOOKS, AS_ONE, COMPILED_ITEMS };
 
 /* Whether `settings` has another hook than `own` under this name, or `own` has functions to call. -1 with an exception. */
 static int has_hook(PyObject *settings, PyObject *name, PyObject *own) {
@@ -641,7 +641,10 @@ static int has_hook(PyObject *settings, PyObject *name, PyObject *own) {
 
 /* Triton's launcher, with the arguments that it takes, on the current stream. */
 static PyObject *launch_directly(PyObject *const *compiled, PyObject *programs, PyObject *plain) {
-  Py_ssize_t before = PyTuple_GET_SIZE(compiled[SETTINGS]), after = PyList_GET_SIZE(plain);
+  int as_one = PyObject_IsTrue(compiled[AS_ONE]);
+  if (as_one < 0) return NULL;
+  PyObject *const *kernels = as_one ? &plain : ((PyListObject *)plain)->ob_item;
+  Py_ssize_t before = PyTuple_GET_SIZE(compiled[SETTINGS]), after = as_one ? 1 : PyList_GET_SIZE(plain);
   PyObject **stack = PyMem_New(PyObject *, 4 + before + after);
   if (stack == NULL) return PyErr_NoMemory();
   PyObject *stream = PyObject_CallOneArg(compiled[CURRENT_STREAM], compiled[DEVICE]), *done = NULL;
@@ -650,7 +653,7 @@ static PyObject *launch_directly(PyObject *const *compiled, PyObject *programs, 
     stack[1] = stack[2] = one_program;
     stack[3] = stream;
     for (Py_ssize_t i = 0; i < before; i++) stack[4 + i] = PyTuple_GET_ITEM(compiled[SETTINGS], i);
-    for (Py_ssize_t i = 0; i < after; i++) stack[4 + before + i] = PyList_GET_ITEM(plain, i);
+    for (Py_ssize_t i = 0; i < after; i++) stack[4 + before + i] = kernels[i];
     done = PyObject_Vectorcall(compiled[LAUNCH], stack, 4 + before + after, NULL);
     Py_DECREF(stream);
   }

@@ -351,6 +351,7 @@ class CompiledLaunch(NamedTuple):
     current_stream: Callable[[int], int] | None = None  # of a device, as an address
     # Triton's settings, and its own two hooks there, which have nothing to call
     hooks: tuple[Any, ...] = ()
+    as_one: bool = False  # `launch` takes the kernel's arguments as one sequence
 
     def __call__(self, programs: int, plain: Sequence[Any]) -> None:
         """`plain`: all arguments of the kernel in order, pointers as integers."""
@@ -358,7 +359,8 @@ class CompiledLaunch(NamedTuple):
             self.ask(programs, plain)
         else:
             stream = self.current_stream(self.device)
-            self.launch(programs, 1, 1, stream, *self.settings, *plain)
+            given = (plain,) if self.as_one else plain
+            self.launch(programs, 1, 1, stream, *self.settings, *given)
 
 
 def _has_hooks(settings: Any, enter: Any, leave: Any) -> bool:

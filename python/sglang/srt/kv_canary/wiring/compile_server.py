@@ -55,15 +55,17 @@ def _after_launch(result: Any, cls: type, server_args: Any, *args: Any, **kwargs
 
 def _start(server_args: Any) -> CompileServerProcess | None:
     """None where there is nothing to compile, or where it is off."""
-    if not (is_asked_for(server_args) and read_settings()[COMPILE_SERVER.config_field]):
+    if not is_asked_for(server_args):
         return None
     args = release().settled(server_args)
     if not str(args.device).startswith("cuda"):
         return None
     from ..kernels.triton.compile_requests import CompileServerProcess
+    from ..kernels.triton.direct_launch import warn_if_slow
     from ..kernels.triton.kernel_launcher import CAN_SKIP
 
-    if not CAN_SKIP:
+    warn_if_slow()
+    if not (CAN_SKIP and read_settings()[COMPILE_SERVER.config_field]):
         return None
     return CompileServerProcess(args.base_gpu_id)
 

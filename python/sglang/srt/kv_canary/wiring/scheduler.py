@@ -10,7 +10,7 @@ from typing import Any
 
 from ..environ import PERTURB_DIR, TOKEN_ORACLE
 from ..errors import CanaryPhaseError
-from ..host_code import begin_to_compile
+from ..host_code import wait_for_compiled
 from ..reports.flight_recorder import StepRecord
 from ..runner.manager import MOST_UNSEEN
 from .context import context
@@ -191,7 +191,7 @@ def _mark_init_finished(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
         verify_hooks_applied()  # again: another plugin may have replaced one since
         compile_launches(scheduler)
-        begin_to_compile().join(HOST_CODE_S)
+        wait_for_compiled(HOST_CODE_S)
         call_hooks_directly()
         identity = process_identity(release().settled(scheduler.server_args))
     for manager in context.managers:

@@ -14,22 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-import triton
-from triton import knobs
-
 from ...capacities import MOST_REQUESTS
 from ...host_code import HOST
 from ...host_code.twins import CompiledLaunch, variant_of_tensor
 from .compile_ahead import AHEAD, Begun
+from .direct_launch import direct_launch, is_known
 from .jit import INTERPRET
 from .overlap import WAITS
 
 __all__ = ["FixedArguments", "KernelLauncher", "Pointer", "pointer_to", "variant_of"]
 
-# `CompiledKernel[grid](...)` takes all arguments of the kernel, and pointers as integers. Read in these versions.
-_KNOWN_TRITON = ("3.6",)
-CAN_SKIP = not INTERPRET and triton.__version__.rpartition(".")[0] in _KNOWN_TRITON
-_HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook) if CAN_SKIP else ()
+CAN_SKIP = not INTERPRET and is_known()
 # Lengths of the vectors that hold the requests of a batch, the kernels' BATCH. Few: each is compiled on its own.
 BATCH_SIZES = (32, 256, 1024, 4096, MOST_REQUESTS)
 
@@ -92,32 +87,6 @@ class _Rest:
             _TYPES,
         )
         self.compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
-
-
-def _compiled_launch(compiled: Any, device: int, begins_early: bool) -> CompiledLaunch:
-    """Of what Triton has compiled. Triton's launcher is called directly if it is the one that was read.
-
-    `begins_early`: the kernel waits for what it needs of the launch before it.
-    """
-
-    def ask(programs: int, plain: Sequence[Any]) -> None:
-        compiled[(programs, 1, 1)](*plain)
-
-    run = compiled.run
-    is_known = type(run).__name__ == "CudaLauncher"
-    if not is_known or run.global_scratch_size or run.profile_scratch_size:
-        return CompiledLaunch(ask)
-    no_scratch, no_hooks = (None, None), (None, None, None)
-    settings = (
-        compiled.function,
-        run.launch_cooperative_grid,
-        begins_early or run.launch_pdl,
-        *no_scratch,
-        compiled.packed_metadata,
-        *no_hooks,
-    )
-    stream, hooks = torch._C._cuda_getCurrentRawStream, (knobs.runtime, *_HOOKS)
-    return CompiledLaunch(ask, run.launch, settings, device, stream, hooks)
 
 
 class KernelLauncher:
@@ -183,7 +152,7 @@ class KernelLauncher:
         if compiled is None:
             return None
         begins_early = self._waits is not None and bool(values[self._waits])
-        return _compiled_launch(compiled, values[0].device.index, begins_early)
+        return direct_launch(compiled, values[0].device.index, begins_early)
 
     def _values(self, arguments: Mapping[str, Any]) -> list[Any]:
         """All arguments of the kernel in its order, tensors as themselves."""
