@@ -15,6 +15,7 @@ from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import random_tokens
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.arrival_order import ANSWER, CHECK, note_order, order_of
+from sglang_kv_canary_rigs.lost_track import LOST, prefill_loses_track
 from sglang_kv_canary_rigs.on_releases import (
     long_on_newer_releases,
     refused_on_newer_releases,
@@ -224,6 +225,51 @@ class TestAbort(EndsDamaged):
 @long_on_newer_releases
 class TestUncheckedPrefill(OneSidedPrefill):
     transport: ClassVar = UncheckedPrefill
+
+
+class CachingBesideUncheckedPrefill(PdServing):
+    """The decode server has six request rows. SGLang adds twice as many as may run."""
+
+    prefill_flags: ClassVar = UncheckedPrefill.prefill_flags
+    decode_flags: ClassVar = {**CachingServing.decode_flags, "max_running_requests": 2}
+
+
+@long_on_newer_releases
+class TestCachingBesideUncheckedPrefill(Pair):
+    flags: ClassVar = CHECKED
+    transport: ClassVar = CachingBesideUncheckedPrefill
+
+    def test_nothing_is_sent_of_a_prompt_that_is_cached(self) -> None:
+        """Answers of other lengths have left each row to the next request."""
+        prompt = random_tokens(random.Random("cached"), 40)
+        self.ask("first", prompt)
+        for turn in range(4):
+            counts = range(2 + turn, 6 + turn)
+            self.generate_together([(f"{turn}-{n}", prompt, n) for n in counts])
+        body = {"rid": "last", "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+        answer = self.run(self.serving.ask(body))
+        assert answer["meta_info"]["cached_tokens"] >= len(prompt)
+        self.assert_no_violations()
+
+
+@long_on_newer_releases
+class TestPrefillThatHasStoppedChecking(Pair):
+    flags: ClassVar = CHECKED
+    plugins: ClassVar = (prefill_loses_track,)
+
+    def test_its_records_come_again_after_a_flush(self) -> None:
+        says = "is not checked on arrival: its canary has stopped checking"
+        rng = random.Random(LOST)
+        self.ask("before", random_tokens(rng, 40))
+        assert says not in self.serving.stderr
+        for name in (LOST, "stopped"):
+            self.ask(name, random_tokens(rng, consts.CHUNKED_PREFILL_SIZE + 7))
+        assert self.serving.stderr.count(says) == 1
+        assert self.run(self.serving.flush())
+        before = self.checked_on_arrival()
+        self.ask("after", random_tokens(rng, 50), 1)
+        assert self.checked_on_arrival() - before >= 50
+        self.assert_no_violations()
 
 
 @long_on_newer_releases

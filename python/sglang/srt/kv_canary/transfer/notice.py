@@ -197,7 +197,8 @@ class SentChunks:
     ) -> None:
         """The chunk of `request` from position `first` on is sent next. `images`, `first_token`: see Notice.
 
-        `obstacle`: why the peer cannot compare the request's records with what it expects. "": it can.
+        `obstacle`: why the peer cannot compare the request's records with what it expects. "": it can. That of one
+        chunk holds for all later ones.
         """
         request = request[:_LONGEST_TEXT]
         with self._lock:
@@ -205,6 +206,8 @@ class SentChunks:
             chunks = before.chunks
             if before.request != request or (chunks and first < chunks[-1]):  # another user
                 chunks = ()
+            if chunks and first > chunks[-1]:
+                obstacle = obstacle or before.obstacle
             if len(chunks) < _MOST_CHUNKS and first not in chunks[-1:]:
                 chunks = (*chunks, first)
             is_same = before.request == request

@@ -30,6 +30,7 @@ __all__ = ["COPY", "DECODE", "PREFILL", "transfer_hooks"]
 _DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _POOLS = (*_DRAFT_POOLS, "SWAKVPool")
 _NO_NAME = "that server does not know the name of the request's LoRA adapter"
+_NOT_CHECKING = "its canary has stopped checking"
 COPY = "_kv_canary_records"  # of a retracted request, beside SGLang's own copy of its KV
 
 
@@ -143,10 +144,18 @@ def _before_send(scheduler: Any, request: Any, *__: Any, **___: Any) -> None:
     images = context.sent_chunks.images_of(room, name, first)
     if images is None:  # once for all chunks: it goes through the whole prompt
         images = image_numbers(scheduler.model_config, request.origin_input_ids)
-    obstacle = "" if knows_adapter(request) else _NO_NAME
+    obstacle = _obstacle(request)
     # The last chunk goes when the first token of the answer is known.
     token = request.output_ids[0] if len(request.output_ids) else NO_TOKEN
     context.sent_chunks.note(room, name, first, images, obstacle, token)
+
+
+def _obstacle(request: Any) -> str:
+    """Why the records of `request` say nothing about its KV on another server. "": they do."""
+    if not knows_adapter(request):
+        return _NO_NAME
+    # Other runners follow the one that has lost track at their next forwards only.
+    return "" if all(manager.armed for manager in context.managers) else _NOT_CHECKING
 
 
 @guarded
@@ -167,9 +176,12 @@ def _before_offload(request: Any, *_: Any, **__: Any) -> None:
     """A retracted request's KV waits in host memory. Its records do, too."""
     context.check_due_arrivals()
     manager, row = context.target, release().row_of(request)
-    if manager is not None and manager.arrivals is not None and row is not None:
-        await_forwards()  # the check of its arrival may still wait for one, and has its records
-        setattr(request, COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
+    if manager is None or manager.arrivals is None or row is None:
+        return
+    if not manager.armed:  # its records are out of date, and a flush does not reach the copy
+        return
+    await_forwards()  # the check of its arrival may still wait for one, and has its records
+    setattr(request, COPY, manager.arrivals.copy_out(row, request.seqlen - 1))
 
 
 @guarded
