@@ -195,6 +195,52 @@ def test_part_of_it_was_here_before(mha):
     assert record.unpack_writer(writer)[2] == Mode.EXTEND
 
 
+def all_cached(scene: ArrivalScene, has_records: bool) -> Arrival:
+    """A request whose tokens are all in the prefix cache. The row's last owner was shorter."""
+    row = 3
+    assert_clean(scene.prefill(row, OTHER[:6]))
+    assert_clean(scene.decode(row))
+    scene.table[row][: len(TOKENS)] = scene.table[HERE][: len(TOKENS)]
+    scene.lengths[row] = len(TOKENS)
+    came = {"has_records": has_records, "keeps_content": has_records}
+    return of(row=row, first=len(TOKENS), **came)
+
+
+@pytest.mark.parametrize("has_records", [True, False])
+def test_all_of_it_was_here_before(mha, has_records):
+    """Nothing came, so it does not count whether records would have come along."""
+    arrival = all_cached(mha, has_records)
+    assert_clean(mha.arrive(arrival))
+    length, chain, _ = mha.rows(mha.full)[arrival.row]
+    assert (length, chain) == (len(TOKENS), chain_of_tokens(TOKENS, 0))
+    writer = mha.full.group.k_tail[mha.slot(HERE, 0), record.WORD_WRITER].item()
+    assert record.unpack_writer(writer)[2] == Mode.EXTEND
+    for _ in range(2):
+        assert_clean(mha.decode(arrival.row))
+
+
+@pytest.mark.parametrize("has_records", [True, False])
+def test_damage_of_what_was_here_before(mha, has_records):
+    arrival = all_cached(mha, has_records)
+    mha.full.memories["V"][1].write(mha.slot(HERE, 4), b"\xff\xfe\xfd")
+    (found,) = mha.arrive(arrival)
+    assert (found.tag, found.reasons) == ("TAIL_V_FULL", Reason.CONTENT)
+    assert found.values["reader_row"] == arrival.row
+
+
+def test_what_came_without_records_is_told_apart_from_what_was_here(mha):
+    """One forward each: what came is written, and what was here is read."""
+    whole = of(has_records=False)
+    cached = replace(whole, first=len(TOKENS))
+    (launcher,) = mha.arrivals
+    launches = launcher.launches([whole, cached, of()])
+    assert launches == [
+        (launcher.check, [of()]),
+        (launcher.take_over, [whole]),
+        (launcher.check, [cached]),
+    ]
+
+
 def test_another_namespace(mha):
     mha.transfer(HERE, THERE)
     mha.anchors[THERE] = 77

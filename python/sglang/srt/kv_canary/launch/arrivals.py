@@ -51,13 +51,15 @@ class ArrivalLauncher:
     ) -> list[tuple[Callable[[Sequence[Arrival]], None], list[Arrival]]]:
         """What is to be launched for `arrivals`, one forward each.
 
-        Of a draft model nothing is taken over: whether its KV came at all is not known without records.
+        Of a draft model nothing is taken over: whether its KV came at all is not known without records. Where the
+        prefix cache had all tokens, nothing came, and all records are this server's own.
         """
-        checked = [a for a in arrivals if a.has_records]
-        taken_over = [a for a in arrivals if not (a.has_records or self.is_draft)]
-        taken_over = [a for a in taken_over if a.first < a.length]
-        both = ((self.check, checked), (self.take_over, taken_over))
-        return [(launch, part) for launch, part in both if part]
+        came = [a for a in arrivals if a.has_records]
+        unknown = [a for a in arrivals if not (a.has_records or self.is_draft)]
+        taken_over = [a for a in unknown if a.first < a.length]
+        cached = [a for a in unknown if a.first >= a.length]
+        parts = ((self.check, came), (self.take_over, taken_over), (self.check, cached))
+        return [(launch, part) for launch, part in parts if part]
 
     def check(self, arrivals: Sequence[Arrival]) -> None:
         """Adopt the records that came with `arrivals`, and check them and the bytes. One forward."""
