@@ -328,6 +328,67 @@ def test_the_last_notification_of_0_5_22_says_whether_records_have_gone(
     assert ("internal error" in notice.why) is not works
 
 
+def _sending_on_0_5_12(sender_of: Callable[..., RecordSender], agent: _Nixl) -> Callable[..., str]:
+    """SGLang's `send_kvcache` of PAGES, with our records. Returns the notification that goes with KV.
+
+    It describes memory of the host, in which records cannot travel.
+    """
+    from sglang_kv_canary.wiring.v0_5_12.nixl import NIXL
+
+    kv_manager = sender_of.keywords["kv_manager"]
+
+    def send(peer: str, source: Any, pointers: Any, target: Any, gpu: int, notification: str):
+        agent.get_xfer_descs(np.ones((1, 3), np.uint64), "DRAM")
+        told.append(notification)
+        agent.posted.append("KV")
+        return "KV"
+
+    told: list[str] = []
+    for name in ("send_kvcache_slice", "maybe_send_extra", "send_aux"):
+        setattr(kv_manager, name, lambda *_: None)
+    kv_manager.agent, kv_manager.send_kvcache = agent, send
+    kv_manager.kv_args.gpu_id = 0
+    for registration in kv_manager.decode_kv_args_table.values():
+        registration.gpu_id = 0
+    NIXL.attach_sender(kv_manager, sender_of.keywords["layout"])
+
+    def send_pages() -> str:
+        kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, "7_kv_0_1_0")
+        return told[-1]
+
+    return send_pages
+
+
+def _told(notification: str) -> Notice:
+    board = NoticeBoard()
+    assert without_notice(notification.encode(), board) == b"7_kv_0_1_0"
+    return board.take(7)
+
+
+def test_records_that_cannot_travel_with_kv_go_beside_it(
+    sender_of: Callable[..., RecordSender],
+) -> None:
+    agent = _Nixl(works=True)
+    assert _told(_sending_on_0_5_12(sender_of, agent)()).has_records
+    assert agent.posted == ["KV", "records"]
+
+
+def test_a_request_fails_whose_notice_says_that_records_come(
+    sender_of: Callable[..., RecordSender], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On 0.5.12.post1 the notice goes with KV. So an error of ours comes too late to take it back."""
+    agent = _Nixl(works=False)
+    send_pages = _sending_on_0_5_12(sender_of, agent)
+    with pytest.raises(nixl._TransferFailed, match="announced"):
+        send_pages()
+    assert agent.posted == ["KV"]
+    assert caplog.text.count("sending records to the decode rank alike has failed") == 1
+    # The next one goes without records, and says so.
+    notice = _told(send_pages())
+    assert (notice.has_records, "internal error" in notice.why) == (False, True)
+    assert agent.posted == ["KV", "KV"]
+
+
 class _Describing:
     """NIXL's agent, as far as descriptors go."""
 

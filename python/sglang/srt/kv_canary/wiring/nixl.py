@@ -16,7 +16,7 @@ import numpy as np
 from ..transfer.layout import TransferLayout
 from .record_sender import Arrive, RecordSender, Sides, wrap_method
 
-__all__ = ["Passenger", "beside", "sender_over_nixl", "waiting_in"]
+__all__ = ["Passenger", "beside", "send_promised", "sender_over_nixl", "waiting_in"]
 
 _DEVICE = "VRAM"  # SGLang registers all states as memory of the device
 Posted = Callable[[Any], Arrive]  # of the handle of a transfer
@@ -61,6 +61,12 @@ def waiting_in(agent: Any) -> Posted:
         return arrive
 
     return posted
+
+
+def send_promised(sender: RecordSender, peer: str, sides: Sides) -> None:
+    """Send `sides`, of which `peer` has been told. After an error of ours SGLang fails the request, too."""
+    if sender.send_sides(peer, sides) is None:
+        raise _TransferFailed("kv-canary: records that were announced cannot be sent")
 
 
 class Passenger:

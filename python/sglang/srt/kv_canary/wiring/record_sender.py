@@ -89,6 +89,11 @@ class RecordSender:
         arrive = self.contained(peer, self._start, peer, *pages) or at_once
         return arrive()
 
+    def send_sides(self, peer: str, sides: Sides) -> int | None:
+        """Send what `sides` returned. The transport's status. None after an error of ours: they have not gone."""
+        arrive = self.contained(peer, self._post, peer, sides)
+        return None if arrive is None else arrive()
+
     def send_states(self, peer: str, indices: Sequence[Any], targets: Sequence[Any]) -> int:
         """The same for the pages of the SWA window. `indices`, `targets`: of each of SGLang's state components."""
         return self.contained(peer, self._send_states, peer, indices, targets) or 0
