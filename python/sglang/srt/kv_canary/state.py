@@ -61,23 +61,37 @@ SUMMARY_WORDS = HEADER_WORDS + NUM_TAGS * NUM_COUNTERS
 OUTBOX_BITS = 32
 NOT_PUBLISHED = -1  # in the outbox before the first `publish`
 
+READER_FORWARDS = 4  # the last ones of which it is known which rows found something; a power of two
+
 
 @dataclass(frozen=True, slots=True)
 class ViolationLog:
-    """The ring: `rows` int64[capacity, columns]. The row with sequence number s lies at s % capacity."""
+    """The ring: `rows` int64[capacity, columns]. The row with sequence number s lies at s % capacity.
+
+    `readers` outlives the rows that a flood overwrites. Place [row, f % READER_FORWARDS] holds f if request row `row`
+    has found something in forward f. Row 0 stands for what no known row has found. Kernels get one pointer: `memory`
+    holds `rows`, a word with the number of request rows, and `readers`.
+    """
+
+    memory: torch.Tensor  # int64[words]
 
     rows: torch.Tensor
     total: torch.Tensor  # int64[1], a view into the summary
+    readers: torch.Tensor  # int64[request rows, READER_FORWARDS]
 
     @classmethod
-    def allocate(cls, capacity: int, total: torch.Tensor) -> ViolationLog:
+    def allocate(cls, capacity: int, total: torch.Tensor, request_rows: int) -> ViolationLog:
         if capacity <= 0:
             raise ValueError(f"ring capacity must be positive, got {capacity}")
+        end = capacity * VIOLATION_COLUMNS
+        words = end + 1 + request_rows * READER_FORWARDS
+        memory = torch.full((words,), UNKNOWN, dtype=torch.int64, device=total.device)
+        memory[end] = request_rows
         return cls(
-            torch.full(
-                (capacity, VIOLATION_COLUMNS), UNKNOWN, dtype=torch.int64, device=total.device
-            ),
-            total,
+            memory=memory,
+            rows=memory[:end].view(capacity, VIOLATION_COLUMNS),
+            total=total,
+            readers=memory[end + 1 :].view(request_rows, READER_FORWARDS),
         )
 
     @property
@@ -169,7 +183,9 @@ class CanaryDeviceState:
         return cls(
             summary=summary,
             outbox=torch.full((1,), NOT_PUBLISHED, dtype=torch.int64, pin_memory=pinned),
-            violations=ViolationLog.allocate(capacities.ring_capacity, total),
+            violations=ViolationLog.allocate(
+                capacities.ring_capacity, total, capacities.max_request_rows
+            ),
             anchors=torch.zeros(capacities.max_request_rows, dtype=torch.int64, device=device),
             token_lists=ListMemory(words_of_lists(*sizes), device),
             inputs=InputMemory(words_of_inputs(capacities.max_extend_tokens), done),
@@ -186,7 +202,7 @@ class CanaryDeviceState:
     def nbytes(self) -> int:
         rows = (self.row_memory.words, self.row_memory.sampled)
         batch = (self.token_lists.words, self.inputs.words)
-        tensors = (self.summary, self.violations.rows, self.anchors, *batch, *rows)
+        tensors = (self.summary, self.violations.memory, self.anchors, *batch, *rows)
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def last_begun(self) -> torch.Tensor:

@@ -142,6 +142,7 @@ def _clone_state(state: CanaryDeviceState) -> CanaryDeviceState:
     twin = CanaryDeviceState.allocate(state.capacities, state.summary.device)
     twin.summary.copy_(state.summary)
     twin.violations.rows.copy_(state.violations.rows)
+    twin.violations.readers.copy_(state.violations.readers)
     twin.anchors.copy_(state.anchors)
     return twin
 
@@ -379,6 +380,10 @@ class Twin:
             )
         expected, actual = self.state.summary[:4].tolist(), self.kernel_state.summary[:4].tolist()
         assert actual == expected, f"header: reference {expected}, kernels {actual}"
+        expected, actual = (
+            state.violations.readers.tolist() for state in (self.state, self.kernel_state)
+        )
+        assert actual == expected, "which rows found something in the last forwards"
         expected, actual = ring_rows(self.state), ring_rows(self.kernel_state)
         assert actual == expected, _first_difference(expected, actual)
         return len(expected)

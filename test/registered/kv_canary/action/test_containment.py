@@ -98,7 +98,8 @@ def test_the_last_losses_of_a_burst_are_said_between_steps(
     """No later loss comes, and perhaps no later step: a server that idles receives requests, too."""
     context.containment = rig.containment
     for number in range(3):
-        rig.desk.note_lost([rig.forward(rig.request(f"chat-{number}", number + 1))])
+        reader = rig.request(f"chat-{number}", number + 1)
+        rig.desk.note_lost([(rig.forward(reader), number + 1)])
         around_recv_requests(list)
     assert _lost_in(caplog) == ["1 (1 to 1)"]
     rig.desk._complaints._next_log = 0.0  # a minute is over
@@ -413,7 +414,7 @@ def test_a_wrong_row_of_a_pool_with_a_sliding_window_ends_its_reader(
 def test_who_ends_because_findings_were_lost_is_told_so(rig: ContainmentRig) -> None:
     """What was not seen may be a wrong row."""
     reader, other = rig.request("ada", 1), rig.request("bob", 2)
-    rig.desk.note_lost([rig.forward(reader)])
+    rig.desk.note_lost([(rig.forward(reader), 1)])
     rig.forward(other)
     rig.containment.between_steps()
     assert "SGLANG_KV_CANARY_RING_CAPACITY" in reader.to_finish.message

@@ -186,31 +186,27 @@ def test_only_slots_of_the_pool_are_looked_up(slot: int, exists: bool, desk: Dam
     assert [reader.request_id for reader in damage.readers] == ["ada"]
 
 
-def test_where_findings_were_lost_all_requests_of_their_forwards_have_read_damage(
-    desk: DamageDesk,
-) -> None:
-    """Not one that was dead in its forward."""
+def test_those_whose_findings_were_lost_have_read_damage(desk: DamageDesk) -> None:
     heard: list[int] = []
     desk.on_found = lambda: heard.append(1)
-    desk.recorder.step_of(3).released.add(2)
-    desk.note_lost([3, 77])  # 77 is not on record
+    desk.note_lost([(3, 1), (77, 1)])  # 77 is not on record
     assert desk.take().readers == (Reader("ada", 1, 3, 42, (LOST,)),)
-    desk.note_lost([2, 3])
+    desk.note_lost([(2, 1), (2, 2), (3, 1)])
     assert [(r.request_id, r.forward) for r in desk.take().readers] == [("ada", 2), ("bob", 2)]
     assert len(heard) == 2
-    desk.note_lost([77])
+    desk.note_lost([(77, 1), (3, 9)])
     assert (len(heard), desk.is_waiting, desk.take()) == (2, False, Damage())
 
 
 def test_a_loss_within_a_minute_of_a_log_line_is_in_the_next_one(
     desk: DamageDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for forwards in ([1], [2], [3]):
-        if forwards == [3]:
+    for forward in (1, 2, 3):
+        if forward == 3:
             desk._complaints._next_log = 0.0  # a minute is over
-        desk.note_lost(forwards)
+        desk.note_lost([(forward, 1), (forward, 2)])
     desk._complaints._next_log = 0.0
-    desk.note_lost([2])
+    desk.note_lost([(2, 1), (2, 2)])
     said = [record.getMessage() for record in caplog.records]
     numbers = [re.findall(r"\d+", line) for line in said]
     assert numbers == [["1", "1", "1", "2"], ["2", "2", "3", "2"], ["1", "2", "2", "2"]]
@@ -220,7 +216,7 @@ def test_a_reader_has_all_reasons_of_its_forwards(desk: DamageDesk) -> None:
     """The first one alone would say that its row is right."""
     desk.note_findings(finding()[None])
     desk.note_findings(finding(READER_FORWARD=2, REASONS=Reason.CHAIN)[None])
-    desk.note_lost([3])
+    desk.note_lost([(3, 1), (3, 2)])
     ada, bob = desk.take().readers
     assert (ada.forward, ada.start, ada.reasons) == (1, 40, ("CONTENT", "CHAIN", LOST))
     assert (bob.forward, bob.reasons) == (3, (LOST,))
@@ -235,7 +231,7 @@ def test_an_arrival_whose_findings_were_lost_is_not_known_to_be_right(
         arrivals.await_findings(forward, first=12, row=1)
     arrivals.note_known(ARRIVAL + 1)
     for note_lost in (arrivals.note_lost, receiving.note_lost):
-        note_lost([ARRIVAL, ARRIVAL + 2])
+        note_lost([(ARRIVAL, 1), (ARRIVAL + 1, 2), (ARRIVAL + 2, 1)])
     assert (arrivals.verdict(ARRIVAL), arrivals.has_lost(ARRIVAL)) == ({1}, True)
     assert (arrivals.verdict(ARRIVAL + 1), arrivals.has_lost(ARRIVAL + 1)) == (set(), False)
     assert not receiving.is_waiting  # its transfer fails, which is enough

@@ -242,7 +242,7 @@ def test_an_arrival_of_which_findings_were_lost_says_why_it_fails(is_lost: bool)
     context.managers.append(rig.manager)
     arrivals = rig.manager.arrivals
     arrivals.await_findings(5, 0, 7)
-    arrivals.note_lost([5] if is_lost else [4, 6])
+    arrivals.note_lost([(5, 7)] if is_lost else [(4, 7), (5, 8), (6, 7)])
     arrivals.note_known(5)
     verdict = held_arrivals._verdict(None, _request(7), receiver)
     assert verdict == (held_arrivals._NOT_KNOWN if is_lost else "")

@@ -15,7 +15,7 @@ from sglang_kv_canary.buffer_group import PoolKind, Side
 from sglang_kv_canary.endpoint import Part
 from sglang_kv_canary.kernels.layout import VERIFY_BLOCK, WRITE_TILE
 from sglang_kv_canary.plan.plan_input import ForwardPlan
-from sglang_kv_canary.record import Column, Reason, State
+from sglang_kv_canary.record import UNKNOWN, Column, Reason, State
 from sglang_kv_canary.state import Header, TagCounter
 from sglang_kv_canary_rigs.kernel_cases import (
     Pool,
@@ -342,7 +342,10 @@ def test_unarmed_counts_forwards_and_does_nothing_else():
 
 @pytest.mark.parametrize("capacity", [1, 7, 64])
 def test_full_ring_keeps_whole_rows(capacity: int):
-    """More bad slots than the ring holds: all are counted, and each row that is left is one of them, entire."""
+    """More bad slots than the ring holds: all are counted, and each row that is left is one of them, entire.
+
+    Who has read them is known of the lost ones, too.
+    """
     rig = Rig(ring_capacity=capacity)
     rig.twin.state = make_state(request_rows=ROWS)  # the reference keeps every row
     plans = rig.pool.extend({1: 900, 2: 5}), rig.pool.decode([1, 2])
@@ -357,6 +360,10 @@ def test_full_ring_keeps_whole_rows(capacity: int):
     assert all(row in every for row in ring_rows(states[1]))
     sequences = states[1].violations.rows[:, Column.SEQUENCE].sort().values.tolist()
     assert sequences == list(range(total - capacity, total))
+    readers = [state.violations.readers.tolist() for state in states]
+    assert readers[0] == readers[1]
+    assert max(readers[1][1]) == 1  # the number of the forward: no TAIL has run
+    assert max(readers[1][2]) == UNKNOWN
 
 
 def test_empty_and_tiny_batches():

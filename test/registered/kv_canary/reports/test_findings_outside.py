@@ -52,7 +52,7 @@ class Server:
     ) -> None:
         self._path, self._log = path, log
         self.reporter = ViolationReporter(mode, EventSink(str(path), 0), NEVER)
-        self.ring = ViolationLog.allocate(1024, torch.zeros(1, dtype=torch.int64))
+        self.ring = ViolationLog.allocate(1024, torch.zeros(1, dtype=torch.int64), 1)
         self.manager = ViolationManager(self.ring, FlightRecorder(), self.reporter)
 
     def found(self, *findings: Finding | StateFinding, forward: int = FORWARD) -> None:

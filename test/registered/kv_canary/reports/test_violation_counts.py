@@ -26,11 +26,12 @@ from sglang_kv_canary.reports.flight_recorder import FlightRecorder
 from sglang_kv_canary.reports.violation import reason_names, tag_name
 from sglang_kv_canary.reports.violation_manager import ViolationManager
 from sglang_kv_canary.reports.violation_reporter import MOST_TAKEN, ViolationReporter
-from sglang_kv_canary.state import ViolationLog
+from sglang_kv_canary.state import READER_FORWARDS, ViolationLog
 
 register_cpu_ci(est_time=4, suite="stage-a-test-cpu")
 
 CAPACITY = 16
+REQUEST_ROWS = 64
 TAGS = (0, 1, 4)
 REASONS = (Reason.TOKEN, Reason.POSITION, Reason.TOKEN | Reason.POSITION, Reason.STALE_WEIGHTS)
 
@@ -39,7 +40,7 @@ class Ring:
     """A real ring and its reader. `append` is what kernels do."""
 
     def __init__(self, capacity: int = CAPACITY, events: str = "") -> None:
-        self.log = ViolationLog.allocate(capacity, torch.zeros(1, dtype=torch.int64))
+        self.log = ViolationLog.allocate(capacity, torch.zeros(1, dtype=torch.int64), REQUEST_ROWS)
         halves = {PoolKind.FULL: ("K", "V")}
         self.reporter = ViolationReporter(CanaryMode.LOG, EventSink(events, 0), 1e9, halves=halves)
         self.manager = ViolationManager(self.log, FlightRecorder(), self.reporter)
@@ -50,6 +51,7 @@ class Ring:
         columns = [Column.SEQUENCE, Column.TAG, Column.REASONS, Column.SLOT, Column.READER_FORWARD]
         found[[*columns, Column.READER_ROW]] = sequence, tag, reasons, slot, forward, row
         self.log.rows[sequence % len(self.log.rows)] = torch.from_numpy(found)
+        self.log.readers[row, forward % READER_FORWARDS] = forward
         self.log.total.add_(1)
 
     def step(self, forward: int = 0) -> None:
@@ -135,43 +137,48 @@ def test_rows_that_come_while_the_ring_is_copied_are_counted_as_overwritten() ->
     ring.append(0, Reason.TOKEN)
     ring.step()
     rows, later = ring.log.rows.clone(), torch.tensor([1 + CAPACITY + 3])
-    ring.manager._on_rows((torch.tensor([2]), rows, later), None)
+    ring.manager._on_rows((torch.tensor([2]), rows, later, ring.log.readers), None)
+    ring.manager.step()
     assert ring.manager.overwritten == 3
     assert ring.manager._fetched == 4
 
 
 class _Lost:
-    """Forwards 1 to 5 run a request each. `told`: forwards of which findings were lost."""
+    """Forwards 1 to 5 run the requests in rows 1 and 2. `told`: (forward, row) of which findings were lost."""
 
-    def __init__(self) -> None:
-        self.ring, self.told = Ring(), []
-        self.ring.manager.lost_listeners.append(lambda forwards: self.told.extend(forwards))
+    def __init__(self, events: str = "") -> None:
+        self.ring, self.told = Ring(events=events), []
+        self.ring.manager.lost_listeners.append(lambda lost: self.told.extend(lost))
         recorder = self.ring.manager._recorder
         self.steps = [None]
         for forward in range(1, 6):
-            self.steps.append(recorder.begin_step([(1, "chat")]))
+            self.steps.append(recorder.begin_step([(1, "chat"), (2, "other")]))
             recorder.note_forward(forward, "DECODE")
             recorder.end_step()
         for forward in (1, 2, 3, 5):
             recorder.result_arrived(self.steps[forward])
 
-    def flood(self, rows: int, forward: int) -> None:
+    def flood(self, rows: int, forward: int, row: int = 1, reason: Reason = Reason.TOKEN) -> None:
         for _ in range(rows):
-            self.ring.append(0, Reason.TOKEN, forward=forward)
+            self.ring.append(0, reason, forward=forward, row=row)
+
+    def settle_all(self) -> None:
+        for step in self.steps[1:]:
+            self.ring.manager._recorder.result_arrived(step)
 
 
-def test_forwards_whose_findings_were_overwritten_are_told() -> None:
-    """Forward 1 is known, and of forward 3 some are left."""
+def test_readers_whose_findings_were_overwritten_are_told() -> None:
+    """Forward 1 is known, and of forward 3 some are left. The other request has found nothing."""
     lost = _Lost()
     lost.flood(3, 1)
     lost.ring.step(1)
     lost.flood(2, 2)
     lost.flood(CAPACITY, 3)
     lost.ring.step(3)
-    assert lost.told == [2, 3]
+    assert lost.told == [(2, 1), (3, 1)]
     assert lost.ring.manager.handed_over() == 3
     lost.ring.step(5)
-    assert lost.told == [2, 3]
+    assert lost.told == [(2, 1), (3, 1)]
 
 
 def test_a_full_ring_has_lost_nothing() -> None:
@@ -190,20 +197,105 @@ def test_lost_findings_are_told_when_it_is_known_who_was_dead() -> None:
     lost.flood(1, 4)  # its result is not in
     lost.flood(CAPACITY, 5)
     lost.ring.step(5)
-    assert (lost.told, manager.handed_over(), manager.busy) == ([3, 5], 3, True)
+    assert (lost.told, manager.handed_over(), manager.busy) == ([(3, 1), (5, 1)], 3, True)
+    assert manager.overwritten == 0
     manager._recorder.result_arrived(lost.steps[4])
     manager.step()
-    assert (lost.told, manager.handed_over(), manager.busy) == ([3, 5, 4], 5, False)
+    assert (lost.told, manager.handed_over(), manager.busy) == ([(3, 1), (5, 1), (4, 1)], 5, False)
+    assert manager.overwritten == 2
 
 
-def test_forwards_are_told_when_no_row_of_them_is_left() -> None:
+def test_readers_are_told_when_no_row_of_them_is_left() -> None:
+    """Forward 5 is noted in the place of forward 1, so row 1 may have found something in that one, too."""
     lost = _Lost()
-    manager = lost.ring.manager
-    manager._recorder.result_arrived(lost.steps[4])
+    manager, readers = lost.ring.manager, lost.ring.log.readers
+    lost.settle_all()
+    readers[1, 2], readers[1, 5 % READER_FORWARDS] = 2, 5
     rows = lost.ring.log.rows.clone()
-    manager._on_rows((torch.tensor([2]), rows, torch.tensor([2 + CAPACITY])), None)
+    manager._on_rows((torch.tensor([2]), rows, torch.tensor([2 + CAPACITY]), readers), None)
     manager.step()
-    assert lost.told == [1, 2, 3, 4, 5]
+    assert lost.told == [(1, 1), (2, 1), (5, 1)]
+
+
+@pytest.mark.parametrize("other_finds", [False, True])
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_lost_findings_of_dead_requests_are_moot(
+    is_dead: bool, other_finds: bool, tmp_path: Path
+) -> None:
+    """Those of a request that was alive are not, though all that is left is of a dead one."""
+    path = tmp_path / "events.jsonl"
+    lost = _Lost(str(path))
+    manager = lost.ring.manager
+    lost.flood(1, 4, row=1)
+    lost.flood(int(other_finds), 4, row=2)
+    lost.flood(CAPACITY, 4, row=1)
+    lost.ring.step(4)
+    lost.steps[4].released.update([1] * is_dead)
+    lost.settle_all()
+    manager.step()
+    manager.finish()
+    hidden = [(4, 1)] * (not is_dead) + [(4, 2)] * other_finds
+    findings = 1 + other_finds
+    assert lost.told == hidden
+    assert manager.overwritten == (findings if hidden else 0)
+    assert manager.moot == (CAPACITY * is_dead + (0 if hidden else findings))
+    assert [event["findings"] for event in _told(path)] == [findings] * bool(hidden)
+
+
+def test_a_request_that_is_dead_in_a_forward_was_alive_in_the_one_before() -> None:
+    """The host has seen neither of them."""
+    for found_before in (False, True):
+        lost = _Lost()
+        lost.ring.step(2)
+        lost.flood(int(found_before), 3)
+        lost.flood(CAPACITY + 1, 4)
+        lost.steps[4].released.add(1)
+        lost.settle_all()
+        lost.ring.step(5)
+        assert lost.told == [(3, 1)] * found_before
+
+
+def test_where_the_row_of_a_reader_is_not_known_each_request_may_be_it() -> None:
+    """Also what a sweep has found comes without a row. A dead request has read nothing."""
+    lost = _Lost()
+    lost.flood(1, 4, row=0)
+    lost.flood(CAPACITY, 4, row=1)
+    lost.steps[4].released.add(1)
+    lost.settle_all()
+    lost.ring.step(4)
+    assert (lost.told, lost.ring.manager.overwritten) == ([(4, 2)], 1)
+
+
+@pytest.mark.parametrize("left", [Reason.SWA_EVICTED_IN_WINDOW, Reason.TOKEN, None])
+def test_what_is_left_of_a_row_that_was_re_pointed_stands_for_what_is_lost(
+    left: Reason | None,
+) -> None:
+    lost = _Lost()
+    lost.flood(1, 4, 2, Reason.SWA_EVICTED_IN_WINDOW)
+    lost.flood(CAPACITY - 1, 4, 1)
+    lost.flood(1, 4, *((1,) if left is None else (2, left)))
+    lost.steps[4].released.add(1)
+    lost.steps[4].rewritten.add(2)
+    lost.settle_all()
+    lost.ring.step(4)
+    assert lost.told == ([(4, 2)] if left is Reason.TOKEN else [])
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_server_that_ends_tells_losses_of_forwards_whose_results_are_not_in(
+    is_dead: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.jsonl"
+    lost = _Lost(str(path))
+    lost.flood(CAPACITY + 3, 4)
+    lost.steps[4].released.update([1] * is_dead)
+    lost.ring.step(4)
+    lost.ring.manager.name_waiting(idle=True)
+    assert _told(path) == []
+    lost.ring.manager.finish()
+    lost.ring.manager.finish()
+    assert [event["findings"] for event in _told(path)] == [3] * (not is_dead)
+    assert lost.ring.manager.overwritten == 3 * (not is_dead)
 
 
 def test_a_listener_that_fails_keeps_no_finding_from_the_report_and_from_others() -> None:
@@ -219,7 +311,7 @@ def test_a_listener_that_fails_keeps_no_finding_from_the_report_and_from_others(
     lost.flood(CAPACITY, 3)
     with pytest.raises(ValueError, match="of this test"):
         lost.ring.step(3)
-    assert (lost.told, told) == ([1, 2, 3], [CAPACITY])
+    assert (lost.told, told) == ([(2, 1), (3, 1)], [CAPACITY])
     assert not manager.busy
     manager.name_waiting(idle=True)
     assert lost.ring.reporter.distinct == 1

@@ -107,8 +107,8 @@ def test_a_report_of_a_forgotten_writer_has_its_number_and_no_name() -> None:
 # The violation ring, overtaken while it is copied
 
 
-def _overtaken(rig: ManagerRig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A copy of a full ring (total, rows, total), whose first half was overwritten before the copy's end."""
+def _overtaken(rig: ManagerRig) -> tuple[torch.Tensor, ...]:
+    """A copy of a full ring (total, rows, total, readers), whose first half was overwritten before the copy's end."""
     ring = rig.manager.state.violations
     rig.lose_what_is_published()  # else the manager would have taken the rows
     rig.result(rig.extend(1, range(20)))
@@ -116,17 +116,17 @@ def _overtaken(rig: ManagerRig) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     rig.decode([1])
     total = ring.total.clone()
     assert 0 < int(total) <= ring.capacity
-    return total, ring.rows.clone(), total + ring.capacity - int(total) // 2
+    return total, ring.rows.clone(), total + ring.capacity - int(total) // 2, ring.readers.clone()
 
 
 def test_rows_that_may_have_been_overwritten_during_their_copy_are_counted_not_reported() -> None:
     """The copy may hold such a row half old, half new, under its old number."""
     rig = ManagerRig(content=ContentMode.NONE)
-    total, rows, later = _overtaken(rig)
+    total, rows, later, readers = _overtaken(rig)
     lost = int(later) - rows.shape[0]
     assert lost == 1
     rows[0, Column.REASONS] = int(Reason.DOUBLE_FREE)  # of the row that is being written
-    rig.manager.violations._on_rows((total, rows, later), None)
+    rig.manager.violations._on_rows((total, rows, later, readers), None)
     rig.manager.violations._fetched = rig.manager.violations._seen_total  # no further copy
     assert {reason for v in rig.settle() for reason in v.reasons} == {"CHAIN"}
     assert len(rig.reported) == int(total) - lost
@@ -135,8 +135,8 @@ def test_rows_that_may_have_been_overwritten_during_their_copy_are_counted_not_r
 
 def test_a_row_whose_number_is_given_out_and_that_is_not_written_yet_is_no_finding() -> None:
     rig = ManagerRig(content=ContentMode.NONE)
-    total, rows, _ = _overtaken(rig)
-    rig.manager.violations._on_rows((total + 1, rows, total + 1), None)
+    total, rows, _, readers = _overtaken(rig)
+    rig.manager.violations._on_rows((total + 1, rows, total + 1, readers), None)
     rig.manager.violations._fetched = rig.manager.violations._seen_total
     assert len(rig.settle()) == int(total)
     assert rig.manager.violations.overwritten == 1

@@ -527,7 +527,7 @@ def test_the_ring_is_copied_while_kernels_append_to_it() -> None:
     rig.manager.groups[0].k_head[rig.slot(1, 9), 1] ^= 1
     rig.decode([1])
     assert ring.total > total
-    violations._on_rows((total, rows, ring.total), None)
+    violations._on_rows((total, rows, ring.total, ring.readers), None)
     assert violations.busy
     found = rig.settle()[known:]
     assert {v.expected_position for v in found} >= {9, 10}

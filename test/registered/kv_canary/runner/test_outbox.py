@@ -19,12 +19,14 @@ from sglang_kv_canary.errors import CanaryViolationError
 from sglang_kv_canary.plan.arrival import Arrival
 from sglang_kv_canary.plan.speculation import SpeculationShape
 from sglang_kv_canary.record import Column
+from sglang_kv_canary.reports.flight_recorder import StepRecord
 from sglang_kv_canary.reports.outbox import Outbox
 from sglang_kv_canary.runner.damage_desk import LOST
 from sglang_kv_canary.runner.step_observer import StepObserver
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.state import NOT_PUBLISHED, Header
 from sglang_kv_canary_rigs.manager_rig import ManagerRig
+from sglang_kv_canary_rigs.pool_fixtures import make_mha_pool
 from sglang_kv_canary_rigs.spec_rig import SpecRig, scratch
 from sglang_kv_canary_rigs.volume import volume
 
@@ -300,6 +302,66 @@ def test_a_reader_whose_findings_a_flood_overwrites_is_named(capacity: int, is_l
     assert readers.keys() == {"req-1", "req-2"}
     assert readers["req-1"] == ((LOST,) if is_lost else ("CONTENT",))
     assert (LOST in readers["req-2"]) is is_lost
+
+
+def _with_a_dead_request(tokens: int) -> ManagerRig:
+    """Rows 1, 2 and 3 hold `tokens`, 40 and 20 tokens. Nothing is damaged."""
+    pool = make_mha_pool(size=4096, device="cpu")
+    rig = ManagerRig(real=pool, context_len=1024, copy_every_s=SELDOM)
+    rig.manager.expect_arrivals(page_size=1)
+    rig.manager.expect_action()
+    for row, count in ((1, tokens), (2, 40), (3, 20)):
+        rig.result(rig.extend(row, range(count)))
+    rig.settle()
+    return rig
+
+
+def _die(rig: ManagerRig, tokens: int) -> StepRecord:
+    """The request in row 1 ends while its last forward is queued, and its row is another's. Row 2 is alive."""
+    rig.rows.req_to_token[1, :tokens] = rig.allocator.alloc(tokens).int()
+    step = rig.decode([1, 2])
+    rig.recorder.row_released(1)
+    return step
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("tokens", [100, 400])
+def test_what_a_dead_request_finds_is_moot_however_much_it_is(
+    tokens: int, is_damaged: bool
+) -> None:
+    """Nor does it hide whether its neighbour has read damage."""
+    rig = _with_a_dead_request(tokens)
+    if is_damaged:
+        _damage(rig, row=2)
+    drain, rig.manager._drain = rig.manager._drain, lambda wait=False: None  # the host is late
+    step = _die(rig, tokens)
+    rig.manager._drain = drain
+    rig.result(step)
+    rig.settle()
+    readers = {r.request_id: r.reasons for r in rig.manager.damage.take().readers}
+    assert readers.keys() == ({"req-2"} if is_damaged else set())
+    violations, is_flood = rig.manager.violations, tokens == 400
+    assert bool(violations.overwritten) is (is_flood and is_damaged)
+    assert violations.moot + violations.reported + violations.overwritten >= 4 * tokens
+    if is_damaged:
+        assert (LOST in readers["req-2"]) is is_flood
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_a_dead_request_finds_hides_no_verdict_on_an_arrival(is_damaged: bool) -> None:
+    rig = _with_a_dead_request(400)
+    if is_damaged:
+        rig.pool.v_buffer[0][rig.slot(3, 7)] += 1
+    drain, rig.manager._drain = rig.manager._drain, lambda wait=False: None  # the host is late
+    forward = rig.manager.note_arrivals([Arrival(3, 0, list(range(20)), 0)], awaited=True)
+    step = _die(rig, 400)
+    rig.manager._drain = drain
+    rig.result(step)
+    rig.settle()
+    desk = rig.manager.arrivals
+    assert desk.verdict(forward) == ({3} if is_damaged else set())
+    assert desk.has_lost(forward) is is_damaged
+    assert rig.reported == []
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -16,6 +16,7 @@ from ..state import ViolationLog
 from .async_copy import DelayedDeviceHostHandler
 from .cause import Cause
 from .flight_recorder import FlightRecorder
+from .gap import Gap, Reader
 from .moot import are_moot, are_settled
 from .state_finding import StateFinding
 from .tier_finding import Finding
@@ -38,8 +39,9 @@ class ViolationManager:
         self._recorder = recorder
         self._reporter = reporter
         # In this order, because kernels may append during the copy. Rows below the first total are complete. Rows that
-        # lie a ring's length below the second total may have been overwritten.
-        self._copy = DelayedDeviceHostHandler((ring.total, ring.rows, ring.total), self._on_rows)
+        # lie a ring's length below the second total may have been overwritten. Their readers were noted before.
+        sources = ring.total, ring.rows, ring.total, ring.readers
+        self._copy = DelayedDeviceHostHandler(sources, self._on_rows)
         self._seen_total = 0  # from the summaries
         self._fetched = 0  # rows taken from the ring
         # (forward, total), ascending: what forwards up to it have found are the first `total` rows
@@ -53,10 +55,10 @@ class ViolationManager:
         )  # outside the device pool, by any thread
         # Called with rows int64[n, len(Column)] that are no longer moot
         self.listeners: list[Callable[[np.ndarray], None]] = []
-        # Called with forwards that may have found more than the ring has kept
-        self.lost_listeners: list[Callable[[Sequence[int]], None]] = []
-        # Such forwards, until it is known which requests of them were dead
-        self._lost: set[int] = set()
+        # Called with those who may have found more than the ring has kept, and were alive
+        self.lost_listeners: list[Callable[[Sequence[Reader]], None]] = []
+        # What was lost, until it is known which requests were dead
+        self._gaps: list[Gap] = []
         # Whether `step` or `name_waiting` has something to do. A flag: each step asks twice, and nearly never there is.
         self.has_work = False
         self.reported = 0
@@ -80,7 +82,10 @@ class ViolationManager:
         Findings of later forwards do not matter, so who waits for it does not wait for their readers.
         """
         fetched_of = self._follow_fetched()
-        first = min(self._lost, default=fetched_of + 1)
+        first = fetched_of + 1
+        if self._gaps:
+            lost = (forward for gap in self._gaps for forward in gap.waiting)
+            first = min(lost, default=first)
         if len(self._unsettled):
             first = min(first, int(self._unsettled[:, Column.READER_FORWARD].min()))
         return min(fetched_of, first - 1)
@@ -99,7 +104,7 @@ class ViolationManager:
     @property
     def busy(self) -> bool:
         """Whether rows wait to be fetched or to be settled."""
-        waits = len(self._unsettled) > 0 or len(self._found) > 0 or len(self._lost) > 0
+        waits = len(self._unsettled) > 0 or len(self._found) > 0 or len(self._gaps) > 0
         return waits or self._fetched < self._seen_total
 
     def note_work_left(self) -> None:
@@ -137,7 +142,13 @@ class ViolationManager:
         self._reporter.renew_scenes()
 
     def finish(self) -> None:
-        """The process ends. Name every waiting cause, and count the findings that were not settled."""
+        """The process ends. Name every waiting cause, and count the findings that were not settled.
+
+        Of lost findings, who is not known to be dead counts as alive.
+        """
+        for gap in self._gaps:
+            gap.settle(self._unsettled, self._recorder, at_once=True)
+        self._count_lost()
         if len(self._unsettled):
             logger.warning(
                 "kv-canary: findings not reported because the process ends before the results of their forwards: %d",
@@ -147,26 +158,25 @@ class ViolationManager:
 
     def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
         total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
+        readers = host[3].numpy()
         first = max(self._fetched, later_total - rows.shape[0])
         sequences = np.arange(first, total)
         fetched = _taken_from_ring(rows, first, max(first, total))
         fetched, overwritten = _split(fetched, fetched[:, Column.SEQUENCE] == sequences)
         lost = first - self._fetched + len(overwritten)
-        self.overwritten += lost
         if lost:
             oldest = fetched[:, Column.READER_FORWARD].min(initial=self._recorder.newest)
-            self._note_lost(lost, int(oldest))
+            self._note_lost(lost, int(oldest), readers)
         waits, self.has_work = len(self._unsettled) > 0, True
         self._unsettled = np.concatenate([self._unsettled, fetched]) if waits else fetched
         self._fetched = max(first, total)
         self._seen_total = max(self._seen_total, later_total)
 
-    def _note_lost(self, findings: int, last: int) -> None:
+    def _note_lost(self, findings: int, last: int, readers: np.ndarray) -> None:
         """Rows behind those fetched so far were overwritten unread. `last`: forward of the oldest one that is left."""
         first = self._follow_fetched() + 1
-        self._reporter.note_lost(findings, min(first, last), last)
-        if self.lost_listeners:
-            self._lost.update(self._recorder.on_record(first, last))
+        self._reporter.note_gap(last)
+        self._gaps.append(Gap.of(findings, first, last, readers, self._recorder))
 
     def _report_found(self) -> None:
         """All are counted at once. The reporter reads a part of them in each step."""
@@ -182,7 +192,7 @@ class ViolationManager:
 
     def _settle(self) -> None:
         """An error of a listener keeps no finding from the report."""
-        errors = [self._pass_on_lost()] if self._lost else []
+        errors = [self._pass_on_lost()] if self._gaps else []
         if len(self._unsettled):
             errors.append(self._report_settled())
         for error in errors:
@@ -203,10 +213,20 @@ class ViolationManager:
         return error
 
     def _pass_on_lost(self) -> Exception | None:
-        """Returns what a listener has raised."""
-        settled = sorted(filter(self._recorder.is_settled, self._lost))
-        self._lost.difference_update(settled)
-        return tell_all(self.lost_listeners, settled) if settled else None
+        """Returns what a listener has raised. Comes before rows of the same forwards are reported."""
+        lost = {r for gap in self._gaps for r in gap.settle(self._unsettled, self._recorder)}
+        self._count_lost()
+        return tell_all(self.lost_listeners, sorted(lost)) if lost else None
+
+    def _count_lost(self) -> None:
+        """Count and tell the gaps that are settled."""
+        for gap in [each for each in self._gaps if not each.waiting]:
+            self._gaps.remove(gap)
+            if gap.is_moot:
+                self.moot += gap.findings
+                continue
+            self.overwritten += gap.findings
+            self._reporter.note_lost(gap.findings, gap.first_forward, gap.last_forward)
 
     def _count(self, rows: np.ndarray) -> None:
         for tag_id, reasons, count in HOST.count_pairs(rows, Column.TAG, Column.REASONS):

@@ -207,9 +207,12 @@ class ViolationReporter:
         self._dropped[most] += len(forwards)
         self._losses.note(DROPPED, len(forwards), min(forwards), max(forwards))
 
-    def note_lost(self, findings: int, first: int, last: int) -> None:
-        """So many findings of forwards `first` to `last` were overwritten unread."""
+    def note_gap(self, last: int) -> None:
+        """Findings of forwards up to `last` were overwritten unread."""
         self.lost_until = max(self.lost_until, last)
+
+    def note_lost(self, findings: int, first: int, last: int) -> None:
+        """So many of them, of forwards `first` to `last`, are known to be lost: their readers were alive."""
         self._losses.note(OVERWRITTEN, findings, first, last)
 
     def _part_of_flood(self, rows: np.ndarray, recorder: FlightRecorder) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 from ..launch.arrivals import ArrivalLauncher
 from ..plan.arrival import Arrival
 from ..record import Column, Mode
+from ..reports.gap import NOBODY
 
 OUTCOMES = ("checked", "taken_over", "aborted")
 
@@ -88,9 +89,9 @@ class ArrivalDesk:
         for forward, row in readers.tolist():
             self._damaged[forward].add(row)
 
-    def note_lost(self, forwards: Sequence[int]) -> None:
-        """Findings of `forwards` may have been overwritten unread. What they have checked is not known to be right."""
-        self._lost.update(filter(self.awaits, forwards))
+    def note_lost(self, lost: Sequence[tuple[int, int]]) -> None:
+        """(Forward, row): what they have found may have been overwritten unread, so it is not known to be right."""
+        self._lost.update(f for f, row in lost if self.awaits(f) and row in (self._rows[f], NOBODY))
 
     def has_lost(self, forward: int) -> bool:
         """Whether the awaited `forward` may have found more than is known."""

@@ -134,25 +134,22 @@ class DamageDesk:
             self._pending.append(found)
             self.on_found()
 
-    def note_lost(self, forwards: Sequence[int]) -> None:
-        """Findings of `forwards` may have been overwritten unread. All their requests count as readers of damage."""
-        readers = tuple(self._all_readers(forwards))
+    def note_lost(self, lost: Sequence[tuple[int, int]]) -> None:
+        """(Forward, row): what they have found may have been overwritten unread. They count as readers of damage."""
+        readers = tuple(self._readers_of(lost))
         if readers:
             self._pending.append(Damage(readers))
-            self._unsaid_forwards.update(forwards)
+            self._unsaid_forwards.update(reader.forward for reader in readers)
             self._unsaid_requests.update(reader.request_id for reader in readers)
             self.say_lost()
             self.on_found()
 
-    def _all_readers(self, forwards: Sequence[int]) -> Iterable[Reader]:
-        for forward in forwards:
-            step = self.recorder.step_of(forward)
-            if step is None or self.awaits(forward):
-                continue
-            for row, request in step.requests.items():
-                if row not in step.moot_rows:
-                    start = self.recorder.start_of(forward, row)
-                    yield Reader(request, row, forward, start, (LOST,))
+    def _readers_of(self, lost: Sequence[tuple[int, int]]) -> Iterable[Reader]:
+        for forward, row in lost:
+            request = self.recorder.request_id(forward, row)
+            if request is not None and not self.awaits(forward):
+                start = self.recorder.start_of(forward, row)
+                yield Reader(request, row, forward, start, (LOST,))
 
     def say_lost(self) -> None:
         """Log what waits for it, at most once a minute. Called between steps: a burst may end within the minute."""

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...record import UNKNOWN, VIOLATION_COLUMNS, Column
-from ...state import HEADER_WORDS, NUM_COUNTERS, CanaryDeviceState, TagCounter
+from ...state import (
+    HEADER_WORDS,
+    NUM_COUNTERS,
+    READER_FORWARDS,
+    CanaryDeviceState,
+    TagCounter,
+)
 from .host import array
 
 Values = np.ndarray | int
@@ -48,4 +54,8 @@ class Report:
         rows[:, Column.SEQUENCE] = sequence
         keep = slice(max(0, count - ring.capacity), None)
         array(ring.rows)[sequence[keep] % ring.capacity] = rows[keep]
+        readers = rows[:, Column.READER_ROW]
+        is_known = (readers > 0) & (readers < len(ring.readers))
+        place = self.forward % READER_FORWARDS
+        array(ring.readers)[np.where(is_known, readers, 0), place] = self.forward
         ring.total.add_(count)

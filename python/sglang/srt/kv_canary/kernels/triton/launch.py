@@ -193,7 +193,7 @@ def report_arguments(
     """Arguments, by name, of every kernel that counts and reports; `half`: the launch's first."""
     return {
         "summary": state.summary,
-        "ring": state.violations.rows,
+        "ring": state.violations.memory,
         "capacity": state.violations.capacity,
         "tag": _tag_id(group.kind, half, side),
     }

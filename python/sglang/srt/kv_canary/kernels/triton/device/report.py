@@ -9,7 +9,7 @@ import triton.language as tl
 from .... import record
 from ....endpoint import HALVES
 from ....record import Column
-from ....state import HEADER_WORDS, NUM_COUNTERS, Header, TagCounter
+from ....state import HEADER_WORDS, NUM_COUNTERS, READER_FORWARDS, Header, TagCounter
 from ..jit import cumsum_of, jit, sum_of
 from .record import FORWARD_MASK, UNKNOWN
 
@@ -31,6 +31,7 @@ CONTENT_WRITTEN = tl.constexpr(int(TagCounter.CONTENT_WRITTEN))
 IDX_DIVERGENCE = tl.constexpr(int(TagCounter.IDX_DIVERGENCE))
 OUT_OF_WINDOW = tl.constexpr(int(TagCounter.OUT_OF_WINDOW))
 
+LAST_FORWARDS = tl.constexpr(READER_FORWARDS)
 ROW_COLUMNS = tl.constexpr(record.VIOLATION_COLUMNS)
 COL_TAG = tl.constexpr(int(Column.TAG))
 COL_REASONS = tl.constexpr(int(Column.REASONS))
@@ -142,6 +143,12 @@ def append_rows(
         value = tl.where(column == COL_LAST_WRITER, last_writer, value)
         value = tl.where(column == COL_ATTENTION_SLOT, attention_slot, value)
         tl.store(row + column, value, mask=keep)
+    # After the loop, where few values are alive: one more in it takes registers from the whole kernel.
+    readers = report.ring + capacity * ROW_COLUMNS
+    is_known = (reader_row > 0) & (reader_row < tl.load(readers))
+    reader = lanes * 0 + tl.where(is_known, reader_row, 0)
+    note = readers + 1 + report.forward % LAST_FORWARDS + reader * LAST_FORWARDS
+    tl.store(note, report.forward, mask=bad)
     tl.debug_barrier()
     tl.atomic_add(summary + VIOLATIONS, number, sem="release")
     tl.atomic_xchg(summary + RING_LOCK, free, sem="release")
