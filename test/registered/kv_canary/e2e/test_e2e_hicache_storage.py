@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang_kv_canary.host_tier.record_files import KEY_PREFIX
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary.testing.hicache_mode import FILL_INS, ON_CPU
 from sglang_kv_canary.testing.quick_interpreter import quick_interpreter
 from sglang_kv_canary.testing.serving import CanaryServer
 from sglang_kv_canary.testing.spec_fill_ins import INTERPRETED
 from sglang_kv_canary.testing.traffic import TrafficShape
+from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary_rigs.hicache_serving import (
     STORAGE,
     STORAGE_PATH,
@@ -30,6 +32,9 @@ from sglang_kv_canary_rigs.volume import volume
 
 register_cpu_ci(est_time=90, suite="stage-a-test-cpu")
 register_cuda_ci(est_time=180, suite="stage-b-test-1-gpu-small")
+
+
+PAGE_BYTES = 512 if ON_CPU else 256  # of one token; a GPU's has half as many per value
 
 
 class StorageE2E(WithPages, HiCacheE2E):
@@ -91,6 +96,38 @@ class TestRaise(StorageE2E):
         report = self.serve(TrafficShape(volume(24, 40), seed=23, flushes=2))
         assert (report.requests, report.flushes) == (volume(24, 40), 2)
         self.assert_no_violations()
+
+
+@pytest.mark.skipif(
+    not release().has_own_canary,
+    reason="SGLang evicts pages from 0.5.17 on; lifted by make test SGLANG=0.5.23",
+)
+class TestEviction(StorageE2E):
+    """The folder holds fewer pages than the prompts have, and SGLang remembers which ones are there."""
+
+    most: ClassVar[int] = 250
+    env: ClassVar = {
+        **StorageE2E.env,
+        "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": str(most * PAGE_BYTES),
+        "SGLANG_HICACHE_FILE_BACKEND_ENABLE_METADATA_CACHE": "1",
+        "SGLANG_HICACHE_FILE_BACKEND_METADATA_TTL": "-1",
+    }
+
+    def test_records_go_with_evicted_pages(self) -> None:
+        first, *others = prompts("evicted", 4)
+        for number, prompt in enumerate((first, *others, first)):
+            self.store(f"stored{number}", prompt)  # the first one again once it was evicted
+            assert self.fetch(f"stored{number}", prompt) >= 99
+        assert not self.pages.have(self.pages.keys(others[0]))
+        self.serving.wait_for(self.has_settled, "records were as many as pages")
+        self.assert_no_violations()
+
+    def has_settled(self) -> bool:
+        names = {path.name for path in self.pages.path.glob("*.bin")}
+        records = {name for name in names if name.startswith(KEY_PREFIX)}
+        pages = names - records
+        assert len(pages) <= self.most
+        return records == {KEY_PREFIX + name for name in pages}
 
 
 @long_on_newer_releases

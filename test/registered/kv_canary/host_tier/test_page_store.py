@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
+import stat
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ from sglang_kv_canary.host_tier.record_files import (
     STORING,
     TAKEN_OVER,
     RecordFiles,
+    with_page,
 )
 from sglang_kv_canary.host_tier.stored_records import (
     NAME_BYTES,
@@ -104,16 +108,24 @@ def store_pages(
     store.settle(ours, store.files.has_page)
 
 
+def accept(store: PageStore, name: str, key: str, tokens: list[int], slots: torch.Tensor) -> bool:
+    """What the store says of a page whose bytes are in host memory already."""
+    known = store.known(key)
+    return known is not None and store.accept(name, key, tokens, slots, known)
+
+
 def fetch(store: PageStore, folder: Path, rig: HiCacheRig, key: str = KEYS[0]) -> bool | None:
     """The bytes of the file into host memory, and what the store says. None: no page."""
     path = folder / f"{key}.bin"
     if not path.exists():
         return None
+    known = store.known(key)
+    assert known is not None
     page = rig.host_pool.kv_buffer[:, :, rig.host[:PAGE]]
     read = torch.frombuffer(bytearray(path.read_bytes()), dtype=page.dtype).view(page.shape)
     rig.host_pool.kv_buffer[:, :, rig.host[:PAGE]] = read
     store.begin("r", 0, 0)
-    return store.accept("r", key, TOKENS, rig.host[:PAGE])
+    return store.accept("r", key, TOKENS, rig.host[:PAGE], known)
 
 
 def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -123,7 +135,7 @@ def test_stored_pages_are_used_and_stamped(rig: HiCacheRig, tmp_path: Path) -> N
     rig.tier.records.clear(rig.host)
     store.begin("r", 0, 0)
     for number, key in enumerate(KEYS):
-        assert store.accept("r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
+        assert accept(store, "r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
     words = rig.tier.records.get(rig.host).words
     assert record.unpack_writer(int(words[7, 1, record.WORD_WRITER])) == (
         rig.manager.forward_ct,
@@ -146,7 +158,7 @@ def _fetched_after_update(rig: HiCacheRig, folder: Path) -> tuple[PageStore, tor
     rig.manager.note_weight_update("new")
     store.begin("r", 0, 0)
     for number, key in enumerate(KEYS):
-        assert store.accept("r", key, TOKENS, host[number * PAGE :][:PAGE])
+        assert accept(store, "r", key, TOKENS, host[number * PAGE :][:PAGE])
     return store, host
 
 
@@ -231,7 +243,7 @@ def test_a_page_of_another_prefix_is_not_used(
     store = store_in(tmp_path, rig)
     store.claim(KEYS, rig.host, nothing)
     store.begin("r", position, chain)
-    assert not store.accept("r", KEYS[0], tokens, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], tokens, rig.host[:PAGE])
     assert store.unusable == {Unusable.DAMAGED if found else Unusable.OTHER: 1}
     assert [(f.reason.name, f.expected_position, f.position) for f in rig.found] == found
 
@@ -243,10 +255,10 @@ def test_a_finding_names_the_writer_of_this_server_alone(rig: HiCacheRig, tmp_pa
     store_pages(store, tmp_path, KEYS[1:2], rig.host[PAGE : 2 * PAGE], rig)
     store.begin("r", 0, 0)
     rig.host_pool.v_buffer[0, rig.host[[2, PAGE + 2]]] += 1
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     last = rig.tier.records.get(rig.host).words[PAGE - 1, 0]
     store.begin("r", PAGE, int(last[record.WORD_CHAIN]))
-    assert not store.accept("r", KEYS[1], TOKENS[PAGE:], rig.host[PAGE : 2 * PAGE])
+    assert not accept(store, "r", KEYS[1], TOKENS[PAGE:], rig.host[PAGE : 2 * PAGE])
     theirs, ours = (found.as_violation(rig.recorder, 1) for found in rig.found)
     assert theirs.writer is None
     assert ours.writer is not None
@@ -261,9 +273,10 @@ def test_behind_an_unknown_prefix_nothing_is_used(
     store.claim(KEYS, rig.host, nothing)
     store.begin("r", 0, 0)
     store.begin("r", 0, None)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert store.unusable == {Unusable.MISSING: 1}
     assert "is not used" not in caplog.text
+    (tmp_path / "without.bin").touch()
     assert store.recorded(["without"]) == 0
     assert "a server without the canary" in caplog.text
 
@@ -286,12 +299,12 @@ def test_a_slow_prefetch_is_not_forgotten_for_later_ones(rig: HiCacheRig, tmp_pa
         _begun(store, f"refused-{number}", None)
         _begun(store, f"ended-{number}", _Operation())
         assert len(store._starts) <= MOST_PREFETCHES
-    assert store.accept("slow", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert accept(store, "slow", KEYS[0], TOKENS, rig.host[:PAGE])
     others = [_Operation() for _ in range(MOST_PREFETCHES + 9)]
     for number, operation in enumerate(others):
         _begun(store, f"under way-{number}", operation)
-    assert store.accept("slow", KEYS[1], TOKENS, rig.host[PAGE : 2 * PAGE])
-    assert store.accept("under way-0", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert accept(store, "slow", KEYS[1], TOKENS, rig.host[PAGE : 2 * PAGE])
+    assert accept(store, "under way-0", KEYS[0], TOKENS, rig.host[:PAGE])
     del slow, operation
     others.clear()
     for number in range(2 * MOST_PREFETCHES):
@@ -327,9 +340,10 @@ def test_records_of_another_server_are_not_used(
     """The log says so once."""
     store_in(tmp_path, rig, "they").claim(KEYS, rig.host, nothing)
     store = store_in(tmp_path, rig)
+    (tmp_path / "without.bin").touch()
     for _ in range(2):
         store.begin("r", 0, 0)
-        assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
         assert store.recorded([*KEYS, "without"]) == 5
     assert store.unusable == {Unusable.OTHER: 2, Unusable.MISSING: 2}
     assert [r.getMessage().split(": ")[2].split(",")[0] for r in caplog.records] == [
@@ -343,7 +357,7 @@ def test_a_damaged_page_is_named_by_its_key(rig: HiCacheRig, tmp_path: Path) -> 
     store_pages(store, tmp_path, KEYS, rig.host, rig)
     store.begin("r", 0, 0)
     rig.host_pool.v_buffer[0, rig.host[2]] += 1
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert [(f.tier, f.key, f.half, f.slot, f.position) for f in rig.found] == [
         ("file", "page0", "V", None, 2)
     ]
@@ -534,7 +548,7 @@ def _beside_a_slow_server(
 def _refuse_as_revoked(slow: PageStore, store: PageStore, rig: HiCacheRig) -> None:
     slow.revoke()
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert store.unusable == {Unusable.REVOKED: 1}
 
 
@@ -601,15 +615,14 @@ def test_a_page_that_is_removed_while_it_is_compared_is_no_finding(
     ours = store.claim(KEYS[:1], other.host[:PAGE], nothing).ours
     write_page(tmp_path, rig)
     store.settle(ours, store.files.has_page)
-    read = store.files.read
+    is_revoked = store.files.is_revoked
 
-    def read_and_settle(key: str) -> bytes | None:
-        monkeypatch.setattr(store.files, "read", read)
-        data = read(key)
+    def settle_and_look(name: bytes) -> bool:
+        monkeypatch.setattr(store.files, "is_revoked", is_revoked)
         slow.settle(theirs, slow.files.has_page)
-        return data
+        return is_revoked(name)
 
-    monkeypatch.setattr(store.files, "read", read_and_settle)
+    monkeypatch.setattr(store.files, "is_revoked", settle_and_look)
     assert fetch(store, tmp_path, other) is False
     assert not (tmp_path / STORING).exists()
     assert not other.found
@@ -739,7 +752,7 @@ def test_two_processes_store_one_page(
 
 
 def test_a_page_that_was_evicted_is_stored_again_at_once(rig: HiCacheRig, tmp_path: Path) -> None:
-    """SGLang 0.5.23 may evict a page without its records. This server knows that nobody else stores it."""
+    """A server without the canary evicts it alone. This server knows that nobody else stores it."""
     store = store_in(tmp_path, rig)
     for _ in range(2):
         assert store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours == KEYS[:1]
@@ -749,6 +762,60 @@ def test_a_page_that_was_evicted_is_stored_again_at_once(rig: HiCacheRig, tmp_pa
         (tmp_path / f"{KEYS[0]}.bin").unlink()
     assert not (store.files.read(KEYS[0]) or b"").startswith(TAKEN_OVER)
     assert store_in(tmp_path, rig).claim(KEYS[:1], rig.host[:PAGE], nothing).ours == []
+
+
+def test_a_page_that_is_stored_again_while_it_is_read_is_no_finding(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted by one server and stored again by another one, in another batch. The bytes are of either page."""
+    for late in (True, False):
+        other = another(rig, monkeypatch)
+        store, second = store_in(tmp_path, rig), store_in(tmp_path, other)
+        store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
+        reader = rig if late else other  # whose bytes are those that it reads
+        store_of_reader = store_in(tmp_path, reader)
+        store_of_reader.begin("r", 0, 0)
+        known = store_of_reader.known(KEYS[0])
+        store.forget(KEYS[:1])
+        store_pages(second, tmp_path, KEYS[:1], other.host[:PAGE], other)
+        used = store_of_reader.accept("r", KEYS[0], TOKENS, reader.host[:PAGE], known)
+        assert used == late
+        assert reader.found == []
+        second.forget(KEYS[:1])
+
+
+def test_an_evicted_page_is_not_said_to_have_no_records(
+    rig: HiCacheRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang has counted it as a hit before. Its backend hears that the page is gone."""
+    gone: list[str] = []
+    store = store_in(tmp_path, rig)
+    store.files.page_gone = gone.append
+    store_pages(store, tmp_path, KEYS[:2], rig.host[: 2 * PAGE], rig)
+    evict = with_page(tmp_path / f"{KEYS[1]}.bin")
+    (tmp_path / f"{KEYS[1]}.bin").unlink()
+    evict()
+    assert store.recorded(KEYS[:2]) == 1
+    store.begin("r", 0, 0)
+    assert not accept(store, "r", KEYS[1], TOKENS, rig.host[:PAGE])
+    assert (gone, store.unusable, caplog.records) == ([KEYS[1]] * 2, {}, [])
+
+
+def test_records_that_come_after_an_eviction_stay(rig: HiCacheRig, tmp_path: Path) -> None:
+    """Another server stores the page again between the removal of the page and that of its records."""
+    store = store_in(tmp_path, rig)
+    page = tmp_path / f"{KEYS[0]}.bin"
+    for again in (True, False):
+        store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
+        os.utime(store.files.path(KEYS[0]), (1, 1))  # file systems tick every few ms
+        evict = with_page(page)
+        page.unlink()
+        if again:
+            store_pages(store, tmp_path, KEYS[:1], rig.host[:PAGE], rig)
+        evict()
+        assert page_files(tmp_path) == ({page.name, f"kvc:{page.name}"} if again else set())
+        assert fetch(store, tmp_path, rig) == (True if again else None)
+        store.forget(KEYS[:1])
 
 
 def test_pages_of_older_weights_or_without_records_are_not_stored(
@@ -825,7 +892,7 @@ def test_a_page_that_is_forgotten_while_it_is_fetched_is_not_used(
         store.forget(KEYS[:1])
         store.files.create(KEYS[0], stored)
         rig.host_pool.v_buffer[0, rig.host[2]] += 1
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert not rig.found  # no false alarm
     if late:
         assert not rig.tier.records.get(rig.host[:PAGE]).present.any()
@@ -836,7 +903,7 @@ def test_what_is_stored_again_is_used_again(rig: HiCacheRig, tmp_path: Path) -> 
     for _ in range(2):
         store.settle(store.claim(KEYS[:1], rig.host[:PAGE], nothing).ours, lambda key: True)
         store.begin("r", 0, 0)
-        assert store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        assert accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
         store.forget(KEYS[:1])
 
 
@@ -860,7 +927,7 @@ def test_a_page_that_cannot_be_removed_is_not_used(
     assert f"cannot remove damaged pages from {tmp_path}: " in said
     assert not store.files.exists(KEYS[1])
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
@@ -885,7 +952,7 @@ def test_a_page_that_cannot_be_removed_once_it_is_stored_is_not_used(
     store.settle(ours, lambda key: True)
     assert not store.files.exists(KEYS[1])
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def stored_and_revoked(rig: HiCacheRig, folder: Path) -> PageStore:
@@ -905,14 +972,14 @@ def test_revoked_pages_are_used_by_no_server_and_can_be_stored_again(
     other = store_in(tmp_path, rig)
     for _ in range(2):
         other.begin("r", 0, 0)
-        assert not other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
-    assert other.unusable == {Unusable.REVOKED: 1, Unusable.MISSING: 1}
+        assert not accept(other, "r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert other.unusable == {Unusable.REVOKED: 1}  # the second time it is gone
     assert not (tmp_path / f"{KEYS[0]}.bin").exists()
     assert "has found damage since" in caplog.text
     assert not rig.found  # no finding: it was reported when it was found
     assert other.claim(KEYS[:1], rig.host[:PAGE], nothing)[:2] == ([0], KEYS[:1])
     other.begin("r", 0, 0)
-    assert other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert accept(other, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_pages_of_other_servers_are_not_revoked(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -922,7 +989,7 @@ def test_pages_of_other_servers_are_not_revoked(rig: HiCacheRig, tmp_path: Path)
     store.claim(["mine"], rig.host[:PAGE], nothing)
     store.revoke()
     store.begin("r", 0, 0)
-    assert store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_what_was_computed_before_is_not_stored_afterwards(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -933,7 +1000,7 @@ def test_what_was_computed_before_is_not_stored_afterwards(rig: HiCacheRig, tmp_
     host = rig.write_back(3, PAGE)
     assert store.claim(["new"], host, nothing)[:2] == ([0], ["new"])
     store.begin("r", 0, 0)
-    assert store.accept("r", "new", TOKENS, host)
+    assert accept(store, "r", "new", TOKENS, host)
 
 
 def test_a_page_that_is_being_stored_meanwhile_is_revoked_too(
@@ -949,7 +1016,7 @@ def test_a_page_that_is_being_stored_meanwhile_is_revoked_too(
     assert store.claim(KEYS, rig.host, exists)[:2] == ([*range(5)], KEYS)
     for number, key in enumerate(KEYS):
         store.begin("r", number * PAGE, 0)
-        assert not store.accept("r", key, TOKENS, rig.host[:PAGE])
+        assert not accept(store, "r", key, TOKENS, rig.host[:PAGE])
     assert store.unusable == {Unusable.REVOKED: 5}
 
 
@@ -968,11 +1035,11 @@ def test_a_name_that_cannot_be_revoked_is_tried_again(
         store.revoke()
         other = store_in(tmp_path, rig)
         other.begin("r", 0, 0)
-        assert other.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        assert accept(other, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert "cannot revoke stored pages in" in caplog.text
     store.revoke()
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_sglang_evicts_no_revoked_name(rig: HiCacheRig, tmp_path: Path) -> None:
@@ -1023,7 +1090,7 @@ def test_a_disk_that_has_room_again_is_used_again(rig: HiCacheRig, tmp_path: Pat
     assert store.claim(KEYS, rig.host, nothing) == Claim([*range(5)], KEYS, is_whole=True)
     store.begin("r", 0, 0)
     for number, key in enumerate(KEYS):
-        assert store.accept("r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
+        assert accept(store, "r", key, TOKENS, rig.host[number * PAGE :][:PAGE])
     assert not rig.found
 
 
@@ -1046,6 +1113,119 @@ def test_records_that_cannot_replace_abandoned_ones_leave_no_file(
     assert page_files(tmp_path) == {f"kvc:{KEYS[0]}.bin"}
 
 
+# Folders that servers of several users share
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize("mode", [0o700, 0o775, 0o1777, 0o2770])
+def test_files_are_as_open_as_pages_and_folders_as_the_storage(mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    if os.geteuid() == 0:
+        os.chown(folder, -1, 54321)
+    folder.chmod(mode)
+    files = RecordFiles(lambda key: str(folder / f"{key}.bin"))
+    (folder / "page.bin").touch()  # as SGLang makes it
+    assert files.create("page", b"records")
+    announcement = files.announce(["page"])
+    made = [files.path("page"), announcement]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o644}
+    files.take_over("page", b"others")
+    assert files.path("page").stat().st_mode == (folder / "page.bin").stat().st_mode
+    assert stat.S_IMODE(announcement.parent.stat().st_mode) == mode
+    assert announcement.parent.stat().st_gid == folder.stat().st_gid
+    files.retract(announcement)
+    assert {path.name for path in folder.iterdir()} == {"page.bin", "kvc:page.bin"}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_an_announcement_meets_the_folder_of_another_server(
+    filled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen that there is none. The later one's takes the place of an empty folder only."""
+
+    def make(**named: Any) -> str:
+        (tmp_path / STORING).mkdir()
+        if filled:
+            (tmp_path / STORING / "theirs").write_text("kvc:theirs.bin")
+        monkeypatch.undo()
+        return tempfile.mkdtemp(**named)
+
+    monkeypatch.setattr(record_files, "tempfile", SimpleNamespace(mkdtemp=make))
+    files = RecordFiles(lambda key: str(tmp_path / f"{key}.bin"))
+    announcement = files.announce(["ours"])
+    assert files.is_being_stored("ours")
+    assert files.is_being_stored("theirs") == filled
+    files.retract(announcement)
+    assert {path.name for path in tmp_path.iterdir()} == ({STORING} if filled else set())
+
+
+@pytest.mark.parametrize("name", ["chown", "chmod"])
+def test_a_mount_that_decides_on_rights_can_be_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, name, refuse)
+    files = RecordFiles(lambda key: str(tmp_path / f"{key}.bin"))
+    files.announce(["page"])
+    assert files.is_being_stored("page")
+
+
+# A folder without hard links
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EMLINK])
+def test_a_folder_without_hard_links_is_named_as_one(
+    number: int,
+    rig: HiCacheRig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is stored there. After the first page nothing is tried, either."""
+    tried: list[Path] = []
+
+    def no_link(whole: Path, path: Path) -> None:
+        tried.append(path)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", no_link)
+    store = store_in(tmp_path, rig)
+    for _ in range(2):
+        assert store.claim(KEYS, rig.host, nothing) == Claim([], [], is_whole=False)
+    assert len(tried) == 1
+    assert store.unwritable == 2 * len(KEYS)
+    assert [*tmp_path.iterdir()] == []
+    (said,) = errors_in(caplog)
+    assert "it has no hard links" in said
+    assert "another file system" in said
+    assert "Make room" not in said
+
+
+def test_other_errors_of_a_link_say_nothing_of_the_file_system(
+    rig: HiCacheRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may end, and then pages are stored again."""
+    store = store_in(tmp_path, rig)
+
+    def full(whole: Path, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(os, "link", full)
+        assert store.claim(KEYS, rig.host, nothing).ours == []
+    assert store.claim(KEYS, rig.host, nothing).ours == KEYS
+
+
 # A disk that fails. Directories and links in place of files let real calls fail, also for root.
 
 
@@ -1059,13 +1239,13 @@ def test_a_revoked_page_that_cannot_be_removed_is_refused(
     store = store_in(tmp_path, rig)
     for _ in range(3):
         store.begin("r", 0, 0)
-        assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert store.unusable == {Unusable.REVOKED: 3}
     (said,) = errors_in(caplog)
     assert f"cannot remove a revoked page from {tmp_path}: [Errno 21]" in said
     page.rmdir()  # it works again
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert not store.files.exists(KEYS[0])
     assert rig.found == []
 
@@ -1084,7 +1264,7 @@ def test_records_that_cannot_be_read_are_not_used(
     loop_at(store.files.path(KEYS[2]))
     assert store.recorded(KEYS) == 2
     store.begin("r", 2 * PAGE, 0)
-    assert not store.accept("r", KEYS[2], TOKENS, rig.host[2 * PAGE : 3 * PAGE])
+    assert not accept(store, "r", KEYS[2], TOKENS, rig.host[2 * PAGE : 3 * PAGE])
     assert store.recorded(KEYS[3:]) == 2
     assert (store.unreadable, store.unusable) == (2, {})
     (said,) = errors_in(caplog)
@@ -1096,7 +1276,7 @@ def test_a_name_whose_revocation_is_unknown_is_not_used(rig: HiCacheRig, tmp_pat
     store.claim(KEYS[:1], rig.host[:PAGE], nothing)
     loop_at(store.files._of_revoked(store._own_name))
     store.begin("r", 0, 0)
-    assert not store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+    assert not accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
     assert store.unreadable == 1
 
 
@@ -1126,7 +1306,7 @@ def test_an_error_that_is_not_of_the_folder_stays_one(rig: HiCacheRig, tmp_path:
     rig.tier.report = broken
     store.begin("r", 0, 0)
     with pytest.raises(BrokenPipeError):
-        store.accept("r", KEYS[0], TOKENS, rig.host[:PAGE])
+        accept(store, "r", KEYS[0], TOKENS, rig.host[:PAGE])
 
 
 def test_a_page_without_records_ends_the_prefix_and_raises_no_alarm(
@@ -1149,7 +1329,7 @@ def test_a_page_without_records_ends_the_prefix_and_raises_no_alarm(
     assert store.recorded(KEYS) == 2
     store.begin("r", 0, 0)
     used = [
-        store.accept("r", key, TOKENS, rig.host[n * PAGE :][:PAGE]) for n, key in enumerate(KEYS)
+        accept(store, "r", key, TOKENS, rig.host[n * PAGE :][:PAGE]) for n, key in enumerate(KEYS)
     ]
     assert used[:3] == [True, True, False]
     assert not rig.found

@@ -36,7 +36,7 @@ from ..reports.complaints import Complaints
 from ..reports.tier_finding import Finding
 from .host_records import SlotRecords
 from .host_tier import HostTier
-from .record_files import TAKEN_OVER, RecordFiles
+from .record_files import TAKEN_OVER, NoHardLinksError, RecordFiles
 from .stored_records import NAME_BYTES, Unusable, name_in, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,11 @@ _UNWRITTEN = _Trouble(
     "store the records of a page in",
     "The page is left out of the storage, and SGLang computes it again. No check is lost. Make room in the folder, or "
     "let the server write to it",
+)
+_UNLINKED = _Trouble(
+    "store the records of a page in",
+    "Without them, two servers could store one page. So nothing is stored there, and SGLang computes it again. No "
+    "check is lost. Use a folder on another file system, or serve without a storage backend",
 )
 _UNSETTLED = _Trouble(
     "look after stored pages in", "Records or pages that no server can use may stay there"
@@ -131,6 +136,12 @@ class _Stored(NamedTuple):
     name: bytes | None  # of who has stored the page
     is_revoked: bool
     is_taken_over: bool  # they may not fit the page
+
+
+class Known(NamedTuple):
+    """The file with the records of a page, as it was before the page was read."""
+
+    data: bytes | None  # None: there was none
 
 
 class Claim(NamedTuple):
@@ -262,7 +273,8 @@ class PageStore:
     def _leave_out(self, pages: int, error: OSError) -> None:
         """SGLang never replaces a page, so none is stored without records."""
         self.unwritable += pages
-        self._complain(_UNWRITTEN, error, f". {self.unwritable} pages so far")
+        trouble = _UNLINKED if isinstance(error, NoHardLinksError) else _UNWRITTEN
+        self._complain(trouble, error, f". {self.unwritable} pages so far")
 
     def _create(self, key: str, data: bytes) -> bytes | None:
         """What the file of the records holds then. None: another server stores the page."""
@@ -306,6 +318,7 @@ class PageStore:
         elif not page_exists(key):
             # Whoever takes them over at this moment finds no records when it settles, and removes its page.
             self.files.remove(key)
+            self.files.page_gone(key)
         return True
 
     def forget(self, keys: Sequence[str]) -> None:
@@ -389,12 +402,28 @@ class PageStore:
                 if exists is None:
                     self.unreadable += 1
                 else:
-                    self._refuse(Unusable.MISSING)
+                    self._refuse_without_records(key)
                 return number
         return len(keys)
 
+    def known(self, key: str) -> Known | None:
+        """For `accept`, and asked for before the page is read. None: the disk fails, so the page is not used.
+
+        The page may be evicted and stored again at any time. Records from before and after tell its bytes from those.
+        """
+        known = self._attempt(_UNREADABLE, self._known, key)
+        if known is None:
+            self.unreadable += 1
+        return known
+
+    def _known(self, key: str) -> Known:
+        return Known(self.files.read(key))
+
     def _read(self, key: str) -> _Stored:
-        data = self.files.read(key)
+        return self._judged(self._known(key))
+
+    def _judged(self, known: Known) -> _Stored:
+        data = known.data
         if data is None:
             return _Stored(None, None, is_revoked=False, is_taken_over=False)
         records = data.removeprefix(TAKEN_OVER)
@@ -403,14 +432,19 @@ class PageStore:
         return _Stored(records, name, is_revoked, is_taken_over=data.startswith(TAKEN_OVER))
 
     def accept(
-        self, request_id: str, key: str, tokens: Sequence[int], host_slots: torch.Tensor
+        self,
+        request_id: str,
+        key: str,
+        tokens: Sequence[int],
+        host_slots: torch.Tensor,
+        known: Known,
     ) -> bool:
         """Whether the page whose bytes are now at `host_slots` may be used. Its records are then there, too.
 
         `tokens`: all of the prefetch.
         """
         start = self._starts.get(request_id)
-        stored = self._attempt(_UNREADABLE, self._read, key)
+        stored = self._attempt(_UNREADABLE, self._judged, known)
         if start is not None and self._is_forgotten(key, start):
             return False
         if stored is None:
@@ -421,7 +455,7 @@ class PageStore:
             self.unusable[Unusable.MISSING] += 1
             return False
         if data is None:
-            return self._refuse(Unusable.MISSING)
+            return self._refuse_without_records(key)
         if stored.is_revoked:
             self._attempt(_STILL_REVOKED, self._remove_files, key)  # so that it can be stored anew
             return self._refuse(Unusable.REVOKED)
@@ -478,6 +512,16 @@ class PageStore:
     def _is_still_there(self, key: str, stored: _Stored) -> bool:
         """A server removes a stray page of its own before it retracts its announcement."""
         return self.files.has_page(key) and self._read(key) == stored
+
+    def _refuse_without_records(self, key: str) -> bool:
+        has_page = self._attempt(_UNREADABLE, self.files.has_page, key)
+        if has_page:
+            return self._refuse(Unusable.MISSING)
+        if has_page is None:
+            self.unreadable += 1
+        else:  # it was evicted since
+            self.files.page_gone(key)
+        return False
 
     def _refuse(self, why: Unusable) -> bool:
         self.unusable[why] += 1

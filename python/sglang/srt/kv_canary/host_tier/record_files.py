@@ -1,11 +1,14 @@
 """Files with the records of stored pages. A file appears whole, and only one server creates it.
 
+So the folder needs hard links. Servers of several users can share it: files have the modes that its pages have.
+
 Beside them lie the revoked names of servers. Their files have no suffix of SGLang's, so that it evicts none of them.
 What servers store at this moment is announced in a folder: SGLang leaves folders alone when it clears its storage.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -13,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE, S_IRWXU
 from typing import NamedTuple
 
 KEY_PREFIX = "kvc:"  # before the page's key
@@ -23,6 +27,12 @@ _PART = ".part"  # suffix of a file that is not whole yet
 TAKEN_OVER = b"KVCT"  # before records; an older canary takes them for another version's
 MOST_SIGHTINGS = 4096  # of files that other servers have created
 SIGHTING_S = 3600.0  # after which one makes room for another: its page is not asked for any more
+# What `link` says on a file system without hard links. The new file is there already, so writing is allowed.
+_NO_HARD_LINKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EMLINK)
+
+
+class NoHardLinksError(OSError):
+    """The storage folder is on a file system without them."""
 
 
 class _Version(NamedTuple):
@@ -33,11 +43,37 @@ class _Version(NamedTuple):
     size: int
 
 
-class RecordFiles:
-    """`path_of` gives the path of a key's file in the storage folder."""
+def with_page(page: Path) -> Callable[[], None]:
+    """What removes the records of `page`, once the page itself is removed.
 
-    def __init__(self, path_of: Callable[[str], str]) -> None:
+    Records that differ then stay: another server has begun to store the page again.
+    """
+    path = page.with_name(KEY_PREFIX + page.name)
+    before = _version(path)
+
+    def remove() -> None:
+        if before is not None and _version(path) == before:
+            path.unlink(missing_ok=True)
+
+    return remove
+
+
+def _not_told(_: str) -> None:
+    """The backend remembers nothing of its pages."""
+
+
+class RecordFiles:
+    """`path_of` gives the path of a key's file in the storage folder.
+
+    `page_gone` tells the backend that the page of a key is not there any more. It may remember that page.
+    """
+
+    def __init__(
+        self, path_of: Callable[[str], str], page_gone: Callable[[str], None] = _not_told
+    ) -> None:
         self._path_of = path_of
+        self.page_gone = page_gone
+        self._has_hard_links = True  # until the first try
         self._sightings: OrderedDict[str, tuple[_Version, float]] = OrderedDict()  # the first ones
 
     @property
@@ -57,14 +93,15 @@ class RecordFiles:
     def announce(self, keys: Iterable[str]) -> Path:
         """Tell all servers that this one is about to store these pages. For `retract`.
 
-        Raises OSError if the folder cannot be written to.
+        Raises OSError if the folder cannot be written to, or no records can be created there.
         """
+        if not self._has_hard_links:
+            raise self._no_hard_links()
         folder = self.folder / STORING
         path = folder / os.urandom(16).hex()
         names = "\n".join(self.path(key).name for key in keys)
         for _ in range(_MOST_TRIES):
-            with suppress(FileExistsError):
-                folder.mkdir()
+            _make_as_open(folder)
             with suppress(FileNotFoundError):  # another server has just removed the empty folder
                 with _written_beside(path, names.encode()) as whole:
                     whole.replace(path)
@@ -103,11 +140,9 @@ class RecordFiles:
 
         The clocks of other machines do not count, nor does a step of this one's.
         """
-        try:
-            status = self.path(key).stat()
-        except FileNotFoundError:
+        now, version = time.monotonic(), _version(self.path(key))
+        if version is None:
             return 0.0
-        now, version = time.monotonic(), _Version(status.st_ino, status.st_mtime_ns, status.st_size)
         seen, since = self._sightings.get(key, (None, now))
         if seen == version:
             return now - since
@@ -132,11 +167,23 @@ class RecordFiles:
 
     def create(self, key: str, data: bytes) -> bool:
         """False if there is one already. Raises OSError if the folder cannot be written to."""
+        if not self._has_hard_links:
+            raise self._no_hard_links()
         path = self.path(key)
-        with _written_beside(path, data) as whole, suppress(FileExistsError):
-            os.link(whole, path)
-            return True
-        return False
+        with _written_beside(path, data) as whole:
+            try:
+                os.link(whole, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                self._has_hard_links = False
+                raise self._no_hard_links() from error
+        return True
+
+    def _no_hard_links(self) -> NoHardLinksError:
+        return NoHardLinksError(errno.EOPNOTSUPP, "it has no hard links")
 
     def take_over(self, key: str, data: bytes) -> bytes:
         """Replace the records of another server. Returns what the file holds then.
@@ -158,8 +205,8 @@ class RecordFiles:
 
     def remove_page(self, key: str) -> None:
         """The page itself, not its records."""
-        with suppress(FileNotFoundError):
-            Path(self._path_of(key)).unlink()
+        Path(self._path_of(key)).unlink(missing_ok=True)
+        self.page_gone(key)
 
 
 def _exists(path: Path) -> bool:
@@ -171,6 +218,15 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def _version(path: Path) -> _Version | None:
+    """None: there is no such file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return _Version(status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
@@ -178,14 +234,34 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def _make_as_open(folder: Path) -> None:
+    """Who may write to the folder around `folder` may write to this one. It appears with these rights."""
+    if folder.is_dir():
+        return
+    around = folder.parent.stat()
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", suffix=_PART, dir=folder.parent))
+    try:
+        with suppress(OSError):  # the user is no member of that group, or the mount has no groups
+            os.chown(made, -1, around.st_gid)
+        with suppress(OSError):  # the mount decides
+            made.chmod(S_IMODE(around.st_mode) | S_IRWXU)
+        made.rename(folder)
+    except OSError as error:
+        another_made_it = error.errno in (errno.EEXIST, errno.ENOTEMPTY) or folder.is_dir()
+        if not another_made_it:
+            raise
+    finally:
+        with suppress(FileNotFoundError):  # it was renamed
+            made.rmdir()
+
+
 @contextmanager
 def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
     """A file with `data` in the folder of `path`. It is removed in the end, also if it could not be written."""
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+    whole = path.with_name(f"{os.urandom(16).hex()}{_PART}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with whole.open("xb") as file:  # a page has the same mode: the umask decides
             file.write(data)
-        yield Path(name)
+        yield whole
     finally:
-        with suppress(FileNotFoundError):  # it was renamed
-            os.unlink(name)
+        whole.unlink(missing_ok=True)  # it may have been renamed

@@ -19,7 +19,7 @@ from .hicache_refusals import COVERED_STORAGE
 from .hook_spec import HookSpec, HookType
 from .releases import release
 
-__all__ = ["STORED", "identity_now", "storage_hooks", "store_of"]
+__all__ = ["STORED", "files_of", "identity_now", "storage_hooks", "store_of"]
 
 STORED = "KV that is loaded from storage"
 _UNNAMED = uuid.uuid4().hex  # weights without a name are this process's own
@@ -32,13 +32,12 @@ def store_of(controller: Any) -> PageStore | None:
         return None
     stores, backend = context.page_stores, controller.storage_backend
     if not stores or stores[-1].backend is not backend:
-        files = RecordFiles(lambda key: _path(backend, key))
         stores.append(
             PageStore(
                 tier,
                 backend,
                 controller.storage_backend_type,
-                files,
+                files_of(backend),
                 controller.page_size,
                 manager,
                 lambda: identity_now(controller),
@@ -47,8 +46,25 @@ def store_of(controller: Any) -> PageStore | None:
     return stores[-1]
 
 
+def files_of(backend: Any) -> RecordFiles:
+    """Those in the folder of a backend."""
+    return RecordFiles(lambda key: _path(backend, key), lambda key: _forget_page(backend, key))
+
+
 def _path(backend: Any, key: str) -> str:
     return os.path.join(backend.file_path, f"{backend._get_suffixed_key(key)}.bin")
+
+
+def _forget_page(backend: Any, key: str) -> None:
+    """The page is gone: SGLang stores it again, and counts its bytes no more. From 0.5.17 on it keeps such books."""
+    name = backend._get_suffixed_key(key)
+    if (cache := getattr(backend, "metadata_cache", None)) is not None:
+        cache.remove(name)
+    if (evictor := getattr(backend, "_evictor", None)) is None:
+        return
+    with evictor._lock:
+        if name not in evictor._pending_writes:  # of these it has reserved the bytes
+            evictor._total_bytes -= evictor._lru.pop(name, 0)
 
 
 def _pool_of(controller: Any) -> Any:
@@ -110,7 +126,8 @@ def _around_page_set(
     try:
         return original(controller, keys, slots, extra_info) and claimed.is_whole
     finally:
-        attempt_aside(store.settle, claimed.ours, exists)
+        # Not `exists`: it may remember a page that another server has removed since.
+        attempt_aside(store.settle, claimed.ours, store.files.has_page)
 
 
 # Storage to host
@@ -129,9 +146,12 @@ def _around_hit_query(
 
 
 class _Reading(threading.local):
-    """The pages that this thread fetches for a prefetch."""
+    """The pages that this thread fetches for a prefetch.
 
-    pages: Callable[[str, torch.Tensor], bool] | None = None
+    Called before one is read. Returns what to call after that, or None: the page is not used.
+    """
+
+    pages: Callable[[str], Callable[[torch.Tensor], bool] | None] | None = None
 
 
 _reading = _Reading()
@@ -149,15 +169,18 @@ def _around_page_get(
     if store is not None:
         places = dict(zip(hash_values, host_indices.split(store.page_size), strict=True))
 
-        def accept(key: str, page: torch.Tensor) -> bool:
-            slots = places[key]
-            # SGLang stores the same bytes again. They must be there before anyone sees the records.
-            _pool_of(controller).set_from_flat_data_page(slots[0], page)
-            return store.accept(
-                operation.request_id, key, operation.token_ids.token_ids, slots.clone()
-            )
+        def begin(key: str) -> Callable[[torch.Tensor], bool] | None:
+            slots, known = places[key], store.known(key)
 
-        _reading.pages = accept
+            def accept(page: torch.Tensor) -> bool:
+                # SGLang stores the same bytes again. They must be there before anyone sees the records.
+                _pool_of(controller).set_from_flat_data_page(slots[0], page)
+                tokens = operation.token_ids.token_ids
+                return store.accept(operation.request_id, key, tokens, slots.clone(), known)
+
+            return None if known is None else accept
+
+        _reading.pages = begin
     try:
         return original(controller, operation, hash_values, host_indices, extra_info)
     finally:
@@ -172,16 +195,18 @@ def _around_batch_get(
     target_sizes: Any = None,
 ) -> Any:
     """A page that must not be used is as one that is not there: it ends the prefix."""
-    accept = _reading.pages
-    if accept is None:
+    begin = _reading.pages
+    if begin is None:
         return original(backend, keys, target_locations, target_sizes)
     pages: list[torch.Tensor | None] = [None] * len(keys)
     for number, key in enumerate(keys):
+        if (accept := attempt_aside(begin, key)) is None:
+            break
         try:
             (page,) = original(backend, [key], [target_locations[number]])
         except OSError:  # shorter than a page: another server is storing it
             break
-        if page is None or not attempt_aside(accept, key, page):
+        if page is None or not attempt_aside(accept, page):
             break
         pages[number] = page
     return pages

@@ -72,6 +72,7 @@ RELEASE = Release(
         "from_0_5_17.cuda_graph",
         "until_0_5_17.hicache",
         "until_0_5_17.hicache_storage",
+        "from_0_5_17.hicache_eviction",
         "last_words",
         "memory",
         "from_0_5_17.small_pool",

@@ -119,6 +119,7 @@ RELEASE = Release(
         "v0_5_22.disaggregation",
         "v0_5_22.hicache",
         "v0_5_22.hicache_storage",
+        "from_0_5_17.hicache_eviction",
         "v0_5_22.lmcache",
         "last_words",
         "memory",
