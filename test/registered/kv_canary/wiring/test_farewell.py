@@ -141,7 +141,9 @@ print(pid_file.exists())
 # In the main process
 
 
-def test_asking_ends_when_the_last_process_has_answered(tmp_path: Path) -> None:
+def test_asking_ends_when_the_last_process_has_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     said = []
     attending = Farewell(lambda: said.append(1), tmp_path)
     asking = threading.Thread(target=ask_for_farewell, args=(tmp_path, 60.0))
@@ -152,13 +154,17 @@ def test_asking_ends_when_the_last_process_has_answered(tmp_path: Path) -> None:
     asking.join(30)
     assert said == [1]
     assert not asking.is_alive()
+    assert not caplog.text
     attending.attend()
     assert said == [1]
 
 
-def test_a_process_that_does_not_answer_is_not_waited_for_ever(tmp_path: Path) -> None:
+def test_a_process_that_does_not_answer_is_not_waited_for_ever_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / f"{os.getpid()}.pid").touch()
     ask_for_farewell(tmp_path, 0.05)
+    assert f"no answer within 0.05 s from the scheduler processes {os.getpid()}," in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_the_kill(

@@ -65,12 +65,23 @@ def _before_kill(parent_pid: int | None, *args: Any, **kwargs: Any) -> None:
 
 
 def ask_for_farewell(folder: Path, wait_s: float) -> None:
-    """Ask the scheduler processes in `folder` to name waiting findings. Wait until all have, at most `wait_s`."""
+    """Ask the scheduler processes in `folder` to name waiting findings. Wait until all have, at most `wait_s`.
+
+    Who has not answered by then is logged.
+    """
     if not folder.is_dir():
         return
     (folder / _NOTE).touch()
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and any(map(_is_running, folder.glob("*.pid"))):
+    while silent := [path.stem for path in folder.glob("*.pid") if _is_running(path)]:
+        if time.monotonic() >= deadline:
+            logger.warning(
+                "kv-canary: no answer within %g s from the scheduler processes %s, so findings that wait there are not "
+                "named. A scheduler that is paused, or in a long step, does not answer",
+                wait_s,
+                ", ".join(sorted(silent)),
+            )
+            return
         time.sleep(0.005)
 
 
