@@ -19,10 +19,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.buffer_group import PoolKind
 from sglang_kv_canary.config import CanaryMode
 from sglang_kv_canary.record import VIOLATION_COLUMNS, Column, Reason
-from sglang_kv_canary.reports import losses, violation_reporter
+from sglang_kv_canary.reports import gap, losses, violation_reporter
 from sglang_kv_canary.reports.classify import BugClass
 from sglang_kv_canary.reports.event_sink import EventSink
 from sglang_kv_canary.reports.flight_recorder import FlightRecorder
+from sglang_kv_canary.reports.moot import are_moot
 from sglang_kv_canary.reports.violation import reason_names, tag_name
 from sglang_kv_canary.reports.violation_manager import ViolationManager
 from sglang_kv_canary.reports.violation_reporter import MOST_TAKEN, ViolationReporter
@@ -186,6 +187,31 @@ def test_a_full_ring_has_lost_nothing() -> None:
     lost.flood(CAPACITY, 2)
     lost.ring.step(2)
     assert (lost.told, lost.ring.manager.overwritten) == ([], 0)
+
+
+@pytest.mark.parametrize("row", [0, 2], ids=["nobody's", "a draft's"])
+def test_a_lost_finding_of_the_forward_before_is_not_moot(row: int) -> None:
+    """A double free is found between two forwards, and has the number of the one before. Here it is the only one."""
+    lost = _Lost()
+    manager = lost.ring.manager
+    lost.ring.step(3)
+    lost.flood(1, 3, row=row, reason=Reason.DOUBLE_FREE)
+    lost.flood(CAPACITY, 4)
+    manager._recorder.row_released(1)
+    lost.settle_all()
+    lost.ring.step(5)
+    assert (lost.told, manager.overwritten, manager.moot) == ([], 1, CAPACITY)
+
+
+def test_what_is_left_is_judged_once_for_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 256 readers it took 13 ms of a step."""
+    lost, judged = _Lost(), []
+    monkeypatch.setattr(gap, "are_moot", lambda *given: judged.append(1) or are_moot(*given))
+    for row in (1, 2):
+        lost.flood(CAPACITY, 2, row=row)
+    lost.ring.step(3)
+    assert sorted(lost.told) == [(2, 1), (2, 2)]
+    assert len(judged) == 1
 
 
 def test_lost_findings_are_told_when_it_is_known_who_was_dead() -> None:

@@ -255,7 +255,9 @@ class FlightRecorder:
         return self._forwards.get(forward)
 
     def on_record(self, first: int, last: int) -> list[int]:
-        """The forwards on record from number `first` to `last`. Looks through all of them."""
+        """The forwards on record from number `first` to `last`. Looks through the shorter of both."""
+        if last - first < len(self._forwards):
+            return [forward for forward in range(first, last + 1) if forward in self._forwards]
         return [forward for forward in self._forwards if first <= forward <= last]
 
     def step_of(self, forward: int) -> StepRecord | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..record import Column
 from ..state import READER_FORWARDS
-from .flight_recorder import FlightRecorder
+from .flight_recorder import FlightRecorder, StepRecord
 from .moot import are_moot
 
 NOBODY = 0  # in the memory: found by no request, or by one whose row is not known
@@ -36,7 +36,8 @@ class Gap:
     ) -> Gap:
         """`readers`: the memory. The rows are of forwards from `first` to `last`, the oldest one that is left."""
         waiting = {}
-        for forward in recorder.on_record(first, last):
+        # A double free, what a sweep finds and a draft's further steps have the number of the forward before
+        for forward in recorder.on_record(first - 1, last):
             if rows := _readers_in(forward, readers, recorder):
                 waiting[forward] = rows
         return cls(findings, min(first, last), last, waiting, bool(waiting))
@@ -45,12 +46,20 @@ class Gap:
         self, left: np.ndarray, recorder: FlightRecorder, at_once: bool = False
     ) -> list[Reader]:
         """Of forwards that are settled, or of all: who may have read damage. `left`: rows that are not reported yet."""
+        settled = [f for f in self.waiting if at_once or recorder.is_settled(f)]
+        if not settled:
+            return []
         found: list[Reader] = []
-        for forward in [f for f in self.waiting if at_once or recorder.is_settled(f)]:
-            for row in self.waiting.pop(forward):
-                if not _is_moot(forward, row, left, recorder):
-                    self.is_moot = False
-                    found += _requests(forward, row, recorder)
+        known, alive = _readers_of(left, recorder)
+        for forward in settled:
+            step = recorder.step_of(forward)
+            rows = self.waiting.pop(forward)
+            if step is not None:
+                rows = [row for row in rows if not _is_moot(forward, row, step, known, alive)]
+            if rows:
+                self.is_moot = False
+                if forward >= self.first_forward:  # whoever was in the one before has been told
+                    found += _requests(forward, rows, step)
         return found
 
 
@@ -63,20 +72,32 @@ def _readers_in(forward: int, readers: np.ndarray, recorder: FlightRecorder) -> 
     return [row for row in rows if noted[row] == forward or row in ran]
 
 
-def _is_moot(forward: int, row: int, left: np.ndarray, recorder: FlightRecorder) -> bool:
+def _readers_of(left: np.ndarray, recorder: FlightRecorder) -> tuple[set[Reader], set[Reader]]:
+    """Who has found the rows `left`, and those of them with one that is not moot. For all readers of a gap at once."""
+    columns = (Column.READER_FORWARD, Column.READER_ROW)
+    readers, moot = left[:, columns], are_moot(left, recorder)
+    return _pairs(readers), _pairs(readers[~moot])
+
+
+def _pairs(readers: np.ndarray) -> set[Reader]:
+    return set(map(tuple, readers.tolist()))
+
+
+def _is_moot(
+    forward: int, row: int, step: StepRecord, known: set[Reader], alive: set[Reader]
+) -> bool:
     """Whether what `row` found is. Of a living request, the findings that are left stand for the lost ones."""
-    step = recorder.step_of(forward)
-    if step is None or row == NOBODY:
+    if row == NOBODY:
         return False
     if row in step.moot_rows:
         return True
-    left = left[(left[:, Column.READER_FORWARD] == forward) & (left[:, Column.READER_ROW] == row)]
-    return bool(are_moot(left, recorder).all()) if len(left) else row in step.rewritten_rows
+    reader = forward, row
+    return reader not in alive if reader in known else row in step.rewritten_rows
 
 
-def _requests(forward: int, row: int, recorder: FlightRecorder) -> list[Reader]:
-    """The request in `row`. Where the row is not known, it may be each one of the forward that was alive."""
-    step = recorder.step_of(forward)
-    if step is None or row != NOBODY:
-        return [(forward, row)]
-    return [(forward, each) for each in step.requests.keys() - step.moot_rows]
+def _requests(forward: int, rows: list[int], step: StepRecord | None) -> list[Reader]:
+    """The requests in `rows`. Where a row is not known, it may be each one of the forward that was alive."""
+    if step is not None and NOBODY in rows:
+        living = step.requests.keys() - step.moot_rows
+        rows = [*living.union(rows) - {NOBODY}]
+    return [(forward, row) for row in rows]

@@ -84,7 +84,8 @@ class ViolationManager:
         fetched_of = self._follow_fetched()
         first = fetched_of + 1
         if self._gaps:
-            lost = (forward for gap in self._gaps for forward in gap.waiting)
+            # Of the forward before a gap, everything that its requests wait for is known
+            lost = (f for gap in self._gaps for f in gap.waiting if f >= gap.first_forward)
             first = min(lost, default=first)
         if len(self._unsettled):
             first = min(first, int(self._unsettled[:, Column.READER_FORWARD].min()))
