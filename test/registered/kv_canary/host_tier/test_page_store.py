@@ -1357,6 +1357,32 @@ def test_a_full_disk_is_no_error_of_the_canary(
     assert (store.unwritable, store.stored, store._storing) == (20, 20, {})
 
 
+def test_a_page_that_goes_while_others_are_stored_is_not_written_without_records(
+    rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when this server looked. Another one, or SGLang's eviction, has removed it since."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
+    rig.controller.storage_backend = HiCacheFile(config, str(tmp_path))
+    rig.controller.storage_backend_type = "file"
+    monkeypatch.setattr(context, "page_stores", [])
+    keys = [f"page{slot}" for slot in range(len(rig.host))]
+    assert rig.controller._generic_page_set(keys[:1], rig.host[:1])
+    (store,) = context.page_stores
+    claim = store.claim
+
+    def claim_and_lose(*given: Any) -> Claim:
+        claimed = claim(*given)
+        store.files.remove_page(keys[0])
+        store.files.remove(keys[0])
+        return claimed
+
+    monkeypatch.setattr(store, "claim", claim_and_lose)
+    assert rig.controller._generic_page_set(keys, rig.host)
+    assert page_files(tmp_path) == {f"{p}{key}_m_0_1.bin" for p in ("", "kvc:") for key in keys[1:]}
+
+
 @pytest.fixture
 def server_args(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Those that the identity of stored pages is made of."""

@@ -352,8 +352,8 @@ def _sending_on_0_5_12(sender_of: Callable[..., RecordSender], agent: _Nixl) -> 
         registration.gpu_id = 0
     NIXL.attach_sender(kv_manager, sender_of.keywords["layout"])
 
-    def send_pages() -> str:
-        kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, "7_kv_0_1_0")
+    def send_pages(notification: str = "7_kv_0_1_0") -> str:
+        kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, notification)
         return told[-1]
 
     return send_pages
@@ -387,6 +387,16 @@ def test_a_request_fails_whose_notice_says_that_records_come(
     notice = _told(send_pages())
     assert (notice.has_records, "internal error" in notice.why) == (False, True)
     assert agent.posted == ["KV", "KV"]
+
+
+def test_a_request_goes_on_if_its_notice_is_still_to_come(
+    sender_of: Callable[..., RecordSender],
+) -> None:
+    """The notice goes with the last chunk, and says that records are missing."""
+    send_pages = _sending_on_0_5_12(sender_of, _Nixl(works=False))
+    assert send_pages("7_kv_0_0_0") == "7_kv_0_0_0"
+    notice = _told(send_pages())
+    assert (notice.has_records, "internal error" in notice.why) == (False, True)
 
 
 class _Describing:

@@ -145,9 +145,9 @@ class Known(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """The pages of one batch that this server stores."""
+    """The pages of one batch that are in the storage now, or will be."""
 
-    pages: list[int]  # to pass on to the backend
+    pages: list[int]  # the backend has them, or is to store them
     ours: list[str]  # keys whose records are new: for `settle`
     is_whole: bool  # False: records of some pages could not be written, so these pages are left out
 
@@ -213,7 +213,7 @@ class PageStore:
         for key in slots.keys() - {*missing}:
             self.files.lose_sight(key)
         ours = self._claim_pages(missing, slots, since, (identity, name)) if missing else []
-        left_out = {*missing} - {*ours}  # of others, the backend keeps what it has
+        left_out = {*missing} - {*ours}  # what the backend has, it keeps
         self.stored += len(ours)
         return Claim(
             [number for number, key in enumerate(keys) if key not in left_out],

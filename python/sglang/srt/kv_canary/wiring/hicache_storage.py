@@ -119,15 +119,27 @@ def _around_page_set(
     claimed = attempt_aside(store.claim, hash_values, host_indices, exists)
     if claimed is None:
         return False
-    if not claimed.pages:
+    ours = {*claimed.ours}
+    # First: room for new pages is not made of the same prefix
+    for page in claimed.pages:
+        if hash_values[page] not in ours:
+            attempt_aside(_keep_page, controller.storage_backend, hash_values[page])
+    pages = [page for page in claimed.pages if hash_values[page] in ours]
+    if not pages:
         return claimed.is_whole
-    keys = [hash_values[page] for page in claimed.pages]
-    slots = host_indices.view(-1, store.page_size)[claimed.pages].flatten()
+    keys = [hash_values[page] for page in pages]
+    slots = host_indices.view(-1, store.page_size)[pages].flatten()
     try:
         return original(controller, keys, slots, extra_info) and claimed.is_whole
     finally:
         # Not `exists`: it may remember a page that another server has removed since.
         attempt_aside(store.settle, claimed.ours, store.files.has_page)
+
+
+def _keep_page(backend: Any, key: str) -> None:
+    """It is there. SGLang's `set` would do the same, but if it has been evicted since, write it without records."""
+    if (evictor := getattr(backend, "_evictor", None)) is not None:
+        evictor.touch(backend._get_suffixed_key(key), _path(backend, key))
 
 
 # Storage to host

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...transfer.layout import TransferLayout
 from ..nixl import Passenger, send_promised, sender_over_nixl, waiting_in
-from ..nixl_notices import attach_receiver, with_notice
+from ..nixl_notices import attach_receiver, room_of_last, with_notice
 from ..record_sender import as_they_are, wrap_method
 from ..transfer_answers import Transport
 
@@ -37,7 +37,10 @@ def _attach_sender(kv_manager: Any, layout: TransferLayout) -> None:
         post_kv = functools.partial(original, *sent, **more)
         if sides is None:
             return post_kv()
-        otherwise = functools.partial(send_promised, sender, peer, sides)
+        if room_of_last(notification) is None:  # the peer is told with the last chunk
+            otherwise = functools.partial(sender.send, peer, pages, target)
+        else:
+            otherwise = functools.partial(send_promised, sender, peer, sides)
         return passenger.carry(post_kv, sides, otherwise)
 
     def send_state(
