@@ -19,6 +19,7 @@ register_cpu_ci(est_time=30, suite="stage-a-test-cpu")
 PREFIX = "SGLANG_KV_CANARY_"
 ON = ("--kv-canary", "log")
 CPU = {"device": "cpu", "attention_backend": "torch_native", "mem_fraction_static": 0.8}
+OVER_ASCEND = "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "ascend"
 BAD = f"{PREFIX}RING_CAPACITY"
 
 # Name -> (flags, variables, what the line names)
@@ -29,7 +30,7 @@ WRONG = {
     "variable": (ON, {f"{PREFIX}RINGS": "1"}, f"{PREFIX}RINGS='1' is refused"),
     "word": (ON, {BUILTIN_ENV: "maybe"}, f"{BUILTIN_ENV}='maybe' is refused"),
     "flag without another": (("--kv-canary-real-data", "all"), {}, "given without --kv-canary"),
-    "setup": ((*ON, "--max-running-requests", "16385"), {}, "cannot protect this server"),
+    "setup": ((*ON, *OVER_ASCEND), {}, "cannot protect this server"),
 }
 
 LAUNCH = """
