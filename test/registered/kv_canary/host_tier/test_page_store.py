@@ -1335,18 +1335,23 @@ def test_a_page_without_records_ends_the_prefix_and_raises_no_alarm(
     assert not rig.found
 
 
+def _attach_files(rig: HiCacheRig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """SGLang's own backend, at SGLang's own controller. Returns keys of the host's pages, which hold one token each."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
+    rig.controller.storage_backend = HiCacheFile(config, str(folder))
+    rig.controller.storage_backend_type = "file"
+    monkeypatch.setattr(context, "page_stores", [])
+    return [f"page{slot}" for slot in range(len(rig.host))]
+
+
 def test_a_full_disk_is_no_error_of_the_canary(
     rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's own controller and backend, hooked as in a server. They hear that the pages are not stored."""
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-
-    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
-    rig.controller.storage_backend = HiCacheFile(config, str(tmp_path))
-    rig.controller.storage_backend_type = "file"
-    monkeypatch.setattr(context, "page_stores", [])
+    keys = _attach_files(rig, tmp_path, monkeypatch)
     rig.manager.errors.serving = True
-    keys = [f"page{slot}" for slot in range(len(rig.host))]  # this pool's pages hold one token
     with full_disk():
         assert not rig.controller._generic_page_set(keys, rig.host)
     assert rig.manager.errors.total == 0
@@ -1361,13 +1366,7 @@ def test_a_page_that_goes_while_others_are_stored_is_not_written_without_records
     rig: HiCacheRig, tmp_path: Path, server_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there when this server looked. Another one, or SGLang's eviction, has removed it since."""
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-
-    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
-    rig.controller.storage_backend = HiCacheFile(config, str(tmp_path))
-    rig.controller.storage_backend_type = "file"
-    monkeypatch.setattr(context, "page_stores", [])
-    keys = [f"page{slot}" for slot in range(len(rig.host))]
+    keys = _attach_files(rig, tmp_path, monkeypatch)
     assert rig.controller._generic_page_set(keys[:1], rig.host[:1])
     (store,) = context.page_stores
     claim = store.claim

@@ -298,6 +298,16 @@ class _Nixl:
         return {}
 
 
+def _send_by(kv_manager: Any, agent: _Nixl, send: Callable[..., str]) -> None:
+    """Make `send` SGLang's `send_kvcache`. Nothing else is sent."""
+    for name in ("send_kvcache_slice", "maybe_send_extra", "send_aux"):
+        setattr(kv_manager, name, lambda *_: None)
+    kv_manager.agent, kv_manager.send_kvcache = agent, send
+    kv_manager.kv_args.gpu_id = 0
+    for registration in kv_manager.decode_kv_args_table.values():
+        registration.gpu_id = 0
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_the_last_notification_of_0_5_22_says_whether_records_have_gone(
     sender_of: Callable[..., RecordSender], monkeypatch: pytest.MonkeyPatch, works: bool
@@ -311,12 +321,7 @@ def test_the_last_notification_of_0_5_22_says_whether_records_have_gone(
         agent.posted.append("KV")
         return "KV"
 
-    for name in ("send_kvcache_slice", "maybe_send_extra", "send_aux"):
-        setattr(kv_manager, name, lambda *_: None)
-    kv_manager.agent, kv_manager.send_kvcache = agent, send
-    kv_manager.kv_args.gpu_id = 0
-    for registration in kv_manager.decode_kv_args_table.values():
-        registration.gpu_id = 0
+    _send_by(kv_manager, agent, send)
     monkeypatch.setattr(nixl_notified, "_note_events", lambda _: None)
     nixl_notified.NIXL_NOTIFIED.attach_sender(kv_manager, sender_of.keywords["layout"])
     kv_manager.send_kvcache("alike", PAGES[0], [], PAGES[1], 0, "7_kv_0_1_0")
@@ -344,12 +349,7 @@ def _sending_on_0_5_12(sender_of: Callable[..., RecordSender], agent: _Nixl) -> 
         return "KV"
 
     told: list[str] = []
-    for name in ("send_kvcache_slice", "maybe_send_extra", "send_aux"):
-        setattr(kv_manager, name, lambda *_: None)
-    kv_manager.agent, kv_manager.send_kvcache = agent, send
-    kv_manager.kv_args.gpu_id = 0
-    for registration in kv_manager.decode_kv_args_table.values():
-        registration.gpu_id = 0
+    _send_by(kv_manager, agent, send)
     NIXL.attach_sender(kv_manager, sender_of.keywords["layout"])
 
     def send_pages(notification: str = "7_kv_0_1_0") -> str:
