@@ -588,7 +588,7 @@ def _are_written_after(forward: int, records: SlotRecords, newest: int) -> bool:
     """Whether all slots are live, and were written by later forwards, up to `newest`."""
     writer = records.words[:, :, record.WORD_WRITER]
     live = ((writer >> record.WRITER_STATE_SHIFT) & 0xF) == State.LIVE
-    age = (newest - writer) & record.FORWARD_MASK  # a record has the low bits of the number only
+    age = record.forwards_between(writer, newest)  # a record has the low bits of the number only
     return bool((live & (newest - age > forward)).all())
 
 

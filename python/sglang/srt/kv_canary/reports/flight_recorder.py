@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..record import FORWARD_MASK
+from ..record import forwards_between
 from .origin import Origin
 from .weight_history import WeightHistory
 
@@ -191,7 +191,7 @@ class FlightRecorder:
 
     def whole_number(self, low: int) -> int:
         """The newest forward whose number has these low 32 bits. A record keeps no more of the number."""
-        return max(low, self._newest - ((self._newest - low) & FORWARD_MASK))
+        return max(low, self._newest - forwards_between(low, self._newest))
 
     def result_arrived(self, step: StepRecord) -> None:
         """The scheduler begins to process the step's result. From now on nothing in it becomes moot."""

@@ -143,7 +143,7 @@ def _begins_stale_run(
     goes_on = has_prev & (hashing.state_of(before) == record.State.LIVE)
 
     def is_stale(word: np.ndarray) -> np.ndarray:
-        return ((forward - word) & record.FORWARD_MASK) >= forward - since
+        return record.forwards_between(word, forward) >= forward - since
 
     return is_stale(writer) & ~(goes_on & is_stale(before))
 
