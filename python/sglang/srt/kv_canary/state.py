@@ -69,29 +69,30 @@ class ViolationLog:
     """The ring: `rows` int64[capacity, columns]. The row with sequence number s lies at s % capacity.
 
     `readers` outlives the rows that a flood overwrites. Place [row, f % READER_FORWARDS] holds f if request row `row`
-    has found something in forward f. Row 0 stands for what no known row has found. Kernels get one pointer: `memory`
-    holds `rows`, a word with the number of request rows, and `readers`.
+    has found something in forward f. Row 0 stands for a row that is not known. The last row is for what a sweep or a
+    free has found after forward f. Kernels get one pointer: `memory` holds `rows`, a word with the number of request
+    rows, and `readers`.
     """
 
     memory: torch.Tensor  # int64[words]
 
     rows: torch.Tensor
     total: torch.Tensor  # int64[1], a view into the summary
-    readers: torch.Tensor  # int64[request rows, READER_FORWARDS]
+    readers: torch.Tensor  # int64[request rows + 1, READER_FORWARDS]
 
     @classmethod
     def allocate(cls, capacity: int, total: torch.Tensor, request_rows: int) -> ViolationLog:
         if capacity <= 0:
             raise ValueError(f"ring capacity must be positive, got {capacity}")
         end = capacity * VIOLATION_COLUMNS
-        words = end + 1 + request_rows * READER_FORWARDS
+        words = end + 1 + (request_rows + 1) * READER_FORWARDS
         memory = torch.full((words,), UNKNOWN, dtype=torch.int64, device=total.device)
         memory[end] = request_rows
         return cls(
             memory=memory,
             rows=memory[:end].view(capacity, VIOLATION_COLUMNS),
             total=total,
-            readers=memory[end + 1 :].view(request_rows, READER_FORWARDS),
+            readers=memory[end + 1 :].view(request_rows + 1, READER_FORWARDS),
         )
 
     @property

@@ -189,7 +189,7 @@ def test_a_full_ring_has_lost_nothing() -> None:
     assert (lost.told, lost.ring.manager.overwritten) == ([], 0)
 
 
-@pytest.mark.parametrize("row", [0, 2], ids=["nobody's", "a draft's"])
+@pytest.mark.parametrize("row", [gap.OUTSIDE, 2], ids=["a free's", "a draft's"])
 def test_a_lost_finding_of_the_forward_before_is_not_moot(row: int) -> None:
     """A double free is found between two forwards, and has the number of the one before. Here it is the only one."""
     lost = _Lost()
@@ -282,7 +282,7 @@ def test_a_request_that_is_dead_in_a_forward_was_alive_in_the_one_before() -> No
 
 
 def test_where_the_row_of_a_reader_is_not_known_each_request_may_be_it() -> None:
-    """Also what a sweep has found comes without a row. A dead request has read nothing."""
+    """A dead request has read nothing."""
     lost = _Lost()
     lost.flood(1, 4, row=0)
     lost.flood(CAPACITY, 4, row=1)
@@ -290,6 +290,29 @@ def test_where_the_row_of_a_reader_is_not_known_each_request_may_be_it() -> None
     lost.settle_all()
     lost.ring.step(4)
     assert (lost.told, lost.ring.manager.overwritten) == ([(4, 2)], 1)
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_was_found_outside_of_forwards_is_no_requests_and_lost_all_the_same(
+    is_dead: bool,
+) -> None:
+    """What a sweep or a free has found has the number of a forward whose findings are not known yet."""
+    lost = _Lost()
+    manager = lost.ring.manager
+    lost.flood(1, 4, row=gap.OUTSIDE)
+    lost.flood(1, 4, row=1)
+    lost.flood(CAPACITY, 5, row=gap.OUTSIDE)
+    lost.steps[4].released.update([1] * is_dead)
+    lost.settle_all()
+    lost.ring.step(5)
+    assert (lost.told, manager.overwritten) == ([] if is_dead else [(4, 1)], 2)
+
+
+def test_a_forward_after_which_a_sweep_finds_much_is_waited_for_by_nobody() -> None:
+    lost = _Lost()
+    lost.flood(CAPACITY + 1, 4, row=gap.OUTSIDE)  # the result of forward 4 is not in
+    lost.ring.step(4)
+    assert (lost.told, lost.ring.manager.overwritten) == ([], 1)
 
 
 @pytest.mark.parametrize("left", [Reason.SWA_EVICTED_IN_WINDOW, Reason.TOKEN, None])

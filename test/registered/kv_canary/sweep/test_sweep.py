@@ -266,7 +266,10 @@ def test_a_flood_of_the_sweep_ends_no_request_that_runs_beside_it() -> None:
     desk = rig.manager.expect_action()
     rig.serve(PROMPT, ANSWER)
     rig.manager.groups[0].k_head[5:60, 1] ^= 1
-    rig.result(rig.extend(2, range(10)))
+    forward = rig.extend(2, range(10))
+    for _ in range(3):  # what this forward has found is not known yet
+        rig.sweep.maybe_run_sweep(rig.manager, idle=True)
+    rig.result(forward)
     for _ in range(3):
         rig.result(rig.decode([2]))
     rig.passes(1)

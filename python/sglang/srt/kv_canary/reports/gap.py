@@ -14,7 +14,9 @@ from ..state import READER_FORWARDS
 from .flight_recorder import FlightRecorder, StepRecord
 from .moot import are_moot
 
-NOBODY = 0  # in the memory: found by no request, or by one whose row is not known
+# In the ring's memory
+NOBODY = 0  # found by a request whose row is not known
+OUTSIDE = -1  # the last row: found by the sweep or by a free, after the forward
 
 Reader = tuple[int, int]  # forward, request row
 
@@ -35,12 +37,15 @@ class Gap:
         cls, findings: int, first: int, last: int, readers: np.ndarray, recorder: FlightRecorder
     ) -> Gap:
         """`readers`: the memory. The rows are of forwards from `first` to `last`, the oldest one that is left."""
-        waiting = {}
+        waiting, is_moot = {}, True
         # A double free, what a sweep finds and a draft's further steps have the number of the forward before
         for forward in recorder.on_record(first - 1, last):
-            if rows := _readers_in(forward, readers, recorder):
+            noted = readers[:, forward % READER_FORWARDS]
+            if noted[OUTSIDE] >= forward:
+                is_moot = False
+            if rows := _readers_in(forward, noted[:OUTSIDE], recorder):
                 waiting[forward] = rows
-        return cls(findings, min(first, last), last, waiting, bool(waiting))
+        return cls(findings, min(first, last), last, waiting, is_moot and bool(waiting))
 
     def settle(
         self, left: np.ndarray, recorder: FlightRecorder, at_once: bool = False
@@ -63,9 +68,8 @@ class Gap:
         return found
 
 
-def _readers_in(forward: int, readers: np.ndarray, recorder: FlightRecorder) -> list[int]:
+def _readers_in(forward: int, noted: np.ndarray, recorder: FlightRecorder) -> list[int]:
     """Rows that found something in `forward`. A later forward in the same place hides whether its rows did, too."""
-    noted = readers[:, forward % READER_FORWARDS]
     step = recorder.step_of(forward)
     ran = {NOBODY} if step is None else {NOBODY, *step.requests}
     rows = np.flatnonzero(noted >= forward).tolist()

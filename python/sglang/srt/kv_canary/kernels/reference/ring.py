@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...record import UNKNOWN, VIOLATION_COLUMNS, Column
+from ...buffer_group import Side
+from ...endpoint import CanaryLaunchTag
+from ...record import UNKNOWN, VIOLATION_COLUMNS, Column, Reason
 from ...state import (
     HEADER_WORDS,
     NUM_COUNTERS,
@@ -27,6 +29,10 @@ class Report:
     state: CanaryDeviceState
     tag: int  # launch tag id
     forward: int
+
+    @property
+    def is_sweep(self) -> bool:
+        return CanaryLaunchTag.from_id(self.tag).side is Side.SWEEP
 
     def count(self, counter: TagCounter, amount: int) -> None:
         array(self.state.summary)[HEADER_WORDS + self.tag * NUM_COUNTERS + counter] += amount
@@ -55,7 +61,10 @@ class Report:
         keep = slice(max(0, count - ring.capacity), None)
         array(ring.rows)[sequence[keep] % ring.capacity] = rows[keep]
         readers = rows[:, Column.READER_ROW]
-        is_known = (readers > 0) & (readers < len(ring.readers))
-        place = self.forward % READER_FORWARDS
-        array(ring.readers)[np.where(is_known, readers, 0), place] = self.forward
+        # What the sweep or a free finds is not what a forward has read
+        is_outside = self.is_sweep | (rows[:, Column.REASONS] == Reason.DOUBLE_FREE)
+        request_rows = len(ring.readers) - 1
+        is_known = (readers > 0) & (readers < request_rows)
+        readers = np.where(is_known, readers, np.where(is_outside, request_rows, 0))
+        array(ring.readers)[readers, self.forward % READER_FORWARDS] = self.forward
         ring.total.add_(count)

@@ -125,12 +125,14 @@ def report_lanes(
     UNFILLS: tl.constexpr,
     STRIDE: tl.constexpr = 1,
     weights_age=None,
+    OUTSIDE: tl.constexpr = False,
 ):
     """Check `lanes` exactly and append what fails.
 
     Predecessors are slots of the records `chained_to`. UNFILLS: the pool's records may be unfilled. With a stride
     the ring gets folds of chains (`record.chain_fold`) as tokens. `weights_age` comes from `weights_age_of`. None:
-    stale weights are not reported. Half K reports the first slot of each run that old weights wrote.
+    stale weights are not reported. Half K reports the first slot of each run that old weights wrote. OUTSIDE as in
+    `append_rows`.
     """
     slots, full_slots = lanes.slots.to(tl.int64), lanes.full_slots.to(tl.int64)
     prev_slots, positions = lanes.prev_slots.to(tl.int64), lanes.positions.to(tl.int64)
@@ -199,4 +201,5 @@ def report_lanes(
             reader_row=lanes.rows,
             writer=tl.where(readable, writer, UNKNOWN),
             last_writer=tl.where(freed, content, 0),
+            OUTSIDE=OUTSIDE,
         )

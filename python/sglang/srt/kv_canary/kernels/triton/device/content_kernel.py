@@ -56,8 +56,8 @@ def _read(records, slots, usable):
 
 
 @jit
-def _compare(report, half, read, full_slots, rows, now):
-    """Compare records with the fingerprints `now`. Returns the number compared."""
+def _compare(report, half, read, full_slots, rows, now, OUTSIDE: tl.constexpr = False):
+    """Compare records with the fingerprints `now`. Returns the number compared. OUTSIDE as in `append_rows`."""
     words, writer, stored, usable = read.words, read.writer, read.stored, read.usable
     has = usable & (state_of(writer) == LIVE) & (stored != 0)
     reasons = tl.where(has & (now != stored), REASON_CONTENT, 0)
@@ -76,6 +76,7 @@ def _compare(report, half, read, full_slots, rows, now):
             stored_content=stored,
             reader_row=rows,
             writer=writer,
+            OUTSIDE=OUTSIDE,
         )
     return sum_of(has.to(tl.int32), 0)
 
@@ -388,7 +389,7 @@ def content_list_kernel(
             usable,
             Shape(PAGE_SIZE, UNIT, ALIGN, ROW_ALIGN, WORDS_READ, SLOTS, LAYERS, QUADS, PARTIAL),
         )
-        compared = _compare(report, half, read, slots, 0, now)
+        compared = _compare(report, half, read, slots, 0, now, True)
         checked += tl.where(half == 0, compared, 0)
         second_checked += tl.where(half == 0, 0, compared)
     if checked > 0:

@@ -102,10 +102,12 @@ def append_rows(
     writer=0,
     last_writer=0,
     attention_slot=UNKNOWN,
+    OUTSIDE: tl.constexpr = False,
 ):
     """Append a ring row for each lane with `reasons`. Call it under `if` there are any: it takes a lock.
 
-    Columns are named as `Column` has them; each is one value per lane, or one for all.
+    Columns are named as `Column` has them; each is one value per lane, or one for all. OUTSIDE: no request has read
+    it, because the sweep or a free has found it.
     The lock keeps rows whole when more rows come in than the ring holds; the newest rows win. The total grows last:
     the host copies the ring while kernels append to it, and takes every row below the total for written.
     """
@@ -145,8 +147,11 @@ def append_rows(
         tl.store(row + column, value, mask=keep)
     # After the loop, where few values are alive: one more in it takes registers from the whole kernel.
     readers = report.ring + capacity * ROW_COLUMNS
-    is_known = (reader_row > 0) & (reader_row < tl.load(readers))
-    reader = lanes * 0 + tl.where(is_known, reader_row, 0)
+    reader = tl.load(readers)
+    if not OUTSIDE:
+        is_known = (reader_row > 0) & (reader_row < reader)
+        reader = tl.where(is_known, reader_row, 0)
+    reader = lanes * 0 + reader
     note = readers + 1 + report.forward % LAST_FORWARDS + reader * LAST_FORWARDS
     tl.store(note, report.forward, mask=bad)
     tl.debug_barrier()

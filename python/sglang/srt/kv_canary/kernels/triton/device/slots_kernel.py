@@ -78,6 +78,7 @@ def _report_double_free(report, k_head, slots, listed, usable, repeated):
             stored_chain=tl.load(words + CHAIN, mask=usable, other=0),
             writer=writer,
             last_writer=tl.load(words + CONTENT, mask=usable, other=0),
+            OUTSIDE=True,
         )
 
 

@@ -101,6 +101,7 @@ def list_kernel(
                     lanes,
                     chain_source is not None,
                     STRIDE,
+                    OUTSIDE=True,
                 )
     checked = sum_of(total, 0)
 
