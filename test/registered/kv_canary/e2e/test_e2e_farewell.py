@@ -31,7 +31,7 @@ class TestSigterm(CanaryE2EBase):
     flags: ClassVar = {**CanaryE2EBase.flags, "log_level": "critical"}
     env: ClassVar = {"SGLANG_KV_CANARY_LOG_EVERY_S": "1e9"}
 
-    def test_everything_that_waits_is_named_before_the_server_ends(self) -> None:
+    def test_everything_that_waits_is_named_before_a_paused_server_ends(self) -> None:
         prompt = random_tokens(random.Random("prompt"), 60)
         self.generate("writer", prompt, 4)
         for position in range(DAMAGED):
@@ -42,6 +42,7 @@ class TestSigterm(CanaryE2EBase):
         # The plugin works: SGLang, too, idles for seconds between SIGTERM and its end.
         time.sleep(1.5)
         assert self.serving.stderr.count(LINE) == 20
+        self.serving.post("/pause_generation", {"mode": "in_place"})
         os.kill(self.serving.process.pid, signal.SIGTERM)
         self.serving.process.wait(consts.PROCESS_TIMEOUT_S)
         assert self.serving.stderr.count(LINE) == DAMAGED

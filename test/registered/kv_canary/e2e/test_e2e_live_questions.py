@@ -89,8 +89,10 @@ class TestLiveQuestions(CanaryE2EBase):
         assert (group["cached_at"][0]["position"], group["causes"]) == (9, [])
         self.generate("dora", [*prompt, 7], 2)
         self.assert_violation("CONTENT")
+        self.serving.post("/pause_generation", {"mode": "in_place"}, self.serving.admin)
         (group,) = self.ask(f"slot/{slot}")["groups"]
         assert 'request "dora"' in group["causes"][0]["sentence"]
+        self.serving.post("/continue_generation", {"torch_empty_cache": False}, self.serving.admin)
         answers = {name: self.ask(f"request/{name}") for name in ("cleo", "dora")}
         parts = {name: {cause["as"] for cause in a["causes"]} for name, a in answers.items()}
         assert parts == {"cleo": {"writer"}, "dora": {"reader"}}

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -344,15 +345,37 @@ def test_at_the_end_everything_is_named(log: Log) -> None:
     assert log.slots == slots
 
 
-def test_at_the_end_what_is_not_settled_is_counted(log: Log) -> None:
-    rig = ManagerRig()
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_at_the_end_findings_of_forwards_without_results_are_named(is_dead: bool, log: Log) -> None:
+    """Those of a request that has given its row back are moot."""
+    rig = _found_in_flight(is_dead)
+    rig.manager.finish(1.0)
+    violations = rig.manager.violations
+    assert (violations.reported, violations.moot) == (not is_dead, is_dead)
+    assert log.slots == [rig.slot(1, 5)] * (not is_dead)
+    rig.manager.finish(1.0)
+    assert len(log.slots) == (not is_dead)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_the_end_of_a_server_in_mode_raise_is_no_success(is_dead: bool) -> None:
+    """A finding of a forward whose result does not come fails the program, unless the request was dead."""
+    rig = _found_in_flight(is_dead, mode=CanaryMode.RAISE)
+    expected = nullcontext() if is_dead else pytest.raises(CanaryViolationError, match="CONTENT")
+    with expected:
+        rig.manager.finish(1.0)
+
+
+def _found_in_flight(is_dead: bool, **settings: Any) -> ManagerRig:
+    """The result of a forward that reads damage has not arrived."""
+    rig = ManagerRig(**settings)
     rig.extend(1, range(20))
     rig.settle()
     _damage(rig, 1, 5)
     rig.decode([1])
-    rig.manager.finish(1.0)
-    assert log.slots == []
-    assert "before the results of their forwards: 1" in log.text
+    if is_dead:
+        rig.recorder.row_released(1)
+    return rig
 
 
 def test_a_clean_server_ends_without_a_word(log: Log) -> None:

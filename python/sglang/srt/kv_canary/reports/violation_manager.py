@@ -143,19 +143,23 @@ class ViolationManager:
         self._reporter.renew_scenes()
 
     def finish(self) -> None:
-        """The process ends. Name every waiting cause, and count the findings that were not settled.
+        """The process ends. Name every waiting cause, also of forwards whose results will not come.
 
-        Of lost findings, who is not known to be dead counts as alive.
+        Who is not known to be dead counts as alive. Raises CanaryViolationError in RAISE mode.
         """
         for gap in self._gaps:
             gap.settle(self._unsettled, self._recorder, at_once=True)
         self._count_lost()
-        if len(self._unsettled):
-            logger.warning(
-                "kv-canary: findings not reported because the process ends before the results of their forwards: %d",
-                len(self._unsettled),
-            )
-        self._reporter.name_all()
+        try:
+            self._report_unsettled()
+        finally:
+            self._reporter.name_all()
+
+    def _report_unsettled(self) -> None:
+        """A row is given back before what its last forward sees of it can change, and that is known at once."""
+        rows, self._unsettled = self._unsettled, self._unsettled[:0]
+        if error := self._report(rows):
+            raise error
 
     def _on_rows(self, host: tuple[torch.Tensor, ...], _context: object) -> None:
         total, rows, later_total = int(host[0]), host[1].numpy(), int(host[2])
@@ -204,8 +208,12 @@ class ViolationManager:
         """Returns what a listener has raised."""
         settled = are_settled(self._unsettled, self._recorder)
         rows, self._unsettled = _split(self._unsettled, settled)
-        _, rows = _split(rows, are_moot(rows, self._recorder))
-        self.moot += int(np.count_nonzero(settled)) - len(rows)
+        return self._report(rows)
+
+    def _report(self, rows: np.ndarray) -> Exception | None:
+        """Those of `rows` that are not moot. Returns what a listener has raised."""
+        moot, rows = _split(rows, are_moot(rows, self._recorder))
+        self.moot += len(moot)
         self.reported += len(rows)
         self._count(rows)
         error = tell_all(self.listeners, rows)

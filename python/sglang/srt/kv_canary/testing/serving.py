@@ -338,12 +338,14 @@ class CanaryServer(Serving):
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Any:
         """The answer to a POST of JSON, parsed if it is JSON. Raises HTTPError for an error status."""
         request = urllib.request.Request(
             self.url + path,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:

@@ -77,7 +77,7 @@ def ask_for_farewell(folder: Path, wait_s: float) -> None:
         if time.monotonic() >= deadline:
             logger.warning(
                 "kv-canary: no answer within %g s from the scheduler processes %s, so findings that wait there are not "
-                "named. A scheduler that is paused, or in a long step, does not answer",
+                "named. A scheduler in a long step does not answer",
                 wait_s,
                 ", ".join(sorted(silent)),
             )

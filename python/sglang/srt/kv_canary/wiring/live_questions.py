@@ -69,8 +69,8 @@ class QuestionWindow:
             return json.loads(await asyncio.wait_for(_exchange(path, line), self._wait_s))
         except (OSError, ValueError, asyncio.TimeoutError):
             problem = (
-                f"no answer within {self._wait_s:g} s: the scheduler process {path.stem} is in a long step or paused, "
-                "hangs or has ended"
+                f"no answer within {self._wait_s:g} s: the scheduler process {path.stem} is in a long step, hangs or "
+                "has ended"
             )
             return {"status": 504, "body": {"error": problem}}
 

@@ -16,9 +16,10 @@ from ..runner.manager import MOST_UNSEEN
 from .context import context
 from .direct_hooks import call_hooks_directly
 from .farewell import install_farewell
-from .guard import attempt, attempt_aside, guarded
+from .guard import attempt, attempt_aside, guarded, guarded_aside
 from .hook_spec import HookSpec, HookType
 from .late_work import checks_may_wait, note_result, write_late_content
+from .paused import attend_while_paused
 from .process_identity import process_identity
 from .question_desk import install_question_desk
 from .releases import release
@@ -170,6 +171,16 @@ def _answer(idle: bool) -> None:
         context.attend_questions(idle)
 
 
+@guarded_aside
+def _after_pause(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
+    attend_while_paused(scheduler, _attend_paused)
+
+
+def _attend_paused() -> None:
+    if _idle_tick_is_due():
+        attempt_aside(_attend, True)
+
+
 def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
     """A prefix cache with equal slots re-points the row to them and frees the row's own. Without, it frees none."""
     frees = context.frees
@@ -255,5 +266,8 @@ HOOKS = (
         ENDED,
     ),
     HookSpec(f"{_SCHEDULER}.on_idle", after_idle, HookType.AFTER, "findings of the last step"),
+    HookSpec(
+        f"{_SCHEDULER}.pause_generation", _after_pause, HookType.AFTER, "answers during a pause"
+    ),
     HookSpec(f"{_SCHEDULER}.__init__", _mark_init_finished, HookType.AFTER, "every forward"),
 )
