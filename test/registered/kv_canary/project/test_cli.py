@@ -10,7 +10,10 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from kv_canary_cli import COMMANDS, main
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang_kv_canary.testing import consts
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.warm import shared
 
 register_cpu_ci(est_time=45, suite="stage-a-test-cpu")
 
@@ -82,14 +86,12 @@ def test_version_names_both_distributions(capsys):
 
 @pytest.mark.parametrize("name", sorted({package.__name__, "sglang_kv_canary"}))
 def test_module_of_the_package_is_the_same_command(name):
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", name, "--version"],
-        capture_output=True,
-        text=True,
-        timeout=consts.PROCESS_TIMEOUT_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("kv-canary ")
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        command = _forked(name, "--version", stdout=out, stderr=err)
+        code = command.wait(consts.PROCESS_TIMEOUT_S)
+        shown, said = (file.seek(0) or file.read() for file in (out, err))
+    assert code == 0, said
+    assert shown.startswith("kv-canary ")
 
 
 def test_settings_name_every_flag_and_variable(capsys):
@@ -112,18 +114,30 @@ def _start(*argv: str, stdout: int, **variables: str) -> subprocess.Popen[bytes]
     )
 
 
-# A command that imports SGLang takes 10 s, so one of them is tried.
-@pytest.mark.parametrize(
-    ("argv", "unbuffered"), [(["settings"], ""), (["--help"], ""), (["--help"], "1")], ids=str
-)
-def test_a_closed_pipe_ends_the_command_quietly(argv: list[str], unbuffered: str) -> None:
+def _forked(module: str, *argv: str, stdout: IO, stderr: IO) -> Any:
+    """As a fresh process of `python -m MODULE`, with SGLang imported already: that takes 10 s."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *argv]
+    return shared().popen(command, stdout=stdout, stderr=stderr, env=os.environ)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_ends_the_command_quietly(unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = _start(*argv, stdout=write, PYTHONUNBUFFERED=unbuffered)
+    command = _start("--help", stdout=write, PYTHONUNBUFFERED=unbuffered)
     os.close(write)
     _, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
     assert command.returncode == 128 + signal.SIGPIPE
     assert said == b""
+
+
+def test_a_closed_pipe_ends_a_command_with_sglang_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb", buffering=0) as out, TemporaryFile() as err:
+        command = _forked("kv_canary_cli", "settings", stdout=out, stderr=err)
+        assert command.wait(consts.PROCESS_TIMEOUT_S) == 128 + signal.SIGPIPE
+        assert err.seek(0) or err.read() == b""
 
 
 def test_a_full_disk_is_said_in_one_line() -> None:
@@ -140,25 +154,25 @@ def test_an_interrupt_ends_the_command_quietly() -> None:
     """It comes while the command waits for somebody to read the rest."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-    command = _start("settings", stdout=write)
-    os.close(write)
-    assert os.read(read, 1)
-    command.send_signal(signal.SIGINT)
-    _, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
-    os.close(read)
-    assert command.returncode == 128 + signal.SIGINT
-    assert said == b""
+    with TemporaryFile() as err:
+        with os.fdopen(write, "wb", buffering=0) as out:
+            command = _forked("kv_canary_cli", "settings", stdout=out, stderr=err)
+        assert os.read(read, 1)
+        os.kill(command.pid, signal.SIGINT)
+        assert command.wait(consts.PROCESS_TIMEOUT_S) == 128 + signal.SIGINT
+        os.close(read)
+        assert err.seek(0) or err.read() == b""
 
 
-def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+def test_characters_that_the_terminal_lacks_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events = tmp_path / "\u6f22.jsonl"
     events.write_text('{"event": "\u6f22"}\n')
-    command = _start(
-        "report", "--text", str(events), stdout=subprocess.PIPE, PYTHONIOENCODING="latin-1"
-    )
-    shown, said = command.communicate(timeout=consts.PROCESS_TIMEOUT_S)
-    assert "Traceback" not in said.decode()
-    assert "\\u6f22" in shown.decode("latin-1")
+    shown = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, "latin-1"))
+    main(["report", "--text", str(events)])
+    assert "\\u6f22" in shown.getvalue().decode("latin-1")
 
 
 @pytest.mark.parametrize("argv", [["pools"], ["report", "--text", "."]], ids=str)
