@@ -31,7 +31,7 @@ if hasattr(providers, "_local_constants"):
 
 # How long an example takes says how busy the machine is, and a failure for it is shrunk for minutes.
 settings.register_profile("untimed", deadline=None)
-settings.register_profile("few", deadline=None, max_examples=15)  # where each takes long
+settings.register_profile("few", deadline=None, max_examples=5)  # where each takes long
 settings.load_profile("untimed")
 
 

@@ -136,19 +136,16 @@ def _nvidia() -> None:
 
 def test_the_scheduler_finds_in_the_cache_what_was_predicted_elsewhere(tmp_path) -> None:
     """As a server does it: one process predicts, others compile, and this one has compiled other kernels before."""
-    (tmp_path / "predict.py").write_text(
-        PREPARE
-        + textwrap.dedent(
-            """
-            with triton_backend.collecting_variants() as variants:
-                launches()
-            assert len(variants) == NUM_LAUNCHES and not compiled
-            CompileRequests(Path(sys.argv[1])).ask(variants.values(), PREDICTED)
-            """
-        )
-    )
-    program = f"""
-    import subprocess
+    program = """
+    told, tells = os.pipe()
+    if (predicting := os.fork()) == 0:
+        folder = Path(os.read(told, 4096).decode())
+        with triton_backend.collecting_variants() as variants:
+            launches()
+        assert len(variants) == NUM_LAUNCHES and not compiled
+        CompileRequests(folder).ask(variants.values(), PREDICTED)
+        os._exit(0)
+
     from sglang_kv_canary.kernels.triton.device.sweep_kernel import list_kernel
     from sglang_kv_canary.plan.plan_input import SweepVerifyPlan
 
@@ -156,9 +153,8 @@ def test_the_scheduler_finds_in_the_cache_what_was_predicted_elsewhere(tmp_path)
     assert compiled == [("list_kernel", False)], compiled
     compiled.clear(), launched.clear()
     server = start()
-    subprocess.run(
-        [sys.executable, "-W", "ignore", {str(tmp_path / "predict.py")!r}, str(server.folder)], check=True
-    )
+    os.write(tells, str(server.folder).encode())
+    assert os.waitpid(predicting, 0)[1] == 0
     wait_until(lambda: len(list(server.folder.glob("*.answer"))) == NUM_LAUNCHES)
     with triton_backend.compiling_ahead() as compiles:
         assert compiles and AHEAD.requests is not None

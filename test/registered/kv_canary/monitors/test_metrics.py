@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -32,8 +31,8 @@ from sglang_kv_canary.reports.async_copy import FutureTensors
 from sglang_kv_canary.runner.ranks import Ranks
 from sglang_kv_canary.slot_event import SlotEventKind
 from sglang_kv_canary.sweep.orchestrator import SweepOrchestrator
-from sglang_kv_canary.testing import consts
 from sglang_kv_canary_rigs.checkout import DOCS
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.tree_rig import TreeRig
 
 register_cpu_ci(est_time=15, suite="stage-a-test-cpu")
@@ -233,10 +232,7 @@ def test_labels_are_those_of_sglangs_scheduler() -> None:
 def test_prometheus_client_is_imported_only_for_metrics() -> None:
     """It must not be imported before SGLang has set PROMETHEUS_MULTIPROC_DIR, nor needed without metrics."""
     code = "import sys, sglang_kv_canary.observers; sys.exit('prometheus_client' in sys.modules)"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=consts.PROCESS_TIMEOUT_S
-    )
+    result = FreshProcesses().run(code)
     assert result.returncode == 0, result.stderr
 
 

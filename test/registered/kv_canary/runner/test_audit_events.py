@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang_kv_canary.testing.consts import PROCESS_TIMEOUT_S
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 
 register_cpu_ci(est_time=10, suite="stage-a-test-cpu")
 
@@ -65,14 +63,9 @@ print(json.dumps([HOST.in_c, first, second, events[:watched], events[watched:]])
 
 
 def test_calls_and_phases_raise_none() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_TIMEOUT_S,
-    )
+    ended = FreshProcesses().run(PROGRAM)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    in_c, first, second, of_a_step, of_a_frame = json.loads(ended.stdout.splitlines()[-1])
+    in_c, first, second, of_a_step, of_a_frame = ended.result
     assert in_c, "the twins in Python read frames as everyone does"
     assert first == second
     assert second[0] == 3

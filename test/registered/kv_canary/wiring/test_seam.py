@@ -29,6 +29,7 @@ from sglang_kv_canary.wiring.refusals import Refusal
 from sglang_kv_canary.wiring.releases import release
 from sglang_kv_canary.wiring.warm_up import decodes
 from sglang_kv_canary_rigs.checkout import REPO
+from sglang_kv_canary_rigs.fresh_process import FreshProcesses
 from sglang_kv_canary_rigs.pool_fixtures import (
     make_mha_pool,
     make_mla_pool,
@@ -169,10 +170,7 @@ load_plugins()
 from sglang_kv_canary.wiring.context import context
 print(context.registration.started, context.registration.hooks)
 """
-    env = {**os.environ, BUILTIN_ENV: "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True
-    )
+    done = FreshProcesses().run(code, env={BUILTIN_ENV: "1"})
     assert done.stdout.split() == ["True", "None"], done.stderr
     assert "SGLang's own canary is in charge" in done.stderr
 

@@ -304,7 +304,7 @@ def _settle_in(order: Order, fds: Sequence[int]) -> None:
         os.dup2(fd, wanted)
         os.close(fd)
     # What was opened on a file cannot be set up for a pipe
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding=sys.stdout.encoding, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding=sys.stdout.encoding, closefd=False)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(_Warm.changed | order.env)
