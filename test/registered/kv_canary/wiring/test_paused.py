@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang_kv_canary.wiring import paused as module
 from sglang_kv_canary.wiring.context import context
 from sglang_kv_canary.wiring.paused import attend_while_paused
 
@@ -35,6 +36,7 @@ class Scheduler:
 def paused(monkeypatch: pytest.MonkeyPatch) -> tuple[Scheduler, list[bool]]:
     """A scheduler that was just paused, twice, and whether it was paused each time that others were attended to."""
     monkeypatch.setattr(type(context), "active", True)
+    monkeypatch.setattr(module, "PERIOD_S", 0.0)
     scheduler, attended = Scheduler(), []
     scheduler.process_input_requests(["pause"])
     for _ in range(2):
@@ -53,6 +55,15 @@ def test_others_are_attended_to_during_a_pause_only(paused: tuple[Scheduler, lis
     assert attended == [True] * 3
     assert scheduler.taken_up == ["pause", "question", "continue", "answer"]
     assert "process_input_requests" not in vars(scheduler)
+
+
+def test_a_loop_that_does_not_rest_attends_now_and_then(
+    paused: tuple[Scheduler, list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 1e9)
+    scheduler, attended = paused
+    _loop(scheduler)
+    assert attended == [True]
 
 
 def test_a_method_that_another_plugin_has_put_into_the_object_comes_back(

@@ -6,12 +6,14 @@ to what others ask of the process, for as long as the pause lasts. No other step
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from .context import context
 
 TAKES_UP = "process_input_requests"  # the scheduler's method
+PERIOD_S = 0.01  # the loop does not rest
 
 
 class WhilePaused:
@@ -22,13 +24,15 @@ class WhilePaused:
         self._original = getattr(scheduler, TAKES_UP)
         # Only another plugin has put one into the object itself
         self._was_own = TAKES_UP in vars(scheduler)
+        self._next = 0.0  # time.monotonic()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         returned = self._original(*args, **kwargs)
-        if self._scheduler._engine_paused:
-            self._attend()
-        else:
+        if not self._scheduler._engine_paused:
             self._give_back()
+        elif (now := time.monotonic()) >= self._next:
+            self._next = now + PERIOD_S
+            self._attend()
         return returned
 
     def _give_back(self) -> None:
@@ -42,7 +46,7 @@ class WhilePaused:
 
 
 def attend_while_paused(scheduler: Any, attend: Callable[[], None]) -> None:
-    """`attend` is called each time that the paused `scheduler` takes up messages."""
+    """`attend` is called when the paused `scheduler` takes up messages, at most once in PERIOD_S."""
     if not context.active or isinstance(vars(scheduler).get(TAKES_UP), WhilePaused):
         return
     setattr(scheduler, TAKES_UP, WhilePaused(scheduler, attend))

@@ -177,8 +177,7 @@ def _after_pause(_: Any, scheduler: Any, *a: Any, **k: Any) -> None:
 
 
 def _attend_paused() -> None:
-    if _idle_tick_is_due():
-        attempt_aside(_attend, True)
+    attempt_aside(_attend, True)
 
 
 def around_cache_unfinished(original: Callable[..., Any], req: Any, *a: Any, **k: Any) -> Any:
