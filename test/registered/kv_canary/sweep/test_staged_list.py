@@ -115,6 +115,25 @@ def test_a_clean_tree_is_verified_whole_in_parts(kind: str, monkeypatch: Any) ->
     assert rig.settle() == []
 
 
+@pytest.mark.parametrize("levels", [1, 5000])
+def test_a_tree_of_many_levels_is_listed(levels: int, monkeypatch: Any) -> None:
+    """SGLang's walk in Python calls itself once per level."""
+    rig = ListedRig("mha", monkeypatch)
+    rig.serve(PROMPT, ANSWER)
+    listed = rig.core.walk_for_kv_canary
+
+    def walk(*filters: bool, level: int = 1) -> Any:
+        return listed(*filters) if level == levels else walk(*filters, level=level + 1)
+
+    rig.core.walk_for_kv_canary = walk
+    limit = sys.getrecursionlimit()
+    rig.passes(1)
+    before = rig.checked()
+    rig.passes(1)
+    assert rig.checked() - before == len(PROMPT) + len(ANSWER)
+    assert sys.getrecursionlimit() == limit
+
+
 @pytest.mark.parametrize("position", [3, 20, 42])
 def test_damage_is_found_in_whichever_part_it_lies(position: int, monkeypatch: Any) -> None:
     rig = ListedRig("mha", monkeypatch)

@@ -8,6 +8,9 @@ of pages.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,10 +25,24 @@ from .radix_cache_walker import (
 
 __all__ = ["FlatWalker", "lists_its_own_slots"]
 
+# Levels of a tree. From CPython 3.11 on calls of Python functions take no C stack
+DEEPEST = 1_000_000 if sys.version_info >= (3, 11) else 10_000
+
 
 def lists_its_own_slots(radix_cache: Any) -> bool:
     """Whether the cache has a tree core with a walk of its own."""
     return hasattr(getattr(unwrap(radix_cache), "tree_core", None), "walk_for_kv_canary")
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """A walk in Python calls itself once per level of the tree: a conversation of a thousand turns has as many."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 class FlatWalker:
@@ -46,7 +63,8 @@ class FlatWalker:
         if self._is_over:
             return None
         self._is_over = True
-        walk = self._cache.tree_core.walk_for_kv_canary(*self._filters)
+        with _deep_recursion():
+            walk = self._cache.tree_core.walk_for_kv_canary(*self._filters)
         slots, positions, prev_slots = (
             column.to(self.device, torch.int64, copy=True)
             for column in (walk.slot_indices, walk.positions, walk.prev_slot_indices)
