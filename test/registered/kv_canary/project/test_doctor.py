@@ -14,6 +14,7 @@ from sglang_kv_canary.cli import doctor, machine
 from sglang_kv_canary.testing.tiny_models import (
     write_tiny_deepseek_v2,
     write_tiny_gemma4,
+    write_tiny_lfm2,
     write_tiny_llama,
 )
 from sglang_kv_canary.wiring.coverage import _ONLY_IF, paths
@@ -116,6 +117,22 @@ def test_only_the_paths_of_these_arguments_are_named(served: tuple[str, ...]) ->
     assert "chunked prefill" not in other
     assert "tensor parallelism" not in plain
     assert "tensor parallelism" in other
+
+
+@pytest.mark.parametrize(
+    ("write_model", "backend", "path"),
+    [
+        (write_tiny_lfm2, "torch_native", "states of linear-attention layers"),
+        (write_tiny_gemma4, "triton", "sliding-window layers"),
+    ],
+)
+def test_the_paths_of_the_model_are_named(
+    write_model, backend: str, path: str, tmp_path: Path
+) -> None:
+    if path not in [each.name for each in paths()]:
+        pytest.skip("no path of this release; lifted by make test SGLANG=0.5.23")
+    model = ("--model-path", write_model(tmp_path), "--device", "cpu", "--attention-backend")
+    assert path in " ".join(_lines(_ask(*model, backend, *ON), "paths"))
 
 
 def test_no_path_is_partly_covered_that_the_server_does_not_take(served: tuple[str, ...]) -> None:

@@ -154,7 +154,8 @@ def _server(flags: argparse.Namespace, own: list[str]) -> Iterator[Diagnosis]:
     if isinstance(server_args, Diagnosis):
         yield server_args
         return
-    yield from _refusals(server_args)
+    with_model = _with_model(server_args)
+    yield from _refusals(with_model)
     # A config file's flags are among SGLang's own arguments here.
     if not (is_asked_for(flags) or is_asked_for(server_args)):
         text = (
@@ -164,7 +165,28 @@ def _server(flags: argparse.Namespace, own: list[str]) -> Iterator[Diagnosis]:
         yield Diagnosis("server", text, is_problem=True)
     yield from _pools(server_args)
     sweeps = bool(flags.kv_canary_sweep_interval or server_args.kv_canary_sweep_interval)
-    yield from _paths(server_args, sweeps)
+    yield from _paths(with_model, sweeps)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithModel:
+    """SGLang's arguments, with the model's configuration. From 0.5.22 on they keep none, and take none up."""
+
+    args: Any
+    model_config: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.args, name)
+
+
+def _with_model(server_args: Any) -> Any:
+    """Rules about the model look for it in the arguments."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if getattr(server_args, "model_config", None) is None:
+        with contextlib.suppress(Exception):  # `_pools` tells it
+            return _WithModel(server_args, ModelConfig.from_server_args(server_args))
+    return server_args
 
 
 def _refusals(server_args: Any) -> Iterator[Diagnosis]:
