@@ -41,6 +41,7 @@ if release().has_own_canary:
 
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.fake.conn import FakeKVSender
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_kv_canary.runner.damage_desk import Reader
 from sglang_kv_canary.wiring.containment.containment import MAX_KNOWN, RECENT_STEPS
 from sglang_kv_canary.wiring.containment.hooks import around_recv_requests
@@ -134,6 +135,17 @@ def test_a_client_may_use_the_id_of_an_ended_request_again(rig: ContainmentRig) 
     rig.act(read(second, rig.forward(second)))
     assert second.to_finish is not None
     assert +rig.desk.outcomes == {"aborted": 2}
+
+
+def test_a_reader_whose_client_has_gone_leaves_as_little_in_the_cache(rig: ContainmentRig) -> None:
+    """SGLang ends it already. What it has computed from damage would be cached, and never checked again."""
+    reader, other = rig.request("ada", 1), rig.request("cat", 3, ROWS["cat"])
+    for request in (reader, other):
+        request.to_finish = FINISH_ABORT("the client has gone")
+    abort = reader.to_finish
+    rig.act(read(reader, rig.forward(reader, other)))
+    assert reader.to_finish is abort
+    assert (reader.skip_radix_cache_insert, other.skip_radix_cache_insert) == (True, False)
 
 
 def test_the_next_request_with_an_id_does_not_end_for_one_that_is_answered(

@@ -351,6 +351,7 @@ class Containment:
             if request is None or rid in self._ending:
                 continue
             if self.terms.heeds_aborts and request.to_finish is not None:
+                request.skip_radix_cache_insert = True  # it ends without us, and leaves as little
                 continue
             in_time = attempt_aside(self.terms.end_running, request, why)
             if in_time is not None:  # an error spares nobody else

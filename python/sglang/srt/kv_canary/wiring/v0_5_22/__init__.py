@@ -115,6 +115,7 @@ RELEASE = Release(
         "v0_5_22.allocator",
         "v0_5_22.beam_search",
         "v0_5_22.context_parallel",
+        "v0_5_22.dflash",
         "from_0_5_17.cuda_graph",
         "v0_5_22.disaggregation",
         "v0_5_22.hicache",
